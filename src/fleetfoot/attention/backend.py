@@ -1,0 +1,31 @@
+"""The protocol that every attention backend implements."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from fleetfoot.attention.metadata import AttentionMetadata
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a step's query tokens over the paged KV cache, which already holds the step's own K and V."""
+
+    name: str
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        """Softmax attention of each query token over its own sequence up to and including itself.
+
+        Args:
+            scale: factor on the dot products, 1 / sqrt(head_dim) for every model here.
+            window: how many of the last positions a token sees, itself included; None: all.
+        """
+        ...

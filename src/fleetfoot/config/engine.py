@@ -1,0 +1,118 @@
+"""Everything that a user can set about an engine, in one frozen record; CLI flags and ``LLM`` keywords come from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from fleetfoot.utils.suggest import unknown_keyword
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+Runner = Literal["auto", "v1", "v2"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+EMBEDDED_MODEL = "story-llama"
+"""The name of the model that the package carries; the default of ``model``."""
+
+
+def _flag(default: Any, help: str, *, choices: Any = None) -> Any:
+    """A field with the help text that the CLI shows; ``choices`` is a Literal type."""
+    metadata = {"help": help}
+    if choices is not None:
+        metadata["choices"] = get_args(choices)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Every field has a flag of the same name with dashes and an ``LLM`` keyword.
+
+    Raises:
+        ValueError: a value is out of its range; the message names the field, the value and what would work.
+        TypeError: a value has the wrong type, or (from `from_keywords`) a keyword is not known.
+    """
+
+    model: str = _flag(EMBEDDED_MODEL, "a checkpoint folder or a hub id; without it the embedded model runs")
+    tokenizer: str | None = _flag(None, "a folder or hub id with tokenizer.json, if not the model's own")
+    revision: str | None = _flag(None, "branch, tag or commit of a hub id")
+    device: Device = _flag("auto", "where to run: auto takes a GPU if there is one", choices=Device)
+    dtype: Dtype = _flag("auto", "of weights and KV: auto takes the checkpoint's own", choices=Dtype)
+    load_format: LoadFormat = _flag("auto", "dummy makes random weights from config.json alone", choices=LoadFormat)
+    skip_tokenizer_init: bool = _flag(False, "run on token ids, without a tokenizer")
+    trust_remote_code: bool = _flag(False, "accepted for compatibility: code from a checkpoint is never run")
+    runner: Runner = _flag("auto", "which model runner: auto lets the oracle choose", choices=Runner)
+    enforce_eager: bool = _flag(False, "never capture or replay graphs")
+    seed: int = _flag(0, "of everything random that a request does not seed itself")
+
+    max_model_len: int | None = _flag(None, "longest prompt plus output, in tokens; default: the model's own limit")
+    max_num_seqs: int = _flag(256, "most requests that run at the same time")
+    max_num_batched_tokens: int | None = _flag(None, "most tokens in one step; default 8192 on a GPU, 2048 on a CPU")
+    enable_chunked_prefill: bool = _flag(True, "split long prompts over several steps, mixed with decodes")
+    enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of a prompt's known beginning")
+    scheduling_policy: SchedulingPolicy = _flag(
+        "fcfs", "fcfs: first come, first served; priority: lower values first", choices=SchedulingPolicy
+    )
+    max_logprobs: int = _flag(20, "most logprobs that a request may ask for; -1: no limit")
+
+    block_size: int = _flag(16, "tokens in a KV block")
+    gpu_memory_utilization: float = _flag(0.9, "share of the GPU's memory for weights, KV and activations together")
+    kv_cache_memory_bytes: int | None = _flag(None, "bytes for KV, instead of what the memory plan finds")
+    num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks, on any device, instead of the memory plan's")
+
+    tensor_parallel_size: int = _flag(1, "GPUs that share each layer")
+    pipeline_parallel_size: int = _flag(1, "GPUs that the layers are spread over")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            _check_type(item.name, getattr(self, item.name), str(item.type))
+            choices = item.metadata.get("choices")
+            if choices and getattr(self, item.name) not in choices:
+                raise ValueError(f"{item.name} is {getattr(self, item.name)!r}; it can be {', '.join(choices)}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+                     "kv_cache_memory_bytes", "num_gpu_blocks_override"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0, at most 1")
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs is {self.max_logprobs}; it must be -1 (no limit), 0 or more")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed is {self.seed}; it must fit in 64 bits")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; only 1 is supported by this version")
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {budget}, less than max_num_seqs ({self.max_num_seqs}): a step must hold "
+                f"one token of each running request; raise it, or set max_num_seqs={budget}"
+            )
+
+    @classmethod
+    def from_keywords(cls, keywords: dict[str, Any], *, owner: str) -> EngineConfig:
+        """Build from keyword arguments; an unknown one is a TypeError of `owner` that lists near matches."""
+        known = [item.name for item in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                raise unknown_keyword(owner, name, known)
+        return cls(**keywords)
+
+
+def _check_type(name: str, value: Any, annotation: str) -> None:
+    """Refuse a value of another type than the field's: a bool is not an int, an int is a fine float."""
+    if value is None and "None" in annotation:
+        return
+    if annotation.startswith("bool"):
+        right = isinstance(value, bool)
+    elif annotation.startswith("int"):
+        right = isinstance(value, int) and not isinstance(value, bool)
+    elif annotation.startswith("float"):
+        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    else:
+        right = isinstance(value, str)
+    if not right:
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {annotation}")

@@ -1,0 +1,250 @@
+"""From the many spellings of ``config.json`` to one ModelConfig: one screen of field names per model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fleetfoot.config.fields import ConfigError, Fields
+from fleetfoot.config.model import DTYPES, ModelConfig
+from fleetfoot.config.rope import parse_rope
+
+LayerWindows = tuple[int | None, ...]
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What one architecture makes of the fields: its defaults, its biases and which layers see a window only."""
+
+    model_type: str
+    base_model: str
+    """The name under which the model is exported without its head."""
+    defaults: Mapping[str, Any]
+    traits: Callable[[Fields], dict[str, bool]]
+    windows: Callable[[Fields, int], LayerWindows]
+
+
+def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelConfig:
+    """Build the ModelConfig of a checkpoint.
+
+    A field that is absent takes the default that ``transformers`` has for the model type; null means the same,
+    except that ``head_dim`` and ``num_key_value_heads`` are then derived and ``sliding_window`` is none.
+
+    Args:
+        config: the object in ``config.json``, in today's style (``rope_parameters``, ``dtype``, ``layer_types``) or
+            yesterday's (``rope_theta``, ``rope_scaling``, ``torch_dtype``).
+        generation: the object in ``generation_config.json``; empty if there is none. Its token ids come first.
+        source: the path of ``config.json``, for messages.
+
+    Raises:
+        ConfigError: a field is wrong or asks for what the engine does not do; names the field, the value found and
+            what would work.
+    """
+    architecture, family = _family(config, source)
+    fields = Fields(config, {**_COMMON_DEFAULTS, **family.defaults}, source)
+    _refuse_unsupported(fields)
+    vocab_size = fields.integer("vocab_size")
+    num_layers = fields.integer("num_hidden_layers")
+    num_heads, num_kv_heads, head_dim = _heads(fields)
+    generation_fields = Fields(generation, {}, source.replace("config.json", "generation_config.json"))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rope=parse_rope(fields, source),
+        layer_windows=family.windows(fields, num_layers),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings"),
+        dtype=_dtype(fields),
+        bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
+        eos_token_ids=_eos_token_ids(generation_fields, fields, vocab_size),
+        **family.traits(fields),
+    )
+
+
+def _family(config: Mapping[str, Any], source: str) -> tuple[str, _Family]:
+    names = config.get("architectures")
+    if not names:  # absent from some exports, where the model type still tells
+        model_type = config.get("model_type")
+        names = [name for name, family in _FAMILIES.items() if family.model_type == model_type]
+        if not names:
+            raise ConfigError(
+                f"{source}: architectures is missing and model_type is {model_type!r}; "
+                f"supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+    for architecture, family in _FAMILIES.items():
+        if architecture in names or family.base_model in names:
+            return architecture, family
+    raise ConfigError(
+        f"{source}: architectures is {names!r}; supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.refuse(
+        "quantization_config",
+        "compression_config",
+        because="quantized checkpoints are not supported; use one in bfloat16, float16 or float32",
+    )
+    fields.refuse("per_layer_config", because="all layers must have the same shape")
+    fields.refuse("rope_interleaved", because="only the rotation of the two halves of a head is supported")
+    if fields.raw("hidden_act") not in ("silu", "swish"):
+        raise fields.error("hidden_act", "only silu (also called swish) is supported")
+
+
+def _heads(fields: Fields) -> tuple[int, int, int]:
+    """``(num_heads, num_kv_heads, head_dim)``."""
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = num_heads
+    if not fields.is_null("num_key_value_heads") and fields.raw("num_key_value_heads") is not None:
+        num_kv_heads = fields.integer("num_key_value_heads")
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"expected a divisor of num_attention_heads, {num_heads}")
+    if not fields.is_null("head_dim") and fields.raw("head_dim") is not None:
+        head_dim = fields.integer("head_dim", minimum=2)
+    elif hidden_size % num_heads:
+        raise fields.error("hidden_size", f"without head_dim, expected a multiple of num_attention_heads, {num_heads}")
+    else:
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise ConfigError(
+            f"{fields.source}: head_dim is {head_dim} (hidden_size {hidden_size}, {num_heads} heads); "
+            "expected an even number, for the rotary embedding turns pairs of elements"
+        )
+    return num_heads, num_kv_heads, head_dim
+
+
+def _dtype(fields: Fields) -> str:
+    name = "torch_dtype" if fields.raw("dtype") is None else "dtype"
+    value = fields.raw(name)
+    if value is None:
+        return "float32"
+    dtype = value.removeprefix("torch.") if isinstance(value, str) else value
+    if dtype not in DTYPES:
+        raise fields.error(name, f"supported: {', '.join(DTYPES)}")
+    return dtype
+
+
+def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple[int, ...]:
+    fields = config if generation.raw("eos_token_id") is None else generation
+    value = fields.raw("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
+        raise fields.error("eos_token_id", "expected a token id or a list of token ids, integers of at least 0")
+    # A shrunken vocabulary often keeps the ids of the full one; what is outside can never be sampled.
+    return tuple(dict.fromkeys(token for token in ids if token < vocab_size))
+
+
+def _llama_traits(fields: Fields) -> dict[str, bool]:
+    attention_bias = fields.boolean("attention_bias")
+    return {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": fields.boolean("mlp_bias")}
+
+
+def _mistral_traits(fields: Fields) -> dict[str, bool]:
+    fields.refuse("attention_bias", "mlp_bias", because="Mistral has no biases; expected false")
+    return {}
+
+
+def _qwen2_traits(fields: Fields) -> dict[str, bool]:
+    fields.refuse("mlp_bias", because="Qwen2 has biases on q, k and v alone; expected false")
+    return {"qkv_bias": True}
+
+
+def _qwen3_traits(fields: Fields) -> dict[str, bool]:
+    fields.refuse("mlp_bias", because="Qwen3 has no biases in its MLP; expected false")
+    attention_bias = fields.boolean("attention_bias")
+    return {"qkv_bias": attention_bias, "o_bias": attention_bias, "qk_norm": True}
+
+
+def _no_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    fields.refuse("sliding_window", because="Llama attends to every position; expected null")
+    return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
+
+
+def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """One window for all layers; null means none, and absent means the 4096 of the first Mistral."""
+    if fields.is_null("sliding_window"):
+        return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
+    return _windows_by_layer(fields, [_SLIDING] * num_layers, {_SLIDING: fields.integer("sliding_window")})
+
+
+def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """With ``use_sliding_window``, the layers that ``layer_types`` names, else those from ``max_window_layers`` on."""
+    if not fields.boolean("use_sliding_window") or fields.is_null("sliding_window"):
+        return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
+    first = fields.integer("max_window_layers", minimum=0)
+    default = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
+    return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: fields.integer("sliding_window")})
+
+
+def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, int | None]) -> LayerWindows:
+    """The window of each layer: ``windows`` has that of each layer type that the other fields allow."""
+    layer_types = default if fields.raw("layer_types") is None else fields.raw("layer_types")
+    fits = isinstance(layer_types, list) and len(layer_types) == len(default)
+    if not fits or any(layer_type not in list(windows) for layer_type in layer_types):
+        raise fields.error(
+            "layer_types",
+            f"with these window fields, expected {len(default)} entries out of: {', '.join(windows)}",
+        )
+    return tuple(windows[layer_type] for layer_type in layer_types)
+
+
+# What `transformers` 5 takes for a field that is absent.
+_COMMON_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MISTRAL_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_FAMILIES: dict[str, _Family] = {
+    "LlamaForCausalLM": _Family("llama", "LlamaModel", _LLAMA_DEFAULTS, _llama_traits, _no_windows),
+    "MistralForCausalLM": _Family("mistral", "MistralModel", _MISTRAL_DEFAULTS, _mistral_traits, _mistral_windows),
+    "Qwen2ForCausalLM": _Family("qwen2", "Qwen2Model", _QWEN_DEFAULTS, _qwen2_traits, _qwen_windows),
+    "Qwen3ForCausalLM": _Family(
+        "qwen3", "Qwen3Model", {**_QWEN_DEFAULTS, "head_dim": 128}, _qwen3_traits, _qwen_windows
+    ),
+}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)

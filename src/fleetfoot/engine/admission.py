@@ -1,0 +1,176 @@
+"""The door: a prompt and its parameters are checked and tokenized here, or refused, before anything is queued."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fleetfoot.inputs import PromptType
+from fleetfoot.sampling.params import SamplingParams, bad_words_token_ids
+from fleetfoot.sampling.seeds import request_seed
+from fleetfoot.scheduler.request import Request
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(slots=True)
+class AdmittedRequest:
+    """A request that may be queued: one sequence for each of its ``n`` outputs."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sequences: list[Request]
+    arrival_time: float
+    """Wall clock, seconds since the epoch."""
+
+
+class Admission:
+    """Validates and tokenizes.
+
+    Args:
+        vocab_size: the model's; token ids must be below it.
+        max_model_len: most tokens of prompt and output together.
+        eos_token_ids: the model's end tokens.
+        tokenizer: None when the engine runs on token ids alone.
+        seed: of the engine; sequences without a seed of their own draw from it.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+        max_logprobs: int,
+        seed: int,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.max_logprobs = max_logprobs
+        self._seed = seed
+        self._wall_clock = wall_clock
+        self._num_admitted = 0
+
+    def admit(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
+    ) -> AdmittedRequest:
+        """Check everything about a request.
+
+        Raises:
+            ValueError, TypeError: the message names the field, its value and what would work.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
+        params.validate_for_model(
+            vocab_size=self.vocab_size, max_logprobs=self.max_logprobs, has_tokenizer=self.tokenizer is not None
+        )
+        text, token_ids, cache_salt = self._read_prompt(prompt)
+        if params.truncate_prompt_tokens is not None:
+            keep = self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            token_ids = token_ids[-keep:]
+        self._check_tokens(token_ids)
+        room = self.max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, but a prompt of {len(token_ids)} tokens leaves room for "
+                f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})"
+            )
+        bad_words = self._bad_words(params)
+        seed = None if params.seed == -1 else params.seed
+        number = self._num_admitted
+        self._num_admitted += 1
+        sequences = [
+            Request(
+                request_id if params.n == 1 else f"{index}_{request_id}",
+                token_ids,
+                params,
+                max_tokens=max_tokens,
+                seed=request_seed(seed, index, self._seed, number),
+                eos_token_ids=self.eos_token_ids,
+                bad_words_token_ids=bad_words,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        return AdmittedRequest(request_id, text, token_ids, params, sequences, self._wall_clock())
+
+    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str | None]:
+        """Text (if known), token ids and cache salt of any form of prompt."""
+        if isinstance(prompt, str):
+            return prompt, self._tokenize(prompt), None
+        if isinstance(prompt, dict):
+            for key in prompt:
+                if key not in PROMPT_KEYS:
+                    raise ValueError(f"a prompt has no field {key!r}; it can have {', '.join(PROMPT_KEYS)}")
+            text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise ValueError(f"cache_salt is {salt!r}; it must be a string that is not empty")
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"prompt is {text!r}; it must be a string")
+            if token_ids is not None:
+                return text, self._as_token_ids(token_ids), salt
+            if text is None:
+                raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids' (a list of ints)")
+            return text, self._tokenize(text), salt
+        return None, self._as_token_ids(prompt), None
+
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "this engine has no tokenizer (skip_tokenizer_init=True), so a prompt must be given as "
+                "{'prompt_token_ids': [...]}"
+            )
+        if not text:
+            raise ValueError("prompt is an empty string; it must hold at least one character")
+        return self.tokenizer.encode(text)
+
+    @staticmethod
+    def _as_token_ids(token_ids: object) -> list[int]:
+        if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__iter__"):
+            raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
+        try:
+            return array("q", token_ids).tolist()  # type: ignore[call-overload]  # checks every entry, in C
+        except (TypeError, OverflowError):
+            for position, token in enumerate(token_ids):
+                if not isinstance(token, int) or not -(2**63) <= token < 2**63:
+                    raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
+            raise
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise ValueError("the prompt has no tokens; it must have at least one")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"prompt_token_ids[{token_ids.index(wrong)}] is {wrong}; the model's vocabulary has "
+                f"{self.vocab_size} tokens, 0 to {self.vocab_size - 1}"
+            )
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len={self.max_model_len} it can have at most "
+                f"{self.max_model_len - 1}, so that there is room for one more"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        if not params.bad_words:
+            return []
+        assert self.tokenizer is not None  # validate_for_model has refused bad words without one
+        tokenizer = self.tokenizer
+        return bad_words_token_ids(params.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False))

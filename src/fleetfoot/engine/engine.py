@@ -1,0 +1,150 @@
+"""The synchronous engine: requests in, outputs out, one `step` at a time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.admission import Admission
+from fleetfoot.engine.build import build_parts
+from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.output_processor import OutputProcessor
+from fleetfoot.engine.stats import EngineStats, StatsCollector
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.request import RequestStatus
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine:
+    """Admission, core and output processing in one thread.
+
+    Nothing is lost: each request that was added is answered by an output with ``finished`` set, or by the exception
+    that ended the engine, which every later call repeats.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        admission: Admission,
+        tokenizer: Tokenizer | None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.core = core
+        self.admission = admission
+        self.tokenizer = tokenizer
+        self.stats_collector: StatsCollector = core.stats
+        self._clock = clock
+        self._outputs = OutputProcessor(
+            tokenizer,
+            lambda request_id, stop: core.finish(request_id, RequestStatus.FINISHED_STOPPED, stop),
+            core.stats,
+        )
+        self._owed: list[RequestOutput] = []  # of requests that were aborted, for the next step to deliver
+        self._cause: BaseException | None = None
+        self._is_shut_down = False
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLMEngine:
+        """Load the model and get ready to serve."""
+        parts = build_parts(config)
+        return cls(parts.core, parts.admission, parts.tokenizer)
+
+    @property
+    def runner_name(self) -> str:
+        """``v1`` or ``v2``: the model runner that really runs."""
+        return self.core.executor.runner_name
+
+    def add_request(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
+    ) -> None:
+        """Queue a request; its outputs come from `step`.
+
+        Raises:
+            ValueError, TypeError: the request is refused, and nothing has changed.
+            EngineDeadError: the engine has ended.
+        """
+        self._check_alive()
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
+        if self._outputs.has(request_id):
+            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+        admitted = self.admission.admit(request_id, prompt, params, priority=priority)
+        added = []
+        try:
+            for sequence in admitted.sequences:
+                self.core.add_request(sequence)
+                added.append(sequence.request_id)
+        except ValueError:
+            for sequence_id in added:
+                self.core.finish(sequence_id, RequestStatus.FINISHED_ABORTED)
+            raise
+        self._outputs.add(admitted, self._clock())
+        self.stats_collector.request_added(len(admitted.prompt_token_ids))
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests; ids that are not known, or have ended, are no error. The next `step` delivers their outputs."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
+            sequence_ids, output = self._outputs.abort(request_id)
+            for sequence_id in sequence_ids:
+                self.core.finish(sequence_id, RequestStatus.FINISHED_ABORTED)
+            if output is not None:
+                self._owed.append(output)
+
+    def discard(self, request_ids: Iterable[str]) -> None:
+        """Abort requests that nobody waits for any more: they are owed nothing."""
+        discarded = set(request_ids)
+        self.abort_request(discarded)
+        self._owed = [output for output in self._owed if output.request_id not in discarded]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._outputs.num_unfinished or self._owed or self.core.has_work)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what it owes to users.
+
+        Raises:
+            EngineDeadError: the engine has ended, now or before; the first cause is chained.
+        """
+        self._check_alive()
+        owed, self._owed = self._owed, []
+        try:
+            taken = self.core.step()
+            if taken is None:
+                return owed
+            results, output = taken
+            return owed + self._outputs.process(results, output, self._clock())
+        except Exception as error:
+            self._cause = error
+            logger.error("the engine has failed with %d requests under way: %s", self._outputs.num_unfinished, error)
+            raise EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}") from error
+
+    def stats(self) -> EngineStats:
+        return self.stats_collector.snapshot(self.core.scheduler.stats())
+
+    def reset_prefix_cache(self) -> None:
+        self.core.scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if KV blocks, rows or queues do not add up."""
+        self.core.scheduler.check_integrity()
+
+    def shutdown(self) -> None:
+        """Give everything back. Calling it again does nothing."""
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self.core.shutdown()
+
+    def _check_alive(self) -> None:
+        if self._cause is not None:
+            cause = self._cause
+            raise EngineDeadError(f"the engine has failed: {type(cause).__name__}: {cause}") from cause
+        if self._is_shut_down:
+            raise EngineDeadError("the engine was shut down")

@@ -1,0 +1,257 @@
+"""From tokens to what a user reads: text, logprobs, timestamps, and stop strings, which only text can show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fleetfoot.engine.admission import AdmittedRequest
+from fleetfoot.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from fleetfoot.sampling.logprob import Logprob, RowLogprobs, logprob_dict
+from fleetfoot.sampling.params import RequestOutputKind
+from fleetfoot.scheduler.output import ModelRunnerOutput
+from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.scheduler.scheduler import StepResult
+from fleetfoot.tokenizer.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from fleetfoot.engine.stats import StatsCollector
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+
+
+class _Sequence:
+    """One of a request's outputs, as it grows."""
+
+    __slots__ = (
+        "completion",
+        "delivered",
+        "finish_reason",
+        "has_text",
+        "index",
+        "last_token_ts",
+        "logprobs",
+        "request",
+        "state",
+        "stop_reason",
+        "text",
+        "token_ids",
+        "total_logprob",
+    )
+
+    def __init__(self, index: int, request: Request, text: TextStream, state: _RequestState) -> None:
+        self.index = index
+        self.request = request
+        self.state = state
+        self.text = text
+        self.has_text = state.detokenize
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] = []
+        self.total_logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.last_token_ts = 0.0
+        self.delivered = 0  # tokens that earlier deltas held
+
+
+class _RequestState:
+    """A request and its sequences."""
+
+    __slots__ = (
+        "admitted",
+        "detokenize",
+        "is_silent",
+        "kind",
+        "metrics",
+        "num_unfinished",
+        "prompt_logprobs",
+        "sequences",
+    )
+
+    def __init__(self, admitted: AdmittedRequest, tokenizer: Tokenizer | None, now: float) -> None:
+        params = admitted.params
+        self.admitted = admitted
+        self.kind = params.output_kind
+        self.detokenize = params.detokenize and tokenizer is not None
+        self.metrics = RequestMetrics(arrival_time=admitted.arrival_time, queued_ts=now)
+        self.num_unfinished = len(admitted.sequences)
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self.sequences = [
+            _Sequence(
+                index,
+                request,
+                TextStream(
+                    tokenizer,
+                    admitted.prompt_token_ids,
+                    detokenize=params.detokenize,
+                    skip_special_tokens=params.skip_special_tokens,
+                    spaces_between_special_tokens=params.spaces_between_special_tokens,
+                    stop=params.stop or [],
+                    include_stop_str_in_output=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                ),
+                self,
+            )
+            for index, request in enumerate(admitted.sequences)
+        ]
+
+
+class OutputProcessor:
+    """Keeps what each request has so far, and turns a step's results into `RequestOutput`.
+
+    Args:
+        tokenizer: None when the engine runs on token ids alone; texts are then empty.
+        stop_sequence: called with (sequence's request id, stop string) when a stop string shows in the text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop_sequence: Callable[[str, str], object], stats: StatsCollector
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._decode = None if tokenizer is None else tokenizer.decode_token
+        self._stop_sequence = stop_sequence
+        self._stats = stats
+        self._requests: dict[str, _RequestState] = {}
+        self._sequences: dict[str, _Sequence] = {}
+
+    def add(self, admitted: AdmittedRequest, now: float) -> None:
+        """Begin to follow a request. Its id must not be in use."""
+        state = _RequestState(admitted, self._tokenizer, now)
+        self._requests[admitted.request_id] = state
+        for sequence in state.sequences:
+            self._sequences[sequence.request.request_id] = sequence
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def process(self, results: list[StepResult], output: ModelRunnerOutput, now: float) -> list[RequestOutput]:
+        """Take in a step.
+
+        Args:
+            now: when its tokens became known, in seconds of a monotonic clock.
+
+        Returns:
+            What users are owed: one output for each request that made progress, unless it asked for the last only.
+        """
+        touched: dict[int, _RequestState] = {}
+        for result in results:
+            request = result.request
+            sequence = self._sequences.get(request.request_id)
+            if sequence is None or sequence.finish_reason is not None:
+                continue  # it ended by a stop string while this step was in flight
+            state = sequence.state
+            if output.prompt_logprobs and result.index in output.prompt_logprobs:
+                self._take_prompt_logprobs(state, output.prompt_logprobs[result.index])
+            new_token_ids = result.new_token_ids
+            if new_token_ids:
+                new_token_ids = self._take_text(sequence, new_token_ids)
+                sequence.token_ids += new_token_ids
+                self._take_times(sequence, len(new_token_ids), now)
+                if result.index in output.logprobs:
+                    self._take_logprobs(sequence, output.logprobs[result.index][: len(new_token_ids)])
+            if request.is_finished and sequence.finish_reason is None:
+                self._end(sequence, request.finish_reason, request.stop_reason)
+            if state.kind is not FINAL_ONLY or not state.num_unfinished:
+                touched[id(state)] = state
+        return [self._deliver(state) for state in touched.values()]
+
+    def abort(self, request_id: str) -> tuple[list[str], RequestOutput | None]:
+        """Stop following a request: the ids of its sequences that still run, and what it is owed."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return [], None
+        running = [sequence for sequence in state.sequences if sequence.finish_reason is None]
+        for sequence in running:
+            sequence.text.finish()
+            self._end(sequence, "abort", None)
+        return [sequence.request.request_id for sequence in running], self._deliver(state)
+
+    # --- what a step brings -----------------------------------------------------------------------------------------
+
+    def _take_text(self, sequence: _Sequence, new_token_ids: list[int]) -> list[int]:
+        """Feed the text stream; returns the tokens that count, fewer where a stop string ended the sequence."""
+        if not sequence.has_text:
+            return new_token_ids
+        request = sequence.request
+        stopped_by_token = request.status == RequestStatus.FINISHED_STOPPED
+        stop = sequence.text.push(new_token_ids, ends_with_stop_token=stopped_by_token)
+        if stop is not None:
+            new_token_ids = new_token_ids[: sequence.text.num_tokens_kept]
+            if not request.is_finished:
+                self._stop_sequence(request.request_id, stop)
+            self._end(sequence, "stop", stop)
+        elif request.is_finished:
+            sequence.text.finish()
+        return new_token_ids
+
+    def _take_times(self, sequence: _Sequence, count: int, now: float) -> None:
+        metrics = sequence.state.metrics
+        if sequence.last_token_ts:
+            self._stats.itl.append(now - sequence.last_token_ts)
+        elif not metrics.first_token_ts:
+            metrics.first_token_ts = now
+            self._stats.ttft.append(now - metrics.queued_ts)
+        sequence.last_token_ts = metrics.last_token_ts = now
+        metrics.num_generation_tokens += count
+        self._stats.num_generation_tokens += count
+
+    def _take_logprobs(self, sequence: _Sequence, entries: list[RowLogprobs]) -> None:
+        for entry in entries:
+            sequence.logprobs.append(logprob_dict(*entry, self._decode))
+            sequence.total_logprob += entry.logprobs[0]
+
+    def _take_prompt_logprobs(self, state: _RequestState, entries: list[RowLogprobs]) -> None:
+        collected = state.prompt_logprobs
+        if collected is not None and len(collected) + len(entries) <= len(state.admitted.prompt_token_ids):
+            collected += [logprob_dict(*entry, self._decode) for entry in entries]  # of one sequence: all have the same
+
+    def _end(self, sequence: _Sequence, reason: str | None, stop_reason: int | str | None) -> None:
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        del self._sequences[sequence.request.request_id]
+        state = sequence.state
+        state.num_unfinished -= 1
+        if not state.num_unfinished:
+            del self._requests[state.admitted.request_id]
+            self._stats.request_finished(state.metrics, reason)
+
+    # --- what a user is given ---------------------------------------------------------------------------------------
+
+    def _deliver(self, state: _RequestState) -> RequestOutput:
+        admitted, finished = state.admitted, not state.num_unfinished
+        return RequestOutput(
+            request_id=admitted.request_id,
+            prompt=admitted.prompt,
+            prompt_token_ids=admitted.prompt_token_ids,
+            outputs=[self._completion(sequence, state) for sequence in state.sequences],
+            finished=finished,
+            prompt_logprobs=state.prompt_logprobs,
+            metrics=state.metrics,
+            num_cached_tokens=max(0, state.sequences[0].request.num_cached_tokens),
+        )
+
+    @staticmethod
+    def _completion(sequence: _Sequence, state: _RequestState) -> CompletionOutput:
+        wants_logprobs = state.admitted.params.logprobs is not None
+        begin = 0
+        if state.kind is DELTA:
+            begin, sequence.delivered = sequence.delivered, len(sequence.token_ids)
+        return CompletionOutput(
+            index=sequence.index,
+            text=sequence.text.take_delta() if state.kind is DELTA else sequence.text.text,
+            token_ids=sequence.token_ids[begin:],
+            cumulative_logprob=sequence.total_logprob if wants_logprobs else None,
+            logprobs=sequence.logprobs[begin:] if wants_logprobs else None,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+        )

@@ -1,0 +1,83 @@
+"""What the engine measures about itself: counters, and samples of latencies for percentiles."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from fleetfoot.outputs import RequestMetrics
+from fleetfoot.scheduler.scheduler import SchedulerStats
+
+WINDOW = 100_000
+"""Latency samples kept; older ones are dropped, so a server's memory does not grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step, in seconds of host time and in tokens."""
+
+    num_requests: int
+    num_tokens: int
+    """Tokens computed, of prompts and outputs."""
+    schedule_s: float
+    execute_s: float
+    """In the runner: on a CPU the computation itself, on a GPU the queueing of it (and waiting, if not overlapped)."""
+    update_s: float
+    """Taking in tokens: the scheduler's update, text, outputs."""
+
+    @property
+    def host_s(self) -> float:
+        """Host time outside the runner."""
+        return self.schedule_s + self.update_s
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment of the engine: counters since its start, and the scheduler's state."""
+
+    num_steps: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    num_finished: dict[str, int]
+    """Requests that ended, by finish reason."""
+    scheduler: SchedulerStats
+
+
+class StatsCollector:
+    """Collects; costs an append per event. Samples are seconds."""
+
+    def __init__(self) -> None:
+        self.ttft: deque[float] = deque(maxlen=WINDOW)
+        self.itl: deque[float] = deque(maxlen=WINDOW)
+        self.tpot: deque[float] = deque(maxlen=WINDOW)
+        self.steps: deque[StepStats] = deque(maxlen=WINDOW)
+        self.num_steps = 0
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_finished: dict[str, int] = {}
+
+    def clear_samples(self) -> None:
+        """Forget latencies, not counters: a benchmark begins to measure after its warm-up."""
+        for samples in (self.ttft, self.itl, self.tpot, self.steps):
+            samples.clear()
+
+    def request_added(self, num_prompt_tokens: int) -> None:
+        self.num_prompt_tokens += num_prompt_tokens
+
+    def step(self, stats: StepStats) -> None:
+        self.num_steps += 1
+        self.steps.append(stats)
+
+    def request_finished(self, metrics: RequestMetrics, reason: str | None) -> None:
+        self.num_finished[str(reason)] = self.num_finished.get(str(reason), 0) + 1
+        if metrics.num_generation_tokens > 1:
+            self.tpot.append(metrics.time_per_output_token)
+
+    def snapshot(self, scheduler: SchedulerStats) -> EngineStats:
+        return EngineStats(
+            num_steps=self.num_steps,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_generation_tokens=self.num_generation_tokens,
+            num_finished=dict(self.num_finished),
+            scheduler=scheduler,
+        )

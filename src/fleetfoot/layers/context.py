@@ -1,0 +1,23 @@
+"""What a model's layers are built with, handed down from the runner: no layer looks for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fleetfoot.attention.backend import AttentionBackend
+from fleetfoot.ops.opset import OpSet
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """Where and with what a model computes."""
+
+    ops: OpSet
+    attention: AttentionBackend
+    dtype: torch.dtype
+    """Of weights and activations."""
+    device: torch.device
+    max_positions: int | None = None
+    """Rows of the rotary table: the longest sequence that will be served. None: the model's own limit."""

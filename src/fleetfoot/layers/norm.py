@@ -1,0 +1,35 @@
+"""Root mean square normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.weights.slots import WeightSlot
+
+
+class RMSNorm:
+    """RMSNorm (Zhang and Sennrich 2019), alone or fused with the residual sum before it."""
+
+    __slots__ = ("_add_rms_norm", "_rms_norm", "eps", "weight")
+
+    def __init__(self, context: ModelContext, size: int, eps: float) -> None:
+        self.weight = torch.empty(size, dtype=context.dtype, device=context.device)
+        self.eps = eps
+        self._rms_norm = context.ops.rms_norm
+        self._add_rms_norm = context.ops.add_rms_norm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [num_tokens, size]`` -> the same shape."""
+        return self._rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(norm(x + residual), x + residual)``; no residual yet: ``(norm(x), x)``."""
+        if residual is None:
+            return self._rms_norm(x, self.weight, self.eps), x
+        return self._add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield WeightSlot(f"{prefix}weight", tuple(self.weight.shape), lambda: self.weight, init="ones")

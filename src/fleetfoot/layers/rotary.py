@@ -1,0 +1,79 @@
+"""The table of rotary angles (Su et al. 2021, "RoFormer") and its stretched variants, one per `RopeConfig.rope_type`.
+
+Every step is computed in float32 and in the order of the reference implementation in ``transformers``: at position
+100000 the last bit of a frequency is worth a whole percent of a turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fleetfoot.config.model import RopeConfig
+
+
+def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
+    """Cosines and sines of every position.
+
+    Returns:
+        ``[max_positions, head_dim]`` float32: cosines of the ``head_dim / 2`` angles, then their sines, both times the
+        attention factor where the type has one.
+    """
+    frequencies = inverse_frequencies(rope, head_dim).to(device)  # [head_dim / 2]
+    positions = torch.arange(max_positions, dtype=torch.float32, device=device)
+    angles = positions[:, None] * frequencies  # [max_positions, head_dim / 2]
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)  # [max_positions, head_dim]
+    attention_factor = rope.parameters.get("attention_factor", 1.0)
+    return table if attention_factor == 1.0 else table.mul_(attention_factor)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """``[head_dim / 2]`` float32: radians per position, the fastest first.
+
+    ``dynamic`` (NTK scaling that grows with the sequence) changes nothing up to ``max_position_embeddings``, and the
+    engine serves no sequence beyond that: it is the default here.
+    """
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # over 2 pi
+    if rope.rope_type in ("default", "dynamic"):
+        return 1.0 / wavelengths
+    if rope.rope_type == "linear":
+        return 1.0 / wavelengths / rope.parameters["factor"]
+    if rope.rope_type == "llama3":
+        return _llama3(1.0 / wavelengths, rope.parameters)
+    if rope.rope_type == "yarn":
+        return _yarn(wavelengths, rope, head_dim)
+    raise ValueError(f"rope type {rope.rope_type!r} is not one of: default, dynamic, linear, llama3, yarn")
+
+
+def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are slowed by the factor, short ones are kept, those between are blended."""
+    factor, low, high = parameters["factor"], parameters["low_freq_factor"], parameters["high_freq_factor"]
+    original = parameters["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    stretched = torch.where(wavelengths > original / low, frequencies / factor, blended)
+    return torch.where(wavelengths < original / high, frequencies, stretched)
+
+
+def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """YaRN (Peng et al. 2023): a ramp over the dimensions from kept frequencies to slowed ones."""
+    parameters = rope.parameters
+    original = parameters["original_max_position_embeddings"]
+
+    def dimension(rotations: float) -> float:
+        """The dimension whose angle makes this many turns over the original context."""
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(parameters["beta_fast"]), dimension(parameters["beta_slow"])
+    if parameters["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step rather than a division by zero
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (parameters["factor"] * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept

@@ -1,0 +1,194 @@
+"""`LLM`: text in, text out, offline. Signatures follow vLLM's, so that a script moves over by changing its import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.stats import EngineStats
+from fleetfoot.inputs import ChatMessage, PromptType
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+from fleetfoot.utils.progress import ProgressBar, progress_bar
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Args:
+        model: a checkpoint folder or a hub id; without it the embedded model runs.
+        keywords: the fields of `EngineConfig`.
+
+    Raises:
+        TypeError: an unknown keyword; near matches are listed.
+        ValueError: a value is out of range, or settings, model and machine do not fit together.
+
+    Use it as a context manager, or call `shutdown`, to give its memory back.
+    """
+
+    def __init__(self, model: str | None = None, **keywords: Any) -> None:
+        if model is not None:
+            keywords["model"] = str(model)
+        self.config = EngineConfig.from_keywords(keywords, owner="LLM")
+        self.llm_engine = LLMEngine.from_config(self.config)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or many; they run together, and the outputs come in the order of the prompts.
+
+        Args:
+            prompts: text, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}``, a list of token ids, or a list of these.
+            sampling_params: for all, or one for each; None: the defaults.
+            use_tqdm: show a progress bar on standard error; or a callable that makes one, as ``tqdm`` does.
+            priority: one for each prompt, lower is sooner; needs ``scheduling_policy="priority"``.
+
+        Raises:
+            ValueError, TypeError: a prompt or its parameters were refused; nothing was generated.
+            EngineDeadError: the engine has failed.
+        """
+        many = _as_list(prompts)
+        params = _one_for_each("sampling_params", sampling_params or self.get_default_sampling_params(), many)
+        if priority is not None and self.config.scheduling_policy != "priority":
+            raise ValueError("priority was given, but scheduling_policy is 'fcfs'; set scheduling_policy='priority'")
+        priorities = _one_for_each("priority", priority if priority is not None else 0, many)
+        return self._run(many, params, priorities, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate replies to one conversation or many, through the model's own chat template or the one given."""
+        if not messages:
+            raise ValueError("messages is empty; a conversation needs at least one message")
+        conversations = cast(
+            "list[Sequence[ChatMessage]]", [messages] if isinstance(messages[0], dict) else list(messages)
+        )
+        tokenizer = self.get_tokenizer()
+        prompts: list[PromptType] = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ValueError: the engine runs on token ids alone.
+        """
+        if self.llm_engine.tokenizer is None:
+            raise ValueError("this engine has no tokenizer: it was made with skip_tokenizer_init=True")
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given none."""
+        return SamplingParams()
+
+    def stats(self) -> EngineStats:
+        """Counters of the engine, and its state now."""
+        return self.llm_engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes."""
+        self.llm_engine.reset_prefix_cache()
+        return True
+
+    def shutdown(self) -> None:
+        """Give the memory back. Calling it again does nothing."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        prompts: list[PromptType],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        use_tqdm: bool | Callable[..., Any],
+    ) -> list[RequestOutput]:
+        engine = self.llm_engine
+        request_ids: list[str] = []
+        finished: dict[str, RequestOutput] = {}
+        try:
+            for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                engine.add_request(request_id, prompt, _final_only(wanted), priority=priority)
+                request_ids.append(request_id)
+            with progress_bar(use_tqdm, total=len(prompts), description="Generating") as bar:
+                while len(finished) < len(request_ids):
+                    for output in engine.step():
+                        if output.finished:
+                            finished[output.request_id] = output
+                            _advance(bar, output)
+        except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine
+            engine.discard(request_ids)
+            raise
+        return [finished[request_id] for request_id in request_ids]
+
+
+def _advance(bar: ProgressBar, output: RequestOutput) -> None:
+    bar.update(1, tokens=sum(len(completion.token_ids) for completion in output.outputs))
+
+
+def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    """One prompt or many, as a list."""
+    if isinstance(prompts, str | dict):
+        return [cast("PromptType", prompts)]
+    if not isinstance(prompts, Sequence):
+        raise TypeError(f"prompts is a {type(prompts).__name__}; it must be a prompt or a list of prompts")
+    many = list(prompts)
+    if many and all(isinstance(entry, int) for entry in many):
+        return [cast("PromptType", many)]
+    return cast("list[PromptType]", many)
+
+
+def _one_for_each(name: str, value: Any, prompts: list[PromptType]) -> Sequence[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * len(prompts)
+    if len(value) != len(prompts):
+        raise ValueError(f"{name} has {len(value)} entries for {len(prompts)} prompts; give one, or one for each")
+    return value
+
+
+def _final_only(params: SamplingParams) -> SamplingParams:
+    """The caller sees the end alone, so nothing is made up for it on the way."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams or a list of them")
+    final = params.clone()
+    final.output_kind = RequestOutputKind.FINAL_ONLY
+    return final

@@ -1,0 +1,76 @@
+"""What a runner may ask of every model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.layers.attention import AttentionHeads
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.weights.slots import WeightSlot
+
+
+class CausalLM(Protocol):
+    """A decoder-only language model, or the consecutive layers of it that one pipeline rank holds."""
+
+    config: ModelConfig
+    heads: AttentionHeads
+    """The attention heads of this rank, from which its KV cache is shaped."""
+    layers: range
+    """The decoder layers of this rank."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext, layers: range | None = None) -> None:
+        """Allocate the weights, unset. ``layers``: the part to hold; None: all.
+
+        Raises:
+            ValueError: ``layers`` is empty, has gaps or reaches beyond the model.
+        """
+        ...
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this part embeds the token ids."""
+        ...
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this part has the final norm and the logits head."""
+        ...
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: AttentionMetadata,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        """Run the step's tokens through the layers and write their K and V.
+
+        Args:
+            input_ids: ``[num_tokens]`` int64; read by the first part only.
+            positions: ``[num_tokens]`` int64: each token's position in its sequence.
+            kv_caches: one ``[num_blocks, 2, num_kv_heads, block_size, head_dim]`` for each of this part's layers.
+            intermediate_tensors: the output of the part before; None for the first part.
+
+        Returns:
+            The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm; others: what the next takes.
+        """
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden [n, hidden_size]`` -> logits ``[n, vocab_size]`` in the model's dtype, on the last part alone."""
+        ...
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """Every tensor of the checkpoint that this part holds."""
+        ...
+
+    def finish_loading(self) -> None:
+        """Make the values written to the slots count; call it after the first load and after each later change."""
+        ...

@@ -1,0 +1,21 @@
+"""What one rank of a pipeline hands to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class IntermediateTensors:
+    """The state between two decoder layers: the last layer's output, not yet added, and the residual stream."""
+
+    hidden_states: torch.Tensor
+    """``[num_tokens, hidden_size]``"""
+    residual: torch.Tensor
+    """``[num_tokens, hidden_size]``"""
+
+    def empty_like(self) -> IntermediateTensors:
+        """Memory of the same shapes, dtype and device, to receive into."""
+        return IntermediateTensors(torch.empty_like(self.hidden_states), torch.empty_like(self.residual))

@@ -1,0 +1,134 @@
+"""Llama (Touvron et al. 2023): the decoder that the other architectures here are variants of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.layers.attention import Attention, AttentionHeads
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.embedding import Embedding, LogitsHead, TiedLogitsHead
+from fleetfoot.layers.mlp import MLP
+from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.layers.rotary import rotary_table
+from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.weights.slots import WeightSlot
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm; sums with the residual stream are left to the norm that follows."""
+
+    __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
+
+    def __init__(
+        self, config: ModelConfig, context: ModelContext, heads: AttentionHeads, cos_sin: torch.Tensor, layer: int
+    ) -> None:
+        self.attention_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, context, heads, cos_sin, layer)
+        self.mlp_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, context)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(hidden, residual)``, both ``[num_tokens, hidden_size]``, whose sum is the layer's output."""
+        hidden, residual = self.attention_norm.add(hidden, residual)
+        hidden = self.attention(hidden, positions, kv_cache, metadata)
+        hidden, residual = self.mlp_norm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        yield from self.attention_norm.weight_slots(f"{prefix}input_layernorm.")
+        yield from self.attention.weight_slots(f"{prefix}self_attn.")
+        yield from self.mlp_norm.weight_slots(f"{prefix}post_attention_layernorm.")
+        yield from self.mlp.weight_slots(f"{prefix}mlp.")
+
+    def finish_loading(self) -> None:
+        self.attention.finish_loading()
+        self.mlp.finish_loading()
+
+
+class LlamaForCausalLM:
+    """Implements `CausalLM`; biases, head norms, windows and tying are as the config says."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext, layers: range | None = None) -> None:
+        whole = range(config.num_layers)
+        layers = whole if layers is None else layers
+        if not layers or layers.step != 1 or layers[0] not in whole or layers[-1] not in whole:
+            raise ValueError(f"layers is {layers}; expected consecutive ones out of {whole}")
+        self.config = config
+        self.heads = AttentionHeads.of(config)
+        self.layers = layers
+        tied_head = self.is_last and config.tie_word_embeddings
+        self._embedding = Embedding(config, context) if self.is_first or tied_head else None
+        max_positions = context.max_positions or config.max_position_embeddings
+        cos_sin = rotary_table(config.rope, config.head_dim, max_positions, context.device)
+        self._layers = [DecoderLayer(config, context, self.heads, cos_sin, layer) for layer in layers]
+        self._norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps) if self.is_last else None
+        self._head: LogitsHead | TiedLogitsHead | None = None
+        if tied_head and self._embedding is not None:
+            self._head = TiedLogitsHead(self._embedding, context)
+        elif self.is_last:
+            self._head = LogitsHead(config, context)
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.config.num_layers
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        metadata: AttentionMetadata,
+        intermediate_tensors: IntermediateTensors | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        hidden, residual = self._enter(input_ids, intermediate_tensors)
+        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+            hidden, residual = layer(hidden, residual, positions, kv_cache, metadata)
+        assert residual is not None
+        if self._norm is None:
+            return IntermediateTensors(hidden, residual)
+        return self._norm.add(hidden, residual)[0]
+
+    def _enter(
+        self, input_ids: torch.Tensor, intermediate: IntermediateTensors | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if intermediate is not None:
+            return intermediate.hidden_states, intermediate.residual
+        if not self.is_first or self._embedding is None:
+            raise ValueError(f"layers {self.layers} need the intermediate_tensors of the layers before them")
+        return self._embedding(input_ids), None
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._head is None:
+            raise ValueError(f"layers {self.layers} have no logits head; it is with the last one")
+        return self._head(hidden)
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        if self._embedding is not None:
+            yield from self._embedding.weight_slots("model.embed_tokens.")
+        for number, layer in zip(self.layers, self._layers, strict=True):
+            yield from layer.weight_slots(f"model.layers.{number}.")
+        if self._norm is not None:
+            yield from self._norm.weight_slots("model.norm.")
+        if self._head is not None:
+            yield from self._head.weight_slots()
+
+    def finish_loading(self) -> None:
+        for layer in self._layers:
+            layer.finish_loading()
+        if self._head is not None:
+            self._head.finish_loading()

@@ -1,0 +1,247 @@
+/* Vectors of VL floats, as wide as the instruction set that this file is compiled for.
+ *
+ * Everything here is written with the vector extensions of GCC and Clang; intrinsics stand only where those cannot say
+ * what is meant. The compiler is told not to contract a * b + c (-ffp-contract=off): a sum is fused where it says fma(),
+ * so that the same arithmetic comes out of every place that a function is inlined into.
+ */
+#ifndef FLEETFOOT_SIMD_H
+#define FLEETFOOT_SIMD_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VL 16
+#elif defined(__AVX2__)
+#define VL 8
+#else
+#define VL 4
+#endif
+
+/* Products of bfloat16 pairs, accumulated in float32 by the hardware. */
+#if VL == 16 && defined(__AVX512BF16__)
+#define HAVE_BF16_DOT 1
+#else
+#define HAVE_BF16_DOT 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline, unused))
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+
+enum { FF_FLOAT32 = 0, FF_BFLOAT16 = 1 };
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
+
+/* Like splat, for 32 bits of any meaning: no arithmetic touches them. */
+INLINE vf splat_bits(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (vf)splat_int(bits);
+}
+
+/* 0, 1, ... VL - 1 */
+INLINE vi lane_index(void) {
+    vi index;
+    for (int i = 0; i < VL; i++) index[i] = i;
+    return index;
+}
+
+/* yes where the mask is set, no elsewhere; a mask is what a comparison of vectors gives. */
+INLINE vf select_float(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+INLINE vi select_int(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
+
+INLINE vf fma(vf a, vf b, vf c) {
+#if VL == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+/* The larger; b where a is NaN, as a comparison says. */
+INLINE vf max_float(vf a, vf b) {
+#if VL == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif VL == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return select_float(a > b, a, b);
+#endif
+}
+
+INLINE vf load_f32(const float *p) {
+    vf x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE void store_f32(float *p, vf x) { memcpy(p, &x, sizeof x); }
+
+INLINE vf load_bf16(const uint16_t *p) {
+    vh x;
+    memcpy(&x, p, sizeof x);
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+}
+
+/* To the nearest, ties to even; NaN stays NaN. */
+INLINE vu round_bf16(vf x) {
+    vu bits = (vu)x;
+    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    vi is_nan = x != x;
+    return ((vu)is_nan & 0x7fc0) | (~(vu)is_nan & rounded);
+}
+
+INLINE void store_bf16(uint16_t *p, vf x) {
+    vh narrow = __builtin_convertvector(round_bf16(x), vh);
+    memcpy(p, &narrow, sizeof narrow);
+}
+
+/* dtype is a constant wherever these are called, so that the branch is gone. */
+INLINE vf load(const void *base, int64_t index, int dtype) {
+    if (dtype == FF_BFLOAT16) return load_bf16((const uint16_t *)base + index);
+    return load_f32((const float *)base + index);
+}
+
+INLINE void store(void *base, int64_t index, vf x, int dtype) {
+    if (dtype == FF_BFLOAT16)
+        store_bf16((uint16_t *)base + index, x);
+    else
+        store_f32((float *)base + index, x);
+}
+
+/* x as it reads after it has been stored. */
+INLINE vf rounded(vf x, int dtype) { return dtype == FF_BFLOAT16 ? (vf)(round_bf16(x) << 16) : x; }
+
+INLINE float load_one(const void *base, int64_t index, int dtype) {
+    if (dtype == FF_FLOAT32) return ((const float *)base)[index];
+    uint32_t bits = (uint32_t)((const uint16_t *)base)[index] << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE void store_one(void *base, int64_t index, float x, int dtype) {
+    if (dtype == FF_FLOAT32)
+        ((float *)base)[index] = x;
+    else
+        ((uint16_t *)base)[index] = (uint16_t)round_bf16(splat(x))[0];
+}
+
+INLINE int64_t element_size(int dtype) { return dtype == FF_BFLOAT16 ? 2 : 4; }
+
+/* Sum of the lanes, pairwise and always in the same order. */
+INLINE float sum_lanes(vf x) {
+    float lane[VL];
+    memcpy(lane, &x, sizeof x);
+    for (int width = VL / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    return lane[0];
+}
+
+INLINE float max_lanes(vf x) {
+    float lane[VL];
+    memcpy(lane, &x, sizeof x);
+    for (int width = VL / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+    return lane[0];
+}
+
+/* 2^x for x <= 127, to about 1e-7 relative; 0 below 2^-126; NaN stays NaN.
+ * x = n + f with n whole and |f| <= 1/2: n goes into the exponent bits, 2^f is a polynomial of degree 6 that
+ * interpolates it in Chebyshev's points (error 5e-9) and is 1 at 0. */
+INLINE vf exp2_float(vf x) {
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it leaves the nearest whole number in the low bits */
+    const vf lowest = splat(-126.0f);
+    vi underflow = x < lowest;
+    x = select_float(underflow, lowest, x);
+    vf shifted = x + magic;
+    vf f = x - (shifted - magic);
+    vf p = splat(1.546144746e-4f);
+    p = fma(p, f, splat(1.339086735e-3f));
+    p = fma(p, f, splat(9.618056670e-3f));
+    p = fma(p, f, splat(5.550357104e-2f));
+    p = fma(p, f, splat(2.402265092e-1f));
+    p = fma(p, f, splat(6.931471880e-1f));
+    p = fma(p, f, splat(1.0f));
+    vf scaled = (vf)((vi)p + ((vi)shifted << 23));
+    return (vf)(~underflow & (vi)scaled);
+}
+
+#define LOG2_E 1.44269504088896341f
+
+/* 1 / (1 + e^-x); 0 where e^-x is beyond the largest float. */
+INLINE vf sigmoid(vf x) {
+    vf exponent = x * splat(-LOG2_E);
+    vi overflow = exponent > splat(127.0f);
+    exponent = select_float(overflow, splat(127.0f), exponent);
+    vf result = splat(1.0f) / (splat(1.0f) + exp2_float(exponent));
+    return (vf)(~overflow & (vi)result);
+}
+
+/* Two vectors shuffled into one, within each group of four lanes; the indices are those of one group. */
+#if defined(__clang__)
+#define SHUFFLE16(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE16(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+#if VL == 16
+#define SHUFFLE_GROUPS(a, b, i, j, k, l) \
+    SHUFFLE16(a, b, i, j, k, l, (i) + 4, (j) + 4, (k) + 4, (l) + 4, (i) + 8, (j) + 8, (k) + 8, (l) + 8, (i) + 12, \
+              (j) + 12, (k) + 12, (l) + 12)
+#elif VL == 8
+#define SHUFFLE_GROUPS(a, b, i, j, k, l) SHUFFLE16(a, b, i, j, k, l, (i) + 4, (j) + 4, (k) + 4, (l) + 4)
+#else
+#define SHUFFLE_GROUPS(a, b, i, j, k, l) SHUFFLE16(a, b, i, j, k, l)
+#endif
+
+/* Four 32-bit values from each of VL rows, transposed: out[j] holds value j of rows 0 .. VL - 1. */
+INLINE void transpose_4(const char *const *rows, int64_t offset, vu out[4]) {
+    vu part[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        /* Group g of part[i] is row 4 * g + i. */
+#if VL == 16
+        __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + offset)));
+        x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(rows[i + 4] + offset)), 1);
+        x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(rows[i + 8] + offset)), 2);
+        x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(rows[i + 12] + offset)), 3);
+        part[i] = (vu)x;
+#elif VL == 8
+        __m256i x = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(rows[i] + offset)));
+        x = _mm256_inserti128_si256(x, _mm_loadu_si128((const __m128i *)(rows[i + 4] + offset)), 1);
+        part[i] = (vu)x;
+#else
+        memcpy(&part[i], rows[i] + offset, sizeof part[i]);
+#endif
+    }
+    vu low01 = SHUFFLE_GROUPS(part[0], part[1], 0, VL, 1, VL + 1);
+    vu high01 = SHUFFLE_GROUPS(part[0], part[1], 2, VL + 2, 3, VL + 3);
+    vu low23 = SHUFFLE_GROUPS(part[2], part[3], 0, VL, 1, VL + 1);
+    vu high23 = SHUFFLE_GROUPS(part[2], part[3], 2, VL + 2, 3, VL + 3);
+    out[0] = SHUFFLE_GROUPS(low01, low23, 0, 1, VL, VL + 1);
+    out[1] = SHUFFLE_GROUPS(low01, low23, 2, 3, VL + 2, VL + 3);
+    out[2] = SHUFFLE_GROUPS(high01, high23, 0, 1, VL, VL + 1);
+    out[3] = SHUFFLE_GROUPS(high01, high23, 2, 3, VL + 2, VL + 3);
+}
+
+#endif

@@ -1,0 +1,16 @@
+/* Names of exported functions. Each kernel file is compiled once per instruction set, under another prefix each time. */
+#ifndef FLEETFOOT_VARIANT_H
+#define FLEETFOOT_VARIANT_H
+
+#ifndef FF_VARIANT
+#define FF_VARIANT generic
+#endif
+
+#define FF_JOIN_(variant, name) ff_##variant##_##name
+#define FF_JOIN(variant, name) FF_JOIN_(variant, name)
+#define EXPORT(name) __attribute__((visibility("default"))) FF_JOIN(FF_VARIANT, name)
+
+/* What exported functions return. */
+enum { FF_OK = 0, FF_NO_MEMORY = 1 };
+
+#endif

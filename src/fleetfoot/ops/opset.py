@@ -1,0 +1,63 @@
+"""The set of operations that a model's layers run on, chosen once and handed down: no layer looks for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fleetfoot.ops.linear import PreparedLinear
+
+
+class RMSNorm(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class AddRMSNorm(Protocol):
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class SiluAndMul(Protocol):
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+class RopeAndCache(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        num_heads: int,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor: ...
+
+
+class PrepareLinear(Protocol):
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpSet:
+    """One implementation of every operation. ``torch`` runs anywhere; ``native`` and ``triton`` are its fast twins."""
+
+    name: str
+    rms_norm: RMSNorm
+    """``x [num_tokens, hidden]`` -> the same shape, normalised in float32, times ``weight [hidden]``."""
+    add_rms_norm: AddRMSNorm
+    """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first."""
+    silu_and_mul: SiluAndMul
+    """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
+    rope_and_cache: RopeAndCache
+    """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm q and k per head where weights are
+    given, rotate both by ``cos_sin [max_positions, head_dim]`` (float32; cosines in the first half, sines in the
+    second) at ``positions``, write K and V to ``kv_cache`` at ``slot_mapping`` (a negative slot writes nothing), and
+    return ``query [num_tokens, num_heads, head_dim]``."""
+    prepare_linear: PrepareLinear
+    """Arrange ``weight [out, in]`` once for the device; the result maps ``x [n, in]`` -> ``[n, out]``."""

@@ -1,0 +1,20 @@
+"""The operations in plain torch: right on every device, and the yardstick of the faster ones."""
+
+from __future__ import annotations
+
+from fleetfoot.ops.linear import prepare_linear_torch
+from fleetfoot.ops.opset import OpSet
+from fleetfoot.ops.rms_norm import add_rms_norm_torch, rms_norm_torch
+from fleetfoot.ops.rope_and_cache import rope_and_cache_torch
+from fleetfoot.ops.silu_and_mul import silu_and_mul_torch
+
+
+def torch_ops() -> OpSet:
+    return OpSet(
+        name="torch",
+        rms_norm=rms_norm_torch,
+        add_rms_norm=add_rms_norm_torch,
+        silu_and_mul=silu_and_mul_torch,
+        rope_and_cache=rope_and_cache_torch,
+        prepare_linear=prepare_linear_torch,
+    )

@@ -1,0 +1,60 @@
+"""A step's inputs, made on the host from the rows: plain numpy, then one tensor each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.runner.v1.host_state import HostState
+from fleetfoot.scheduler.output import SchedulerOutput
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What the model is called with."""
+
+    rows: np.ndarray
+    """``[num_reqs]`` int64: batch order."""
+    query_lens: np.ndarray
+    """``[num_reqs]`` int64: tokens to compute."""
+    query_start_loc: np.ndarray
+    """``[num_reqs + 1]`` int64"""
+    input_ids: torch.Tensor
+    """``[num_tokens]`` int64"""
+    metadata: AttentionMetadata
+
+
+def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: torch.device) -> StepInputs:
+    """Gather tokens, positions and cache slots of every token in the step, in batch order."""
+    rows = np.array(scheduler_output.rows, dtype=np.int64)  # [num_reqs]
+    query_lens = np.array(scheduler_output.num_scheduled_tokens, dtype=np.int64)  # [num_reqs]
+    query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(query_lens, out=query_start_loc[1:])
+    num_computed = state.num_computed[rows]  # [num_reqs]
+    seq_lens = num_computed + query_lens  # [num_reqs]
+    if scheduler_output.num_decodes == len(rows):
+        token_rows, positions = rows, num_computed
+    else:
+        token_rows = np.repeat(rows, query_lens)  # [num_tokens]
+        positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
+    block_size, max_seq_len = state.block_size, int(seq_lens.max())
+    slot_mapping = state.block_table[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
+
+    def on_device(array: np.ndarray, dtype: type | None = None) -> torch.Tensor:
+        return torch.from_numpy(array if dtype is None else array.astype(dtype)).to(device)
+
+    metadata = AttentionMetadata(
+        query_start_loc=on_device(query_start_loc, np.int32),
+        seq_lens=on_device(seq_lens, np.int32),
+        block_tables=on_device(state.block_table[rows, : -(-max_seq_len // block_size)]),
+        slot_mapping=on_device(slot_mapping),
+        positions=on_device(positions),
+        num_decodes=scheduler_output.num_decodes,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=max_seq_len,
+    )
+    input_ids = on_device(state.token_ids[token_rows, positions])
+    return StepInputs(rows, query_lens, query_start_loc, input_ids, metadata)

@@ -1,0 +1,92 @@
+"""min-p, top-k and top-p: which tokens of a row may be drawn.
+
+Each works in place on scores ``[n, vocab]`` (float32, after temperature, each row's maximum shifted to 0) and sets what
+it removes to -inf. A row is computed from that row alone, and a row whose parameter is off keeps every bit.
+
+Where tokens tie: min-p and top-k compare with a threshold and keep all that equal it. top-p keeps as few as its sum
+needs, the lowest ids first. So the outcome is a function of the scores, not of the order in which something was sorted.
+"""
+
+import torch
+
+_MASS_SCALE = 2.0**40
+_NUM_SORTED = 1024  # most top-p sets are smaller; a larger one costs a sort of the row
+
+
+def apply_min_p(scores: torch.Tensor, log_min_p: torch.Tensor) -> None:
+    """Remove tokens less probable than ``min_p`` times the most probable one; ``log_min_p [n]``, -inf where off.
+
+    The most probable token has score 0, so the ratio of probabilities is exp(score), and no softmax is needed.
+    """
+    scores.masked_fill_(scores < log_min_p.unsqueeze(1), -torch.inf)
+
+
+def apply_top_k(scores: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> None:
+    """Remove tokens below the k-th highest score; ``top_k [n]`` integers, 0 where off, none above ``max_top_k``."""
+    vocab_size = scores.shape[1]
+    highest = scores.topk(min(max_top_k, vocab_size)).values  # [n, max_top_k], descending
+    index = top_k.clamp(1, highest.shape[1]).to(torch.int64).sub_(1)
+    threshold = highest.gather(1, index.unsqueeze(1))  # [n, 1]
+    threshold.masked_fill_((top_k == 0).unsqueeze(1), -torch.inf)
+    scores.masked_fill_(scores < threshold, -torch.inf)
+
+
+def apply_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Keep the smallest set of most probable tokens whose probabilities reach ``top_p [n]``; at least 1 where off.
+
+    Probabilities are summed as integers (exp(score) in units of 2**-40), whose sums do not depend on the order of
+    addition: the set is the same alone, in a batch, and on every device that rounds exp alike.
+    """
+    vocab_size = scores.shape[1]
+    off = top_p >= 1
+    mass_in_all = _mass(scores).sum(dim=-1)
+    wanted = mass_in_all.to(torch.float64).mul_(top_p).masked_fill_(off, 0.0)  # [n]
+    # Few tokens reach top_p in most rows, and finding them costs less than sorting the row. Which rows need more is
+    # known on the device alone; there a sort is cheaper than asking.
+    num_sorted = min(_NUM_SORTED, vocab_size) if scores.device.type == "cpu" else vocab_size
+    threshold, num_tied, num_kept = _top_p_cut(_highest(scores, num_sorted), wanted)
+    if num_sorted < vocab_size:
+        longer = (num_kept == num_sorted).nonzero().squeeze(1)
+        if len(longer):
+            whole = _highest(scores[longer], vocab_size)
+            threshold[longer], num_tied[longer], _ = _top_p_cut(whole, wanted[longer])
+    threshold.masked_fill_(off, -torch.inf)
+    scores.masked_fill_(scores < threshold.unsqueeze(1), -torch.inf)
+    _keep_first_tied(scores, threshold, num_tied)
+
+
+def _mass(scores: torch.Tensor) -> torch.Tensor:
+    """exp(score) in units of 2**-40, as int64: at most 2**40 each, so that sums over any vocabulary are exact."""
+    return scores.exp().mul_(_MASS_SCALE).to(torch.int64)
+
+
+def _highest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` highest scores of each row, descending: ``[n, count]``."""
+    if count < scores.shape[1]:
+        return scores.topk(count).values
+    return scores.sort(dim=-1, descending=True).values
+
+
+def _top_p_cut(highest: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the highest scores ``[n, count]`` (descending) reach the mass ``wanted [n]``.
+
+    Returns, ``[n]`` each: the lowest score to keep, how many tokens of just that score, and how many tokens in all
+    (``count``, if the mass is not reached before).
+    """
+    mass = _mass(highest)
+    mass_before = mass.cumsum(dim=-1).sub_(mass)  # of the tokens that stand before each
+    num_kept = (mass_before < wanted.unsqueeze(1)).sum(dim=-1).clamp_(min=1)
+    threshold = highest.gather(1, num_kept.unsqueeze(1) - 1)  # [n, 1]
+    num_tied = num_kept - (highest > threshold).sum(dim=-1)
+    return threshold.squeeze(1), num_tied, num_kept
+
+
+def _keep_first_tied(scores: torch.Tensor, threshold: torch.Tensor, num_tied: torch.Tensor) -> None:
+    """Of the tokens that score just ``threshold [n]``, keep the first ``num_tied [n]``."""
+    tied = scores == threshold.unsqueeze(1)
+    if (
+        scores.device.type == "cpu"
+        and not (tied.count_nonzero(dim=-1) > num_tied).logical_and_(threshold > -torch.inf).any()
+    ):
+        return
+    scores.masked_fill_(tied.logical_and_(tied.cumsum(dim=-1) > num_tied.unsqueeze(1)), -torch.inf)

@@ -1,0 +1,298 @@
+"""`SamplingParams`: what a request asks of the sampler and of its output, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from fleetfoot.utils.suggest import checked_keywords
+
+MAX_COPIES = 16384
+MAX_LOGIT_BIAS = 1e9
+# Both ends are normal float32 numbers far from overflow, so that the device divides by exactly what the user gave.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+
+
+class RequestOutputKind(enum.Enum):
+    """What a streamed output holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the last output."""
+    FINAL_ONLY = 2
+    """Everything, once, at the end."""
+
+
+@checked_keywords
+@dataclass(slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen, when it stops, and what is returned.
+
+    Names, order, defaults and meanings are vLLM's. Making one, or cloning one after fields were assigned, checks every
+    field and raises a `ValueError` that names the field, the value and what is allowed; an unknown keyword raises a
+    `TypeError`. What depends on the model is checked by `validate_for_model`.
+
+    A ``stop`` string becomes a list of one; lists are copied, and ``None`` becomes an empty list for ``stop``,
+    ``stop_token_ids`` and ``bad_words``. No other value is changed.
+    """
+
+    n: int = 1
+    """Number of outputs, each with random numbers of its own. Must be 1 with greedy sampling, where all would agree."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that stands in the output so far. In [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it stands in the output so far. In [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens in the prompt or the output so far; above 1
+    discourages repetition. Source: Keskar et al., "CTRL", 2019."""
+    temperature: float = 1.0
+    """Divides the logits; 0 means greedy: the most probable token, the lowest id among equals."""
+    top_p: float = 1.0
+    """Sample from the smallest set of most probable tokens whose probabilities add up to this. In (0, 1]; 1 is off.
+    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020."""
+    top_k: int = 0
+    """Sample from this many most probable tokens (all that tie with the last); 0 or -1 is off."""
+    min_p: float = 0.0
+    """Sample from tokens at least this probable relative to the most probable one. In [0, 1]; 0 is off."""
+    seed: int | None = None
+    """64 bits that make the request's samples repeatable. ``None`` (or -1) draws a seed from the engine's."""
+    stop: str | list[str] | None = None
+    """Strings that end the output when they appear in its text. The output is cut before them."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end the output when they are generated, beside the model's own end tokens."""
+    ignore_eos: bool = False
+    """Go on past the model's end tokens."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; ``None``: as many as the model's length leaves room for."""
+    min_tokens: int = 0
+    """End tokens and ``stop_token_ids`` cannot be generated before there are this many."""
+    logprobs: int | None = None
+    """Return the log-probability of each generated token and of this many most probable ones; -1: of all.
+    Taken from the logits as the model gave them."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
+    detokenize: bool = True
+    """Return text. ``stop`` needs it."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Put spaces between special tokens that are kept in the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string at the end of the text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What a streamed output holds."""
+    logit_bias: dict[int, float] | None = None
+    """Token id (an int, or a string of one) to a number added to its logit. In [-1e9, 1e9]."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens can be generated."""
+    bad_words: list[str] | None = None
+    """Words that cannot be generated: the token that would complete one in the output is left out."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens from the end of the prompt; -1: as many as the model's length allows."""
+
+    def __post_init__(self) -> None:
+        self._check_distribution()
+        self._check_lengths_and_counts()
+        self._check_flags()
+        self._check_strings()
+        self._check_token_ids()
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(
+                f"n must be 1 with greedy sampling (temperature=0), got {self.n}: all copies would be equal"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    def clone(self) -> SamplingParams:
+        """A checked copy that shares nothing mutable with this one."""
+        return dataclasses.replace(self)
+
+    def validate_for_model(self, *, vocab_size: int, max_logprobs: int = 20, has_tokenizer: bool = True) -> None:
+        """Check what depends on the model; raises `ValueError`.
+
+        Args:
+            vocab_size: length of the logits; every token id must be below it.
+            max_logprobs: most logprobs that a request may ask for; -1: the whole vocabulary.
+            has_tokenizer: whether text can be made and read (``skip_tokenizer_init`` is off).
+        """
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("logit_bias", self.logit_bias),
+        ):
+            outside = [token_id for token_id in ids or () if token_id >= vocab_size]
+            if outside:
+                raise ValueError(f"{name} names tokens {outside} outside the model's vocabulary [0, {vocab_size - 1}]")
+        most = vocab_size if max_logprobs == -1 else max_logprobs
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            wanted = vocab_size if count == -1 else count
+            if wanted is not None and wanted > most:
+                shown = f"-1 (all {vocab_size} tokens)" if count == -1 else count
+                raise ValueError(
+                    f"{name} must be at most {most}, got {shown}; "
+                    f"start the engine with max_logprobs={-1 if count == -1 else count} to allow it"
+                )
+        for name in ("stop", "bad_words"):
+            if getattr(self, name) and not has_tokenizer:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} needs a tokenizer, and the engine has none (skip_tokenizer_init); "
+                    f"use stop_token_ids or logit_bias"
+                )
+
+    def _check_distribution(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            setattr(self, name, _number(name, getattr(self, name), "a number in [-2, 2]", lambda x: -2 <= x <= 2))
+        self.repetition_penalty = _number(
+            "repetition_penalty",
+            self.repetition_penalty,
+            f"a number in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]",
+            lambda x: MIN_REPETITION_PENALTY <= x <= MAX_REPETITION_PENALTY,
+        )
+        self.temperature = _number(
+            "temperature",
+            self.temperature,
+            f"0 (greedy) or a number in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]",
+            lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE,
+        )
+        self.top_p = _number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
+        self.min_p = _number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        self.top_k = _integer("top_k", self.top_k, "an integer of at least 1, or 0 or -1 (off)", lambda x: x >= -1)
+
+    def _check_lengths_and_counts(self) -> None:
+        self.n = _integer("n", self.n, f"an integer in [1, {MAX_COPIES}]", lambda x: 1 <= x <= MAX_COPIES)
+        if self.seed is not None:
+            allowed = "None or an integer in [-2**63, 2**64 - 1]"
+            self.seed = _integer("seed", self.seed, allowed, lambda x: -(2**63) <= x < 2**64)
+            if self.seed == -1:  # vLLM's other spelling of "no seed"
+                self.seed = None
+        if self.max_tokens is not None:
+            self.max_tokens = _integer(
+                "max_tokens", self.max_tokens, "None or an integer of at least 1", lambda x: x >= 1
+            )
+        self.min_tokens = _integer("min_tokens", self.min_tokens, "an integer of at least 0", lambda x: x >= 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                allowed = "None, -1 (the whole vocabulary) or an integer of at least 0"
+                setattr(self, name, _integer(name, getattr(self, name), allowed, lambda x: x >= -1))
+        if self.truncate_prompt_tokens is not None:
+            self.truncate_prompt_tokens = _integer(
+                "truncate_prompt_tokens",
+                self.truncate_prompt_tokens,
+                "None, -1 (the model's length) or an integer of at least 1",
+                lambda x: x == -1 or x >= 1,
+            )
+
+    def _check_flags(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            allowed = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
+            raise ValueError(f"output_kind must be one of {allowed}, got {self.output_kind!r}")
+
+    def _check_strings(self) -> None:
+        self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
+        self.bad_words = _strings("bad_words", self.bad_words)
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text")
+
+    def _check_token_ids(self) -> None:
+        self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", self.stop_token_ids or ())))
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must hold at least one token id, or be None (all tokens), got []")
+        if self.logit_bias is not None:
+            self.logit_bias = _logit_bias(self.logit_bias)
+
+
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
+
+
+def bad_words_token_ids(bad_words: Iterable[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """The token sequences that spell the words, for the sampler to keep from being completed.
+
+    A word may open a text or follow a space, and most tokenizers spell it differently then: each word yields both
+    spellings where they differ. ``encode`` must add no special tokens. Raises `ValueError` for a word without tokens.
+    """
+    sequences: dict[tuple[int, ...], None] = {}  # ordered, without duplicates
+    for word in bad_words:
+        bare = word.lstrip()
+        # A word of nothing but white space has one spelling.
+        spellings = (bare, " " + bare) if bare else (word,)
+        encoded = [tuple(encode(spelling)) for spelling in spellings]
+        if not encoded[0]:
+            raise ValueError(f"bad_words entry {word!r} has no tokens in this model's vocabulary; leave it out")
+        sequences.update(dict.fromkeys(sequence for sequence in encoded if sequence))
+    return [list(sequence) for sequence in sequences]
+
+
+def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]) -> float:
+    """``value`` as a float if it is a finite real number (a bool is none) that ``accept`` takes."""
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an int beyond any float
+        number = math.inf
+    if not math.isfinite(number) or not accept(number):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return number
+
+
+def _integer(name: str, value: Any, allowed: str, accept: Callable[[int], bool]) -> int:
+    """``value`` as an int if it is one (numpy's too; a bool is none) that ``accept`` takes."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not accept(number):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return number
+
+
+def _strings(name: str, values: Any) -> list[str]:
+    if values is None:
+        return []
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a list of strings, got {values!r}")
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name} must hold strings that are not empty, got {value!r}")
+    return list(values)
+
+
+def _token_ids(name: str, values: Any) -> list[int]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list of token ids, got {values!r}")
+    return [_integer(name, value, "a list of token ids (integers of at least 0)", lambda x: x >= 0) for value in values]
+
+
+def _logit_bias(values: Any) -> dict[int, float]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"logit_bias must be a dict of token id to bias, got {values!r}")
+    biases: dict[int, float] = {}
+    for key, bias in values.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token_id = _integer("logit_bias", token_id, "keyed by token ids (integers of at least 0)", lambda x: x >= 0)
+        if token_id in biases:
+            raise ValueError(f"logit_bias must name each token once, got {token_id} both as an int and as a string")
+        allowed = f"a number in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
+        biases[token_id] = _number(f"logit_bias[{token_id}]", bias, allowed, lambda x: abs(x) <= MAX_LOGIT_BIAS)
+    return biases

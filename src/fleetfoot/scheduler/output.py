@@ -1,0 +1,72 @@
+"""What the scheduler tells the runner in a step, and what comes back. Small records that travel between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fleetfoot.sampling.logprob import RowLogprobs
+from fleetfoot.sampling.params import SamplingParams
+
+
+@dataclass(slots=True)
+class NewRequest:
+    """A request that takes a row of the runner's state: new, or back from a preemption."""
+
+    request_id: str
+    row: int
+    """The row that it keeps until it is named in `SchedulerOutput.finished`."""
+    token_ids: list[int]
+    """All tokens known so far: the prompt, and after a preemption the output too."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is already in its blocks (prefix cache hits)."""
+    block_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]
+    """End tokens and the request's own; held back until min_tokens."""
+    bad_words_token_ids: list[list[int]]
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """One step. Three groups of requests stand in batch order: decodes, prefills that end, prefills that go on.
+
+    A decode has one token to compute; the first ``num_sampled`` rows (decodes, and prefills that reach the end of
+    their known tokens) each yield a token.
+    """
+
+    step: int
+    rows: list[int]
+    """Batch order, as rows of the runner's state."""
+    num_scheduled_tokens: list[int]
+    """Tokens to compute, for each of ``rows``."""
+    num_decodes: int
+    num_sampled: int
+    total_num_scheduled_tokens: int
+    new_requests: list[NewRequest] = field(default_factory=list)
+    """They may be named in ``rows`` of this very step."""
+    new_block_ids: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(row, block ids to append), for rows taken in an earlier step."""
+    finished: list[tuple[str, int]] = field(default_factory=list)
+    """(request id, row) of rows given back since the last step: ended, or preempted. Apply before ``new_requests``."""
+    finished_req_ids: set[str] = field(default_factory=set)
+    """Requests that ended (preempted ones did not), for connectors."""
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What a step yielded, in the order of `SchedulerOutput.rows`."""
+
+    sampled_token_ids: list[list[int]]
+    """For each of the first ``num_sampled`` rows, the new tokens (one, or more with speculative decoding)."""
+    logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    """Batch index -> an entry for each new token, for requests that asked for logprobs."""
+    prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    """Batch index -> entries for the prompt tokens of this chunk (the prompt's first token has none)."""
+    invalid: dict[int, str] = field(default_factory=dict)
+    """Batch index -> why its token means nothing (logits that are not numbers)."""
+
+    def get(self) -> ModelRunnerOutput:
+        """It is here already; an asynchronous output waits for the device instead."""
+        return self

@@ -1,0 +1,184 @@
+"""Chat templates: Jinja sources from a checkpoint, rendered in a sandbox, in the dialect of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from fleetfoot.tokenizer.chat_messages import join_text_parts, plain_json, read_messages, read_records
+
+# Marks the place in a rendered chat behind which the model continues. The space after it shows whether the template
+# trims the content.
+_CONTINUE_MARK = "<<|fleetfoot:continue|>>"
+
+
+class ChatTemplate:
+    """One compiled chat template.
+
+    Args:
+        source: The Jinja source.
+        now: The clock behind `strftime_now`.
+
+    Raises:
+        ValueError: The source is not valid Jinja; the message names the line.
+    """
+
+    def __init__(self, source: str, now: Callable[[], datetime] = datetime.now) -> None:
+        environment = _environment(now)
+        try:
+            syntax_tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
+        self.takes_content_parts = _iterates_over_content(syntax_tree)
+        """Whether the template reads a list of content parts; if not, it gets their text joined."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for a conversation; the arguments are those of `Tokenizer.apply_chat_template`.
+
+        Args:
+            variables: Everything else that the template may read: special tokens by name, and a caller's own.
+
+        Raises:
+            ValueError: The messages are malformed, or the template refuses them or fails on them.
+        """
+        conversation = read_messages(messages)
+        if not self.takes_content_parts:
+            conversation = join_text_parts(conversation)
+        final_text = ""
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message=True continues the last message and add_generation_prompt=True begins a "
+                    "new one; pass add_generation_prompt=False"
+                )
+            final_text = _mark_final_message(conversation[-1])
+        rendered = self._render(
+            plain_json(dict(variables or {}), "chat_template_kwargs")
+            | {
+                "messages": conversation,
+                "tools": read_records(tools, "tools"),
+                "documents": read_records(documents, "documents"),
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+        return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        try:
+            return self._template.render(variables)
+        except _TemplateRefusalError as error:
+            raise ValueError(f"the chat template refuses these messages: {error.message}") from error
+        except Exception as error:  # a template is foreign code and can fail in any way
+            raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
+
+
+class _TemplateRefusalError(jinja2.TemplateError):
+    """A template called `raise_exception`."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what a model is trained on. Inference renders the inside."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscore attributes, which reach for Python's internals."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace takes no attribute {name!r}: it begins with '_'")
+        super().__setitem__(name, value)
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+    def raise_exception(message: str) -> NoReturn:
+        raise _TemplateRefusalError(message)
+
+    def strftime_now(date_format: str) -> str:
+        return now().strftime(date_format)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes <, > and & for HTML, which a model never saw.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=_Namespace)
+    return environment
+
+
+def _iterates_over_content(syntax_tree: jinja2.nodes.Template) -> bool:
+    """Whether a `for` of the template runs over a message's content, directly or through a variable."""
+    names = {"content"}  # also the usual name of a macro's parameter
+
+    def is_content(node: jinja2.nodes.Node | None) -> bool:
+        match node:
+            case jinja2.nodes.Getitem(arg=jinja2.nodes.Const(value="content")) | jinja2.nodes.Getattr(attr="content"):
+                return True
+            case jinja2.nodes.Name(name=name):
+                return name in names
+            case jinja2.nodes.Filter(node=inner):
+                return is_content(inner)
+            case jinja2.nodes.CondExpr(expr1=first, expr2=second):
+                return is_content(first) or is_content(second)
+        return False
+
+    for assignment in syntax_tree.find_all(jinja2.nodes.Assign):
+        if isinstance(assignment.target, jinja2.nodes.Name) and is_content(assignment.node):
+            names.add(assignment.target.name)
+    return any(is_content(loop.iter) for loop in syntax_tree.find_all(jinja2.nodes.For))
+
+
+def _mark_final_message(message: dict[str, Any]) -> str:
+    """Puts the mark behind the message's text, in place; returns the text without it."""
+    content = message.get("content")
+    holder, key = (content[-1], "text") if isinstance(content, list) and content else (message, "content")
+    text = holder.get(key)
+    if not isinstance(text, str):
+        raise ValueError("continue_final_message=True needs a last message with text to continue; it has none")
+    holder[key] = text + _CONTINUE_MARK + " "
+    return text
+
+
+def _cut_at_mark(rendered: str, final_text: str) -> str:
+    before, mark, after = rendered.rpartition(_CONTINUE_MARK)
+    if not mark or final_text.strip() not in before:
+        raise ValueError(
+            "continue_final_message=True, but the chat template does not render the last message's content as it is, "
+            "so the place to continue from cannot be found; pass the rendered prompt instead"
+        )
+    # Without the space that follows the mark, the template trims; then it would have trimmed this text's end as well.
+    return before if after.startswith(" ") else before.rstrip()

@@ -1,0 +1,265 @@
+"""Text to token ids and back, from a checkpoint's tokenizer.json."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from fleetfoot.tokenizer.files import TokenizerFiles, TokenSpec, read_tokenizer_files, token_content
+from fleetfoot.tokenizer.pieces import TokenPieces
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.chat_template import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+_MAX_COMPILED_TEMPLATES = 16  # a request may bring its own template, so the cache needs a bound
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library, with its special tokens and chat templates.
+
+    Ids and texts are those of transformers' fast tokenizers on the same files. In particular the post-processor in
+    tokenizer.json alone decides which special tokens `encode` adds: `add_bos_token` and `add_eos_token` of
+    tokenizer_config.json have no effect beside a tokenizer.json.
+
+    Args:
+        backend: The tokenizer. It is shared by all requests and must not be changed afterwards.
+        special_tokens: Name -> token, `{"bos_token": "<s>", ...}`. Chat templates see them under these names.
+        extra_special_tokens: Special tokens without a name.
+        chat_templates: Name -> Jinja source; the template that is used without a name is called "default".
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        extra_special_tokens: Sequence[str] = (),
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        # A file may carry the truncation and padding of some training run; a prompt is never cut in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self.pieces = TokenPieces(backend)
+        named = [*self.special_tokens.values(), *extra_special_tokens]
+        named_ids = (backend.token_to_id(token) for token in named)
+        self.all_special_ids = self.pieces.skipped_ids | {token_id for token_id in named_ids if token_id is not None}
+        self._compile = functools.lru_cache(_MAX_COMPILED_TEMPLATES)(_compile_chat_template)
+
+    @classmethod
+    def from_path(cls, folder_or_file: str | Path) -> Tokenizer:
+        """Loads the tokenizer of a checkpoint folder, or the tokenizer.json that is named with what lies beside it.
+
+        Raises:
+            FileNotFoundError: There is no tokenizer.json; the message says what is there and what would work.
+            ValueError: A file cannot be read as what its name promises.
+        """
+        files = read_tokenizer_files(folder_or_file)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
+        except Exception as error:  # the library raises bare Exception for every fault of the file
+            raise ValueError(f"{files.tokenizer_json} is not a file of the tokenizers library: {error}") from error
+        _add_configured_tokens(backend, files)
+        backend.encode_special_tokens = bool(files.settings.get("split_special_tokens", False))
+        _warn_about_unused_settings(backend, files)
+        return cls(
+            backend,
+            special_tokens={name: token_content(spec) for name, spec in files.special_tokens.items()},
+            extra_special_tokens=[token_content(spec) for spec in files.extra_special_tokens],
+            chat_templates=files.chat_templates,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, added tokens included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token that begins a text, or None."""
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token that ends a text, or None."""
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        """The token that fills up a batch, or None."""
+        return self.special_tokens.get("pad_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of `bos_token`, or None."""
+        return self._id_of(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of `eos_token`, or None."""
+        return self._id_of(self.eos_token)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of `pad_token`, or None."""
+        return self._id_of(self.pad_token)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as it stands in the vocabulary, or None."""
+        return self.backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as it stands in the vocabulary ("Ġhello"), or None for an id that has none."""
+        return self.backend.id_to_token(token_id)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: The text. Special tokens that are spelled out in it are recognised.
+            add_special_tokens: Whether the post-processor adds its tokens, BOS for instance.
+
+        Raises:
+            TypeError: `text` is not a str.
+            ValueError: `text` has no UTF-8 form.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, not {type(text).__name__}")
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # what the library says of a str that it cannot take
+            position = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            if position is None:
+                raise
+            raise ValueError(
+                f"the text has a lone surrogate {text[position]!a} at position {position} and so no UTF-8 form; "
+                f"remove it, or decode the text's source with errors='replace'"
+            ) from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Ids that the tokenizer does not know give no text."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token by itself, its leading space kept; bytes that are not valid UTF-8 become U+FFFD.
+
+        Special tokens give their name, ids that the tokenizer does not know an empty string.
+        """
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; b"" for an id that the tokenizer does not know."""
+        return self.pieces.token_bytes(token_id)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Renders a conversation as the prompt that the model was trained on.
+
+        Args:
+            messages: `{"role": ..., "content": ...}` dicts; content is a str or a list of
+                `{"type": "text", "text": ...}` parts.
+            add_generation_prompt: Whether the prompt ends with the beginning of an assistant message.
+            tools: JSON schemas of the tools that the model may call.
+            documents: `{"title": ..., "text": ...}` dicts for templates that take them.
+            continue_final_message: Whether the prompt ends within the last message, for the model to continue it.
+                Needs add_generation_prompt=False.
+            chat_template: A Jinja template, or the name of one of the tokenizer's. By default "tool_use" if there are
+                tools and the tokenizer has a template of this name, else "default".
+            **kwargs: More variables for the template, `enable_thinking=False` for instance.
+
+        Raises:
+            ValueError: There is no template, it refuses the messages or is broken, or the messages are malformed. The
+                message says which, and where.
+        """
+        template = self._compile(self._select_chat_template(chat_template, with_tools=tools is not None))
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
+            variables={**self.special_tokens, **kwargs},
+        )
+
+    def apply_chat_template_ids(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of `apply_chat_template(messages, **kwargs)`. The template writes BOS itself; none is added."""
+        return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _select_chat_template(self, chat_template: str | None, with_tools: bool) -> str:
+        names = f"the tokenizer has {sorted(self.chat_templates)}" if self.chat_templates else "the tokenizer has none"
+        if chat_template is not None:
+            if chat_template in self.chat_templates:
+                return self.chat_templates[chat_template]
+            if "{" not in chat_template:
+                raise ValueError(
+                    f"chat_template={chat_template!r} is neither a Jinja template nor the name of one ({names})"
+                )
+            return chat_template
+        if with_tools and "tool_use" in self.chat_templates:
+            return self.chat_templates["tool_use"]
+        if "default" in self.chat_templates:
+            return self.chat_templates["default"]
+        raise ValueError(
+            f"there is no default chat template ({names}). Pass chat_template= with a Jinja template or one of the "
+            f"names, or render the conversation yourself and pass it as a prompt."
+        )
+
+
+def _compile_chat_template(source: str) -> ChatTemplate:
+    from fleetfoot.tokenizer.chat_template import ChatTemplate  # jinja2 is imported by those who chat
+
+    return ChatTemplate(source)
+
+
+def _add_configured_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Adds the tokens that the config files name and tokenizer.json lacks, in the order in which transformers does.
+
+    A token of `added_tokens_decoder` whose flags differ from those in tokenizer.json takes the config's flags.
+    """
+    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
+    configured = (tokenizers.AddedToken(**dict(spec)) for _, spec in sorted(files.added_tokens.items()))
+    tokens = [token for token in configured if repr(token) not in known]
+    contents = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
+    for spec in [*files.special_tokens.values(), *files.extra_special_tokens]:
+        if token_content(spec) not in contents:
+            contents.add(token_content(spec))
+            tokens.append(_special_token(spec))
+    backend.add_tokens(tokens)
+
+
+def _special_token(spec: TokenSpec) -> tokenizers.AddedToken:
+    flags = (
+        {} if isinstance(spec, str) else {k: v for k, v in spec.items() if k not in ("content", "special", "__type")}
+    )
+    return tokenizers.AddedToken(token_content(spec), special=True, **flags)
+
+
+def _warn_about_unused_settings(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Two settings of tokenizer_config.json would change ids or text and are not supported: say so."""
+    model = type(backend.model).__name__
+    if files.settings.get("clean_up_tokenization_spaces") and model != "BPE":
+        logger.warning(
+            "clean_up_tokenization_spaces of %s is not applied: text keeps the spaces of its tokens",
+            files.tokenizer_json,
+        )
+    if files.settings.get("fix_mistral_regex"):
+        logger.warning("fix_mistral_regex of %s is not applied; save the tokenizer with it", files.tokenizer_json)

@@ -1,0 +1,83 @@
+"""Progress bars on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+
+class ProgressBar(Protocol):
+    def update(self, count: int, *, tokens: int) -> None:
+        """``count`` more requests are done, with ``tokens`` generated tokens."""
+        ...
+
+    def __enter__(self) -> ProgressBar: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def progress_bar(wanted: bool | Callable[..., Any], *, total: int, description: str) -> ProgressBar:
+    """A bar of the terminal, of a maker such as ``tqdm``, or none at all."""
+    if wanted is False:
+        return _NoBar()
+    if wanted is True:
+        return _RichBar(total, description)
+    return _MadeBar(wanted(total=total, desc=description))
+
+
+class _NoBar:
+    def update(self, count: int, *, tokens: int) -> None:
+        pass
+
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _RichBar:
+    def __init__(self, total: int, description: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]} tokens"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task(description, total=total, tokens=0)
+        self._tokens = 0
+
+    def update(self, count: int, *, tokens: int) -> None:
+        self._tokens += tokens
+        self._progress.update(self._task, advance=count, tokens=self._tokens)
+
+    def __enter__(self) -> _RichBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+class _MadeBar:
+    """What a caller's own maker gave: anything with ``update(n)`` and ``close()``."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def update(self, count: int, *, tokens: int) -> None:
+        self._bar.update(count)
+
+    def __enter__(self) -> _MadeBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

@@ -1,0 +1,56 @@
+"""From what a user calls a model to a folder on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_ALLOWED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_IGNORED = ["consolidated*", "original/*"]  # the same weights once more, in their publishers' own layouts
+
+
+class ModelNotFoundError(FileNotFoundError):
+    """A model is neither a local folder nor to be had from the hub; the message says what was tried."""
+
+
+def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
+    """The folder of a model, downloaded from the Hugging Face hub if it is not a local one.
+
+    A name that can only be a path (it is absolute, starts with ``.`` or ``~``, or stands in an existing folder) is
+    never looked up on the hub.
+
+    Args:
+        revision: a branch, tag or commit on the hub; ignored for a local folder.
+
+    Raises:
+        ModelNotFoundError: says what was tried and why it failed.
+    """
+    name = str(path_or_id)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"model {name!r} is a file; give the folder that holds config.json and *.safetensors")
+    if not name.strip() or isinstance(path_or_id, Path) or _looks_local(name, path):
+        raise ModelNotFoundError(f"model {name!r}: no such folder ({path.absolute()})")
+    return _download(name, revision)
+
+
+def _looks_local(name: str, path: Path) -> bool:
+    # A hub id is `owner/name` or `name`; `models/mine` beside an existing ./models is a mistyped path.
+    parent = path.parent
+    return name.startswith((".", "~", "/")) or name.count("/") > 1 or (parent != Path(".") and parent.is_dir())
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED)
+    except Exception as error:  # which types a failed request raises has changed with the hub's releases
+        at = "" if revision is None else f" at revision {revision!r}"
+        raise ModelNotFoundError(
+            f"model {name!r}: there is no folder {Path(name).absolute()}, and the Hugging Face hub did not give "
+            f"{name!r}{at} ({type(error).__name__}: {error}). Check the spelling, the network or HF_HUB_OFFLINE, "
+            "and HF_TOKEN for a private or gated model"
+        ) from error
+    return Path(folder)

@@ -1,0 +1,68 @@
+"""From a folder to a model that is ready to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.models.interface import CausalLM
+from fleetfoot.models.registry import model_class
+from fleetfoot.weights.dummy import fill_dummy
+from fleetfoot.weights.safetensors_loader import load_safetensors
+
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def load_model(
+    config: ModelConfig,
+    context: ModelContext,
+    folder: str | Path | None,
+    load_format: str = "auto",
+    seed: int = 0,
+    layers: range | None = None,
+) -> CausalLM:
+    """Build the model, fill its weights and make it ready.
+
+    Args:
+        folder: with the safetensors files; not looked at for ``dummy``.
+        load_format: ``auto`` (the same as ``safetensors``) or ``dummy``, random weights.
+        seed: of the random weights.
+        layers: the part of the model to hold; None: all.
+
+    Raises:
+        ValueError: an unknown load format or architecture, or no folder.
+        WeightError: the checkpoint cannot be read or does not fit.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ValueError(f"load_format is {load_format!r}; expected one of {', '.join(LOAD_FORMATS)}")
+    model = model_class(config.architecture)(config, context, layers)
+    if load_format == "dummy":
+        fill_dummy(model.weight_slots(), seed)
+        model.finish_loading()
+    elif folder is None:
+        raise ValueError(f"load_format {load_format!r} reads a folder and none was given; use dummy for random weights")
+    else:
+        reload_weights(model, context, folder)
+    return model
+
+
+def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -> None:
+    """Take all weights anew from a checkpoint of the same shape, while no step runs.
+
+    Raises:
+        WeightError: as `load_model`; the model still has its old weights then.
+    """
+    elsewhere = () if model.is_first and model.is_last else _all_names(model.config, context)
+    load_safetensors(model.weight_slots(), Path(folder), elsewhere)
+    model.finish_loading()
+
+
+def _all_names(config: ModelConfig, context: ModelContext) -> set[str]:
+    """The tensors of the whole model, known from a twin of it that has shapes and no memory."""
+    shapes_only = dataclasses.replace(context, device=torch.device("meta"), max_positions=1)
+    twin = model_class(config.architecture)(config, shapes_only)
+    return {name for slot in twin.weight_slots() for name in (slot.name, *slot.aliases)}

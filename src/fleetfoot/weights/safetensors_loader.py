@@ -1,0 +1,110 @@
+"""Fill a model's slots from safetensors files, tensor by tensor, straight to where they stay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from fleetfoot.weights.checkpoint import Checkpoint
+from fleetfoot.weights.slots import WeightError, WeightSlot
+
+_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+_BASE_PREFIX = "model."
+_REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # computed from the config; old exports carry it all the same
+_MAX_LISTED = 10
+_MAX_COMPARED_ROWS = 64
+
+
+def load_safetensors(slots: Iterable[WeightSlot], folder: Path, elsewhere: Collection[str] = ()) -> None:
+    """Copy a checkpoint into the slots, converted to their device and dtype; at most one tensor is in memory twice.
+
+    Everything that does not fit is found before the first byte is copied. Names without the leading ``model.``, as an
+    export of the base model has them, are accepted when no name has it. A tied checkpoint may hold the matrix
+    as ``lm_head.weight``, or twice; of the two, evenly spread rows are compared, not all: a head that was trained by
+    itself differs everywhere, and reading gigabytes to find nothing would slow every start.
+
+    Args:
+        elsewhere: names that belong to the model but not to these slots (other pipeline ranks').
+
+    Raises:
+        WeightError: files that cannot be read; tensors that are missing, misshapen, not of a float dtype or unexpected,
+            all of them counted and the first ten named; a second copy of a tied matrix that differs.
+    """
+    slots = list(slots)
+    with Checkpoint(folder) as checkpoint:
+        found = _by_model_name(checkpoint, [*(slot.name for slot in slots), *elsewhere])
+        problems = [*_unfit(slots, found, checkpoint), *_unexpected(slots, found, checkpoint, elsewhere)]
+        if problems:
+            raise WeightError(_report(folder, problems))
+        sources = {}  # tensor name in the checkpoint -> slot
+        for slot in slots:
+            first, *copies = _present(slot, found)
+            for copy in copies:
+                _check_same(checkpoint, found[first], found[copy])
+            sources[found[first]] = slot
+        for name in checkpoint.names():
+            if name in sources:
+                sources[name].destination().copy_(checkpoint.tensor(name))
+
+
+def _by_model_name(checkpoint: Checkpoint, wanted: Collection[str]) -> dict[str, str]:
+    """Name in the model -> name in the checkpoint."""
+    names = list(checkpoint.names())
+    if any(name.startswith(_BASE_PREFIX) for name in names):
+        return {name: name for name in names}
+    known = set(wanted)
+    return {_BASE_PREFIX + name if _BASE_PREFIX + name in known else name: name for name in names}
+
+
+def _present(slot: WeightSlot, found: dict[str, str]) -> list[str]:
+    return [name for name in (slot.name, *slot.aliases) if name in found]
+
+
+def _unfit(slots: list[WeightSlot], found: dict[str, str], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """``(kind, description)`` of each slot that the checkpoint cannot fill."""
+    for slot in slots:
+        names = _present(slot, found)
+        if not names:
+            yield "missing", f"{slot.name}: wanted {list(slot.shape)}"
+        for name in names:
+            shape, dtype = checkpoint.shape(found[name]), checkpoint.dtype(found[name])
+            if shape != slot.shape:
+                yield "misshapen", f"{found[name]}: found {list(shape)}, wanted {list(slot.shape)}"
+            if dtype not in _FLOAT_DTYPES:
+                yield "quantized", f"{found[name]}: found {dtype}, wanted one of {', '.join(_FLOAT_DTYPES)}"
+
+
+def _unexpected(
+    slots: list[WeightSlot], found: dict[str, str], checkpoint: Checkpoint, elsewhere: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    known = {name for slot in slots for name in (slot.name, *slot.aliases)}
+    known.update(elsewhere)
+    for name, source in found.items():
+        if name not in known and not name.endswith(_REDUNDANT_SUFFIX):
+            yield "unexpected", f"{source}: found {list(checkpoint.shape(source))}, wanted nothing of that name"
+
+
+def _report(folder: Path, problems: list[tuple[str, str]]) -> str:
+    kinds = [kind for kind, _ in problems]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    lines = [f"  {kind} {description}" for kind, description in problems[:_MAX_LISTED]]
+    if len(problems) > _MAX_LISTED:
+        lines.append(f"  and {len(problems) - _MAX_LISTED} more")
+    hint = ""
+    if [problem for kind, problem in problems if kind == "missing"] and all(
+        problem.startswith("lm_head.") for kind, problem in problems if kind == "missing"
+    ):
+        hint = "\n(no output head: a base model, or a tied one whose config.json lacks tie_word_embeddings: true)"
+    return f"the tensors in {folder} do not fit its config.json: {counts}\n" + "\n".join(lines) + hint
+
+
+def _check_same(checkpoint: Checkpoint, name: str, copy: str) -> None:
+    first, second = checkpoint.tensor(name), checkpoint.tensor(copy)
+    rows = torch.linspace(0, first.shape[0] - 1, min(first.shape[0], _MAX_COMPARED_ROWS)).long()
+    # As a checkpoint with a NaN differs from itself, let NaN equal NaN.
+    if not torch.allclose(first[rows].float(), second[rows].float(), rtol=0, atol=0, equal_nan=True):
+        raise WeightError(
+            f"{copy} differs from {name}, although tie_word_embeddings is true; set it to false in config.json"
+        )

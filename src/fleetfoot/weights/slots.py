@@ -1,0 +1,33 @@
+"""Where a checkpoint's tensors go: the names that a model wants, and the memory behind each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+class WeightError(ValueError):
+    """A checkpoint cannot be read, or does not fit the model; the message names files, tensors and shapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """One tensor of a checkpoint and its place in the model.
+
+    Slots serve the first load and every later change alike: write to ``destination()``, then call the model's
+    ``finish_loading()`` once for all of them.
+    """
+
+    name: str
+    """In the checkpoint: ``model.layers.0.self_attn.q_proj.weight``."""
+    shape: tuple[int, ...]
+    destination: Callable[[], torch.Tensor]
+    """Opens the slot: a tensor of ``shape`` to write to, often a view into a larger one. It holds the current values,
+    and counts until the next ``finish_loading()``; open the slot again after that."""
+    init: Literal["normal", "ones"] = "normal"
+    """What random weights put there."""
+    aliases: tuple[str, ...] = ()
+    """Further names under which a checkpoint may hold the same tensor, in place of ``name`` or beside it."""

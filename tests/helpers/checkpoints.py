@@ -1,0 +1,67 @@
+"""Tiny random checkpoints of every architecture in Hugging Face format, and the reference model that wrote them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+TINY: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def make_checkpoint(
+    folder: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
+) -> PreTrainedModel:
+    """Write a checkpoint of ``model_type`` (a key of ARCHITECTURES) to ``folder`` and return the model, for reference.
+
+    Args:
+        dtype: of the checkpoint; the returned model is in float32 with the same (rounded) values.
+        config: fields that differ from TINY.
+    """
+    model = make_reference(model_type, seed=seed, **config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    # Only the copy is converted as a whole: the reference keeps its float32 rotary frequencies.
+    copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    return model
+
+
+def make_reference(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel:
+    """A random float32 model of ``transformers`` whose norms and biases are random too."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**TINY, **config}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.15, generator=generator)
+            if "norm" in name:
+                parameter.add_(1.0)
+    return model.eval()
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
+    """Logits ``[num_tokens, vocab_size]`` of one sequence, in one pass and without a cache."""
+    return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]

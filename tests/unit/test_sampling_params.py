@@ -1,0 +1,192 @@
+"""SamplingParams: every field's range, its errors, and what it becomes."""
+
+import inspect
+import pickle
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+
+from fleetfoot.sampling.params import RequestOutputKind, SamplingParams, bad_words_token_ids
+from fleetfoot.sampling.seeds import request_seed
+from fleetfoot.utils.suggest import unknown_keyword
+
+
+def test_defaults_and_positional_order_are_vllms():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.max_tokens, params.min_tokens, params.seed) == (16, 0, None)
+    assert (params.stop, params.stop_token_ids, params.bad_words) == ([], [], [])
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+    names = list(inspect.signature(SamplingParams).parameters)
+    assert names[:12] == [
+        "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p",
+        "seed", "stop", "stop_token_ids", "ignore_eos",
+    ]  # fmt: skip
+    assert SamplingParams(1, 0.5, 0.25).frequency_penalty == 0.25
+
+
+REFUSED = [
+    ("n", 0), ("n", -1), ("n", 1.0), ("n", True), ("n", 16385),
+    ("presence_penalty", 2.1), ("presence_penalty", float("nan")), ("presence_penalty", "1"),
+    ("frequency_penalty", -2.1), ("frequency_penalty", float("inf")), ("frequency_penalty", None),
+    ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("repetition_penalty", float("inf")),
+    ("temperature", -0.1), ("temperature", float("nan")), ("temperature", True), ("temperature", 1e-31),
+    ("temperature", 10**400), ("temperature", None),
+    ("top_p", 0), ("top_p", 1.01), ("top_p", -0.5), ("top_p", float("nan")),
+    ("top_k", -2), ("top_k", 1.5), ("top_k", True), ("top_k", None),
+    ("min_p", -0.1), ("min_p", 1.1), ("min_p", float("nan")),
+    ("seed", 2**64), ("seed", -(2**63) - 1), ("seed", 1.0), ("seed", False), ("seed", "1"),
+    ("stop", [""]), ("stop", ""), ("stop", 5), ("stop", ["a", 3]),
+    ("stop_token_ids", [-1]), ("stop_token_ids", [1.0]), ("stop_token_ids", "12"), ("stop_token_ids", 3),
+    ("stop_token_ids", [True]),
+    ("bad_words", [""]), ("bad_words", "word"), ("bad_words", [1]),
+    ("ignore_eos", 1), ("ignore_eos", None), ("detokenize", "yes"), ("skip_special_tokens", 0),
+    ("spaces_between_special_tokens", None), ("include_stop_str_in_output", 1),
+    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 2.0), ("max_tokens", True),
+    ("min_tokens", -1), ("min_tokens", 17), ("min_tokens", None),
+    ("logprobs", -2), ("logprobs", True), ("logprobs", 1.0), ("prompt_logprobs", -2), ("prompt_logprobs", False),
+    ("logit_bias", {-1: 1.0}), ("logit_bias", {"a": 1.0}), ("logit_bias", {1: float("nan")}),
+    ("logit_bias", {1: float("-inf")}), ("logit_bias", {1: "x"}), ("logit_bias", [1]), ("logit_bias", {1.0: 1.0}),
+    ("logit_bias", {1: 1.0, "1": 2.0}),
+    ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 1),
+    ("output_kind", 0), ("output_kind", "DELTA"),
+    ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncate_prompt_tokens", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: repr(value)[:30])
+def test_refused_values_name_the_field_and_the_value(name, value):
+    with pytest.raises(ValueError, match="must") as info:
+        SamplingParams(**{name: value})
+    message = str(info.value)
+    assert name in message
+    first = value[-1] if isinstance(value, list) and value else value
+    shown = list(first.items())[-1] if isinstance(first, dict) else (first,)
+    assert any(repr(part) in message for part in shown), message
+
+
+ACCEPTED = [
+    ("temperature", 1e-8), ("temperature", 100), ("top_k", -1), ("top_k", 10**9), ("top_p", 1e-9), ("min_p", 1),
+    ("seed", 2**64 - 1), ("seed", -(2**63)), ("presence_penalty", -2), ("repetition_penalty", 0.01),
+    ("logprobs", 0), ("logprobs", -1), ("prompt_logprobs", -1), ("max_tokens", None), ("n", 16384),
+    ("truncate_prompt_tokens", -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), ACCEPTED, ids=lambda value: repr(value)[:30])
+def test_accepted_values_are_kept_as_they_are(name, value):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_normalisation():
+    ids = [3, 1, 3]
+    params = SamplingParams(
+        stop="end", stop_token_ids=ids, logit_bias={"7": 1, 8: -1.5}, seed=-1, temperature=1, max_tokens=np.int64(5)
+    )
+    assert params.stop == ["end"]
+    assert params.stop_token_ids == [3, 1]
+    assert params.logit_bias == {7: 1.0, 8: -1.5}
+    assert params.seed is None
+    assert type(params.temperature) is float and type(params.max_tokens) is int
+    ids.append(9)
+    assert params.stop_token_ids == [3, 1], "the caller's list is copied"
+
+
+def test_fields_that_must_agree():
+    with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=4, got 5"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+    assert SamplingParams(max_tokens=None, min_tokens=500).min_tokens == 500
+    with pytest.raises(ValueError, match=r"stop=\['x'\] needs detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
+    with pytest.raises(ValueError, match=r"n must be 1 with greedy sampling \(temperature=0\), got 2"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_unknown_keyword_lists_near_matches():
+    with pytest.raises(TypeError, match="SamplingParams got an unknown keyword 'temprature'; did you mean 'temperature'"):
+        SamplingParams(temprature=0.5)
+    with pytest.raises(TypeError, match="unknown keyword 'zzz'; it takes .*top_p"):
+        SamplingParams(zzz=1)
+    error = unknown_keyword("LLM", "max_seqs", ["max_num_seqs", "block_size"])
+    assert isinstance(error, TypeError) and "'max_num_seqs'" in str(error) and "block_size" not in str(error)
+
+
+def test_clone_is_independent_and_checked_again():
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, seed=3)
+    copy = params.clone()
+    assert copy == params and copy is not params
+    copy.stop.append("b")
+    copy.logit_bias[2] = 1.0
+    assert params.stop == ["a"] and params.logit_bias == {1: 2.0}
+    params.top_p = 7
+    with pytest.raises(ValueError, match="top_p"):
+        params.clone()
+    params.top_p, params.stop = 0.5, "word"
+    assert params.clone().stop == ["word"]
+
+
+def test_travels_between_processes():
+    params = SamplingParams(
+        n=3, stop=["x"], logit_bias={5: 1.0}, allowed_token_ids=[1, 5], output_kind=RequestOutputKind.DELTA, top_p=0.5
+    )
+    packed = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(packed, type=SamplingParams) == params
+    assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
+    assert pickle.loads(pickle.dumps(params)) == params
+
+
+@pytest.mark.parametrize(
+    ("fields", "model", "message"),
+    [
+        ({"stop_token_ids": [9, 10]}, {}, r"stop_token_ids names tokens \[10\] outside .* \[0, 9\]"),
+        ({"allowed_token_ids": [11]}, {}, "allowed_token_ids"),
+        ({"logit_bias": {"12": 1.0}}, {}, "logit_bias"),
+        ({"logprobs": 6}, {"max_logprobs": 5}, "logprobs must be at most 5, got 6; .*max_logprobs=6"),
+        ({"prompt_logprobs": -1}, {"max_logprobs": 5}, "prompt_logprobs must be at most 5, got -1 .*max_logprobs=-1"),
+        ({"stop": "x"}, {"has_tokenizer": False}, r"stop=\['x'\] needs a tokenizer"),
+        ({"bad_words": ["x"]}, {"has_tokenizer": False}, "bad_words"),
+    ],
+)
+def test_validate_for_model_refuses(fields, model, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields).validate_for_model(**{"vocab_size": 10, **model})
+
+
+def test_validate_for_model_accepts():
+    SamplingParams(stop_token_ids=[9], logit_bias={0: 1}, allowed_token_ids=[9], logprobs=20).validate_for_model(
+        vocab_size=10
+    )
+    SamplingParams(logprobs=-1, prompt_logprobs=10).validate_for_model(vocab_size=10, max_logprobs=-1)
+    SamplingParams(stop_token_ids=[9]).validate_for_model(vocab_size=10, has_tokenizer=False)
+
+
+def test_bad_words_are_spelt_with_and_without_a_leading_space():
+    vocabulary = {"foo": [1, 2], " foo": [3], "bar": [4], " bar": [5, 4], "\n": [6], "": []}
+    assert bad_words_token_ids(["foo", " bar", "\n"], vocabulary.__getitem__) == [[1, 2], [3], [4], [5, 4], [6]]
+    # A tokenizer that adds the space itself spells both alike.
+    assert bad_words_token_ids(["x", "x"], lambda text: [7]) == [[7]]
+    with pytest.raises(ValueError, match="bad_words entry 'q' has no tokens"):
+        bad_words_token_ids(["q"], lambda text: [])
+
+
+def test_request_seeds():
+    seeds = [request_seed(42, index) for index in range(64)]
+    assert len(set(seeds)) == 64, "copies differ"
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert request_seed(42, 1, engine_seed=5, counter=9) == seeds[1], "a seeded request is the same in any engine"
+    unseeded = {request_seed(None, index, engine, counter) for index in (0, 1) for engine in (0, 1) for counter in (0, 1)}
+    assert len(unseeded) == 8
+    assert request_seed(-5, 0) == request_seed(2**64 - 5, 0)
+    # Neighbouring seeds share about half of their bits, as unrelated words do.
+    differing = [(request_seed(seed, 0) ^ request_seed(seed + 1, 0)).bit_count() for seed in range(200)]
+    assert 30 < sum(differing) / len(differing) < 34
+
+
+def test_parameters_need_no_torch():
+    code = "import sys, fleetfoot.sampling.params, fleetfoot.sampling.seeds, fleetfoot.sampling.logprob; "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,261 @@
+"""The tokenizer gives the ids and texts of transformers' fast tokenizers on the same files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_builders import (
+    CORPUS,
+    byte_fallback_backend,
+    byte_level_backend,
+    metaspace_backend,
+    save,
+    word_level_backend,
+)
+
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+BACKENDS = {
+    "byte_level": byte_level_backend,
+    "byte_fallback": byte_fallback_backend,
+    "metaspace": metaspace_backend,
+    "word_level": word_level_backend,
+}
+TEXTS = [
+    *CORPUS[:5],
+    "",
+    " ",
+    "   leading and trailing   ",
+    "<|begin|>spelled out<|im_end|>\n<think>a spaced token</think>",
+    "<s>a</s> b<unk>",
+    "the fox runs . café",
+    "\x00\ufffd\u2028 \U0001f469\u200d\U0001f469\u200d\U0001f467",
+]
+
+
+def load_both(folder: Path) -> tuple[Tokenizer, Any]:
+    from transformers import AutoTokenizer
+
+    return Tokenizer.from_path(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@functools.cache
+def both(kind: str) -> tuple[Tokenizer, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        names = {"byte_level": ("<|begin|>", "<|end|>"), "byte_fallback": ("<s>", "</s>")}
+        bos, eos = names.get(kind, (None, "</s>"))
+        return load_both(save(BACKENDS[kind](), Path(folder), bos_token=bos, eos_token=eos))
+
+
+def assert_same_text(kind: str, text: str) -> None:
+    ours, theirs = both(kind)
+    for add_special_tokens in (True, False):
+        ids = ours.encode(text, add_special_tokens=add_special_tokens)
+        assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_known_texts_match_transformers(kind: str, text: str) -> None:
+    assert_same_text(kind, text)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(max_size=40))
+def test_any_text_matches_transformers(kind: str, text: str) -> None:
+    assert_same_text(kind, text)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_vocabulary_matches_transformers(kind: str) -> None:
+    ours, theirs = both(kind)
+    assert ours.vocab_size == len(theirs)
+    assert (ours.bos_token, ours.bos_token_id) == (theirs.bos_token, theirs.bos_token_id)
+    assert (ours.eos_token, ours.eos_token_id) == (theirs.eos_token, theirs.eos_token_id)
+    assert set(theirs.all_special_ids) <= ours.all_special_ids
+    for token_id in range(ours.vocab_size):
+        token = ours.id_to_token(token_id)
+        assert token == theirs.convert_ids_to_tokens(token_id)
+        assert token is not None
+        assert ours.token_to_id(token) == token_id
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"add_bos_token": False}, id="add_bos_token off"),
+        pytest.param({"add_bos_token": True, "add_eos_token": True}, id="add_eos_token on"),
+        pytest.param({"eos_token": "<|new_eos|>", "pad_token": "<|pad|>"}, id="named tokens that are new"),
+        pytest.param(
+            {"eos_token": {"__type": "AddedToken", "content": "<|end|>", "lstrip": False}}, id="token as dict"
+        ),
+        pytest.param({"unk_token": "a"}, id="named token from the plain vocabulary"),
+        pytest.param({"extra_special_tokens": ["<x>", "<think>"]}, id="extra tokens"),
+        pytest.param({"additional_special_tokens": ["<x>", "<y>"]}, id="additional tokens"),
+        pytest.param({"extra_special_tokens": {"image_token": "<image>"}}, id="model's own tokens"),
+        pytest.param({"audio_token": "<audio>"}, id="model's own token at the top"),
+        pytest.param(
+            {"added_tokens_decoder": {"400": {"content": "<think>", "special": True}, "9": {"content": "<new>"}}},
+            id="added tokens with other flags",
+        ),
+        pytest.param({"split_special_tokens": True}, id="special tokens are split"),
+    ],
+)
+def test_config_is_read_as_transformers_reads_it(tmp_path: Path, config: dict[str, Any]) -> None:
+    ours, theirs = load_both(save(byte_level_backend(), tmp_path, bos_token="<|begin|>", **config))
+    assert ours.backend.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
+    text = "<|begin|>a <think>b</think><|end|><|new_eos|><x><y><image><audio><new>a spaced token<|pad|>"
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("with_added_tokens_decoder", [False, True])
+def test_special_tokens_map_file(tmp_path: Path, with_added_tokens_decoder: bool) -> None:
+    config = {"added_tokens_decoder": {}} if with_added_tokens_decoder else {}
+    folder = save(byte_level_backend(), tmp_path, eos_token="<|end|>", **config)
+    token = {"content": "<|im_end|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    special = {"eos_token": token, "additional_special_tokens": ["<more>"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    ours, theirs = load_both(folder)
+    assert ours.eos_token == theirs.eos_token == ("<|end|>" if with_added_tokens_decoder else "<|im_end|>")
+    assert ours.backend.get_vocab() == theirs.get_vocab()
+
+
+def test_a_named_tokenizer_json_is_loaded_with_its_neighbours(tmp_path: Path) -> None:
+    folder = save(byte_level_backend(), tmp_path, eos_token="<|end|>")
+    assert Tokenizer.from_path(folder / "tokenizer.json").eos_token_id == 1
+    (folder / "tokenizer_config.json").unlink()
+    assert Tokenizer.from_path(str(folder)).eos_token_id is None
+
+
+def test_truncation_and_padding_of_the_file_do_not_touch_prompts(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    ids = Tokenizer.from_path(save(backend, tmp_path)).encode("one two three four five six")
+    assert 4 < len(ids) < 64
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["tokenizer.model", "config.json"], ["config.json, tokenizer.model", "skip_tokenizer_init=True"]),
+        ([f"shard-{i:02}.safetensors" for i in range(30)], ["shard-00.safetensors", "and 10 more"]),
+        ([], ["the folder is empty"]),
+    ],
+)
+def test_missing_tokenizer_json_says_what_is_there(tmp_path: Path, files: list[str], words: list[str]) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError) as caught:
+        Tokenizer.from_path(tmp_path)
+    for word in [str(tmp_path), "tokenizer.json", *words]:
+        assert word in str(caught.value)
+
+
+def test_missing_folder_and_foreign_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        Tokenizer.from_path(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(FileNotFoundError, match="a file of another kind"):
+        Tokenizer.from_path(tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "not json", "not a file of the tokenizers library"),
+        ("tokenizer.json", "{}", "not a file of the tokenizers library"),
+        ("tokenizer_config.json", "{", "not valid JSON"),
+        ("tokenizer_config.json", "[]", "an object is expected"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template .* is a int"),
+        ("tokenizer_config.json", '{"chat_template": ["x"]}', "chat_template .* is a list"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', "must map token ids"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": "a"}}', "must map token ids"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    folder = save(byte_level_backend(), tmp_path)
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer.from_path(folder)
+    assert str(folder / name) in str(caught.value)
+
+
+def test_settings_that_are_not_applied_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Tokenizer.from_path(save(byte_level_backend(), tmp_path / "bpe", clean_up_tokenization_spaces=True))
+        assert not caplog.records
+        Tokenizer.from_path(save(word_level_backend(), tmp_path / "words", clean_up_tokenization_spaces=True))
+        Tokenizer.from_path(save(byte_level_backend(), tmp_path / "regex", fix_mistral_regex=True))
+    assert ["clean_up" in caplog.messages[0], "fix_mistral_regex" in caplog.messages[1]] == [True, True]
+
+
+def test_text_that_cannot_be_encoded() -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    with pytest.raises(ValueError, match=r"lone surrogate '\\ud83d' at position 2"):
+        tokenizer.encode("ab\ud83d")
+    with pytest.raises(TypeError, match="must be a str, not list"):
+        tokenizer.encode(["ab"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_ids_beyond_the_vocabulary_have_no_text(kind: str) -> None:
+    tokenizer = Tokenizer(BACKENDS[kind]())
+    ids = tokenizer.encode("the fox", add_special_tokens=False)
+    unknown = [tokenizer.vocab_size, 10**6]
+    assert tokenizer.decode([unknown[0], *ids, unknown[1]]) == tokenizer.decode(ids)
+    for token_id in unknown:
+        assert tokenizer.id_to_token(token_id) is None
+        assert tokenizer.decode_token(token_id) == ""
+        assert tokenizer.token_bytes(token_id) == b""
+
+
+def test_single_tokens() -> None:
+    byte_level = Tokenizer(byte_level_backend())
+    space_fox, lead = byte_level.token_to_id("Ġfox"), byte_level.token_to_id("ðŁ")
+    assert space_fox is not None
+    assert lead is not None
+    assert byte_level.decode_token(space_fox) == " fox"
+    assert (byte_level.decode_token(lead), byte_level.token_bytes(lead)) == ("\ufffd", b"\xf0\x9f")
+    assert byte_level.decode_token(0) == "<|begin|>"
+    fallback = Tokenizer(byte_fallback_backend())
+    space_the, byte = fallback.token_to_id("▁the"), fallback.token_to_id("<0xC3>")
+    assert space_the is not None
+    assert byte is not None
+    assert fallback.decode_token(space_the) == " the"
+    assert (fallback.decode_token(byte), fallback.token_bytes(byte)) == ("\ufffd", b"\xc3")
+    assert Tokenizer(word_level_backend()).decode_token(4) == "café"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_the_bytes_of_single_tokens_make_up_the_text(kind: str) -> None:
+    tokenizer = Tokenizer(BACKENDS[kind]())
+    ids = tokenizer.encode("Grüße 你好 😀 two  spaces", add_special_tokens=False)
+    data = b"".join(map(tokenizer.token_bytes, ids))
+    assert data.decode().removeprefix(" ") == "Grüße 你好 😀 two  spaces"
+
+
+def test_imports_are_lazy() -> None:
+    code = (
+        "import sys; import fleetfoot.tokenizer, fleetfoot.tokenizer.stop, fleetfoot.tokenizer.text_stream;"
+        "assert 'tokenizers' not in sys.modules; import fleetfoot.tokenizer.tokenizer;"
+        "assert not {'torch', 'jinja2', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
