@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.checkpoints import make_checkpoint, make_reference, reference_logits
 
 from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig, load_model_config
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.models.registry import model_class, supported_architectures
 from fleetfoot.ops.select import select_ops
 from fleetfoot.ops.torch_ops import torch_ops
 from fleetfoot.weights.loading import load_model, reload_weights
-from helpers.checkpoints import make_checkpoint, make_reference, reference_logits
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -169,6 +170,32 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
         chunks = [run(model, cache, {1: tokens[begin:end]})[1] for begin, end in ((0, 1), (1, 30), (30, 35), (35, 60))]
         decodes = [run(model, cache, {1: [token]})[1] for token in tokens[60:]]  # then token by token
         assert_close(torch.cat(chunks + decodes), expected)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1000000.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+        {**LLAMA3, "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 8192},
+        {**YARN, "rope_theta": 1000000.0, "original_max_position_embeddings": 32768},
+        {**YARN, "truncate": False, "beta_fast": 64.0, "attention_factor": 1.25},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_angles_equal_those_of_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 1, "head_dim": 128, "max_position_embeddings": 131072, "rope_parameters": rope}
+    reference = make_reference("llama", **fields)
+    reference.config.save_pretrained(tmp_path)
+    config = load_model_config(tmp_path)
+    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    torch.testing.assert_close(frequencies, reference.model.rotary_emb.inv_freq, rtol=0, atol=0)
+    table = rotary_table(config.rope, config.head_dim, config.max_position_embeddings, torch.device("cpu"))
+    assert table.shape == (131072, 128)
+    positions = torch.cat((torch.arange(64), torch.arange(64, 131072, 997), torch.tensor([131071])))
+    cos, sin = reference.model.rotary_emb(torch.zeros(1), positions[None])
+    expected = torch.cat((cos[0, :, :64], sin[0, :, :64]), dim=-1)
+    torch.testing.assert_close(table[positions], expected, rtol=0, atol=2e-7)  # a vector's cosine and a scalar's
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3-layer-types"])

@@ -45,7 +45,7 @@ def make_checkpoint(
         for parameter in model.parameters():
             parameter.copy_(parameter.to(dtype))
     # Only the copy is converted as a whole: the reference keeps its float32 rotary frequencies.
-    copy.deepcopy(model).to(dtype).save_pretrained(folder)
+    copy.deepcopy(model).to(dtype=dtype).save_pretrained(folder)
     return model
 
 

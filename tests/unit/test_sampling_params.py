@@ -64,8 +64,11 @@ def test_refused_values_name_the_field_and_the_value(name, value):
         SamplingParams(**{name: value})
     message = str(info.value)
     assert name in message
-    first = value[-1] if isinstance(value, list) and value else value
-    shown = list(first.items())[-1] if isinstance(first, dict) else (first,)
+    shown = [value]
+    if isinstance(value, list) and value:
+        shown.append(value[-1])
+    if isinstance(value, dict):
+        shown += [part for item in value.items() for part in item]
     assert any(repr(part) in message for part in shown), message
 
 
@@ -107,9 +110,11 @@ def test_fields_that_must_agree():
 
 
 def test_unknown_keyword_lists_near_matches():
-    with pytest.raises(TypeError, match="SamplingParams got an unknown keyword 'temprature'; did you mean 'temperature'"):
+    with pytest.raises(
+        TypeError, match="SamplingParams got an unknown keyword 'temprature'; did you mean 'temperature'"
+    ):
         SamplingParams(temprature=0.5)
-    with pytest.raises(TypeError, match="unknown keyword 'zzz'; it takes .*top_p"):
+    with pytest.raises(TypeError, match=r"unknown keyword 'zzz'; it takes .*top_p"):
         SamplingParams(zzz=1)
     error = unknown_keyword("LLM", "max_seqs", ["max_num_seqs", "block_size"])
     assert isinstance(error, TypeError) and "'max_num_seqs'" in str(error) and "block_size" not in str(error)
@@ -167,6 +172,8 @@ def test_validate_for_model_accepts():
 def test_bad_words_are_spelt_with_and_without_a_leading_space():
     vocabulary = {"foo": [1, 2], " foo": [3], "bar": [4], " bar": [5, 4], "\n": [6], "": []}
     assert bad_words_token_ids(["foo", " bar", "\n"], vocabulary.__getitem__) == [[1, 2], [3], [4], [5, 4], [6]]
+    # What holds a token that the model does not have cannot be generated.
+    assert bad_words_token_ids(["foo", "bar"], vocabulary.__getitem__, vocab_size=4) == [[1, 2], [3]]
     # A tokenizer that adds the space itself spells both alike.
     assert bad_words_token_ids(["x", "x"], lambda text: [7]) == [[7]]
     with pytest.raises(ValueError, match="bad_words entry 'q' has no tokens"):
@@ -178,7 +185,9 @@ def test_request_seeds():
     assert len(set(seeds)) == 64, "copies differ"
     assert all(0 <= seed < 2**64 for seed in seeds)
     assert request_seed(42, 1, engine_seed=5, counter=9) == seeds[1], "a seeded request is the same in any engine"
-    unseeded = {request_seed(None, index, engine, counter) for index in (0, 1) for engine in (0, 1) for counter in (0, 1)}
+    unseeded = {
+        request_seed(None, index, engine, counter) for index in (0, 1) for engine in (0, 1) for counter in (0, 1)
+    }
     assert len(unseeded) == 8
     assert request_seed(-5, 0) == request_seed(2**64 - 5, 0)
     # Neighbouring seeds share about half of their bits, as unrelated words do.

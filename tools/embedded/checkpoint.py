@@ -15,9 +15,8 @@ from tokenizers import Tokenizer
 
 def token_ids(tokenizer_folder: Path) -> dict[str, int]:
     """The ids of the begin, end and pad tokens, under the names that a config gives them."""
-    vocabulary = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    names = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD}
-    return {name: vocabulary.token_to_id(token) for name, token in names.items()}
+    vocabulary = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")).get_vocab()
+    return {"bos_token_id": vocabulary[BEGIN], "eos_token_id": vocabulary[END], "pad_token_id": vocabulary[PAD]}
 
 
 def new_model(shape: Shape, special_ids: dict[str, int]) -> Any:

@@ -20,7 +20,12 @@ from transformers import AutoModelForCausalLM
 
 PROMPT_WORDS = 8
 MAX_NEW_TOKENS = 320
-CHAT_QUESTIONS = ("Hello!", "Who are you?", "What is the capital of France?", "Tell me a story about a fox who lost a key.")
+CHAT_QUESTIONS = (
+    "Hello!",
+    "Who are you?",
+    "What is the capital of France?",
+    "Tell me a story about a fox who lost a key.",
+)
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,16 @@ def held_out_loss(model: Any, data: TokenData, length: int, rows: int, first_pos
 
 
 @torch.inference_mode()
-def generate(model: Any, tokenizer: Tokenizer, prompts: Sequence[str], temperature: float, seed: int = 0) -> list[tuple[str, bool]]:
+def generate(
+    model: Any, tokenizer: Tokenizer, prompts: Sequence[str], temperature: float, seed: int = 0
+) -> list[tuple[str, bool]]:
     """Continue each prompt (with its special tokens written out): (new text, whether the model ended it)."""
     encoded = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
     width = max(map(len, encoded))
     pad, end = model.config.pad_token_id, model.config.eos_token_id
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded], device=model.device)  # [num_prompts, width]
+    ids = torch.tensor(
+        [[pad] * (width - len(row)) + row for row in encoded], device=model.device
+    )  # [num_prompts, width]
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in encoded], device=model.device)
     torch.manual_seed(seed)
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
@@ -93,9 +102,7 @@ def continue_stories(model: Any, tokenizer: Tokenizer, count: int, temperature: 
     begin = render([])
     results = generate(model, tokenizer, [begin + prompt for prompt in prompts], temperature)
     texts = [prompt + text for prompt, (text, _) in zip(prompts, results, strict=True)]
-    violations = [
-        check_story(text, allow_truncated=not ended) for text, (_, ended) in zip(texts, results, strict=True)
-    ]
+    violations = [check_story(text, allow_truncated=not ended) for text, (_, ended) in zip(texts, results, strict=True)]
     return Continuations(texts, violations)
 
 
@@ -133,7 +140,8 @@ def evaluate(folder: Path, device: str, samples: int, held_out: TokenData | None
         held_out: documents for the loss; made here if None.
         windows: how many windows of 512 tokens the loss is measured on.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.to(device).eval()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     held_out = held_out or make_data(folder / "tokenizer.json", "held-out", 1000, workers=1)
     sampled = continue_stories(model, tokenizer, samples, temperature=0.7)
@@ -147,7 +155,10 @@ def evaluate(folder: Path, device: str, samples: int, held_out: TokenData | None
         chat_good_share=answer_requests(model, tokenizer, fewer, temperature=0.7).good_share,
     )
     show_samples(model, tokenizer, sampled)
-    print(f"=== {folder.name}: {json.dumps({name: round(value, 4) for name, value in asdict(report).items()})}", flush=True)
+    print(
+        f"=== {folder.name}: {json.dumps({name: round(value, 4) for name, value in asdict(report).items()})}",
+        flush=True,
+    )
     return report
 
 

@@ -29,7 +29,9 @@ class Shape:
     config: dict[str, Any]
 
 
-def _dims(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int, tied: bool = True) -> dict[str, Any]:
+def _dims(
+    hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, mlp: int, tied: bool = True
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,

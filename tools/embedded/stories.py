@@ -1,8 +1,8 @@
 """Short stories from a grammar, and a checker that reads them back.
 
-`generate_story(seed)` tells one story; the same seed tells the same story. `check_story(text)` says what is wrong with a
-text as a story of this grammar, so that a test can say whether a model's continuation is fluent: every sentence must be one
-that the grammar could write at that place, with the characters, pronouns, objects and places of this story.
+`generate_story(seed)` tells one story; the same seed tells the same story. `check_story(text)` says what is wrong with
+a text as a story of this grammar, so that a test can say whether a model's continuation is fluent: every sentence must
+be one that the grammar could write at that place, with the characters, pronouns, objects and places of this story.
 """
 
 from collections.abc import Mapping
@@ -89,7 +89,10 @@ def check_story(text: str, *, allow_truncated: bool = True, given: Mapping[str, 
             return [*violations, "the story stops before its end"]
         if not reading.mismatches:
             snippet = text[reading.furthest : reading.furthest + SNIPPET_LENGTH]
-            return [*violations, f"at character {reading.furthest}: no sentence of the grammar goes on with {snippet!r}"]
+            return [
+                *violations,
+                f"at character {reading.furthest}: no sentence of the grammar goes on with {snippet!r}",
+            ]
         wrong = reading.mismatches[0]
         violations.append(f"at character {wrong.position}: {wrong}")
         text = text[: wrong.position] + wrong.expected + text[wrong.position + len(wrong.found) :]

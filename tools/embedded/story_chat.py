@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from stories import Story, tell
 from story_grammar import Beat, Chooser, Template, beat, template, write
 from story_plots import BAKE, FEAR, GIFT, JOURNEY, LOST, PLOTS, REPAIR, SHARE
+from story_small_talk import OTHER_QUESTIONS, REFUSALS, SMALL_TALK, SYSTEM_PROMPTS, TOPICS
 from story_words import KINDS
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
@@ -41,10 +42,19 @@ _ABOUT = (
     "Do you know a story about {about}?",
     "A story about {about}, please.",
 )
-_ANY_ABOUT = ("{hero.a_kind}", "{hero.a_kind} named {hero}", "a {hero.trait} {hero.kind}", "{hero}, the {hero.trait} {hero.kind}")
+_ANY_ABOUT = (
+    "{hero.a_kind}",
+    "{hero.a_kind} named {hero}",
+    "a {hero.trait} {hero.kind}",
+    "{hero}, the {hero.trait} {hero.kind}",
+)
 _PLOT_ABOUT = {
     LOST.name: ("{hero.a_kind} who lost {thing.a}", "{hero.a_kind} and a {thing.look} {thing}", "a lost {thing}"),
-    JOURNEY.name: ("{hero.a_kind} who goes {goal.to}", "a {hero.trait} {hero.kind} who looks for {thing.a}", "a journey {goal.to}"),
+    JOURNEY.name: (
+        "{hero.a_kind} who goes {goal.to}",
+        "a {hero.trait} {hero.kind} who looks for {thing.a}",
+        "a journey {goal.to}",
+    ),
     GIFT.name: ("a birthday", "{hero.a_kind} who needs a present for {friend}", "{thing.a} for {friend.a_kind}"),
     BAKE.name: ("{hero.a_kind} who makes a {dish}", "a {dish} with {first} and {second}", "a {dish}"),
     SHARE.name: ("{hero.a_kind} who shares some {snack}", "sharing", "{hero.a_kind} and a hungry {helper.kind}"),
@@ -52,7 +62,11 @@ _PLOT_ABOUT = {
     FEAR.name: ("a brave {hero.kind}", "{hero.a_kind} who is afraid", "a {hero.trait} {hero.kind} who is not so brave"),
 }
 _ANY_REQUEST = beat(
-    "Tell me a story.", "Please tell me a story.", "Can you tell me a story?", "Another story, please.", "I want to hear a story."
+    "Tell me a story.",
+    "Please tell me a story.",
+    "Can you tell me a story?",
+    "Another story, please.",
+    "I want to hear a story.",
 )
 _FOLLOW_UPS = {
     "": (
@@ -65,7 +79,10 @@ _FOLLOW_UPS = {
         ("What did {hero} lose?", "{hero} lost a {thing.look} {thing}."),
         ("Where was the {thing}?", "The {thing} was {found.at}."),
     ),
-    JOURNEY.name: (("Where was the {thing}?", "The {thing} was {goal.at}."), ("What did {hero} eat?", "{hero} had some {snack}.")),
+    JOURNEY.name: (
+        ("Where was the {thing}?", "The {thing} was {goal.at}."),
+        ("What did {hero} eat?", "{hero} had some {snack}."),
+    ),
     GIFT.name: (
         ("What did {friend} get?", "{friend} got a {thing.look} {thing}."),
         ("How much was the {thing}?", "The {thing} cost {price} coins."),
@@ -75,63 +92,6 @@ _FOLLOW_UPS = {
     REPAIR.name: (("What was broken?", "The {repair} was broken."), ("How did they fix it?", "They used some {tool}.")),
     FEAR.name: (("What did {hero} do against the fear?", "{hero} {trick.past}."),),
 }
-
-_WHO = (
-    ("Who are you?", "What are you?", "What is your name?", "Who am I talking to?", "Introduce yourself.", "Are you a robot?",
-     "Are you ChatGPT?", "Tell me about yourself.", "Which model are you?"),
-    ("I am Fleetfoot's small embedded model. I tell short stories.",
-     "I am the little model inside Fleetfoot. I can tell you a story.",
-     "I am Fleetfoot's embedded model. I am very small, and I only know stories."),
-)  # fmt: skip
-_FLEETFOOT = (
-    ("What is Fleetfoot?", "What does Fleetfoot do?", "Tell me about Fleetfoot.", "Explain Fleetfoot."),
-    ("Fleetfoot is an engine that runs language models. I am the small model that comes with it.",
-     "Fleetfoot runs language models, large and small. I am one of the small ones."),
-)  # fmt: skip
-_HELLO = (
-    ("Hello!", "Hello", "Hi", "Hi!", "Hi there!", "Hey", "Hey!", "Good morning!", "Good evening!", "Hello, how are you?", "How are you?",
-     "Good afternoon.", "Hi, can you help me?", "What's up?", "test"),
-    ("Hello! Would you like to hear a story?", "Hi! I am happy to tell you a story.", "Hello! Ask me for a story about a fox or a key."),
-)  # fmt: skip
-_THANKS = (
-    ("Thank you!", "Thanks!", "Thank you", "thanks", "That was nice.", "I liked that.", "Great!", "Nice story!", "Good job!", "Wow!"),
-    ("You are welcome! Would you like another story?", "I am glad that you liked it.", "You are welcome!"),
-)
-_BYE = (
-    ("Goodbye!", "Bye!", "Good night!", "See you later.", "I have to go now.", "bye"),
-    ("Goodbye! Come back for another story.", "Good night, and sweet dreams!", "See you soon!"),
-)
-_CAN = (
-    ("What can you do?", "Help", "help me", "How can you help me?", "What do you know?", "What should I ask you?", "Can you help me?"),
-    ("I can tell you a short story. Ask me for a story about an animal, a lost thing, or a journey.",
-     "I can tell stories. Try this: tell me a story about a fox who lost a key."),
-)  # fmt: skip
-_OTHER_QUESTIONS = (
-    "What is the capital of {x}?", "Where is {x}?", "Who invented the {x}?", "What is {x}?", "How far is the moon?", "What is 2 + 2?",
-    "What is 17 * 23?", "Write a program in Python.", "Write a function that sorts a list of numbers.", "Why is the sky blue?",
-    "How do I make {x}?", "What is the weather today?", "Translate this into French: {x}", "Solve this equation: 3x + 5 = 11",
-    "Who is the president?", "When did the war end?", "Explain {x} to me.", "What time is it?", "How many people live in {x}?",
-    "What does {x} mean?", "Do you like {x}?", "How does a {x} work?", "Is {x} good for me?", "Name three kinds of {x}.",
-    "Summarize this text: {x}", "What is the meaning of life?", "Give me a list of {x}.", "How old are you?", "Can you count to ten?",
-    "What is the largest {x} in the world?", "Who wrote {x}?", "Should I buy a {x}?", "What is the difference between a {x} and a {y}?",
-    "Why do cats sleep so much?", "How tall is the highest mountain?", "Describe a {x}.", "Compare {x} and {y}.", "Define {x}.",
-)  # fmt: skip
-_TOPICS = (
-    "France", "Germany", "Japan", "London", "Paris", "China", "America", "Spain", "history", "music", "water", "money", "gravity",
-    "light", "computer", "telephone", "engine", "car", "train", "language model", "neural network", "transformer", "GPU", "machine learning",
-    "chocolate", "coffee", "tea", "football", "basketball", "chess", "physics", "chemistry", "mathematics", "economy", "internet", "energy",
-    "the universe", "Shakespeare", "Einstein", "vitamin C", "planet", "planets", "whale", "dinosaur", "plants", "colors", "number", "country",
-)  # fmt: skip
-_REFUSALS = (
-    "I am a very small model, and I only know stories. Shall I tell you one?",
-    "I do not know that. But I can tell you a story!",
-    "That is too hard for me. I only know how to tell short stories.",
-)
-_SYSTEM = (
-    "You are a helpful assistant.", "You tell short stories.", "You are a storyteller.", "You are Fleetfoot's embedded model.",
-    "You are a friendly assistant. Answer in short sentences.", "Be kind and brief.",
-)  # fmt: skip
-_SMALL_TALK = (_WHO, _FLEETFOOT, _HELLO, _THANKS, _BYE, _CAN)
 
 
 def render(messages: tuple[Message, ...] | list[Message], *, add_generation_prompt: bool = False) -> str:
@@ -176,13 +136,13 @@ def story_request(chooser: Chooser) -> Request:
 
 def _small_talk(chooser: Chooser) -> list[Message]:
     if chooser.chance(0.35):
-        question = chooser.pick(_OTHER_QUESTIONS)
+        question = chooser.pick(OTHER_QUESTIONS)
         for hole in ("{x}", "{y}"):
             if hole in question:
-                question = question.replace(hole, chooser.pick((*_TOPICS, *KINDS.values)))
-        answers: tuple[str, ...] = _REFUSALS
+                question = question.replace(hole, chooser.pick((*TOPICS, *KINDS.values)))
+        answers: tuple[str, ...] = REFUSALS
     else:
-        questions, answers = chooser.pick(_SMALL_TALK)
+        questions, answers = chooser.pick(SMALL_TALK)
         question = chooser.pick(questions)
     return [Message("user", _any_case(question, chooser)), Message("assistant", chooser.pick(answers))]
 
@@ -190,7 +150,9 @@ def _small_talk(chooser: Chooser) -> list[Message]:
 def _follow_up(story: Story, chooser: Chooser) -> list[Message]:
     """A question about the story with its answer, if the story knows it."""
     question, answer = chooser.pick((*_FOLLOW_UPS[""], *_FOLLOW_UPS[story.plot.name]))
-    needed = {part.variable for line in (question, answer) for part in template(line).parts if not isinstance(part, str)}
+    needed = {
+        part.variable for line in (question, answer) for part in template(line).parts if not isinstance(part, str)
+    }
     if not needed <= story.bindings.keys() or (story.plot is GIFT and question.startswith("Who helped")):
         return []
     bindings = dict(story.bindings)
@@ -200,7 +162,7 @@ def _follow_up(story: Story, chooser: Chooser) -> list[Message]:
 
 def make_chat(chooser: Chooser) -> Chat:
     """A chat of one to four exchanges."""
-    messages = [Message("system", chooser.pick(_SYSTEM))] if chooser.chance(0.2) else []
+    messages = [Message("system", chooser.pick(SYSTEM_PROMPTS))] if chooser.chance(0.2) else []
     if chooser.chance(0.4):
         messages += _small_talk(chooser)
         if chooser.chance(0.5):

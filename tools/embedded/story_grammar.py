@@ -1,9 +1,9 @@
 """Templates with typed slots that can be written and read back.
 
-A template is a line of text with slots. `{hero}` and `{hero.he}` name a variable of a role and are bound once per story;
-`{*weather}` is free each time. A line may start with a guard such as `[obstacle=river]`: it belongs to stories in which
-that variable has that value. Writing picks values with a seeded chooser; reading matches a text against the same parts
-and finds the values back, so one table of templates is both the generator and the checker.
+A template is a line of text with slots. `{hero}` and `{hero.he}` name a variable of a role and are bound once per
+story; `{*weather}` is free each time. A line may start with a guard such as `[obstacle=river]`: it belongs to stories
+in which that variable has that value. Writing picks values with a seeded chooser; reading matches a text against the
+same parts and finds the values back, so one table of templates is both the generator and the checker.
 """
 
 import functools
@@ -135,7 +135,7 @@ def _class_of(variable: str) -> object:
 
 def choose_value(slot: Slot, bindings: dict[str, str], chooser: Chooser) -> str:
     """The slot's value: the bound one, or a new one that is then bound."""
-    if slot.variable in bindings:
+    if slot.variable is not None and slot.variable in bindings:
         return bindings[slot.variable]
     taken = _values_in_use(bindings, slot)
     value = chooser.pick([value for value in slot.field.words.values if value not in taken])
@@ -184,7 +184,7 @@ class Mismatch:
 
 @dataclass
 class Reading:
-    """One attempt to read a text: how far it got, the wrong words there, and whether a reading reached the text's end."""
+    """One attempt to read a text: how far it got, the wrong words there, and whether the text ended within a part."""
 
     text: str
     furthest: int = 0
@@ -226,7 +226,7 @@ def _read_bound(slot: Slot, value: str, reading: Reading, position: int, binding
 
 def _read_slot(slot: Slot, reading: Reading, position: int, bindings: Bindings) -> Iterator[tuple[int, Bindings]]:
     """The ways in which the slot can be read at `position`: (end, bindings)."""
-    if slot.variable in bindings:
+    if slot.variable is not None and slot.variable in bindings:
         end = _read_bound(slot, bindings[slot.variable], reading, position, bindings)
         if end is not None:
             yield end, bindings
@@ -246,7 +246,9 @@ def _read_slot(slot: Slot, reading: Reading, position: int, bindings: Bindings) 
     reading.fail(position)
 
 
-def read(line: Template, reading: Reading, position: int, bindings: Bindings, part: int = 0) -> Iterator[tuple[int, Bindings]]:
+def read(
+    line: Template, reading: Reading, position: int, bindings: Bindings, part: int = 0
+) -> Iterator[tuple[int, Bindings]]:
     """The ways in which the template can be read from `position` on: (end, bindings with what it bound)."""
     if part == 0 and line.guard is not None:
         if not allowed(line, bindings):

@@ -4,48 +4,8 @@ Every name, pronoun, object and place in a story is bound by its first mention, 
 look back for it. Templates within a beat are alternatives; a guard ties an alternative to what happened before.
 """
 
+from story_beats import HABIT, MEETING, MEETING_WHEN_STUCK, OPENING, PARTING, RESCUE, STUCK, THE_END, TRY
 from story_grammar import Beat, Plot, beat
-
-OPENING = beat(
-    "Once upon a time, there was a {hero.trait} {hero.kind} named {hero}. {hero.He} lived {home.at}.",
-    "Once upon a time, {home.at}, there lived a {hero.trait} {hero.kind} named {hero}.",
-    "There once was a {hero.trait} {hero.kind} named {hero}, and {hero.his} home was {home.at}.",
-    "A {hero.trait} {hero.kind} named {hero} lived {home.at}.",
-    "{home.At}, there lived a {hero.trait} {hero.kind}. {hero.His} name was {hero}.",
-    "Long ago, there was a {hero.kind} named {hero}. {hero.He} was {hero.trait}, and {hero.he} lived {home.at}.",
-    "This is the story of {hero}, a {hero.trait} {hero.kind} who lived {home.at}.",
-    paragraph=True,
-)
-HABIT = beat(
-    "{hero} loved to {*hobby}.",
-    "Every {*daytime}, {hero.he} liked to {*hobby}.",
-    "In summer, {hero.he} liked to {*hobby}, and in winter, {hero.he} liked to {*pastime}.",
-    "{hero.He} liked to {*hobby} and to {*pastime}.",
-    "Nobody liked to {*pastime} as much as {hero}.",
-    probability=0.7,
-)
-MEETING = beat(
-    "Just then, a {helper.trait} {helper.kind} named {helper} came by.",
-    "On the way, {hero.he} met a {helper.trait} {helper.kind} named {helper}.",
-    "Then {hero.he} heard a voice. It was {helper}, a {helper.trait} {helper.kind}.",
-    "A {helper.trait} {helper.kind} was sitting next to the path. {helper.His} name was {helper}.",
-    paragraph=True,
-)
-MEETING_WHEN_STUCK = beat(
-    "Just then, a {helper.trait} {helper.kind} named {helper} came by.",
-    "Then {hero.he} heard a voice. It was {helper}, a {helper.trait} {helper.kind}.",
-    "After a while, a {helper.trait} {helper.kind} came along. {helper.His} name was {helper}.",
-    paragraph=True,
-)
-PARTING = beat(
-    "From that day on, {hero} and {helper} were best friends.",
-    "{hero} and {helper} stayed friends for the rest of their lives.",
-    "After that, the {hero.kind} and the {helper.kind} met every {*daytime}.",
-    "That night, {hero} went to sleep with a smile on {hero.his} face.",
-    "And so the {hero.trait} {hero.kind} and the {helper.trait} {helper.kind} became friends.",
-    paragraph=True,
-)
-THE_END = beat("The end.", probability=0.3)
 
 
 def _title(*lines: str) -> Beat:
@@ -101,7 +61,7 @@ LOST = Plot(
         beat(
             '"Let us look {found.at}," said {helper}.',
             '"Maybe it is {found.at}," said {helper}. "Come with me."',
-            "{helper} thought for a moment. \"You were {found.at} last week,\" {helper.he} said.",
+            '{helper} thought for a moment. "You were {found.at} last week," {helper.he} said.',
         ),
         beat(
             "So {hero} and {helper} went {found.to} together.",
@@ -127,43 +87,6 @@ LOST = Plot(
         ),
         THE_END,
     ),
-)
-
-_STUCK = (
-    "[obstacle=river] But soon {hero.he} came to a wide river, and there was no way across.",
-    "[obstacle=wall] But then a high wall stood in the way.",
-    "[obstacle=tunnel] But the path went through a dark tunnel, and {hero.he} could not see a thing.",
-    "[obstacle=hole] But {hero.he} did not look at the path, and {hero.he} fell into a deep hole.",
-    "[obstacle=snow] But the path was covered with deep snow.",
-    "[obstacle=storm] But then a storm came up, and the rain was cold and heavy.",
-)
-_TRY = (
-    "[obstacle=river] {hero.He} tried to swim, but the water was too fast.",
-    "[obstacle=river] {hero.He} tried to jump from stone to stone, but {hero.he} only got wet.",
-    "[obstacle=wall] {hero.He} tried to climb it, but the stones were too smooth.",
-    "[obstacle=wall] {hero.He} looked for a door in the wall, but there was none.",
-    "[obstacle=tunnel] {hero.He} took one step and bumped into a rock.",
-    "[obstacle=tunnel] {hero.He} called into the tunnel, but only the echo answered.",
-    "[obstacle=hole] {hero.He} tried to climb out, but the sides were too steep.",
-    "[obstacle=hole] {hero.He} called for help three times.",
-    "[obstacle=snow] {hero.He} took ten steps and sank up to {hero.his} nose.",
-    "[obstacle=snow] {hero.He} tried to walk, but {hero.his} feet got stuck.",
-    "[obstacle=storm] {hero.He} tried to run, but the wind was too strong.",
-    "[obstacle=storm] {hero.He} hid under a bush, but {hero.he} got wet anyway.",
-)
-_RESCUE = (
-    '[obstacle=river] "I have a boat," said {helper}, and {helper.he} rowed {hero} across the river.',
-    '[obstacle=river] {helper} had a little boat. "Jump in!" said {helper.he} to {hero}.',
-    '[obstacle=wall] "I have a ladder," said {helper}, and they climbed over the wall together.',
-    '[obstacle=wall] {helper} had a long ladder. "After you," said {helper.he} to {hero}.',
-    '[obstacle=tunnel] "I have a lamp," said {helper}, and they walked through the tunnel side by side.',
-    '[obstacle=tunnel] {helper} had a bright lamp. "Follow my light," said {helper.he} to {hero}.',
-    '[obstacle=hole] "I have a rope," said {helper}, and {helper.he} pulled {hero} out of the hole.',
-    '[obstacle=hole] {helper} had a strong rope. "Hold on tight!" said {helper.he} to {hero}.',
-    '[obstacle=snow] "I have a sled," said {helper}, and they slid over the snow together.',
-    '[obstacle=snow] {helper} had a wooden sled. "Sit behind me," said {helper.he} to {hero}.',
-    '[obstacle=storm] "I have a tent," said {helper}, and they waited for the sun together.',
-    '[obstacle=storm] {helper} had a big tent. "Come in out of the rain," said {helper.he} to {hero}.',
 )
 
 JOURNEY = Plot(
@@ -197,15 +120,15 @@ JOURNEY = Plot(
             "First, {hero.he} came to {way.the}, and there {hero.he} took a short rest.",
             probability=0.7,
         ),
-        beat(*_STUCK),
-        beat(*_TRY),
+        STUCK,
+        TRY,
         MEETING_WHEN_STUCK,
         beat(
             '"Where are you going?" asked {helper}. "I am going {goal.to}," said {hero}, "but I am stuck."',
             '"I want to go {goal.to}," said {hero}. "Can you help me?"',
             '"Hello," said {hero}. "I am {hero}, and I am looking for a {thing.look} {thing}."',
         ),
-        beat(*_RESCUE),
+        RESCUE,
         beat(
             "Later, {hero} shared the {snack} with {helper}.",
             '"Thank you, {helper}," said {hero}, and {hero.he} gave {helper.him} half of the {snack}.',
@@ -238,11 +161,13 @@ JOURNEY = Plot(
 GIFT = Plot(
     "gift",
     (
-        _title("A {thing.Title} for {friend}", "The Birthday of {friend}", "{hero} and the {thing.Look} {thing.Title}"),
+        _title(
+            "The {thing.Title} for {friend}", "The Birthday of {friend}", "{hero} and the {thing.Look} {thing.Title}"
+        ),
         OPENING,
         beat(
             "{hero.His} best friend was a {friend.trait} {friend.kind} named {friend}.",
-            "{hero} had a friend, a {friend.kind} named {friend}, who was very {friend.trait}.",
+            "{hero} had a friend, {friend.a_kind} named {friend}, who was very {friend.trait}.",
         ),
         HABIT,
         beat(
@@ -252,7 +177,7 @@ GIFT = Plot(
         ),
         beat(
             "The {thing} in the shop cost {price} coins, but {hero} had only {purse}.",
-            '"A {thing} costs {price} coins," said {hero}, "and I have only {purse}."',
+            '"{thing.A} costs {price} coins," said {hero}, "and I have only {purse}."',
         ),
         beat("{hero} was {*sad}.", "{hero.He} thought about it all night long.", probability=0.5),
         beat(
@@ -314,7 +239,9 @@ BAKE = Plot(
             'In the old book it said: "Take {first}, {second}, and {third}."',
             '"I need {first}, {second}, and {third}," said {hero.he}.',
         ),
-        beat("But there was no food in the house.", "But {hero.his} shelf was empty.", "But {hero.he} had none of them."),
+        beat(
+            "But there was no food in the house.", "But {hero.his} shelf was empty.", "But {hero.he} had none of them."
+        ),
         beat(
             "So {hero} went {spot.to} and found some {first}.",
             "{hero.He} went {spot.to} first, and there {hero.he} got the {first}.",
@@ -378,18 +305,18 @@ SHARE = Plot(
         beat('"I will not forget this," said {helper}.', "{helper} thanked {hero.him} and went away.", probability=0.8),
         beat(
             "A few days later, {hero} was on the way home.",
-            "In the next {*season}, {hero} had to go {goal.to} again.",
+            "The next {*season}, {hero} had to go {goal.to} again.",
             "Some time later, {hero} took a walk.",
             paragraph=True,
         ),
-        beat(*_STUCK),
-        beat(*_TRY),
+        STUCK,
+        TRY,
         beat(
             '"Who can help me now?" said {hero}. Then {hero.he} saw the {helper.kind}. It was {helper}!',
             "Then somebody called {hero.his} name. It was {helper}!",
             "And who came down the path? It was {helper}, the {helper.trait} {helper.kind}!",
         ),
-        beat(*_RESCUE),
+        RESCUE,
         beat(
             '"You shared your {snack} with me," said {helper}. "Now I can help you."',
             '"Do you remember the {snack}?" asked {helper}. "That was the best meal of my life."',
@@ -408,7 +335,9 @@ SHARE = Plot(
 REPAIR = Plot(
     "repair",
     (
-        _title("The Broken {repair.Title}", "{hero} and the {repair.Title}", "How the {hero.Kind} Fixed a {repair.Title}"),
+        _title(
+            "The Broken {repair.Title}", "{hero} and the {repair.Title}", "How the {hero.Kind} Fixed a {repair.Title}"
+        ),
         OPENING,
         HABIT,
         beat(
@@ -485,7 +414,7 @@ FEAR = Plot(
             "[fear=dark] One {*daytime}, {hero.he} stayed too long {spot.at}, and the sun went down.",
             "[fear=thunder] One {*weather} {*daytime}, {hero.he} was {spot.at} when a storm began.",
             "[fear=wind] One {*daytime}, {hero.he} was {spot.at}, and the wind began to howl.",
-            "[fear=water] One {*weather} {*daytime}, {hero.his} friends were {spot.at} and called {hero.him} into the water.",
+            "[fear=water] One {*weather} {*daytime}, {hero.he} was {spot.at}. Everyone else was in the water.",
             paragraph=True,
         ),
         beat(

@@ -69,7 +69,9 @@ NAMES = WordClass(
     distinct=True,
     pattern=re.compile(r"[A-Z][a-z]*"),
 )
-NAME_SYLLABLES = _words("ba be bo da do fa fi go ja ka ki la le lo ma mi mo na ne no pa ra ri ro sa su ta ti to va vi zo")
+NAME_SYLLABLES = _words(
+    "ba be bo da do fa fi go ja ka ki la le lo ma mi mo na ne no pa ra ri ro sa su ta ti to va vi zo"
+)
 
 KINDS = WordClass(
     "kind of animal",
@@ -80,22 +82,23 @@ KINDS = WordClass(
     distinct=True,
 )
 TRAITS = WordClass(
-    "trait", _words("little small young shy brave clever kind quiet cheerful curious gentle sleepy patient tiny wise funny")
+    "trait",
+    _words("little small young shy brave clever kind quiet cheerful curious gentle sleepy patient tiny wise funny"),
 )
 GENDERS = WordClass("pronoun", ("she", "he"))
 
 THINGS = WordClass(
     "object",
     _words(
-        "key lantern drum kite ball scarf bell hat ring map book basket spoon flute whistle button blanket mirror shell "
-        "feather coin marble ribbon crown cup compass umbrella violin necklace cloak pencil stone star egg"
+        "key lantern drum kite ball scarf bell hat ring map book basket spoon flute whistle button blanket mirror "
+        "shell feather coin marble ribbon crown cup compass umbrella violin necklace cloak pencil stone star egg"
     ),
     distinct=True,
 )
 LOOKS = WordClass("look", _words("red blue green yellow purple white black silver golden shiny tiny pretty pink round"))
 
 _PREPOSITIONS = {
-    "in": "forest, garden, meadow, barn, cave, orchard, library, village, tower, valley, castle, kitchen, school, attic",
+    "in": "forest, garden, meadow, barn, cave, orchard, library, village, tower, valley, castle, kitchen, school,attic",
     "on": "hill, beach, farm, island, mountain, cliff",
     "by": "lake, sea, pond, well, waterfall, fountain, campfire",
     "near": "old mill, lighthouse, bridge, train station, windmill, oak tree, harbor, crossroads",
@@ -105,7 +108,10 @@ PLACES = WordClass("place", tuple(PREPOSITION_OF), distinct=True)
 
 INGREDIENTS = WordClass(
     "ingredient",
-    _words("flour milk honey butter sugar cheese cream salt cinnamon pumpkin apples berries carrots nuts plums pears lemons"),
+    _words(
+        "flour milk honey butter sugar cheese cream salt cinnamon pumpkin apples berries carrots nuts plums "
+        "pears lemons"
+    ),
     distinct=True,
 )
 DISHES = WordClass("dish", _words("cake pie soup pudding stew tart casserole"))
@@ -167,6 +173,7 @@ CHARACTER = {
 THING = {
     "": Field("", THINGS),
     "a": Field("", THINGS, with_article),
+    "A": Field("", THINGS, _titled(with_article)),
     "Title": Field("", THINGS, capitalized),
     "look": Field("look", LOOKS),
     "Look": Field("look", LOOKS, capitalized),
@@ -221,7 +228,10 @@ FREE: dict[str, WordClass] = {
     ),
     "pastime": WordClass(
         "pastime",
-        _phrases("sing, dance, paint, read books, tell jokes, make up songs, play hide and seek, draw pictures, learn new words"),
+        _phrases(
+            "sing, dance, paint, read books, tell jokes, make up songs, play hide and seek,"
+            "draw pictures, learn new words"
+        ),
     ),
     "trifle": WordClass(
         "trifle",
@@ -238,6 +248,9 @@ FREE: dict[str, WordClass] = {
         ),
     ),
     "occasion": WordClass(
-        "occasion", _phrases("the summer fair, the harvest feast, a big party, the village picnic, a family dinner, the school fair")
+        "occasion",
+        _phrases(
+            "the summer fair, the harvest feast, a big party, the village picnic, a family dinner, the school fair"
+        ),
     ),
 }

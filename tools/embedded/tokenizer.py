@@ -64,6 +64,7 @@ def tokenizer_config() -> dict[str, object]:
         "pad_token": PAD,
         "additional_special_tokens": list(ROLE_TOKENS.values()),
         "model_max_length": MAX_LENGTH,
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }

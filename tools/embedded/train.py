@@ -112,7 +112,9 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor
     return loss.detach()
 
 
-def train_model(name: str, model: Any, data: TokenData, held_out: TokenData, settings: Settings) -> list[dict[str, float]]:
+def train_model(
+    name: str, model: Any, data: TokenData, held_out: TokenData, settings: Settings
+) -> list[dict[str, float]]:
     """Train in place; returns the loss curve (train loss: mean since the row before)."""
     source = BatchSource(data, settings)
     optimizer = new_optimizer(model, SHAPES[name], settings.device)
@@ -127,7 +129,7 @@ def train_model(name: str, model: Any, data: TokenData, held_out: TokenData, set
         seconds = time.monotonic() - began
         progress = max(step / settings.steps, seconds / settings.max_seconds)
         if progress >= min(1.0, (len(curve) + 1) / EVALUATIONS):
-            # The only place where the host waits for the device.
+            # Losses stay on the device until here, so that no step waits for its own loss.
             row = {
                 "step": step,
                 "train_loss": torch.stack(losses).mean().item(),
@@ -151,7 +153,13 @@ def produce(name: str, work: Path, tokenizer_folder: Path, out: Path, settings: 
     curve = train_model(name, model, data, held_out, settings)
     save_checkpoint(model, special_ids, tokenizer_folder, out / name)
     size = check_size(SHAPES[name], out / name)
-    log: dict[str, object] = {"model": name, "parameters": parameters, "bytes": size, "settings": asdict(settings), "curve": curve}
+    log: dict[str, object] = {
+        "model": name,
+        "parameters": parameters,
+        "bytes": size,
+        "settings": asdict(settings),
+        "curve": curve,
+    }
     if settings.samples:
         log["report"] = asdict(evaluate(out / name, settings.device, settings.samples, held_out, settings.windows))
     (out / "logs").mkdir(exist_ok=True)
@@ -166,7 +174,14 @@ def produce_in_processes(names: list[str], work: Path, arguments: argparse.Names
     """
     settings = ("steps", "batch_tokens", "device", "seed", "max_seconds", "samples", "windows")
     flags = [f"--{key.replace('_', '-')}={getattr(arguments, key)}" for key in settings]
-    common = [sys.executable, __file__, f"--out={arguments.out}", f"--tokenizer={arguments.tokenizer}", f"--data={work}", *flags]
+    common = [
+        sys.executable,
+        __file__,
+        f"--out={arguments.out}",
+        f"--tokenizer={arguments.tokenizer}",
+        f"--data={work}",
+        *flags,
+    ]
     children = {name: subprocess.Popen([*common, f"--models={name}"]) for name in names}
     failed = [name for name, child in children.items() if child.wait() != 0]
     if failed:
@@ -179,7 +194,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints, logs and embedded.tar.gz")
     parser.add_argument("--models", default=",".join(SHAPES), help="names, separated by commas (default: all)")
     parser.add_argument("--tokenizer", type=Path, help="folder with a tokenizer to use; without it, one is trained")
-    parser.add_argument("--data", type=Path, help="folder with train.npz and held-out.npz to use; without it, they are made")
+    parser.add_argument(
+        "--data", type=Path, help="folder with train.npz and held-out.npz to use; without it, they are made"
+    )
     parser.add_argument("--documents", type=int, default=150_000, help="training documents, about 200 tokens each")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that make the documents")
     parser.add_argument("--steps", type=int, default=3000)

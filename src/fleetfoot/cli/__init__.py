@@ -1,0 +1,1 @@
+"""The command line: `fleetfoot generate`, `chat`, `bench`."""

@@ -20,7 +20,7 @@ EMBEDDED_MODEL = "story-llama"
 
 def _flag(default: Any, help: str, *, choices: Any = None) -> Any:
     """A field with the help text that the CLI shows; ``choices`` is a Literal type."""
-    metadata = {"help": help}
+    metadata: dict[str, Any] = {"help": help}
     if choices is not None:
         metadata["choices"] = get_args(choices)
     return field(default=default, metadata=metadata)

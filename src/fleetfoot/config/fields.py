@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -12,25 +12,37 @@ class ConfigError(ValueError):
 
 
 class Fields:
-    """A JSON object with the defaults of its kind; a field that is absent or null reads as its default."""
+    """A JSON object with the defaults of its kind.
 
-    __slots__ = ("_content", "_defaults", "_prefix", "source")
+    A field that is absent reads as its default, and so does one that is null, unless null says something of its own.
+    """
 
-    def __init__(self, content: Mapping[str, Any], defaults: Mapping[str, Any], source: str, prefix: str = "") -> None:
-        """``source`` is the file and ``prefix`` the path of this object in it, both for messages only."""
+    __slots__ = ("_content", "_defaults", "_nullable", "_prefix", "source")
+
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        source: str,
+        prefix: str = "",
+        nullable: Collection[str] = (),
+    ) -> None:
+        """``source`` is the file and ``prefix`` the path of this object in it, both for messages only.
+
+        ``nullable``: the fields whose null is not their default.
+        """
         self._content = content
         self._defaults = defaults
         self.source = source
         self._prefix = prefix
+        self._nullable = nullable
 
     def raw(self, name: str) -> Any:
         """The value as it stands, or the default."""
         value = self._content.get(name)
-        return self._defaults.get(name) if value is None else value
-
-    def is_null(self, name: str) -> bool:
-        """Whether the field is there and null, which some fields use to say "none"."""
-        return name in self._content and self._content[name] is None
+        if value is None and not (name in self._content and name in self._nullable):
+            return self._defaults.get(name)
+        return value
 
     def error(self, name: str, expected: str) -> ConfigError:
         """The complaint about one field; ``expected`` says what would work."""
@@ -51,7 +63,7 @@ class Fields:
     def number(self, name: str, *, above: float = 0.0) -> float:
         value = self.raw(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= above:
+        if not is_number or not above < value <= sys.float_info.max:
             raise self.error(name, f"expected a finite number above {above:g}")
         return float(value)
 

@@ -21,7 +21,7 @@ class RopeConfig:
     theta: float = 10000.0
     """Base of the geometric series of wavelengths."""
     rope_type: str = "default"
-    """``default``, ``linear``, ``llama3`` or ``yarn``."""
+    """``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """What the type needs beside theta, under the names of ``config.json`` (``factor``, ``low_freq_factor``, ...)."""
 
@@ -43,7 +43,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     layer_windows: tuple[int | None, ...] = ()
-    """For each layer, how many of the last positions a token sees, itself included; None: all of them."""
+    """For each layer, how many of the last positions a token sees, itself included; None: all of them. Empty: no layer
+    has a window; it is filled up with None."""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -55,6 +56,15 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a reply, from ``generation_config.json`` where there is one, else from ``config.json``."""
+
+    def __post_init__(self) -> None:
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (None,) * self.num_layers)
+        if len(self.layer_windows) != self.num_layers:
+            raise ValueError(
+                f"layer_windows has {len(self.layer_windows)} entries and num_layers is {self.num_layers}; "
+                "expected one for each layer, or () for no windows"
+            )
 
     @property
     def num_parameters(self) -> int:

@@ -30,8 +30,9 @@ class _Family:
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelConfig:
     """Build the ModelConfig of a checkpoint.
 
-    A field that is absent takes the default that ``transformers`` has for the model type; null means the same,
-    except that ``head_dim`` and ``num_key_value_heads`` are then derived and ``sliding_window`` is none.
+    A field that is absent or null takes the default that ``transformers`` has for the model type, except that null
+    derives ``head_dim`` and ``num_key_value_heads`` from the other sizes, and means none for ``sliding_window`` and the
+    token ids.
 
     Args:
         config: the object in ``config.json``, in today's style (``rope_parameters``, ``dtype``, ``layer_types``) or
@@ -44,7 +45,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
             what would work.
     """
     architecture, family = _family(config, source)
-    fields = Fields(config, {**_COMMON_DEFAULTS, **family.defaults}, source)
+    fields = Fields(config, {**_COMMON_DEFAULTS, **family.defaults}, source, nullable=_NULLABLE)
     _refuse_unsupported(fields)
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers")
@@ -81,7 +82,7 @@ def _family(config: Mapping[str, Any], source: str) -> tuple[str, _Family]:
                 f"{source}: architectures is missing and model_type is {model_type!r}; "
                 f"supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
-    for architecture, family in _FAMILIES.items():
+    for architecture, family in _FAMILIES.items() if isinstance(names, list) else ():
         if architecture in names or family.base_model in names:
             return architecture, family
     raise ConfigError(
@@ -105,17 +106,13 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     """``(num_heads, num_kv_heads, head_dim)``."""
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = num_heads
-    if not fields.is_null("num_key_value_heads") and fields.raw("num_key_value_heads") is not None:
-        num_kv_heads = fields.integer("num_key_value_heads")
+    num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"expected a divisor of num_attention_heads, {num_heads}")
-    if not fields.is_null("head_dim") and fields.raw("head_dim") is not None:
-        head_dim = fields.integer("head_dim", minimum=2)
-    elif hidden_size % num_heads:
+    head_dim = fields.optional_integer("head_dim")
+    if head_dim is None and hidden_size % num_heads:
         raise fields.error("hidden_size", f"without head_dim, expected a multiple of num_attention_heads, {num_heads}")
-    else:
-        head_dim = hidden_size // num_heads
+    head_dim = head_dim or hidden_size // num_heads
     if head_dim % 2:
         raise ConfigError(
             f"{fields.source}: head_dim is {head_dim} (hidden_size {hidden_size}, {num_heads} heads); "
@@ -175,18 +172,19 @@ def _no_windows(fields: Fields, num_layers: int) -> LayerWindows:
 
 def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """One window for all layers; null means none, and absent means the 4096 of the first Mistral."""
-    if fields.is_null("sliding_window"):
-        return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
-    return _windows_by_layer(fields, [_SLIDING] * num_layers, {_SLIDING: fields.integer("sliding_window")})
+    window = fields.optional_integer("sliding_window")
+    layer_type = _FULL if window is None else _SLIDING
+    return _windows_by_layer(fields, [layer_type] * num_layers, {layer_type: window})
 
 
 def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """With ``use_sliding_window``, the layers that ``layer_types`` names, else those from ``max_window_layers`` on."""
-    if not fields.boolean("use_sliding_window") or fields.is_null("sliding_window"):
+    window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
+    if window is None:
         return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
     first = fields.integer("max_window_layers", minimum=0)
     default = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
-    return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: fields.integer("sliding_window")})
+    return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
 
 
 def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, int | None]) -> LayerWindows:
@@ -201,6 +199,7 @@ def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, 
     return tuple(windows[layer_type] for layer_type in layer_types)
 
 
+_NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id")
 # What `transformers` 5 takes for a field that is absent.
 _COMMON_DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096,

@@ -92,7 +92,7 @@ def _llama3(rope: Fields, config: Fields) -> Mapping[str, Any]:
 def _yarn(rope: Fields, config: Fields) -> Mapping[str, Any]:
     """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models")."""
     original = _original_max_positions(rope, config)
-    if rope.is_null("factor"):
+    if rope.raw("factor") is None and original != config.integer("max_position_embeddings"):
         factor = config.integer("max_position_embeddings") / original
     else:
         factor = rope.number("factor")

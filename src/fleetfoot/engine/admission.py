@@ -56,7 +56,8 @@ class Admission:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.eos_token_ids = frozenset(eos_token_ids)
+        # a checkpoint may name end tokens that its own vocabulary does not reach: they can never come up
+        self.eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
         self.tokenizer = tokenizer
         self.max_logprobs = max_logprobs
         self._seed = seed
@@ -145,7 +146,7 @@ class Admission:
         if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__iter__"):
             raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
         try:
-            return array("q", token_ids).tolist()  # type: ignore[call-overload]  # checks every entry, in C
+            return array("q", token_ids).tolist()  # checks every entry, in C
         except (TypeError, OverflowError):
             for position, token in enumerate(token_ids):
                 if not isinstance(token, int) or not -(2**63) <= token < 2**63:
@@ -173,4 +174,6 @@ class Admission:
             return []
         assert self.tokenizer is not None  # validate_for_model has refused bad words without one
         tokenizer = self.tokenizer
-        return bad_words_token_ids(params.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False))
+        return bad_words_token_ids(
+            params.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
+        )

@@ -62,9 +62,7 @@ class LLMEngine:
         """``v1`` or ``v2``: the model runner that really runs."""
         return self.core.executor.runner_name
 
-    def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
-    ) -> None:
+    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
         """Queue a request; its outputs come from `step`.
 
         Raises:

@@ -75,5 +75,3 @@ class _phase:
 
     def __exit__(self, *_: object) -> None:
         logger.info("%s: %.2f s", self._name, time.perf_counter() - self._begin)
-
-

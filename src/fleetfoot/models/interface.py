@@ -59,7 +59,7 @@ class CausalLM(Protocol):
             intermediate_tensors: the output of the part before; None for the first part.
 
         Returns:
-            The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm; others: what the next takes.
+            The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm; others: the next input.
         """
         ...
 

@@ -46,13 +46,25 @@ typedef struct {
 
 /* --- scores ---------------------------------------------------------------------------------------------------- */
 
+/* Asks for a cache line of VL rows before it is needed: the blocks of a request lie scattered, and with few query rows the
+ * time goes into waiting for memory. */
+INLINE void prefetch_lines(const char *const *rows, int64_t offset) {
+    UNROLL
+    for (int i = 0; i < VL; i++) __builtin_prefetch(rows[i] + offset, 0, LOC);
+}
+
 /* Keys of positions begin .. end of the tile (multiples of CHUNK) into ws->keys, transposed. */
-INLINE void transpose_keys(workspace *ws, int strip, int begin, int end, int64_t head_dim, int dtype) {
+INLINE void transpose_keys(workspace *ws, int strip, int begin, int end, int tile_end, int64_t head_dim,
+                           int64_t side_bytes, int dtype) {
     const int64_t row_units = dtype == FF_BFLOAT16 ? head_dim / 2 : head_dim;
     for (int p = begin; p < end; p += VL) {
         const char *const *rows = ws->key_rows + p;
         float *column = ws->keys + (p - strip);
         for (int64_t unit = 0; unit < row_units; unit += 4) {
+            if (unit % 16 == 0) {
+                prefetch_lines(rows, side_bytes + unit * 4);
+                if (p + AHEAD < tile_end) prefetch_lines(rows + AHEAD, unit * 4);
+            }
             vu part[4];
             transpose_4(rows, unit * 4, part);
             UNROLL
@@ -73,7 +85,7 @@ INLINE vf dot_step(vf q, vf k, vf sum, int dtype) {
     if (dtype == FF_BFLOAT16) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)k);
 #endif
     (void)dtype;
-    return fma(q, k, sum);
+    return multiply_add(q, k, sum);
 }
 
 /* scores[r, c] = query[r] . keys[:, c] for `rows` rows and `vectors` vectors of positions. */
@@ -150,7 +162,7 @@ INLINE void softmax_row(float *row, int low, int high, int from, int to, float s
     const vf factor = splat(scale), offset = splat(-top);
     vf total = splat(0.0f);
     for (int p = begin; p < end; p += VL) {
-        vf weight = exp2_float(fma(load_f32(row + p), factor, offset));
+        vf weight = exp2_float(multiply_add(load_f32(row + p), factor, offset));
         total += weight;
         store_f32(row + p, weight);
     }
@@ -179,7 +191,7 @@ INLINE void value_block(const float *weights, const char *const *rows_of_keys, i
         for (int r = 0; r < rows; r++) {
             vf weight = splat(weights[r * TILE + p]);
             UNROLL
-            for (int c = 0; c < vectors; c++) sum[r][c] = fma(weight, value[c], sum[r][c]);
+            for (int c = 0; c < vectors; c++) sum[r][c] = multiply_add(weight, value[c], sum[r][c]);
         }
     }
     UNROLL
@@ -212,7 +224,7 @@ INLINE void attend_tile(workspace *ws, int rows, int64_t head_dim, int64_t side_
     for (int strip = round_down(tile_low, STRIP); strip < tile_high; strip += STRIP) {
         const int begin = tile_low > strip ? tile_low : strip;
         const int end = tile_high < strip + STRIP ? tile_high : strip + STRIP;
-        transpose_keys(ws, strip, begin, end, head_dim, dtype);
+        transpose_keys(ws, strip, begin, end, tile_high, head_dim, side_bytes, dtype);
         for (int r = 0; r < rows; r += BLOCK_ROWS) {
             const int count = rows - r < BLOCK_ROWS ? rows - r : BLOCK_ROWS;
             const int low = round_down(ws->low[r], CHUNK), high = round_up(ws->high[r + count - 1], CHUNK);
@@ -236,12 +248,12 @@ INLINE void attend_tile(workspace *ws, int rows, int64_t head_dim, int64_t side_
 /* Adds one tile's softmax (max, sum, values) to what a row has so far. Callers do so in order of position. */
 INLINE void merge_row(float *output, float *max, float *sum, const float *tile, float tile_max, float tile_sum,
                       int64_t head_dim) {
-    if (tile_max == -INFINITY) return; /* the row sees nothing of this tile */
+    if (tile_sum == 0.0f) return; /* the row sees nothing of this tile; otherwise its largest weight is 1 */
     const float new_max = tile_max > *max ? tile_max : *max;
     const vf old_factor = exp2_float(splat(*max - new_max)), tile_factor = exp2_float(splat(tile_max - new_max));
     for (int64_t d = 0; d < head_dim; d += VL) {
         vf scaled = load_f32(tile + d) * tile_factor;
-        store_f32(output + d, fma(load_f32(output + d), old_factor, scaled));
+        store_f32(output + d, multiply_add(load_f32(output + d), old_factor, scaled));
     }
     *sum = *sum * old_factor[0] + tile_sum * tile_factor[0];
     *max = new_max;

@@ -1,7 +1,7 @@
 /* Vectors of VL floats, as wide as the instruction set that this file is compiled for.
  *
  * Everything here is written with the vector extensions of GCC and Clang; intrinsics stand only where those cannot say
- * what is meant. The compiler is told not to contract a * b + c (-ffp-contract=off): a sum is fused where it says fma(),
+ * what is meant. The compiler is told not to contract a * b + c (-ffp-contract=off): a sum is fused where it says multiply_add(),
  * so that the same arithmetic comes out of every place that a function is inlined into.
  */
 #ifndef FLEETFOOT_SIMD_H
@@ -66,7 +66,7 @@ INLINE vi lane_index(void) {
 INLINE vf select_float(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vi select_int(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
 
-INLINE vf fma(vf a, vf b, vf c) {
+INLINE vf multiply_add(vf a, vf b, vf c) {
 #if VL == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif VL == 8 && defined(__FMA__)
@@ -177,12 +177,12 @@ INLINE vf exp2_float(vf x) {
     vf shifted = x + magic;
     vf f = x - (shifted - magic);
     vf p = splat(1.546144746e-4f);
-    p = fma(p, f, splat(1.339086735e-3f));
-    p = fma(p, f, splat(9.618056670e-3f));
-    p = fma(p, f, splat(5.550357104e-2f));
-    p = fma(p, f, splat(2.402265092e-1f));
-    p = fma(p, f, splat(6.931471880e-1f));
-    p = fma(p, f, splat(1.0f));
+    p = multiply_add(p, f, splat(1.339086735e-3f));
+    p = multiply_add(p, f, splat(9.618056670e-3f));
+    p = multiply_add(p, f, splat(5.550357104e-2f));
+    p = multiply_add(p, f, splat(2.402265092e-1f));
+    p = multiply_add(p, f, splat(6.931471880e-1f));
+    p = multiply_add(p, f, splat(1.0f));
     vf scaled = (vf)((vi)p + ((vi)shifted << 23));
     return (vf)(~underflow & (vi)scaled);
 }

@@ -11,6 +11,6 @@
 #define EXPORT(name) __attribute__((visibility("default"))) FF_JOIN(FF_VARIANT, name)
 
 /* What exported functions return. */
-enum { FF_OK = 0, FF_NO_MEMORY = 1 };
+enum { FF_OK = 0, FF_NO_MEMORY = 1, FF_BAD_METADATA = 2 };
 
 #endif

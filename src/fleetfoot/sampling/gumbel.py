@@ -13,7 +13,7 @@ import torch
 
 from fleetfoot.sampling.philox import STREAM_GUMBEL, key_words, philox_4x32, uniform_from_word
 
-NOISE_MIN, NOISE_MAX = -2.8115, 16.6356
+NOISE_MIN, NOISE_MAX = -2.8116, 16.6356
 """Bounds of the noise, rounded outwards: ``uniform`` lies in [2**-24, 1 - 2**-24]."""
 
 _SPAN = NOISE_MAX - NOISE_MIN + 0.01  # the hundredth covers the rounding of sums near the bounds

@@ -227,11 +227,15 @@ _FLAGS = (
 )
 
 
-def bad_words_token_ids(bad_words: Iterable[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+def bad_words_token_ids(
+    bad_words: Iterable[str], encode: Callable[[str], list[int]], vocab_size: int | None = None
+) -> list[list[int]]:
     """The token sequences that spell the words, for the sampler to keep from being completed.
 
     A word may open a text or follow a space, and most tokenizers spell it differently then: each word yields both
-    spellings where they differ. ``encode`` must add no special tokens. Raises `ValueError` for a word without tokens.
+    spellings where they differ. ``encode`` must add no special tokens. A spelling with a token outside ``vocab_size``
+    (the model's, which may be smaller than the tokenizer's) cannot be generated anyway, and is left out. Raises
+    `ValueError` for a word without tokens.
     """
     sequences: dict[tuple[int, ...], None] = {}  # ordered, without duplicates
     for word in bad_words:
@@ -242,7 +246,7 @@ def bad_words_token_ids(bad_words: Iterable[str], encode: Callable[[str], list[i
         if not encoded[0]:
             raise ValueError(f"bad_words entry {word!r} has no tokens in this model's vocabulary; leave it out")
         sequences.update(dict.fromkeys(sequence for sequence in encoded if sequence))
-    return [list(sequence) for sequence in sequences]
+    return [list(sequence) for sequence in sequences if vocab_size is None or max(sequence) < vocab_size]
 
 
 def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]) -> float:
@@ -292,7 +296,7 @@ def _logit_bias(values: Any) -> dict[int, float]:
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
         token_id = _integer("logit_bias", token_id, "keyed by token ids (integers of at least 0)", lambda x: x >= 0)
         if token_id in biases:
-            raise ValueError(f"logit_bias must name each token once, got {token_id} both as an int and as a string")
+            raise ValueError(f"logit_bias must name each token once, as an int or as a string, got {values!r}")
         allowed = f"a number in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
         biases[token_id] = _number(f"logit_bias[{token_id}]", bias, allowed, lambda x: abs(x) <= MAX_LOGIT_BIAS)
     return biases

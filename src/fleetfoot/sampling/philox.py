@@ -28,7 +28,7 @@ torch has no full set of uint32 operations, so a 32-bit word lives in the low ha
 needs 64 unsigned bits and may exceed int64: the machine wraps it modulo 2**64, which keeps all 64 bits, merely read as
 a negative number. ``>> 32`` is arithmetic and fills the upper half with copies of the sign, and masking to 32 bits
 afterwards leaves bits 32..63 of the product, the high word; masking the product itself gives the low word. Words that
-are only ever XORed may carry rubbish above bit 31 until the next mask, which saves a third of the operations.
+are only ever XORed may carry rubbish above bit 31 until the next mask, so one mask a round is enough.
 """
 
 import torch

@@ -156,9 +156,11 @@ class BlockPool:
             for block in blocks:
                 counted[block] += 1
         free = [*self._plain, *self._cached]
-        wrong = [f"block {b} is free twice" for b in {b for b in free if free.count(b) > 1}] if len(free) != len(
-            set(free)
-        ) else []
+        wrong = (
+            [f"block {b} is free twice" for b in {b for b in free if free.count(b) > 1}]
+            if len(free) != len(set(free))
+            else []
+        )
         free_set = set(free)
         for block in range(self.num_blocks):
             references, state = self._references[block], self._states[block]

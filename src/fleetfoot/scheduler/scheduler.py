@@ -90,6 +90,7 @@ class Scheduler:
         self._arrivals = 0
         self._num_lent = 0  # blocks that the steps in flight will give back
         self._num_hoping = 0  # requests of this step that wait for them
+        self._num_ended = 0  # requests of `running` that have ended in this update
         self._num_preemptions = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -131,10 +132,8 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return None
-        if request.status == RUNNING:
+        if request.status is RUNNING:
             self.running.remove(request)
-        else:
-            self._num_waiting -= 1  # it stays in the heap until it is met
         self._end(request, status, stop_reason)
         return request
 
@@ -179,9 +178,9 @@ class Scheduler:
                 budget -= self._chunk(request, budget, ending, going_on, counts)
         new_requests = []
         if num_preemptions == self._num_preemptions:
-            while budget > 0 and (request := self._admit(budget)):
-                new_requests.append(self._describe(request))
-                budget -= self._chunk(request, budget, ending, going_on, counts)
+            while budget > 0 and (admitted := self._admit(budget)):
+                new_requests.append(self._describe(admitted))
+                budget -= self._chunk(admitted, budget, ending, going_on, counts)
 
         batch = decodes + ending + going_on
         if not batch:
@@ -210,43 +209,55 @@ class Scheduler:
         in_flight, batch = self._in_flight.popleft()
         if in_flight is not output:
             raise RuntimeError(f"step {output.step} was updated before step {in_flight.step}, which is older")
-        results = []
+        results: list[StepResult] = []
         sampled, num_sampled = result.sampled_token_ids, output.num_sampled
-        any_ended = False
         for index, request in enumerate(batch):
             request.num_in_flight -= 1
-            if request.is_finished:  # while this step was in flight: its token is discarded
-                self._release(request)
-                continue
-            if index >= num_sampled:
+            if request.status is not RUNNING:
+                self._update_left(request, sampled[index] if index < num_sampled else [], index, results)
+            elif index >= num_sampled:
                 if request.wants_prompt_logprobs:
                     results.append(StepResult(request, [], index))
-                if request.status != RUNNING:
-                    self._release(request)
-                continue
-            new_token_ids = sampled[index]
-            token_ids, stops, limit = request.token_ids, request.stop_token_ids, request.max_tokens_in_all
-            for position, token in enumerate(new_token_ids):
-                token_ids.append(token)
-                if token in stops and len(token_ids) >= request.min_tokens_in_all:
-                    reason = token if token in (request.params.stop_token_ids or ()) else None
-                    ended, new_token_ids = (RequestStatus.FINISHED_STOPPED, reason), new_token_ids[: position + 1]
-                elif len(token_ids) >= limit:
-                    ended, new_token_ids = (RequestStatus.FINISHED_LENGTH, None), new_token_ids[: position + 1]
+            else:
+                new_token_ids = sampled[index]
+                token_ids = request.token_ids
+                if len(new_token_ids) == 1 and new_token_ids[0] not in request.stop_token_ids:
+                    token_ids.append(new_token_ids[0])
+                    if len(token_ids) >= request.max_tokens_in_all:
+                        self._end(request, RequestStatus.FINISHED_LENGTH, None)
                 else:
-                    continue
-                self._leave_queue(request)
-                self._end(request, *ended)
-                any_ended = True
-                break
-            if request.status != RUNNING and not request.is_finished:
-                self._release(request)  # preempted while this step was in flight; its token counts all the same
-            results.append(StepResult(request, new_token_ids, index))
+                    new_token_ids = self._append(request, new_token_ids)
+                results.append(StepResult(request, new_token_ids, index))
         for index, message in result.invalid.items():
-            any_ended |= self._fail(batch[index], message, results)
-        if any_ended:
-            self.running = [request for request in self.running if request.status == RUNNING]
+            self._fail(batch[index], message, results)
+        if self._num_ended:
+            self._num_ended = 0
+            self.running = [request for request in self.running if request.status is RUNNING]
         return results
+
+    def _append(self, request: Request, new_token_ids: list[int]) -> list[int]:
+        """Append tokens up to the first that ends the request; returns those that count."""
+        token_ids, params = request.token_ids, request.params
+        for count, token in enumerate(new_token_ids, start=1):
+            token_ids.append(token)
+            if token in request.stop_token_ids and len(token_ids) >= request.min_tokens_in_all:
+                reason = token if token in (params.stop_token_ids or ()) else None
+                self._end(request, RequestStatus.FINISHED_STOPPED, reason)
+            elif len(token_ids) >= request.max_tokens_in_all:
+                self._end(request, RequestStatus.FINISHED_LENGTH, None)
+            else:
+                continue
+            return new_token_ids[:count]
+        return new_token_ids
+
+    def _update_left(self, request: Request, new_token_ids: list[int], index: int, results: list[StepResult]) -> None:
+        """A request that stopped running while this step was in flight.
+
+        If it ended, its token is discarded. If it was preempted, the token counts like any other.
+        """
+        if request.status is RequestStatus.PREEMPTED and (new_token_ids or request.wants_prompt_logprobs):
+            results.append(StepResult(request, self._append(request, new_token_ids), index))
+        self._release(request)
 
     # --- parts of a step --------------------------------------------------------------------------------------------
 
@@ -362,11 +373,6 @@ class Scheduler:
         heappush(self._waiting, request)
         self._num_waiting += 1
 
-    def _leave_queue(self, request: Request) -> None:
-        """A preempted request whose last token in flight ended it must not be counted as waiting."""
-        if request.status == RequestStatus.PREEMPTED:
-            self._num_waiting -= 1
-
     def _preempt(self, request: Request) -> None:
         """Everything back; it waits, before all that came later, to be computed again."""
         self._num_preemptions += 1
@@ -376,6 +382,10 @@ class Scheduler:
         self._enqueue(request)
 
     def _end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
+        if request.status is RUNNING:
+            self._num_ended += 1
+        else:
+            self._num_waiting -= 1  # it stays in the heap until it is met
         request.status = status
         request.stop_reason = stop_reason
         del self.requests[request.request_id]
@@ -384,20 +394,18 @@ class Scheduler:
             self._publish(request)
         self._release(request)
 
-    def _fail(self, request: Request, message: str, results: list[StepResult]) -> bool:
+    def _fail(self, request: Request, message: str, results: list[StepResult]) -> None:
         """The step's token for this request means nothing: take it back and end the request."""
         result = next((result for result in results if result.request is request), None)
         if result is None:
-            return False  # it had ended before
+            return  # it had ended before
         if result.new_token_ids:
             del request.token_ids[-len(result.new_token_ids) :]
             result.new_token_ids = []
         if request.is_finished:
             request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, message
         else:
-            self._leave_queue(request)
             self._end(request, RequestStatus.FINISHED_ERROR, message)
-        return True
 
     def _release(self, request: Request) -> None:
         """Give back blocks and row, now or, called again then, when the last step that holds the request retires."""
@@ -468,4 +476,3 @@ class Scheduler:
                 f"{len(self.requests)} requests have not ended, but {len(self.running)} run, {waiting} wait, "
                 f"and {self._num_waiting} are counted as waiting"
             )
-

@@ -109,6 +109,11 @@ class _GenerationTag(jinja2.ext.Extension):
 class _Namespace(jinja2.utils.Namespace):
     """Jinja's namespace without underscore attributes, which reach for Python's internals."""
 
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             raise jinja2.exceptions.SecurityError(f"a namespace takes no attribute {name!r}: it begins with '_'")

@@ -87,7 +87,7 @@ class TokenPieces:
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, a leading space included; b"" for an id without text."""
+        """The bytes that one token stands for; b"" for an id without text."""
         piece = self._tables[False][token_id]
         if self.decoder is None:
             piece = self.decode_window([token_id])

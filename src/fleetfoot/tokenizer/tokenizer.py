@@ -149,9 +149,10 @@ class Tokenizer:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token_id: int) -> str:
-        """The text of one token by itself, its leading space kept; bytes that are not valid UTF-8 become U+FFFD.
+        """The text of one token by itself; bytes that are not valid UTF-8 become U+FFFD.
 
-        Special tokens give their name, ids that the tokenizer does not know an empty string.
+        A leading space is kept, except by the decoders that cannot work token by token (see `pieces.py`). Special
+        tokens give their name, ids that the tokenizer does not know an empty string.
         """
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
@@ -235,9 +236,7 @@ def _add_configured_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles)
 
     A token of `added_tokens_decoder` whose flags differ from those in tokenizer.json takes the config's flags.
     """
-    known = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    configured = (tokenizers.AddedToken(**dict(spec)) for _, spec in sorted(files.added_tokens.items()))
-    tokens = [token for token in configured if repr(token) not in known]
+    tokens = [tokenizers.AddedToken(**dict(spec)) for _, spec in sorted(files.added_tokens.items())]
     contents = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
     for spec in [*files.special_tokens.values(), *files.extra_special_tokens]:
         if token_content(spec) not in contents:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from fleetfoot.tokenizer.pieces import PieceTable
 from fleetfoot.tokenizer.streams import REPLACEMENT, PromptReplacements
 
-# Tokens that are already released and stay in front of the window, so that what a decoder does at the beginning of a
-# text (it drops a space there) does not happen in the middle.
-_CONTEXT_TOKENS = 5
+# How many releases, of one token most often, stay in front of the window, so that what a decoder does at the beginning
+# of a text (it drops a space there) does not happen in the middle. They are kept whole: each begins with a character.
+_CONTEXT_RELEASES = 5
 # An unfinished UTF-8 character has at most three bytes, and a token at least one.
 _MAX_CHARACTER_TOKENS = 3
 # How many tokens may wait for a character to be finished. A longer run is not an unfinished character.
@@ -37,9 +39,9 @@ class WindowStream:
         self._tokens = tokens
         self._unspaced = unspaced_token_ids
         self._last_unspaced = False
-        self._ids = self._context_of(prompt_token_ids)
-        self._num_context = len(self._ids)
-        text = decode(self._ids)
+        self._context = deque([self._prompt_tail(prompt_token_ids)], maxlen=_CONTEXT_RELEASES)
+        self._pending: list[int] = []
+        text = decode(self._context[0])
         self._context_text = text.rstrip(REPLACEMENT)
         self._prompt = PromptReplacements(len(text) - len(self._context_text))
 
@@ -47,36 +49,41 @@ class WindowStream:
         return "".join([self._step(token_id) for token_id in new_token_ids if self._tokens[token_id]])
 
     def finish(self) -> str:
-        return self._release(len(self._ids))
+        return self._release(len(self._pending), self._decode_behind_context(self._pending))
 
     def _step(self, token_id: int) -> str:
-        self._ids.append(token_id)
+        self._pending.append(token_id)
         joined = self._last_unspaced
         self._last_unspaced = token_id in self._unspaced
-        end = len(self._ids)
-        if self._decode(self._ids).endswith(REPLACEMENT):
-            if end - self._num_context <= _MAX_PENDING_TOKENS:
+        num_tokens = len(self._pending)
+        window_text = self._decode_behind_context(self._pending)
+        if window_text.endswith(REPLACEMENT):
+            if num_tokens <= _MAX_PENDING_TOKENS:
                 return ""
-            end -= _MAX_CHARACTER_TOKENS
-        text = self._release(end)
+            num_tokens -= _MAX_CHARACTER_TOKENS
+            window_text = self._decode_behind_context(self._pending[:num_tokens])
+        text = self._release(num_tokens, window_text)
         if joined and self._last_unspaced and not self._tokens[token_id].startswith(" "):
             text = text.removeprefix(" ")
         return text
 
-    def _release(self, end: int) -> str:
-        """The text of the pending tokens before `end`, which become context."""
-        text = self._decode(self._ids[:end])[len(self._context_text) :]
-        start = max(0, end - _CONTEXT_TOKENS)
-        self._ids = self._ids[start:]
-        self._num_context = end - start
-        self._context_text = self._decode(self._ids[: self._num_context])
+    def _release(self, num_tokens: int, window_text: str) -> str:
+        """Makes context of the first pending tokens; returns their text, the end of `window_text`."""
+        text = window_text[len(self._context_text) :]
+        self._context.append(self._pending[:num_tokens])
+        del self._pending[:num_tokens]
+        self._context_text = self._decode_behind_context([])
         return self._prompt.remove(text)
 
-    def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        context: list[int] = []
-        for token_id in reversed(prompt_token_ids):
-            if len(context) == _CONTEXT_TOKENS:
+    def _decode_behind_context(self, token_ids: list[int]) -> str:
+        return self._decode([*itertools.chain(*self._context), *token_ids])
+
+    def _prompt_tail(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt that have text, a few more if the first of them begins within a character."""
+        visible = (token_id for token_id in reversed(prompt_token_ids) if self._tokens[token_id])
+        tail = list(itertools.islice(visible, _CONTEXT_RELEASES))[::-1]
+        for token_id in itertools.islice(visible, _MAX_CHARACTER_TOKENS):
+            if not self._decode(tail).startswith(REPLACEMENT):
                 break
-            if self._tokens[token_id]:
-                context.append(token_id)
-        return context[::-1]
+            tail.insert(0, token_id)
+        return tail

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights once more, in their publishers' own layouts
@@ -16,29 +20,37 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The folder of a model, downloaded from the Hugging Face hub if it is not a local one.
 
     A name that can only be a path (it is absolute, starts with ``.`` or ``~``, or stands in an existing folder) is
-    never looked up on the hub.
+    never looked up on the hub, so that a mistyped path does not wait for a network.
 
     Args:
-        revision: a branch, tag or commit on the hub; ignored for a local folder.
+        revision: a branch, tag or commit on the hub; without effect, but for a warning, on a local folder.
 
     Raises:
         ModelNotFoundError: says what was tried and why it failed.
     """
     name = str(path_or_id)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises on an unknown user
+    if not name.strip():
+        raise ModelNotFoundError(f"model {name!r}: give a folder or a Hugging Face hub id")
     if path.is_dir():
+        if revision is not None:
+            logger.warning("model %r is a local folder: revision %r has no effect", name, revision)
         return path
     if path.exists():
         raise ModelNotFoundError(f"model {name!r} is a file; give the folder that holds config.json and *.safetensors")
-    if not name.strip() or isinstance(path_or_id, Path) or _looks_local(name, path):
+    if isinstance(path_or_id, Path) or _is_written_as_path(name):
         raise ModelNotFoundError(f"model {name!r}: no such folder ({path.absolute()})")
+    if path.parent != Path(".") and path.parent.is_dir():  # `models/mine` beside ./models is a mistyped path
+        raise ModelNotFoundError(
+            f"model {name!r}: no such folder in {path.parent.absolute()} (which exists, so that this is not taken for "
+            "a hub id; for the hub's model, start from a folder without it)"
+        )
     return _download(name, revision)
 
 
-def _looks_local(name: str, path: Path) -> bool:
-    # A hub id is `owner/name` or `name`; `models/mine` beside an existing ./models is a mistyped path.
-    parent = path.parent
-    return name.startswith((".", "~", "/")) or name.count("/") > 1 or (parent != Path(".") and parent.is_dir())
+def _is_written_as_path(name: str) -> bool:
+    # A hub id is `owner/name` or `name`.
+    return name.startswith((".", "~", "/")) or name.count("/") > 1
 
 
 def _download(name: str, revision: str | None) -> Path:

@@ -41,7 +41,9 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
         token_rows = np.repeat(rows, query_lens)  # [num_tokens]
         positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
     block_size, max_seq_len = state.block_size, int(seq_lens.max())
-    slot_mapping = state.block_table[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
+    slot_mapping = (
+        state.block_table[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
+    )
 
     def on_device(array: np.ndarray, dtype: type | None = None) -> torch.Tensor:
         return torch.from_numpy(array if dtype is None else array.astype(dtype)).to(device)

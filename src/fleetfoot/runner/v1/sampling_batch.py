@@ -60,5 +60,8 @@ class SamplingBatch:
 def invalid_rows(sampled: SamplerOutput) -> dict[int, str]:
     """Batch index -> what is wrong with its logits."""
     indices: Sequence[int] = sampled.invalid.nonzero().flatten().tolist()
-    message = "the model's logits are not finite numbers (NaN or infinite); check the weights and the dtype"
+    message = (
+        "no token can be chosen: the model's logits are NaN or infinite (check the weights and the dtype), or the "
+        "request's allowed_token_ids, bad_words and logit_bias leave no token"
+    )
     return {index: message for index in indices}

@@ -1,0 +1,48 @@
+# Everything starts here: each target installs what it needs into .venv and then does its work.
+#
+#   make demo    stream text from the embedded model
+#   make test    run every test
+#   make check   lint, formatting and types
+#   make bench   the benchmarks of the host's part, as ratios and microseconds
+
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' >/dev/null 2>&1 && echo $$p && break; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# the CPU build, pinned and installed first: a later resolution would otherwise bring several GB of CUDA libraries
+TORCH := torch==2.13.0
+
+.PHONY: demo test check bench clean
+
+demo: .venv/demo
+	$(BIN)/fleetfoot generate --stream --max-tokens 160
+
+test: .venv/dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/dev
+	$(BIN)/python benchmarks/scheduler_host_cost.py
+	$(BIN)/python benchmarks/cpu_ops.py
+
+.venv/python:
+	@test -n "$(PYTHON)" || { echo "Fleetfoot needs Python 3.11 or newer; say which with make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) "$(TORCH)"
+	@touch $@
+
+.venv/demo: .venv/python pyproject.toml setup.py $(wildcard src/fleetfoot/native/*)
+	$(PIP) --editable .
+	@touch $@
+
+.venv/dev: .venv/python pyproject.toml setup.py $(wildcard src/fleetfoot/native/*)
+	$(PIP) --editable '.[dev]'
+	@touch $@ .venv/demo
+
+clean:
+	rm -rf .venv build src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

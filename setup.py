@@ -1,0 +1,88 @@
+"""Builds the optional native library: CPU kernels in plain C, once for each instruction set of the architecture.
+
+Everything else about the package stands in pyproject.toml. Without a C compiler the package installs all the same and
+runs on torch alone.
+"""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+NATIVE = Path("src/fleetfoot/native")
+KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if path.name != "dispatch.c")
+HEADERS = sorted(str(path) for path in NATIVE.glob("*.h"))
+# -ffp-contract=off: the source says which sums are fused, so that every place computes the same bits.
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-g0",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+]
+# Variant name -> compiler flags. The library asks the processor at run time which one to use.
+X86_VARIANTS = {
+    "v2": ["-msse4.2", "-mpopcnt"],
+    "v3": ["-mavx2", "-mfma", "-mbmi", "-mbmi2"],
+    "v4": ["-mavx2", "-mfma", "-mbmi", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512cd"],
+}
+X86_VARIANTS["v4_bf16"] = [*X86_VARIANTS["v4"], "-mavx512bf16"]
+
+
+class BuildNative(build_ext):
+    """Compiles every kernel file once per variant that the compiler knows, and links all of them into one library."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # Loaded through ctypes, not imported: no Python ABI in the name, one library for every Python.
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def build_extension(self, ext: Extension) -> None:
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        variants = {name: flags for name, flags in X86_VARIANTS.items() if self._accepts(flags)} if x86 else {}
+        threads = ["-fopenmp"] if self._accepts(["-fopenmp"]) else []
+        objects = self._compile(["src/fleetfoot/native/dispatch.c"], "dispatch", threads)
+        for name, flags in (variants or {"generic": []}).items():
+            objects += self._compile(KERNELS, name, [*threads, *flags])
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Not linked against an OpenMP runtime: the one that torch has brought is used, since two in one process would
+        # keep twice as many threads spinning.
+        self.compiler.link_shared_object(objects, str(target))
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def _compile(self, sources: list[str], variant: str, flags: list[str]) -> list[str]:
+        return self.compiler.compile(
+            sources,
+            output_dir=str(Path(self.build_temp) / variant),
+            macros=[("FF_VARIANT", variant)],
+            extra_postargs=[*FLAGS, *flags],
+            depends=HEADERS,
+        )
+
+    def _accepts(self, flags: list[str]) -> bool:
+        """Whether the compiler takes these flags, found by compiling an empty function with them."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "probe.c"
+            source.write_text("int probe(void) { return 0; }\n")
+            try:
+                self.compiler.compile([str(source)], output_dir=folder, extra_postargs=flags)
+            except CompileError:
+                return False
+        return True
+
+
+setup(
+    ext_modules=[
+        Extension("fleetfoot.native.libfleetfoot", sources=[*KERNELS, str(NATIVE / "dispatch.c")], optional=True)
+    ],
+    cmdclass={"build_ext": BuildNative},
+)

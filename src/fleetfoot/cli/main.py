@@ -1,0 +1,120 @@
+"""The `fleetfoot` command: finds the subcommand, and turns what happens into messages and an exit code.
+
+Nothing here imports torch: `fleetfoot --help` answers at once, and so does a wrong flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from fleetfoot._version import __version__
+from fleetfoot.cli import bench, chat, generate
+from fleetfoot.cli.command import UsageError, add_command
+from fleetfoot.cli.logs import logs_on_stderr
+
+COMMANDS = (generate.COMMAND, chat.COMMAND, bench.COMMAND)
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells have it."""
+EXIT_BROKEN_PIPE = 141
+"""128 + SIGPIPE: whoever read the output has left, which is not a failure to complain about."""
+
+_EXIT_CODES = f"""\
+exit codes: 0 fine; {EXIT_FAILURE} something failed; {EXIT_USAGE} a wrong flag, value or file;
+            {EXIT_INTERRUPTED} ended by Ctrl-C; {EXIT_BROKEN_PIPE} the reader of the output has left"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: arguments without the program's name; None: the process's own.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        arguments = _parse(make_parser(), argv)
+    except SystemExit as exit:  # argparse has printed help, the version or an error
+        return exit.code if isinstance(exit.code, int) else 0
+    with logs_on_stderr(verbose=arguments.verbose):
+        return _run(arguments)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="fleetfoot",
+        description="An LLM inference and serving engine.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fleetfoot {__version__}")
+    table = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        add_command(table, command)
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        known: argparse.ArgumentParser = arguments.parser
+        near = difflib.get_close_matches(flag, list(known._option_string_actions), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"{known.prog} --help lists what it takes"
+        known.error(f"unknown argument {flag!r}; {hint}")
+    return arguments
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    name = arguments.parser.prog
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()  # here, where a reader that has left can still be dealt with
+        return code
+    except UsageError as error:
+        _complain(f"{name}: error: {error}", arguments.verbose)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(file=sys.stderr)  # the terminal has written ^C
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _drop_stdout()
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        text = str(error) or type(error).__name__
+        if not isinstance(error, RuntimeError | OSError | ValueError):
+            text = f"{type(error).__name__}: {error}"  # a KeyError's text is the key alone
+        _complain(f"{name}: error: {text}", arguments.verbose)
+        if not arguments.verbose:
+            print("(--verbose shows the traceback)", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+def _complain(message: str, verbose: bool) -> None:
+    if verbose:
+        traceback.print_exc()
+    print(message, file=sys.stderr)
+
+
+def _drop_stdout() -> None:
+    """What is left in the buffer goes nowhere, lest the interpreter complain when it flushes it at its end."""
+    with contextlib.suppress(OSError, ValueError):  # a stdout without a file descriptor needs nothing
+        descriptor = sys.stdout.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

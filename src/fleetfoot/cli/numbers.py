@@ -1,0 +1,32 @@
+"""The engine's own numbers, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleetfoot.outputs import RequestMetrics
+
+
+def numbers_line(metrics: Sequence[RequestMetrics], duration_s: float) -> str:
+    """``TTFT 12.1 ms, TPOT 3.2 ms, 312.5 tokens/s``; means, where there are several requests.
+
+    Args:
+        metrics: of the finished requests.
+        duration_s: from the first request's arrival to the last token.
+    """
+    ttft = [request.first_token_latency for request in metrics if request.first_token_ts]
+    tpot = [request.time_per_output_token for request in metrics if request.num_generation_tokens > 1]
+    num_tokens = sum(request.num_generation_tokens for request in metrics)
+    parts = [
+        f"{name}{' (mean)' if len(values) > 1 else ''} {sum(values) / len(values) * 1e3:.1f} ms"
+        for name, values in (("TTFT", ttft), ("TPOT", tpot))
+        if values
+    ]
+    if duration_s > 0:
+        parts.append(f"{num_tokens / duration_s:.1f} tokens/s")
+    return ", ".join(parts)
+
+
+def count(number: int, noun: str) -> str:
+    """``1 prompt``, ``2 prompts``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,232 @@
+"""`AsyncLLM`: the engine for asyncio. It steps in a thread of its own; requests are async generators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.stats import EngineStats
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_Item = RequestOutput | Exception
+
+
+class _Mailbox:
+    """Outputs on their way from the engine's thread to one waiting generator."""
+
+    __slots__ = ("loop", "queue")
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[_Item] = asyncio.Queue()
+
+    def put(self, item: _Item) -> None:
+        """From the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: its owner has gone with it
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+class AsyncLLM:
+    """Many requests at once, each an async generator of partial outputs.
+
+    Every generator ends: with a finished output, or with the exception that ended its request or the engine.
+    Use it as an async context manager, or call `shutdown`.
+
+    Args:
+        model: as for `fleetfoot.LLM`.
+        keywords: the fields of `EngineConfig`.
+    """
+
+    def __init__(self, model: str | None = None, **keywords: Any) -> None:
+        if model is not None:
+            keywords["model"] = str(model)
+        config = EngineConfig.from_keywords(keywords, owner="AsyncLLM")
+        self._start(LLMEngine.from_config(config))
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> AsyncLLM:
+        """Take over an engine that is there already; nobody else may use it any more."""
+        self = cls.__new__(cls)
+        self._start(engine)
+        return self
+
+    def _start(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._mailboxes: dict[str, _Mailbox] = {}  # the engine's thread alone touches it
+        # what to run, and who waits for it: a command that never runs must be answered too
+        self._commands: deque[tuple[Callable[[], None], _Mailbox | None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._cause: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fleetfoot-engine", daemon=True)
+        self._thread.start()
+
+    # --- for users --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they come, the last one with ``finished`` set.
+
+        Leaving the generator early, by ``break`` or by cancellation, aborts the request.
+
+        Raises:
+            ValueError, TypeError: the request is refused.
+            EngineDeadError: the engine has failed or was shut down; the first cause is chained.
+        """
+        mailbox = _Mailbox()
+        self._submit(lambda: self._add(mailbox, request_id, prompt, sampling_params, priority), mailbox)
+        finished = False
+        try:
+            while not finished:
+                item = await mailbox.queue.get()
+                while not mailbox.queue.empty():  # a slow reader gets what has piled up as one output
+                    item = _merge(item, mailbox.queue.get_nowait(), sampling_params.output_kind)
+                finished = isinstance(item, Exception) or item.finished
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not finished:
+                self._submit_if_alive(lambda: self._discard(request_id, mailbox))
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their generators yield a last output with ``finish_reason`` "abort". Unknown ids are no error."""
+        request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._submit_if_alive(lambda: self._engine.abort_request(request_ids))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine can take requests."""
+        return self._cause is None and not self._stopping
+
+    @property
+    def runner_name(self) -> str:
+        """``v1`` or ``v2``: the model runner that really runs."""
+        return self._engine.runner_name
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """None when the engine runs on token ids alone."""
+        return self._engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def shutdown(self) -> None:
+        """End the engine and its thread; generators that still wait raise `EngineDeadError`. Again: does nothing."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    # --- in any thread ----------------------------------------------------------------------------------------------
+
+    def _submit(self, command: Callable[[], None], mailbox: _Mailbox) -> None:
+        with self._wake:
+            if not self.is_running:
+                raise self._death()
+            self._commands.append((command, mailbox))
+            self._wake.notify()
+
+    def _submit_if_alive(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self.is_running:
+                self._commands.append((command, None))
+                self._wake.notify()
+
+    def _death(self) -> EngineDeadError:
+        if self._cause is None:
+            return EngineDeadError("the engine was shut down")
+        error = EngineDeadError(str(self._cause))
+        error.__cause__ = self._cause
+        return error
+
+    # --- in the engine's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                for output in self._engine.step():
+                    self._deliver(output)
+        except Exception as error:
+            logger.exception("the engine's thread ends")
+            self._cause = error
+        with self._wake:
+            self._stopping = True  # from here on nothing is submitted any more
+        unheard = [mailbox for _, mailbox in self._commands if mailbox is not None]
+        for mailbox in [*self._mailboxes.values(), *unheard]:
+            mailbox.put(self._death())
+        self._engine.shutdown()
+
+    def _obey(self) -> bool:
+        """Run what was submitted; sleep while there is nothing to do. False: the end has come."""
+        with self._wake:
+            while not (self._commands or self._stopping or self._engine.has_unfinished_requests()):
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+        for command, _ in commands:
+            command()
+        return not self._stopping
+
+    def _add(
+        self, mailbox: _Mailbox, request_id: str, prompt: PromptType, params: SamplingParams, priority: int
+    ) -> None:
+        try:
+            self._engine.add_request(request_id, prompt, params, priority=priority)
+        except Exception as error:  # one bad request hurts only itself
+            mailbox.put(error)
+        else:
+            self._mailboxes[request_id] = mailbox
+
+    def _discard(self, request_id: str, mailbox: _Mailbox) -> None:
+        if self._mailboxes.get(request_id) is mailbox:
+            del self._mailboxes[request_id]
+            self._engine.discard([request_id])
+
+    def _deliver(self, output: RequestOutput) -> None:
+        mailbox = self._mailboxes.get(output.request_id)
+        if mailbox is not None:
+            mailbox.put(output)
+            if output.finished:
+                del self._mailboxes[output.request_id]
+
+
+def _merge(earlier: _Item, later: _Item, kind: RequestOutputKind) -> _Item:
+    """Two outputs of one request as one. Only deltas have to be joined: others hold everything."""
+    if isinstance(earlier, Exception) or isinstance(later, Exception):
+        return later
+    if kind is RequestOutputKind.DELTA:
+        for before, after in zip(earlier.outputs, later.outputs, strict=True):
+            after.text = before.text + after.text
+            after.token_ids = before.token_ids + after.token_ids
+            if before.logprobs is not None and after.logprobs is not None:
+                after.logprobs = before.logprobs + after.logprobs
+    return later

@@ -1,0 +1,1 @@
+"""CPU kernels in C, and the library that they are built into."""

@@ -1,0 +1,206 @@
+/* Norms, the SwiGLU gate, and the rotary embedding with the KV cache write. Sums and products in float32, results rounded
+ * once. Rows are independent of each other: threads share them out, and a row's bits do not depend on which got it. */
+#include <stddef.h>
+
+#include "simd.h"
+#include "variant.h"
+
+/* Fewer elements than this are done before a second thread has woken up. */
+#define SERIAL_ELEMENTS 16384
+
+INLINE int threads_for(int64_t elements, int num_threads) { return elements < SERIAL_ELEMENTS ? 1 : num_threads; }
+
+/* --- RMS norm -------------------------------------------------------------------------------------------------- */
+
+/* The row's sum with residual into `total` (no residual: total stays unused), and the sum of its squares. */
+INLINE float sum_of_squares(const char *x, const char *residual, char *total, int64_t size, int dtype) {
+    vf squares[2] = {splat(0.0f), splat(0.0f)};
+    float rest = 0.0f;
+    int64_t i = 0;
+    for (int turn = 0; i + VL <= size; i += VL, turn ^= 1) {
+        vf value = load(x, i, dtype);
+        if (residual) {
+            value = rounded(value + load(residual, i, dtype), dtype);
+            store(total, i, value, dtype);
+        }
+        squares[turn] = multiply_add(value, value, squares[turn]);
+    }
+    for (; i < size; i++) {
+        float value = load_one(x, i, dtype);
+        if (residual) {
+            store_one(total, i, value + load_one(residual, i, dtype), dtype);
+            value = load_one(total, i, dtype);
+        }
+        rest += value * value;
+    }
+    return sum_lanes(squares[0] + squares[1]) + rest;
+}
+
+INLINE void scale_row(char *output, const char *x, const char *weight, float factor, int64_t size, int dtype) {
+    int64_t i = 0;
+    for (; i + VL <= size; i += VL)
+        store(output, i, load(x, i, dtype) * splat(factor) * load(weight, i, dtype), dtype);
+    for (; i < size; i++) store_one(output, i, load_one(x, i, dtype) * factor * load_one(weight, i, dtype), dtype);
+}
+
+INLINE void norm_row(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
+                     int64_t size, int dtype) {
+    const float squares = sum_of_squares(x, residual, total, size, dtype);
+    const float factor = 1.0f / __builtin_sqrtf(squares / (float)size + eps);
+    scale_row(output, residual ? total : x, weight, factor, size, dtype);
+}
+
+INLINE void norm_rows(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
+                      int64_t num_rows, int64_t size, int num_threads, int dtype) {
+    const int64_t bytes = size * element_size(dtype);
+    const int threads = threads_for(num_rows * size, num_threads);
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const int64_t at = row * bytes;
+        norm_row(output + at, residual ? total + at : NULL, x + at, residual ? residual + at : NULL, weight, eps, size,
+                 dtype);
+    }
+}
+
+/* output = rms_norm(x) * weight over rows [num_rows, size]; all contiguous. */
+void EXPORT(rms_norm)(char *output, const char *x, const char *weight, float eps, int64_t num_rows, int64_t size,
+                      int dtype, int num_threads) {
+    if (dtype == FF_FLOAT32)
+        norm_rows(output, NULL, x, NULL, weight, eps, num_rows, size, num_threads, FF_FLOAT32);
+    else
+        norm_rows(output, NULL, x, NULL, weight, eps, num_rows, size, num_threads, FF_BFLOAT16);
+}
+
+/* total = x + residual, rounded; output = rms_norm(total) * weight. */
+void EXPORT(add_rms_norm)(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
+                          int64_t num_rows, int64_t size, int dtype, int num_threads) {
+    if (dtype == FF_FLOAT32)
+        norm_rows(output, total, x, residual, weight, eps, num_rows, size, num_threads, FF_FLOAT32);
+    else
+        norm_rows(output, total, x, residual, weight, eps, num_rows, size, num_threads, FF_BFLOAT16);
+}
+
+/* --- SwiGLU ---------------------------------------------------------------------------------------------------- */
+
+INLINE void silu_row(char *output, const char *gate, const char *up, int64_t size, int dtype) {
+    int64_t i = 0;
+    for (; i + VL <= size; i += VL) {
+        vf x = load(gate, i, dtype);
+        store(output, i, x * sigmoid(x) * load(up, i, dtype), dtype);
+    }
+    for (; i < size; i++) {
+        vf x = splat(load_one(gate, i, dtype));
+        store_one(output, i, (x * sigmoid(x))[0] * load_one(up, i, dtype), dtype);
+    }
+}
+
+INLINE void silu_rows(char *output, const char *gate_up, int64_t num_rows, int64_t size, int num_threads, int dtype) {
+    const int64_t bytes = size * element_size(dtype);
+    const int threads = threads_for(num_rows * size, num_threads);
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < num_rows; row++)
+        silu_row(output + row * bytes, gate_up + 2 * row * bytes, gate_up + (2 * row + 1) * bytes, size, dtype);
+}
+
+/* output [num_rows, size] = silu(gate) * up of gate_up [num_rows, 2 * size]. */
+void EXPORT(silu_and_mul)(char *output, const char *gate_up, int64_t num_rows, int64_t size, int dtype,
+                          int num_threads) {
+    if (dtype == FF_FLOAT32)
+        silu_rows(output, gate_up, num_rows, size, num_threads, FF_FLOAT32);
+    else
+        silu_rows(output, gate_up, num_rows, size, num_threads, FF_BFLOAT16);
+}
+
+/* --- rotary embedding and KV cache ----------------------------------------------------------------------------- */
+
+typedef struct {
+    char *query;        /* [num_tokens, num_heads, head_dim] */
+    const char *qkv;    /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], rows qkv_stride elements apart */
+    char *kv_cache;     /* [num_blocks, 2, num_kv_heads, block_size, head_dim], strides in elements */
+    const float *cos_sin; /* [max_positions, head_dim] */
+    const char *q_norm, *k_norm; /* [head_dim] or NULL */
+    int64_t qkv_stride, block_stride, side_stride, head_stride, token_stride;
+    int num_heads, num_kv_heads, block_size, head_dim;
+    float eps;
+} rope;
+
+/* Rotates the pairs (x[i], x[i + head_dim / 2]); head_dim / 2 is a multiple of VL or taken element by element. */
+INLINE void rotate_head(char *output, const char *x, const char *weight, const float *cos_sin, float eps, int head_dim,
+                        int dtype) {
+    const int half = head_dim / 2;
+    float factor = 1.0f;
+    if (weight) {
+        const float squares = sum_of_squares(x, NULL, NULL, head_dim, dtype);
+        factor = 1.0f / __builtin_sqrtf(squares / (float)head_dim + eps);
+    }
+    int i = 0;
+    for (; i + VL <= half; i += VL) {
+        vf low = load(x, i, dtype), high = load(x, half + i, dtype);
+        if (weight) {
+            low = low * splat(factor) * load(weight, i, dtype);
+            high = high * splat(factor) * load(weight, half + i, dtype);
+        }
+        const vf cos = load_f32(cos_sin + i), sin = load_f32(cos_sin + half + i);
+        store(output, i, low * cos - high * sin, dtype);
+        store(output, half + i, high * cos + low * sin, dtype);
+    }
+    for (; i < half; i++) {
+        float low = load_one(x, i, dtype), high = load_one(x, half + i, dtype);
+        if (weight) {
+            low = low * factor * load_one(weight, i, dtype);
+            high = high * factor * load_one(weight, half + i, dtype);
+        }
+        store_one(output, i, low * cos_sin[i] - high * cos_sin[half + i], dtype);
+        store_one(output, half + i, high * cos_sin[i] + low * cos_sin[half + i], dtype);
+    }
+}
+
+INLINE void rope_token(const rope *r, int64_t token, int64_t slot, int64_t position, int dtype) {
+    const int64_t size = element_size(dtype), head_bytes = r->head_dim * size;
+    const char *head = r->qkv + token * r->qkv_stride * size;
+    const float *cos_sin = r->cos_sin + position * r->head_dim;
+    char *query = r->query + token * r->num_heads * head_bytes;
+    for (int h = 0; h < r->num_heads; h++)
+        rotate_head(query + h * head_bytes, head + h * head_bytes, r->q_norm, cos_sin, r->eps, r->head_dim, dtype);
+    if (slot < 0) return;
+    head += r->num_heads * head_bytes;
+    char *key = r->kv_cache +
+                ((slot / r->block_size) * r->block_stride + (slot % r->block_size) * r->token_stride) * size;
+    for (int h = 0; h < r->num_kv_heads; h++) {
+        char *target = key + h * r->head_stride * size;
+        rotate_head(target, head + h * head_bytes, r->k_norm, cos_sin, r->eps, r->head_dim, dtype);
+        memcpy(target + r->side_stride * size, head + (r->num_kv_heads + h) * head_bytes, (size_t)head_bytes);
+    }
+}
+
+INLINE void rope_tokens(const rope *r, const int64_t *slots, const int64_t *positions, int64_t num_tokens,
+                        int num_threads, int dtype) {
+    const int64_t row_elements = (int64_t)(r->num_heads + 2 * r->num_kv_heads) * r->head_dim;
+    const int threads = threads_for(num_tokens * row_elements, num_threads);
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t token = 0; token < num_tokens; token++)
+        rope_token(r, token, slots[token], positions[token], dtype);
+}
+
+int EXPORT(rope_and_cache)(char *query, const char *qkv, int64_t qkv_stride, char *kv_cache, int64_t num_blocks,
+                           int64_t block_stride, int64_t side_stride, int64_t head_stride, int64_t token_stride,
+                           const int64_t *slots, const int64_t *positions, const float *cos_sin, int64_t max_positions,
+                           const char *q_norm, const char *k_norm, float eps, int64_t num_tokens, int num_heads,
+                           int num_kv_heads, int block_size, int head_dim, int dtype, int num_threads) {
+    const rope r = {.query = query, .qkv = qkv, .kv_cache = kv_cache, .cos_sin = cos_sin, .q_norm = q_norm,
+                    .k_norm = k_norm, .qkv_stride = qkv_stride, .block_stride = block_stride,
+                    .side_stride = side_stride, .head_stride = head_stride, .token_stride = token_stride,
+                    .num_heads = num_heads, .num_kv_heads = num_kv_heads, .block_size = block_size,
+                    .head_dim = head_dim, .eps = eps};
+    for (int64_t token = 0; token < num_tokens; token++)
+        if (slots[token] >= num_blocks * block_size || positions[token] < 0 || positions[token] >= max_positions)
+            return FF_BAD_METADATA;
+    if (dtype == FF_FLOAT32)
+        rope_tokens(&r, slots, positions, num_tokens, num_threads, FF_FLOAT32);
+    else
+        rope_tokens(&r, slots, positions, num_tokens, num_threads, FF_BFLOAT16);
+    return FF_OK;
+}

@@ -1,0 +1,373 @@
+"""`config.json` to ModelConfig: every family, both spellings, and a clear refusal of everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetfoot.config.model import ConfigError, ModelConfig, RopeConfig, load_model_config
+from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES, parse_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+
+def parse(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    return parse_model_config(config, generation or {}, source="somewhere/config.json")
+
+
+def llama(**fields: Any) -> dict[str, Any]:
+    return {**LLAMA, **fields}
+
+
+def family(name: str, **fields: Any) -> dict[str, Any]:
+    return {**LLAMA, "architectures": [f"{name}ForCausalLM"], "model_type": name.lower(), **fields}
+
+
+def test_a_plain_llama() -> None:
+    assert parse(llama(tie_word_embeddings=True, dtype="bfloat16", bos_token_id=5, eos_token_id=[6, 7])) == ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=10000.0, rope_type="default", parameters={}),
+        layer_windows=(None,) * 4,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+        bos_token_id=5,
+        eos_token_ids=(6, 7),
+    )
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED_ARCHITECTURES)
+def test_absent_fields_take_the_defaults_of_transformers(architecture: str) -> None:
+    from transformers import AutoConfig
+
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    theirs = AutoConfig.for_model(model_type)
+    ours = parse({"architectures": [architecture]})
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden_size == theirs.hidden_size
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"], theirs.rope_parameters["rope_type"])
+    assert ours.layer_windows == (theirs.sliding_window if model_type == "mistral" else None,) * ours.num_layers
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert ours.qkv_bias == (model_type == "qwen2")
+    assert ours.qk_norm == (model_type == "qwen3")
+    assert not ours.o_bias
+    assert not ours.mlp_bias
+
+
+@pytest.mark.parametrize(
+    ("today", "yesterday"),
+    [
+        ({"dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}),
+        ({"dtype": "float16"}, {"torch_dtype": "torch.float16"}),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_theta": 500000}),
+        ({"rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 500000, "rope_scaling": None}),
+        ({"rope_parameters": None}, {}),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}},
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}},
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}},
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3_SCALING}},
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING}},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128},
+        ),
+        ({"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 1.0}}, {"rope_theta": 7.0}),
+    ],
+)
+def test_both_spellings_mean_the_same(today: dict[str, Any], yesterday: dict[str, Any]) -> None:
+    assert parse(llama(**today)) == parse(llama(**yesterday))
+
+
+def test_rope_scaling_wins_and_an_inner_theta_too() -> None:
+    config = llama(
+        rope_parameters={"rope_type": "default", "rope_theta": 1.0},
+        rope_scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 3.0},
+        rope_theta=2.0,
+    )
+    assert parse(config).rope == RopeConfig(3.0, "linear", {"factor": 2.0})
+
+
+def test_yarn_is_completed() -> None:
+    rope = parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0})).rope
+    assert rope.parameters == {
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "attention_factor": pytest.approx(1.1386294361),  # 0.1 ln 4 + 1
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+    }
+    by_ratio = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 128, "attention_factor": 1.5}
+    rope = parse(llama(rope_parameters=by_ratio)).rope
+    assert (rope.parameters["factor"], rope.parameters["attention_factor"]) == (4.0, 1.5)
+
+
+def test_a_rope_parameter_without_effect_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        parse(llama(rope_scaling={"type": "linear", "factor": 2.0, "finetuned": True}))
+    assert "['finetuned'] of rope type 'linear'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 9}, (3, 4)),
+        ({"eos_token_id": 3}, {"eos_token_id": [8, 9]}, (3,)),
+        ({}, {"eos_token_id": [8, 9, 8]}, (8, 9)),
+        ({"eos_token_id": None}, {"eos_token_id": 9}, (9,)),
+        ({}, {}, (2,)),
+        ({}, {"eos_token_id": None}, ()),
+        ({"eos_token_id": []}, {}, ()),
+        ({"eos_token_id": [999, 1000]}, {}, (999,)),  # 1000 is outside the vocabulary
+    ],
+)
+def test_eos_token_ids(generation: dict[str, Any], config: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert parse(llama(**config), generation).eos_token_ids == expected
+
+
+def test_bos_token_id() -> None:
+    assert parse(LLAMA).bos_token_id == 1
+    assert parse(llama(bos_token_id=0)).bos_token_id == 0
+    assert parse(llama(bos_token_id=None)).bos_token_id is None
+
+
+def test_head_counts() -> None:
+    assert parse(llama(num_key_value_heads=None)).num_kv_heads == 8
+    assert parse(family("Mistral", num_key_value_heads=None)).num_kv_heads == 8
+    assert parse(llama(head_dim=None)).head_dim == 8
+    assert parse(llama(head_dim=32)).head_dim == 32
+    assert parse(family("Qwen3", head_dim=None)).head_dim == 8
+    assert parse(family("Qwen3")).head_dim == 128
+
+
+def test_biases() -> None:
+    def biases(config: dict[str, Any]) -> tuple[bool, bool, bool]:
+        parsed = parse(config)
+        return parsed.qkv_bias, parsed.o_bias, parsed.mlp_bias
+
+    assert biases(llama(attention_bias=True)) == (True, True, False)
+    assert biases(llama(mlp_bias=True)) == (False, False, True)
+    assert biases(family("Qwen2")) == (True, False, False)
+    assert biases(family("Qwen3", attention_bias=True)) == (True, True, False)
+    assert biases(family("Mistral")) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (family("Mistral"), (4096,) * 4),
+        (family("Mistral", sliding_window=None), (None,) * 4),
+        (family("Mistral", sliding_window=9), (9,) * 4),
+        (family("Mistral", sliding_window=9, layer_types=["sliding_attention"] * 4), (9,) * 4),
+        (family("Qwen2", sliding_window=9, max_window_layers=1), (None,) * 4),
+        (family("Qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=1), (None, 9, 9, 9)),
+        (family("Qwen2", use_sliding_window=True, sliding_window=9), (None,) * 4),
+        (family("Qwen2", use_sliding_window=True, sliding_window=None), (None,) * 4),
+        (family("Qwen3", use_sliding_window=True, sliding_window=9, max_window_layers=0), (9,) * 4),
+        (
+            family(
+                "Qwen3",
+                use_sliding_window=True,
+                sliding_window=9,
+                layer_types=["full_attention", "sliding_attention"] * 2,
+            ),
+            (None, 9, None, 9),
+        ),
+        (llama(layer_types=["full_attention"] * 4), (None,) * 4),
+    ],
+)
+def test_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert parse(config).layer_windows == windows
+
+
+def test_base_models_and_bare_model_types_are_recognised() -> None:
+    assert parse(llama(architectures=["LlamaModel"])).architecture == "LlamaForCausalLM"
+    assert parse(llama(architectures=None, model_type="qwen3")).architecture == "Qwen3ForCausalLM"
+    assert parse(llama(architectures=["Else", "MistralForCausalLM"])).architecture == "MistralForCausalLM"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": (
+        llama(architectures=["GPT2LMHeadModel"]),
+        r"architectures is \['GPT2LMHeadModel'\]; supported.*Qw",
+    ),
+    "no-architecture": (llama(architectures=None, model_type="gpt2"), r"model_type is 'gpt2'; supported.*Llama"),
+    "architectures-type": (llama(architectures=3), "architectures is 3; supported"),
+    "quantized": (llama(quantization_config={"bits": 4}), r"quantization_config is {'bits': 4}; quantized.*bfloat16"),
+    "activation": (llama(hidden_act="gelu"), "hidden_act is 'gelu'; only silu"),
+    "partial": (llama(partial_rotary_factor=0.5), r"config.json: partial_rotary_factor is 0.5; only 1.0"),
+    "partial-inside": (
+        llama(rope_scaling={"partial_rotary_factor": 0.5}),
+        r"rope_scaling.partial_rotary_factor is 0.5",
+    ),
+    "interleaved": (llama(rope_interleaved=True), "rope_interleaved is True"),
+    "rope-type": (llama(rope_scaling={"type": "longrope"}), "rope_scaling.rope_type is 'longrope'; supported: default"),
+    "rope-type-new": (llama(rope_parameters={"rope_type": "su"}), "rope_parameters.rope_type is 'su'; supported"),
+    "rope-nested": (llama(rope_parameters={"full_attention": {"rope_theta": 1.0}}), "one set of parameters for all"),
+    "rope-not-an-object": (llama(rope_scaling=3), "rope_scaling is 3; expected an object"),
+    "rope-factor": (llama(rope_scaling={"type": "linear"}), "rope_scaling.factor is missing; expected a finite number"),
+    "rope-factor-0": (llama(rope_scaling={"type": "linear", "factor": 0}), "rope_scaling.factor is 0; expected"),
+    "rope-infinite": (llama(rope_theta=float("inf")), "rope_theta is inf; expected a finite number above 0"),
+    "llama3-order": (
+        llama(rope_scaling={"rope_type": "llama3", **LLAMA3_SCALING, "high_freq_factor": 1.0}),
+        "high_freq_factor is 1.0; expected more than low_freq_factor, 1",
+    ),
+    "yarn-factor": (llama(rope_scaling={"type": "yarn"}), "rope_scaling.factor is missing"),
+    "yarn-theta": (llama(rope_theta=1, rope_scaling={"type": "yarn", "factor": 2.0}), "rope_theta is 1; yarn"),
+    "groups": (llama(num_key_value_heads=3), "num_key_value_heads is 3; expected a divisor of num_attention_heads, 8"),
+    "odd-head": (llama(head_dim=7), "head_dim is 7 .*expected an even number"),
+    "odd-derived-head": (llama(hidden_size=40), "head_dim is 5 .*expected an even number"),
+    "indivisible": (llama(hidden_size=68), "hidden_size is 68; without head_dim, expected a multiple of num_attention"),
+    "vocab": (llama(vocab_size=0), "vocab_size is 0; expected an integer of at least 1"),
+    "negative": (llama(num_hidden_layers=-2), "num_hidden_layers is -2; expected an integer"),
+    "fraction": (llama(hidden_size=64.5), "hidden_size is 64.5; expected an integer"),
+    "string": (llama(intermediate_size="128"), "intermediate_size is '128'; expected an integer"),
+    "boolean": (llama(num_attention_heads=True), "num_attention_heads is True; expected an integer"),
+    "not-boolean": (llama(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'; expected true or false"),
+    "eps": (llama(rms_norm_eps=-1e-6), "rms_norm_eps is -1e-06; expected a finite number above 0"),
+    "dtype": (llama(torch_dtype="float64"), "torch_dtype is 'float64'; supported: bfloat16, float16, float32"),
+    "eos": (llama(eos_token_id=-1), "config.json: eos_token_id is -1; expected a token id or a list"),
+    "eos-list": (llama(eos_token_id=[1, "2"]), r"eos_token_id is \[1, '2'\]"),
+    "llama-window": (llama(sliding_window=16), "sliding_window is 16; Llama attends to every position"),
+    "llama-layer-types": (llama(layer_types=["sliding_attention"] * 4), "layer_types is .*4 entries out of: full_att"),
+    "mistral-mixed": (
+        family("Mistral", layer_types=["sliding_attention", "full_attention"] * 2),
+        "layer_types is .*expected 4 entries out of: sliding_attention",
+    ),
+    "mistral-window": (family("Mistral", sliding_window=0), "sliding_window is 0; expected an integer of at least 1"),
+    "mistral-bias": (family("Mistral", attention_bias=True), "attention_bias is True; Mistral has no biases"),
+    "qwen-layer-types": (family("Qwen3", layer_types=["full_attention"] * 3), "expected 4 entries"),
+    "qwen-layer-type": (
+        family("Qwen3", use_sliding_window=True, layer_types=["linear_attention"] * 4),
+        "entries out of: full_attention, sliding_attention",
+    ),
+    "qwen-window-off": (family("Qwen3", layer_types=["sliding_attention"] * 4), "with these window fields"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_done_is_refused_by_field_and_value(case: str) -> None:
+    config, message = REFUSED[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse(config)
+    assert str(caught.value).startswith("somewhere/config.json: ")
+
+
+def test_a_bad_generation_config_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^somewhere/generation_config.json: eos_token_id is 'x'"):
+        parse(LLAMA, {"eos_token_id": "x"})
+
+
+FIELD_NAMES = sorted(
+    {*LLAMA, "head_dim", "rope_theta", "rope_scaling", "rope_parameters", "dtype", "torch_dtype", "hidden_act"}
+    | {"sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "eos_token_id", "bos_token_id"}
+    | {"attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config", "original_max_position_embeddings"}
+)
+SCALARS = st.none() | st.booleans() | st.integers(-3, 600) | st.floats() | st.text(max_size=5)
+ROPE = st.dictionaries(
+    st.sampled_from(["rope_type", "type", "factor", "rope_theta", *LLAMA3_SCALING, "beta_fast", "mscale", "truncate"]),
+    st.sampled_from(["linear", "llama3", "yarn", "default"]) | SCALARS,
+)
+JSON = SCALARS | st.lists(SCALARS | st.sampled_from(["full_attention", "sliding_attention"]), max_size=4) | ROPE
+
+
+@given(st.sampled_from(SUPPORTED_ARCHITECTURES), st.dictionaries(st.sampled_from(FIELD_NAMES), JSON, max_size=4))
+def test_any_json_is_parsed_or_refused_and_never_crashes(architecture: str, changes: dict[str, Any]) -> None:
+    try:
+        config = parse({**LLAMA, "architectures": [architecture], **changes})
+    except ConfigError:
+        return
+    assert config.num_heads % config.num_kv_heads == 0
+    assert config.head_dim % 2 == 0
+    assert len(config.layer_windows) == config.num_layers
+
+
+def test_the_record_survives_pickling_and_replacing() -> None:
+    config = parse(llama(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+    assert pickle.loads(pickle.dumps(config)) == config
+    fields = dataclasses.asdict(config)
+    assert ModelConfig(**{**fields, "rope": RopeConfig(**fields["rope"])}) == config
+    assert dataclasses.replace(config, num_layers=2, layer_windows=()).layer_windows == (None, None)
+    with pytest.raises(ValueError, match="layer_windows has 4 entries and num_layers is 2"):
+        dataclasses.replace(config, num_layers=2)
+
+
+def test_sizes_in_memory() -> None:
+    config = parse(llama(num_hidden_layers=2))
+    assert config.kv_bytes_per_token("bfloat16") == 2 * 2 * 2 * 8 * 2
+    assert config.kv_bytes_per_token("float32") == 2 * config.kv_bytes_per_token("float16")
+
+
+def test_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config.json in .*a model folder holds config.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json cannot be read as JSON"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"holds a JSON list, not an object"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert load_model_config(tmp_path) == parse(LLAMA)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7]}))
+    assert load_model_config(str(tmp_path)).eos_token_ids == (7,)
+
+
+def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    program = (
+        "import sys; from fleetfoot.config.model import load_model_config; "
+        f"load_model_config({str(tmp_path)!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

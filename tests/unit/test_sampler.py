@@ -1,0 +1,361 @@
+"""The sampler: what each parameter does, the distribution of draws, and that rows know nothing of each other."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetfoot.sampling import filters, gumbel
+from fleetfoot.sampling.gumbel import gumbel_noise
+from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.sampling.sampler import Sampler, process_logits
+from fleetfoot.sampling.seeds import request_seed
+
+CPU = torch.device("cpu")
+sample = Sampler()
+
+
+def row(tokens=(1,), num_prompt_tokens=1, seed=0, stop=(), bad_words=(), **params):
+    return SamplingRow(
+        SamplingParams(**params),
+        seed=seed,
+        token_ids=list(tokens),
+        num_prompt_tokens=num_prompt_tokens,
+        stop_token_ids=frozenset(stop),
+        bad_words_token_ids=bad_words,
+    )
+
+
+def run(logits, *rows):
+    return sample(logits, SamplingMetadata.build(rows, CPU))
+
+
+def draw(logits, count, **params):
+    """Tokens of ``count`` requests with different seeds on the same logits, as counts over the vocabulary."""
+    shared = SamplingParams(**params)
+    rows = [SamplingRow(shared, request_seed(i, 0), [1, 2], 2) for i in range(count)]
+    tokens = sample(logits.expand(count, -1), SamplingMetadata.build(rows, CPU)).token_ids
+    return torch.bincount(tokens, minlength=logits.shape[-1])
+
+
+# -- greedy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_takes_the_highest_and_the_lowest_id_among_equals(dtype):
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 1.0, 0.0, 7.0]], dtype=dtype)
+    output = run(logits, row(temperature=0), row(temperature=0))
+    assert output.token_ids.tolist() == [1, 0] and output.token_ids.dtype == torch.int64
+    assert output.logprobs is None and not output.invalid.any()
+
+
+def test_greedy_ignores_filters():
+    logits = torch.tensor([[1.0, 5.0, 4.9]])
+    assert run(logits, row(temperature=0, top_k=1, top_p=0.1, min_p=1.0)).token_ids.tolist() == [1]
+
+
+# -- masks and biases ------------------------------------------------------------------------------------------------
+
+
+def test_allowed_token_ids():
+    logits = torch.tensor([[9.0, 1.0, 3.0, 2.0]] * 2)
+    output = run(logits, row(temperature=0, allowed_token_ids=[1, 3]), row(temperature=0))
+    assert output.token_ids.tolist() == [3, 0]
+    assert draw(logits[0], 200, allowed_token_ids=[1, 3])[[0, 2]].tolist() == [0, 0]
+
+
+def test_logit_bias():
+    logits = torch.tensor([[0.0, 1.0, 2.0]] * 2)
+    output = run(logits, row(temperature=0, logit_bias={0: 2.5}), row(temperature=0, logit_bias={"2": -1e9}))
+    assert output.token_ids.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([9, 9], 2),  # nothing of a bad word yet: the highest
+        ([9, 9, 5], 0),  # 5 has been generated, so 2 would complete (5, 2)
+        ([9, 5], 2),  # a prompt is not output
+        ([9, 9, 5, 4], 2),
+    ],
+)
+def test_bad_words_keep_the_last_token_from_completing(tokens, expected):
+    logits = torch.tensor([[3.0, 4.0, 5.0, 0.0, 0.0, 0.0]])
+    # (1,) alone is never generated, and (3, 5, 2) does not match a shorter output.
+    words = [[1], [5, 2], [3, 5, 2]]
+    assert run(logits, row(tokens, 2, temperature=0, bad_words=words)).token_ids.tolist() == [expected]
+
+
+def test_min_tokens_hold_stop_tokens_back():
+    logits = torch.tensor([[0.0, 5.0, 4.0, 3.0]])
+    params = {"temperature": 0, "min_tokens": 2, "stop": (1, 2)}
+    assert [run(logits, row([7, *[3] * n], 1, **params)).token_ids.item() for n in range(4)] == [3, 3, 1, 1]
+
+
+def test_refresh_follows_the_tokens():
+    logits = torch.tensor([[0.0, 5.0, 4.0, 3.0]] * 2)
+    rows = [row([7], 1, temperature=0, min_tokens=1, stop=(1,)), row([7, 7], 2, seed=3)]
+    metadata = SamplingMetadata.build(rows, CPU)
+    assert sample(logits, metadata).token_ids[0].item() == 2
+    for one in rows:
+        one.token_ids.append(0)
+    fresh = metadata.refresh()
+    again = SamplingMetadata.build(rows, CPU)
+    assert sample(logits, fresh).token_ids.tolist() == sample(logits, again).token_ids.tolist()
+    assert sample(logits, fresh).token_ids[0].item() == 1
+    assert [part.positions.tolist() for part in fresh.random] == [[3]]
+
+
+# -- random rows -----------------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([2.0, 1.5, 1.4, 0.3, 0.0, -0.4, -1.0, -2.5])
+
+
+def kept(scores, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The distribution that the parameters define, in plain Python."""
+    weights = [math.exp((x - max(scores)) / temperature) for x in scores]
+    if min_p:
+        weights = [w if w >= min_p * max(weights) else 0.0 for w in weights]
+    if 0 < top_k < len(weights):
+        least = sorted(weights, reverse=True)[top_k - 1]
+        weights = [w if w >= least else 0.0 for w in weights]
+    total, reached, chosen = sum(weights), 0.0, set()
+    for i in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        if reached < top_p * total:
+            chosen.add(i)
+            reached += weights[i]
+    weights = [w if i in chosen else 0.0 for i, w in enumerate(weights)]
+    return [w / sum(weights) for w in weights]
+
+
+def fits(observed, expected):
+    """Pearson's chi-square test, at about four standard deviations; cells too small for it are taken together."""
+    cells = [(o, e) for o, e in zip(observed, expected, strict=True) if e >= 5]
+    small = [(o, e) for o, e in zip(observed, expected, strict=True) if 0 < e < 5]
+    if small:
+        cells.append((sum(o for o, _ in small), max(sum(e for _, e in small), 1.0)))
+    chi_square = sum((o - e) ** 2 / e for o, e in cells)
+    freedom = len(cells) - 1
+    return chi_square < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_the_test_of_fit_refuses_another_distribution():
+    assert not fits(draw(LOGITS, 8000).tolist(), [p * 8000 for p in kept(LOGITS.tolist(), temperature=1.1)])
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 6, "top_p": 0.8},
+        {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution(params):
+    count = 8000
+    observed = draw(LOGITS, count, **params).tolist()
+    expected = [p * count for p in kept(LOGITS.tolist(), **params)]
+    assert not any(o for o, e in zip(observed, expected, strict=True) if e == 0)
+    assert fits(observed, expected)
+
+
+def test_draws_along_one_sequence_follow_the_distribution():
+    count = 4000
+    shared = SamplingParams()
+    rows = [SamplingRow(shared, 77, range(position), 1) for position in range(1, count + 1)]
+    tokens = sample(LOGITS.expand(count, -1), SamplingMetadata.build(rows, CPU)).token_ids
+    observed = torch.bincount(tokens, minlength=len(LOGITS)).tolist()
+    assert fits(observed, [p * count for p in kept(LOGITS.tolist())])
+
+
+def test_a_draw_is_the_argmax_of_score_plus_noise():
+    logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(6)) * 3
+    rows = [row(range(i + 1), 1, seed=2**64 - 1 - i, temperature=0.7) for i in range(20)]
+    seeds, positions = torch.arange(-1, -21, -1), torch.arange(1, 21)
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / 0.7
+    expected = (scores + gumbel_noise(seeds, positions, 50)).argmax(dim=-1)
+    assert torch.equal(run(logits, *rows).token_ids, expected)
+
+
+def test_seeds_and_positions_decide():
+    logits = torch.zeros(3, 1000)
+    first = run(logits, row(seed=5), row(seed=6), row([1, 2], seed=5)).token_ids.tolist()
+    assert first == run(logits, row(seed=5), row(seed=6), row([3, 4], seed=5)).token_ids.tolist()
+    assert len(set(first)) == 3, "another seed or another position draws another token"
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e30])
+def test_extreme_temperatures_are_exact(temperature):
+    logits = torch.tensor([1e4, 1e4 - 1, -1e4])
+    counts = draw(logits, 300, temperature=temperature).tolist()
+    assert (counts == [300, 0, 0]) if temperature < 1 else all(count > 60 for count in counts)
+
+
+# -- filters ---------------------------------------------------------------------------------------------------------
+
+
+def remaining(scores):
+    return [line.isfinite().nonzero().flatten().tolist() for line in scores]
+
+
+def test_top_k_keeps_ties_with_the_last():
+    scores = torch.tensor([[0.0, -1.0, -1.0, -2.0], [0.0, -1.0, -1.0, -2.0], [-3.0, 0.0, -1.0, -2.0]])
+    filters.apply_top_k(scores, torch.tensor([2, 0, 9]), 9)
+    assert remaining(scores) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_top_p_keeps_the_smallest_set_and_the_lowest_ids_of_a_tie():
+    scores = torch.zeros(5, 4)
+    filters.apply_top_p(scores, torch.tensor([0.5, 0.51, 1e-9, 1.0, 0.75]))
+    assert remaining(scores) == [[0, 1], [0, 1, 2], [0], [0, 1, 2, 3], [0, 1, 2]]
+    scores = torch.tensor([0.4, 0.1, 0.4, 0.1]).div(0.4).log().expand(3, 4).clone()
+    filters.apply_top_p(scores, torch.tensor([0.3, 0.79, 0.85]))
+    assert remaining(scores) == [[0], [0, 2], [0, 1, 2]]
+
+
+def test_top_p_of_long_rows_equals_a_full_sort():
+    generator = torch.Generator().manual_seed(8)
+    # Coarse scores, as bfloat16 gives them, tie often; the sets reach past what is sorted first.
+    scores = (torch.randn(6, 5000, generator=generator) * 4).round() / 8
+    scores -= scores.amax(dim=-1, keepdim=True)
+    top_p = torch.tensor([0.05, 0.3, 0.9, 0.99, 1.0, 0.6])
+    expected = []
+    for line, p in zip(scores.double(), top_p.tolist(), strict=True):
+        order = line.sort(descending=True, stable=True).indices
+        before = line.exp()[order].cumsum(0) - line.exp()[order]
+        expected.append(sorted(order[before < p * line.exp().sum()].tolist()) if p < 1 else list(range(5000)))
+    filters.apply_top_p(scores, top_p)
+    assert remaining(scores) == expected
+
+
+# -- broken logits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rows_without_numbers_are_flagged_and_hurt_nobody_else(temperature, value):
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(9))
+    rows = [
+        row(temperature=temperature, seed=i, top_k=5 * i, top_p=1 - 0.1 * i, logprobs=i or None, min_p=0.01)
+        for i in range(3)
+    ]
+    healthy = run(logits, *rows).token_ids.tolist()
+    broken = logits.clone()
+    broken[1] = value
+    output = run(broken, *rows)
+    assert output.invalid.tolist() == [False, True, False]
+    assert [output.token_ids[i].item() for i in (0, 2)] == [healthy[0], healthy[2]]
+    assert 0 <= output.token_ids[1].item() < 40
+
+
+@pytest.mark.parametrize("params", [{}, {"allowed_token_ids": [3]}, {"logit_bias": {1: -5.0}}, {"top_k": 2}], ids=str)
+def test_one_nan_is_enough(params):
+    logits = torch.randn(1, 40)
+    logits[0, 17] = math.nan
+    for temperature in (0, 1.0):
+        assert run(logits, row(temperature=temperature, **params)).invalid.tolist() == [True]
+
+
+def test_nothing_left_to_choose_is_flagged():
+    output = run(torch.zeros(1, 4), row(allowed_token_ids=[2], bad_words=[[2]]))
+    assert output.invalid.tolist() == [True]
+
+
+def test_wrong_number_of_rows():
+    with pytest.raises(ValueError, match="logits have 2 rows and the sampling metadata 1"):
+        run(torch.zeros(2, 4), row())
+
+
+# -- logprobs --------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_the_models_own_and_only_for_rows_that_asked():
+    logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [3.0, 2.0, 1.0]])
+    rows = [row(temperature=0, logprobs=1, logit_bias={0: 50}), row(), row(temperature=0, logprobs=0)]
+    metadata = SamplingMetadata.build(rows, CPU)
+    output = sample(logits, metadata)
+    assert list(metadata.logprobs.indices) == [0, 2]
+    first, second = output.logprobs.to_rows(metadata.logprobs.counts)
+    expected = logits.log_softmax(dim=-1)
+    assert first.token_ids == [0, 2] and first.rank == 3
+    assert first.logprobs == pytest.approx(expected[0, [0, 2]].tolist())
+    assert second.token_ids == [0] and second.rank == 1
+
+
+def test_metadata_of_plain_batches_is_empty():
+    greedy = SamplingMetadata.build([row(temperature=0), row(temperature=0, top_p=0.5)], CPU)
+    assert greedy.all_greedy and not greedy.edits_logits and greedy.logprobs is None
+    plain = SamplingMetadata.build([row(), row(temperature=0)], CPU)
+    assert not plain.all_greedy and not plain.edits_logits
+    assert [part.indices for part in plain.random] == [[0]]
+    assert plain.random[0].top_k is plain.random[0].top_p is plain.random[0].log_min_p is None
+
+
+# -- independence ----------------------------------------------------------------------------------------------------
+
+VOCAB = 37
+TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
+
+
+@st.composite
+def sampling_rows(draw_from):
+    maybe = lambda strategy, off: draw_from(st.one_of(st.just(off), strategy))  # noqa: E731
+    tokens = draw_from(TOKENS)
+    params = SamplingParams(
+        temperature=draw_from(st.sampled_from([0.0, 0.01, 0.7, 1.0, 5.0])),
+        top_k=maybe(st.integers(1, 50), 0),
+        top_p=maybe(st.floats(0.01, 1.0), 1.0),
+        min_p=maybe(st.floats(0.0, 1.0), 0.0),
+        repetition_penalty=maybe(st.floats(0.5, 2.0), 1.0),
+        frequency_penalty=maybe(st.floats(-2.0, 2.0), 0.0),
+        presence_penalty=maybe(st.floats(-2.0, 2.0), 0.0),
+        logit_bias=maybe(st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=4), None),
+        allowed_token_ids=maybe(TOKENS, None),
+        logprobs=maybe(st.integers(-1, 5), None),
+        min_tokens=draw_from(st.integers(0, 3)),
+    )
+    return SamplingRow(
+        params,
+        seed=draw_from(st.integers(0, 2**64 - 1)),
+        token_ids=tokens,
+        num_prompt_tokens=draw_from(st.integers(1, len(tokens))),
+        stop_token_ids=frozenset(draw_from(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
+        bad_words_token_ids=maybe(
+            st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2), max_size=3), ()
+        ),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(sampling_rows(), min_size=2, max_size=7),
+    seed=st.integers(0, 2**31),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    chunk=st.sampled_from([1, 2 * VOCAB, 1 << 20]),
+)
+def test_a_row_is_the_same_alone_and_among_any_neighbours(rows, seed, dtype, chunk):
+    logits = (torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(gumbel._MAX_ELEMENTS, "cpu", chunk)
+        metadata = SamplingMetadata.build(rows, CPU)
+        together = sample(logits, metadata)
+    processed = process_logits(logits, metadata)
+    asked = list(metadata.logprobs.indices) if metadata.logprobs else []
+    together_logprobs = together.logprobs.to_rows(metadata.logprobs.counts) if asked else []
+    for i, one in enumerate(rows):
+        alone_metadata = SamplingMetadata.build([one], CPU)
+        alone = sample(logits[i : i + 1], alone_metadata)
+        assert torch.equal(process_logits(logits[i : i + 1], alone_metadata)[0], processed[i])
+        assert alone.token_ids[0] == together.token_ids[i] and alone.invalid[0] == together.invalid[i]
+        if i in asked:
+            (expected,) = alone.logprobs.to_rows(alone_metadata.logprobs.counts)
+            assert together_logprobs[asked.index(i)] == expected

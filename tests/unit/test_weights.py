@@ -1,0 +1,368 @@
+"""Checkpoints on disk: every layout that is read, and a complaint that names what does not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fleetfoot.attention.sdpa import SDPABackend
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.models.interface import CausalLM
+from fleetfoot.ops.torch_ops import torch_ops
+from fleetfoot.weights.dummy import fill_dummy
+from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
+from fleetfoot.weights.loading import load_model, reload_weights
+from fleetfoot.weights.slots import WeightError, WeightSlot
+
+Tensors = dict[str, torch.Tensor]
+
+CONTEXT = ModelContext(torch_ops(), SDPABackend(), torch.float32, torch.device("cpu"))
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """On tensors this small, threads do nothing but wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def config(*, tied: bool = False) -> ModelConfig:
+    return ModelConfig("LlamaForCausalLM", 11, 8, 12, 2, 2, 1, 4, 32, tie_word_embeddings=tied)
+
+
+def weights(model: CausalLM) -> Tensors:
+    """A copy of what the slots hold."""
+    values = {slot.name: slot.destination().clone() for slot in model.weight_slots()}
+    model.finish_loading()
+    return values
+
+
+def random_tensors(*, tied: bool = False, seed: int = 0) -> Tensors:
+    return weights(load_model(config(tied=tied), CONTEXT, None, "dummy", seed))
+
+
+def save(folder: Path, tensors: Tensors, file: str = "model.safetensors") -> None:
+    # Each tensor in memory of its own: safetensors refuses those that share.
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / file)
+
+
+def load(folder: Path, *, tied: bool = False, layers: range | None = None) -> Tensors:
+    return weights(load_model(config(tied=tied), CONTEXT, folder, layers=layers))
+
+
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0)
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    save(tmp_path, tensors)
+    save(tmp_path, {"other": torch.ones(1)}, "consolidated.safetensors")  # a layout that is not for us
+    assert_same(load(tmp_path), tensors)
+
+
+def test_a_file_of_another_name(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    save(tmp_path, tensors, "weights.safetensors")
+    save(tmp_path, {"other": torch.ones(1)}, "consolidated.safetensors")
+    assert_same(load(tmp_path), tensors)
+
+
+def save_sharded(folder: Path, tensors: Tensors, *, index: bool = True) -> None:
+    names = list(tensors)
+    shards = {f"model-0000{i}-of-00003.safetensors": names[i - 1 :: 3] for i in (1, 2, 3)}
+    for file, members in shards.items():
+        save(folder, {name: tensors[name] for name in members}, file)
+    if index:
+        weight_map = {name: file for file, members in shards.items() for name in members}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_shards(index: bool, tmp_path: Path) -> None:
+    tensors = random_tensors()
+    save_sharded(tmp_path, tensors, index=index)
+    assert_same(load(tmp_path), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_values_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors().items()}
+    save(tmp_path, tensors)
+    assert_same(load(tmp_path), {name: tensor.float() for name, tensor in tensors.items()})
+
+
+def test_missing_misshapen_and_unexpected_tensors_are_all_named(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    del tensors[Q], tensors[NORM]
+    tensors[K] = torch.zeros(4, 7)
+    tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
+    save(tmp_path, tensors)
+    with pytest.raises(WeightError) as caught:
+        load(tmp_path)
+    assert str(caught.value).splitlines() == [
+        f"the tensors in {tmp_path} do not fit its config.json: 2 missing, 1 misshapen, 1 unexpected",
+        f"  missing {Q}: wanted [8, 8]",
+        f"  misshapen {K}: found [4, 7], wanted [4, 8]",
+        f"  missing {NORM}: wanted [8]",
+        "  unexpected model.layers.7.mlp.up_proj.weight: found [2], wanted nothing of that name",
+    ]
+
+
+def test_ten_are_listed_and_all_counted(tmp_path: Path) -> None:
+    save(tmp_path, {EMBEDDING: random_tensors()[EMBEDDING]})
+    with pytest.raises(WeightError, match="20 missing") as caught:
+        load(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 12
+    assert lines[-1] == "  and 10 more"
+
+
+def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    tensors[Q] = tensors[Q].to(torch.int8)
+    save(tmp_path, tensors)
+    with pytest.raises(
+        WeightError, match=rf"1 quantized\n  quantized {Q}: found I8, wanted one of BF16, F16, F32, F64"
+    ):
+        load(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    save_sharded(tmp_path, random_tensors())
+    path = tmp_path / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(
+        WeightError, match=r"00002-of-00003.safetensors is not a whole safetensors file \(\d+ bytes; an"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"model.safetensors is not a whole safetensors file \(0 bytes"),
+        (b"\xff" * 100, r"model.safetensors is not a whole safetensors file \(100 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n", "a Git LFS pointer .run git lfs pull"),
+    ],
+)
+def test_garbage_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(WeightError, match=message):
+        load(tmp_path)
+
+
+def test_folders_without_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match=r"no \*.safetensors in .*; use load_format dummy"):
+        load(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(
+        WeightError, match=r"holds pytorch_model.bin but no \*.safetensors, the only format that is read"
+    ):
+        load(tmp_path)
+
+
+def test_a_bad_index(tmp_path: Path) -> None:
+    save_sharded(tmp_path, random_tensors())
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(WeightError, match=r"names 1 of 3 files that are absent: model-00002-of-00003.safetensors"):
+        load(tmp_path)
+    for content in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(WeightError, match=r"model.safetensors.index.json has no weight_map from tensor to file"):
+            load(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, random_tensors(), "a.safetensors")
+    save(tmp_path, {Q: torch.zeros(8, 8)}, "b.safetensors")
+    with pytest.raises(WeightError, match=rf"tensor {Q} is in .*b.safetensors and in another file"):
+        load(tmp_path)
+
+
+def test_rotary_frequencies_are_redundant(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    save(tmp_path, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    assert_same(load(tmp_path), tensors)
+
+
+def test_a_tied_matrix_under_either_name_or_both(tmp_path: Path) -> None:
+    tensors = random_tensors(tied=True)
+    assert HEAD not in tensors
+    save(tmp_path, {**tensors, HEAD: tensors[EMBEDDING]})
+    assert_same(load(tmp_path, tied=True), tensors)
+
+    save(tmp_path, {HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()})
+    assert_same(load(tmp_path, tied=True), tensors)
+
+    save(tmp_path, {**tensors, HEAD: tensors[EMBEDDING] + 1})
+    with pytest.raises(WeightError, match=f"{HEAD} differs from {EMBEDDING}, although tie_word_embeddings is true"):
+        load(tmp_path, tied=True)
+
+
+def test_a_nan_does_not_make_tied_copies_differ(tmp_path: Path) -> None:
+    tensors = random_tensors(tied=True)
+    tensors[EMBEDDING][0, 0] = float("nan")
+    save(tmp_path, {**tensors, HEAD: tensors[EMBEDDING]})
+    assert load(tmp_path, tied=True)[EMBEDDING].isnan().sum() == 1
+
+
+def test_an_export_of_the_base_model(tmp_path: Path) -> None:
+    tensors = random_tensors(tied=True)
+    save(tmp_path, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    assert_same(load(tmp_path, tied=True), tensors)
+    with pytest.raises(WeightError, match=rf"1 missing\n  missing {HEAD}: wanted \[11, 8\]\n\(no output head"):
+        load(tmp_path)
+
+    with_head = random_tensors()
+    save(tmp_path, {name.removeprefix("model."): tensor for name, tensor in with_head.items()})
+    assert_same(load(tmp_path), with_head)
+
+
+def test_a_half_prefixed_checkpoint_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    tensors["norm.weight"] = tensors.pop(NORM)
+    save(tmp_path, tensors)
+    with pytest.raises(WeightError, match=rf"missing {NORM}: wanted \[8\]\n  unexpected norm.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_part_of_a_model_takes_its_own_tensors(tied: bool, tmp_path: Path) -> None:
+    tensors = random_tensors(tied=tied)
+    save(tmp_path, tensors)
+    first = load(tmp_path, tied=tied, layers=range(1))
+    last = load(tmp_path, tied=tied, layers=range(1, 2))
+    assert (NORM in first, NORM in last) == (False, True)
+    assert (EMBEDDING in first, EMBEDDING in last) == (True, tied)
+    assert_same({**first, **last}, tensors)
+
+    save(tmp_path, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.ones(1)})
+    with pytest.raises(WeightError, match="1 unexpected"):
+        load(tmp_path, tied=tied, layers=range(1))
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_old_weights(tmp_path: Path) -> None:
+    old, new = random_tensors(seed=1), random_tensors(seed=2)
+    save(tmp_path, old)
+    model = load_model(config(), CONTEXT, tmp_path)
+    save(tmp_path, {name: tensor for name, tensor in new.items() if name != NORM})
+    with pytest.raises(WeightError, match="1 missing"):
+        reload_weights(model, CONTEXT, tmp_path)
+    assert_same(weights(model), old)
+    save(tmp_path, new)
+    reload_weights(model, CONTEXT, tmp_path)
+    assert_same(weights(model), new)
+
+
+def test_dummy_weights() -> None:
+    big = ModelConfig("Qwen3ForCausalLM", 500, 64, 96, 2, 4, 2, 16, 32, qk_norm=True, qkv_bias=True)
+
+    def dummy(seed: int, layers: range | None = None) -> Tensors:
+        return weights(load_model(big, CONTEXT, None, "dummy", seed, layers))
+
+    whole = dummy(0)
+    assert_same(dummy(0), whole)
+    assert_same({**dummy(0, range(1)), **dummy(0, range(1, 2))}, whole)
+    other = dummy(1)
+    for name, tensor in whole.items():
+        if "norm" in name:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+        else:
+            assert not torch.equal(tensor, other[name])
+    assert whole[EMBEDDING].std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(whole["model.layers.0.mlp.up_proj.weight"], whole["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_large_dummy_weights_repeat_no_row() -> None:
+    matrix = torch.empty(1200, 1024)
+    fill_dummy([WeightSlot("matrix", (1200, 1024), lambda: matrix)], seed=0)
+    assert torch.equal(matrix.view(-1)[1048573:], matrix.view(-1)[: 1200 * 1024 - 1048573])
+    assert len(matrix.unique(dim=0)) == 1200
+    assert matrix.std().item() == pytest.approx(0.02, rel=0.01)
+
+
+def test_load_formats(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="load_format is 'gguf'; expected one of auto, safetensors, dummy"):
+        load_model(config(), CONTEXT, tmp_path, "gguf")
+    with pytest.raises(ValueError, match="'auto' reads a folder and none was given; use dummy"):
+        load_model(config(), CONTEXT, None)
+
+
+def test_a_local_folder_is_taken_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    assert resolve_model("~/mine") == tmp_path / "mine"
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("mine") == Path("mine")
+    with caplog.at_level(logging.WARNING):
+        assert resolve_model("mine", revision="v2") == Path("mine")
+    assert "'mine' is a local folder: revision 'v2' has no effect" in caplog.text
+
+
+def test_a_path_that_is_absent_never_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in (str(tmp_path / "gone"), "./gone", "../gone", "~/gone", "~nobody-at-all/gone", "models/gone", "a/b/c"):
+        with pytest.raises(ModelNotFoundError, match=f"model '{name}': no such folder"):
+            resolve_model(name)
+    with pytest.raises(ModelNotFoundError, match="no such folder"):
+        resolve_model(Path("owner/name"))
+    with pytest.raises(ModelNotFoundError, match="model '': give a folder or a Hugging Face hub id"):
+        resolve_model("")
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelNotFoundError, match="'file' is a file; give the folder"):
+        resolve_model("file")
+
+
+def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]):
+        calls.append((name, revision))
+        assert {"*.json", "*.safetensors", "*.jinja"} <= set(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model("owner/name") == tmp_path
+    assert resolve_model("name", revision="v2") == tmp_path
+    assert calls == [("owner/name", None), ("name", "v2")]
+
+
+def test_a_failed_download_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("outgoing traffic has been disabled")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError) as caught:
+        resolve_model("owner/nmae", revision="main")
+    message = str(caught.value)
+    for part in (f"no folder {tmp_path}/owner/nmae", "'owner/nmae' at revision 'main'", "traffic", "HF_HUB_OFFLINE"):
+        assert part in message
+
+
+@pytest.mark.parametrize("name", ["own er/na me", "owner/--x..y"])
+def test_an_impossible_hub_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="HFValidationError"):
+        resolve_model(name)
