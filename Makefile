@@ -15,7 +15,7 @@ TORCH := torch==2.13.0
 .PHONY: demo test check bench clean
 
 demo: .venv/demo
-	$(BIN)/fleetfoot generate --stream --max-tokens 160
+	$(BIN)/fleetfoot generate --stream --prompt "Once upon a time, there was a"
 
 test: .venv/dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

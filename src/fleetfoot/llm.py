@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, cast
@@ -30,9 +32,9 @@ class LLM:
     Use it as a context manager, or call `shutdown`, to give its memory back.
     """
 
-    def __init__(self, model: str | None = None, **keywords: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
         if model is not None:
-            keywords["model"] = str(model)
+            keywords["model"] = os.fspath(model) if isinstance(model, os.PathLike) else model
         self.config = EngineConfig.from_keywords(keywords, owner="LLM")
         self.llm_engine = LLMEngine.from_config(self.config)
         self._num_requests = 0
@@ -58,7 +60,9 @@ class LLM:
             EngineDeadError: the engine has failed.
         """
         many = _as_list(prompts)
-        params = _one_for_each("sampling_params", sampling_params or self.get_default_sampling_params(), many)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _one_for_each("sampling_params", sampling_params, many)
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError("priority was given, but scheduling_policy is 'fcfs'; set scheduling_policy='priority'")
         priorities = _one_for_each("priority", priority if priority is not None else 0, many)
@@ -149,10 +153,11 @@ class LLM:
                 self._num_requests += 1
                 engine.add_request(request_id, prompt, _final_only(wanted), priority=priority)
                 request_ids.append(request_id)
+            mine = set(request_ids)
             with progress_bar(use_tqdm, total=len(prompts), description="Generating") as bar:
                 while len(finished) < len(request_ids):
                     for output in engine.step():
-                        if output.finished:
+                        if output.finished and output.request_id in mine:  # not a stranger's, added by hand
                             finished[output.request_id] = output
                             _advance(bar, output)
         except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine
@@ -169,7 +174,7 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """One prompt or many, as a list."""
     if isinstance(prompts, str | dict):
         return [cast("PromptType", prompts)]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
         raise TypeError(f"prompts is a {type(prompts).__name__}; it must be a prompt or a list of prompts")
     many = list(prompts)
     if many and all(isinstance(entry, int) for entry in many):
@@ -189,6 +194,6 @@ def _final_only(params: SamplingParams) -> SamplingParams:
     """The caller sees the end alone, so nothing is made up for it on the way."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams or a list of them")
-    final = params.clone()
+    final = copy.copy(params)  # admission checks and keeps its own
     final.output_kind = RequestOutputKind.FINAL_ONLY
     return final

@@ -188,14 +188,22 @@ def test_missing_folder_and_foreign_file(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"chat_template": ["x"]}', "chat_template .* is a list"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', "must map token ids"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"1": "a"}}', "must map token ids"),
+        ("chat_template.jinja", b"\xff", "not UTF-8"),
+        ("special_tokens_map.json", "3", "holds a JSON int"),
     ],
 )
-def test_broken_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_broken_files_are_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
     folder = save(byte_level_backend(), tmp_path)
-    (folder / name).write_text(content)
+    (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=message) as caught:
         Tokenizer.from_path(folder)
     assert str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("tokens", [[3], "<x>", [["<x>"]]])
+def test_broken_extra_special_tokens_are_shown(tmp_path: Path, tokens: Any) -> None:
+    with pytest.raises(ValueError, match="extra_special_tokens"):
+        Tokenizer.from_path(save(byte_level_backend(), tmp_path, extra_special_tokens=tokens))
 
 
 def test_settings_that_are_not_applied_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -59,9 +59,7 @@ def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfi
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Fields of `EngineConfig` that the user gave, with their values."""
-    return {
-        name.removeprefix(_PREFIX): value for name, value in vars(arguments).items() if name.startswith(_PREFIX)
-    }
+    return {name.removeprefix(_PREFIX): value for name, value in vars(arguments).items() if name.startswith(_PREFIX)}
 
 
 def help_text(text: str, default: Any) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from fleetfoot.cli.interrupts import StopSignal
 from fleetfoot.cli.numbers import count, numbers_line
 from fleetfoot.cli.sampling_arguments import add_sampling_arguments, sampling_params
 from fleetfoot.cli.start import StartedEngine, started_engine
-from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.inputs import ChatMessage
 from fleetfoot.outputs import RequestMetrics
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
@@ -34,7 +34,8 @@ _COMMANDS = """\
 /system TEXT   set the system message; without TEXT there is none
 /stats         numbers of the last reply and of the chat
 /help          this
-/exit          end; Ctrl-D and a Ctrl-C at the prompt do it too. A Ctrl-C during a reply stops the reply."""
+/exit          end; Ctrl-D and a Ctrl-C at the prompt do it too. A Ctrl-C during a reply stops the reply.
+A message that begins with a slash needs a space before it."""
 
 _EPILOG = f"""\
 in the chat:
@@ -81,6 +82,15 @@ def _chat_template(wanted: str | None, tokenizer: Tokenizer, model: str) -> str 
     return wanted
 
 
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    text: str
+    reason: str | None
+    """Why it ended: ``stop``, ``length``, ``abort`` or ``error``."""
+    problem: str | None = None
+    """What went wrong, with ``error``."""
+
+
 class Chat:
     """Reads turns, and has the model reply to each."""
 
@@ -107,13 +117,12 @@ class Chat:
         if self._is_interactive:
             _tell(f"{self._title}. /help shows the commands.")
         failed = False
-        with contextlib.closing(self._lines()) as lines:
-            for line in lines:
-                if line.startswith("/"):
-                    if not self._obey(line):
-                        break
-                elif line.strip():
-                    failed |= not self._turn(line)
+        for line in self._lines():
+            if line.startswith("/"):
+                if not self._obey(line):
+                    break
+            elif line.strip():
+                failed |= not self._turn(line)
         return 1 if failed and not self._is_interactive else 0
 
     def _lines(self) -> Iterator[str]:
@@ -136,8 +145,8 @@ class Chat:
 
     def _obey(self, line: str) -> bool:
         """Do what a line that begins with a slash says. False: end."""
-        name, _, text = line.partition(" ")
-        match name.strip():
+        name, *rest = line.split(maxsplit=1)
+        match name:
             case "/exit":
                 return False
             case "/help":
@@ -146,7 +155,7 @@ class Chat:
                 self.conversation.reset()
                 _tell("the conversation is forgotten")
             case "/system":
-                self.conversation.system = text.strip() or None
+                self.conversation.system = rest[0].strip() if rest else None
                 _tell("the system message is set" if self.conversation.system else "there is no system message now")
             case "/stats":
                 _tell(self._stats())
@@ -160,7 +169,7 @@ class Chat:
         stats = self._engine.stats()
         return (
             f"last reply: {numbers_line(self._replies[-1:], self._last_s)}\n"
-            f"chat: {count(len(self._replies), 'reply').replace('replys', 'replies')}, "
+            f"chat: {count(len(self._replies), 'reply', 'replies')}, "
             f"{count(len(self.conversation.turns), 'turn')} remembered, {stats.num_prompt_tokens} tokens in "
             f"({stats.scheduler.prefix_cache_hits} from the prefix cache), {stats.num_generation_tokens} out"
         )
@@ -168,67 +177,67 @@ class Chat:
     # --- a turn -----------------------------------------------------------------------------------------------------
 
     def _turn(self, text: str) -> bool:
-        """Ask, and print the reply. False: there is none, and the turn is forgotten."""
+        """Ask, and print the reply; a turn without a reply is forgotten. False: it was refused or has failed."""
         self.conversation.ask(text)
         try:
-            reserve = self._limit // 4
-            if self._params.max_tokens is not None:
-                reserve = min(reserve, self._params.max_tokens)
-            prompt = fit(self.conversation, self._tokenize, limit=self._limit, reserve=reserve)
-            if prompt.num_dropped:
-                _tell(f"(the conversation grew too long: its first {count(prompt.num_dropped, 'turn')} were forgotten)")
-            reply, reason, problem = self._reply(prompt.token_ids)
-        except (ValueError, TypeError) as error:  # refused: the chat goes on
-            problem, reply, reason = str(error), "", "error"
-        if reply or reason in ("stop", "length"):
-            self.conversation.answer(reply)
+            reply = self._reply(self._prompt())
+        except (ValueError, TypeError) as error:  # refused before anything was generated: the chat goes on
+            reply = _Reply("", "error", str(error))
+        if reply.text or reply.reason in ("stop", "length"):
+            self.conversation.answer(reply.text)
         else:
             self.conversation.take_back()
-        if reason == "error":
-            _tell(f"fleetfoot chat: error: {problem}")
-        elif reason == "abort":
-            _tell("(stopped)" if reply else "(stopped before the first word: the turn is forgotten)")
-        return reason != "error"
+        if reply.problem:
+            _tell(f"fleetfoot chat: error: {reply.problem}")
+        elif reply.reason == "abort":
+            _tell("(stopped)" if reply.text else "(stopped before the first word: the turn is forgotten)")
+        return not reply.problem
+
+    def _prompt(self) -> list[int]:
+        """Token ids of the conversation, which forgets its beginning where it is too long."""
+        reserve = self._limit // 4
+        if self._params.max_tokens is not None:
+            reserve = min(reserve, self._params.max_tokens)
+        prompt = fit(self.conversation, self._tokenize, limit=self._limit, reserve=reserve)
+        if prompt.num_dropped:
+            _tell(
+                f"(the conversation grew too long; forgotten from its beginning: {count(prompt.num_dropped, 'turn')})"
+            )
+        return prompt.token_ids
 
     def _tokenize(self, messages: list[ChatMessage]) -> list[int]:
         return self._tokenizer.apply_chat_template_ids(messages, chat_template=self._template)
 
-    def _reply(self, token_ids: list[int]) -> tuple[str, str | None, object]:
+    def _reply(self, token_ids: list[int]) -> _Reply:
         """Stream one reply to standard output.
 
-        Returns:
-            Its text, the finish reason, and what went wrong where that is ``error``.
+        Raises:
+            ValueError, TypeError: the engine refuses the request.
         """
         request_id = str(self._num_requests)
         self._num_requests += 1
         room = self._limit - len(token_ids)
         wanted = room if self._params.max_tokens is None else min(room, self._params.max_tokens)
+        params = dataclasses.replace(self._params, max_tokens=wanted)
         begin = time.perf_counter()
-        self._engine.add_request(
-            request_id, {"prompt_token_ids": token_ids}, dataclasses.replace(self._params, max_tokens=wanted)
-        )
+        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
         parts: list[str] = []
-        try:
-            with StopSignal() as stop:
-                is_stopping = False
-                while True:
-                    for output in self._engine.step():
-                        completion = output.outputs[0]
-                        parts.append(completion.text)
-                        print(completion.text, end="", flush=True)
-                        if output.finished:
-                            print(flush=True)
-                            self._replies.append(output.metrics)
-                            self._last_s = time.perf_counter() - begin
-                            return "".join(parts), completion.finish_reason, completion.stop_reason
-                    if stop.is_set and not is_stopping:
-                        is_stopping = True
-                        self._engine.abort_request(request_id)
-        except EngineDeadError:
-            raise
-        except BaseException:  # the reader has left, or Ctrl-C twice: nobody waits for this reply any more
-            self._engine.discard([request_id])
-            raise
+        is_stopping = False
+        with StopSignal() as stop:
+            while True:
+                for output in self._engine.step():
+                    completion = output.outputs[0]
+                    parts.append(completion.text)
+                    print(completion.text, end="", flush=True)
+                    if output.finished:
+                        print(flush=True)
+                        self._replies.append(output.metrics)
+                        self._last_s = time.perf_counter() - begin
+                        problem = str(completion.stop_reason) if completion.finish_reason == "error" else None
+                        return _Reply("".join(parts), completion.finish_reason, problem)
+                if stop.is_set and not is_stopping:
+                    is_stopping = True
+                    self._engine.abort_request(request_id)
 
 
 def _ask(prompt: str) -> str:

@@ -46,5 +46,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
     )
     command.add_arguments(parser)
     if command.run is not None:
+        parser.usage = f"{parser.prog} [FLAG ...]"  # all of them would fill the screen before each error
         parser.add_argument("--verbose", action="store_true", help="log what happens, and show tracebacks of errors")
         parser.set_defaults(run=command.run, parser=parser)

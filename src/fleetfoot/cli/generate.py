@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fleetfoot.cli.arguments import add_engine_arguments
 from fleetfoot.cli.command import Command, UsageError, usage_errors
-from fleetfoot.cli.json_output import dump_json, request_json
+from fleetfoot.cli.json_output import dump_array, request_json
 from fleetfoot.cli.numbers import count, numbers_line
 from fleetfoot.cli.prompts import read_prompts
 from fleetfoot.cli.sampling_arguments import add_sampling_arguments, sampling_params
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
         finished = _generate(started.engine, request_ids, printer if arguments.stream else None)
         duration_s = time.perf_counter() - begin
         if arguments.json:
-            print(dump_json([request_json(output) for output in finished]))
+            print(dump_array([request_json(output) for output in finished]))
         elif not arguments.stream:
             for output in finished:
                 printer.take(output)

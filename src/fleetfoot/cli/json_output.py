@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from fleetfoot.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fleetfoot.sampling.logprob import Logprob
 
 
-def dump_json(value: Any) -> str:
-    """Indented by two, plain ASCII (any terminal and any pipe takes it), and strict: NaN is an error."""
+def dump_object(value: dict[str, Any]) -> str:
+    """Indented, for people to read too; plain ASCII, which any terminal and any pipe takes; NaN is an error."""
     return json.dumps(value, indent=2, allow_nan=False)
+
+
+def dump_array(values: Sequence[dict[str, Any]]) -> str:
+    """The same with an entry on each line: indented, token ids would fill a screen each."""
+    return "[\n" + ",\n".join(json.dumps(value, allow_nan=False) for value in values) + "\n]"
 
 
 def request_json(output: RequestOutput) -> dict[str, Any]:

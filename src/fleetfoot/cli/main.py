@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fleetfoot._version import __version__
 from fleetfoot.cli import bench, chat, generate
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(make_parser(), argv)
     except SystemExit as exit:  # argparse has printed help, the version or an error
         return exit.code if isinstance(exit.code, int) else 0
-    with logs_on_stderr(verbose=arguments.verbose):
+    with logs_on_stderr(verbose=arguments.verbose), _any_text_on_stdout():
         return _run(arguments)
 
 
@@ -99,6 +100,21 @@ def _run(arguments: argparse.Namespace) -> int:
         if not arguments.verbose:
             print("(--verbose shows the traceback)", file=sys.stderr)
         return EXIT_FAILURE
+
+
+@contextlib.contextmanager
+def _any_text_on_stdout() -> Iterator[None]:
+    """A model may write what the terminal's encoding does not have: that becomes a question mark, not an error."""
+    stream = sys.stdout
+    if not isinstance(stream, io.TextIOWrapper):
+        yield
+        return
+    errors = stream.errors
+    stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        stream.reconfigure(errors=errors)
 
 
 def _complain(message: str, verbose: bool) -> None:

@@ -27,6 +27,6 @@ def numbers_line(metrics: Sequence[RequestMetrics], duration_s: float) -> str:
     return ", ".join(parts)
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str | None = None) -> str:
     """``1 prompt``, ``2 prompts``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -32,10 +32,13 @@ def add_sampling_arguments(
         if field.name in NOT_A_FLAG or field.name in leave_out:
             continue
         flag = _FLAGS[field.name]
+        shown = field.default
+        if field.name in defaults:
+            shown = "none" if defaults[field.name] is None else defaults[field.name]
         options: dict[str, Any] = {
             "dest": _PREFIX + field.name,
             "default": defaults.get(field.name, argparse.SUPPRESS),
-            "help": help_text(flag.help, defaults.get(field.name, field.default)),
+            "help": help_text(flag.help, shown),
         }
         if flag.read is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -53,9 +56,7 @@ def sampling_params(arguments: argparse.Namespace, output_kind: RequestOutputKin
     Raises:
         ValueError: a value is out of its range; the message names field and value.
     """
-    given = {
-        name.removeprefix(_PREFIX): value for name, value in vars(arguments).items() if name.startswith(_PREFIX)
-    }
+    given = {name.removeprefix(_PREFIX): value for name, value in vars(arguments).items() if name.startswith(_PREFIX)}
     for name in ("stop_token_ids", "allowed_token_ids"):
         if name in given:
             given[name] = [token_id for part in given[name] for token_id in part]
@@ -107,9 +108,7 @@ _FLAGS = {
     "top_p": _Flag(float, "sample from the most probable tokens that together have this probability; 1 is off"),
     "top_k": _Flag(int, "sample from this many most probable tokens; 0 is off", "N"),
     "min_p": _Flag(float, "sample from tokens at least this probable relative to the most probable one; 0 is off"),
-    "seed": _Flag(
-        int, "of the request's samples, which it makes repeatable; without it they follow from --engine-seed", "N"
-    ),
+    "seed": _Flag(int, "makes samples repeatable, whatever else runs; without it they follow from --engine-seed", "N"),
     "stop": _Flag(str, "strings that end the output when they appear in it", "TEXT", is_list=True),
     "stop_token_ids": _Flag(token_ids, "tokens that end the output, beside the model's own", "ID", is_list=True),
     "ignore_eos": _Flag(bool, "go on past the model's end tokens"),

@@ -76,6 +76,7 @@ class Admission:
             raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
+        params = params.clone()  # checked once more, as fields may have been assigned, and out of the caller's hands
         params.validate_for_model(
             vocab_size=self.vocab_size, max_logprobs=self.max_logprobs, has_tokenizer=self.tokenizer is not None
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -51,9 +52,9 @@ class AsyncLLM:
         keywords: the fields of `EngineConfig`.
     """
 
-    def __init__(self, model: str | None = None, **keywords: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
         if model is not None:
-            keywords["model"] = str(model)
+            keywords["model"] = os.fspath(model) if isinstance(model, os.PathLike) else model
         config = EngineConfig.from_keywords(keywords, owner="AsyncLLM")
         self._start(LLMEngine.from_config(config))
 
@@ -112,7 +113,9 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their generators yield a last output with ``finish_reason`` "abort". Unknown ids are no error."""
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._submit_if_alive(lambda: self._engine.abort_request(request_ids))
+        if not all(isinstance(entry, str) for entry in request_ids):
+            raise TypeError(f"request_id is {request_id!r}; it must be a string, or hold strings")
+        self._submit_if_alive(lambda: self._abort(request_ids))
 
     @property
     def is_running(self) -> bool:
@@ -165,8 +168,8 @@ class AsyncLLM:
     def _death(self) -> EngineDeadError:
         if self._cause is None:
             return EngineDeadError("the engine was shut down")
-        error = EngineDeadError(str(self._cause))
-        error.__cause__ = self._cause
+        error = EngineDeadError(str(self._cause))  # one for each who waits: a traceback belongs to one of them
+        error.__cause__ = self._cause.__cause__ if isinstance(self._cause, EngineDeadError) else self._cause
         return error
 
     # --- in the engine's thread -------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ class AsyncLLM:
             while self._obey():
                 for output in self._engine.step():
                     self._deliver(output)
-        except Exception as error:
+        except BaseException as error:  # whatever it is, those who wait must hear of it
             logger.exception("the engine's thread ends")
             self._cause = error
         with self._wake:
@@ -191,9 +194,10 @@ class AsyncLLM:
         with self._wake:
             while not (self._commands or self._stopping or self._engine.has_unfinished_requests()):
                 self._wake.wait()
-            commands, self._commands = self._commands, deque()
-        for command, _ in commands:
+        while self._commands:
+            command, _ = self._commands[0]
             command()
+            self._commands.popleft()  # only now: were it to raise, whoever waits for it must be found
         return not self._stopping
 
     def _add(
@@ -205,6 +209,11 @@ class AsyncLLM:
             mailbox.put(error)
         else:
             self._mailboxes[request_id] = mailbox
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._engine.abort_request(request_ids)
+        for output in self._engine.take_owed():  # before a new request takes over one of the ids
+            self._deliver(output)
 
     def _discard(self, request_id: str, mailbox: _Mailbox) -> None:
         if self._mailboxes.get(request_id) is mailbox:

@@ -81,6 +81,8 @@ class EngineCore:
         queued = self._launch()
         if len(self._queue) > self._depth or (self._queue and not queued):
             return self._retire()
+        if not self._queue and self.scheduler.has_unfinished:
+            raise RuntimeError(f"requests wait for nothing, and none can be scheduled: {self.scheduler.stats()}")
         return None
 
     def _launch(self) -> bool:

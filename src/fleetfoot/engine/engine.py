@@ -74,6 +74,8 @@ class LLMEngine:
             raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
         if self._outputs.has(request_id):
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+        if priority and not self.core.scheduler.config.priority:
+            raise ValueError(f"priority is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'")
         admitted = self.admission.admit(request_id, prompt, params, priority=priority)
         added = []
         try:
@@ -89,6 +91,8 @@ class LLMEngine:
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; ids that are not known, or have ended, are no error. The next `step` delivers their outputs."""
+        if self._cause is not None:
+            return  # nothing runs any more, and the books may be half written
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             sequence_ids, output = self._outputs.abort(request_id)
             for sequence_id in sequence_ids:
@@ -102,6 +106,11 @@ class LLMEngine:
         self.abort_request(discarded)
         self._owed = [output for output in self._owed if output.request_id not in discarded]
 
+    def take_owed(self) -> list[RequestOutput]:
+        """The outputs of aborted requests now, instead of with the next step."""
+        owed, self._owed = self._owed, []
+        return owed
+
     def has_unfinished_requests(self) -> bool:
         return bool(self._outputs.num_unfinished or self._owed or self.core.has_work)
 
@@ -112,17 +121,19 @@ class LLMEngine:
             EngineDeadError: the engine has ended, now or before; the first cause is chained.
         """
         self._check_alive()
-        owed, self._owed = self._owed, []
+        owed = self.take_owed()
         try:
             taken = self.core.step()
             if taken is None:
                 return owed
             results, output = taken
             return owed + self._outputs.process(results, output, self._clock())
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: a step that was cut short leaves the books half written
             self._cause = error
-            logger.error("the engine has failed with %d requests under way: %s", self._outputs.num_unfinished, error)
-            raise EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}") from error
+            logger.error("the engine has failed with %d requests under way: %r", self._outputs.num_unfinished, error)
+            if not isinstance(error, Exception):
+                raise
+            raise _dead(error) from error
 
     def stats(self) -> EngineStats:
         return self.stats_collector.snapshot(self.core.scheduler.stats())
@@ -142,7 +153,11 @@ class LLMEngine:
 
     def _check_alive(self) -> None:
         if self._cause is not None:
-            cause = self._cause
-            raise EngineDeadError(f"the engine has failed: {type(cause).__name__}: {cause}") from cause
+            raise _dead(self._cause) from self._cause
         if self._is_shut_down:
             raise EngineDeadError("the engine was shut down")
+
+
+def _dead(cause: BaseException) -> EngineDeadError:
+    message = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+    return EngineDeadError(f"the engine has failed: {message}")

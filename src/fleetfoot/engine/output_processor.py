@@ -152,7 +152,7 @@ class OutputProcessor:
                 continue  # it ended by a stop string while this step was in flight
             state = sequence.state
             if output.prompt_logprobs and result.index in output.prompt_logprobs:
-                self._take_prompt_logprobs(state, output.prompt_logprobs[result.index])
+                self._take_prompt_logprobs(state, *output.prompt_logprobs[result.index])
             new_token_ids = result.new_token_ids
             if new_token_ids:
                 new_token_ids = self._take_text(sequence, new_token_ids)
@@ -161,6 +161,7 @@ class OutputProcessor:
                 if result.index in output.logprobs:
                     self._take_logprobs(sequence, output.logprobs[result.index][: len(new_token_ids)])
             if request.is_finished and sequence.finish_reason is None:
+                sequence.text.finish()
                 self._end(sequence, request.finish_reason, request.stop_reason)
             if state.kind is not FINAL_ONLY or not state.num_unfinished:
                 touched[id(state)] = state
@@ -191,8 +192,6 @@ class OutputProcessor:
             if not request.is_finished:
                 self._stop_sequence(request.request_id, stop)
             self._end(sequence, "stop", stop)
-        elif request.is_finished:
-            sequence.text.finish()
         return new_token_ids
 
     def _take_times(self, sequence: _Sequence, count: int, now: float) -> None:
@@ -211,10 +210,11 @@ class OutputProcessor:
             sequence.logprobs.append(logprob_dict(*entry, self._decode))
             sequence.total_logprob += entry.logprobs[0]
 
-    def _take_prompt_logprobs(self, state: _RequestState, entries: list[RowLogprobs]) -> None:
+    def _take_prompt_logprobs(self, state: _RequestState, position: int, entries: list[RowLogprobs]) -> None:
+        """Keep what is new: each copy, and a prompt computed again after a preemption, brings the same once more."""
         collected = state.prompt_logprobs
-        if collected is not None and len(collected) + len(entries) <= len(state.admitted.prompt_token_ids):
-            collected += [logprob_dict(*entry, self._decode) for entry in entries]  # of one sequence: all have the same
+        if collected is not None:
+            collected += [logprob_dict(*entry, self._decode) for entry in entries[len(collected) - position :]]
 
     def _end(self, sequence: _Sequence, reason: str | None, stop_reason: int | str | None) -> None:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason

@@ -48,7 +48,14 @@ class Worker:
         with _phase("KV cache"):
             budget = kv_budget(self.plan, self._free_bytes())
             layout = KVLayout.of(self.plan.model, budget.num_blocks, self.plan.config.block_size, self.plan.dtype)
-            self.runner.initialize_kv_cache(layout)
+            try:
+                self.runner.initialize_kv_cache(layout)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise ValueError(
+                    f"no memory for a KV cache of {layout.num_blocks:,} blocks ({layout.num_bytes:,} bytes, from "
+                    f"{budget.reason}) and the state of max_num_seqs={self.plan.config.max_num_seqs:,} requests: "
+                    f"{error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
+                ) from error
         with _phase("warm-up"):
             self.runner.warm_up()
         return layout

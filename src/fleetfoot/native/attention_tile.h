@@ -16,7 +16,7 @@
 #define TILE 256  /* positions of one softmax */
 #define STRIP 64  /* positions whose keys are transposed at once; they stay in the first-level cache */
 #define CHUNK 16  /* positions come in groups of this many: a multiple of VL for every instruction set */
-#define ROWS 72   /* query rows of a tile: a multiple of BLOCK_ROWS, enough to pay for the transposition */
+#define ROWS 96    /* query rows of a tile: a multiple of BLOCK_ROWS, enough to pay for the transposition */
 #define BLOCK_ROWS 6 /* rows whose sums stand in registers together */
 #define MAX_HEAD_DIM 256
 
@@ -50,7 +50,7 @@ typedef struct {
  * time goes into waiting for memory. */
 INLINE void prefetch_lines(const char *const *rows, int64_t offset) {
     UNROLL
-    for (int i = 0; i < VL; i++) __builtin_prefetch(rows[i] + offset, 0, LOC);
+    for (int i = 0; i < VL; i++) __builtin_prefetch(rows[i] + offset);
 }
 
 /* Keys of positions begin .. end of the tile (multiples of CHUNK) into ws->keys, transposed. */
@@ -63,7 +63,7 @@ INLINE void transpose_keys(workspace *ws, int strip, int begin, int end, int til
         for (int64_t unit = 0; unit < row_units; unit += 4) {
             if (unit % 16 == 0) {
                 prefetch_lines(rows, side_bytes + unit * 4);
-                if (p + AHEAD < tile_end) prefetch_lines(rows + AHEAD, unit * 4);
+                if (p + CHUNK < tile_end) prefetch_lines(rows + CHUNK, unit * 4);
             }
             vu part[4];
             transpose_4(rows, unit * 4, part);

@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _I,
         (_P, _P, _L, _P, _L, _L, _L, _L, _L, _P, _P, _P, _L, _P, _P, _F, _L, _I, _I, _I, _I, _I, _I),
     ),
+    "choose_tokens": (_I, (_P, _P, _L, _L, _L, _P, _P, _P, _I, _I)),
     "paged_attention": (
         _I,
         (_P, _P, _L, _L, _P, _L, _L, _L, _L, _L, _P, _P, _P, _L, _L, _I, _I, _I, _I, _I, _F, _I, _I, _I),
@@ -54,6 +55,7 @@ class Kernels:
     silu_and_mul: Callable[..., None]
     rope_and_cache: Callable[..., int]
     paged_attention: Callable[..., int]
+    choose_tokens: Callable[..., int]
 
 
 @cache
@@ -115,5 +117,5 @@ def check_status(status: int, kernel: str) -> None:
         raise MemoryError(f"{kernel}: no memory for the workspace")
     if status == 2:
         raise ValueError(
-            f"{kernel}: the step's metadata is not sound: a block id, slot, position or length lies outside of its tensor"
+            f"{kernel}: the step's metadata is not sound: a block id, slot, position or length is outside of its tensor"
         )

@@ -66,6 +66,14 @@ INLINE vi lane_index(void) {
 INLINE vf select_float(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vi select_int(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
 
+/* Whether any lane of a mask is set. */
+INLINE int any(vi mask) {
+    uint64_t words[VL / 2], set = 0;
+    memcpy(words, &mask, sizeof words);
+    for (int i = 0; i < VL / 2; i++) set |= words[i];
+    return set != 0;
+}
+
 INLINE vf multiply_add(vf a, vf b, vf c) {
 #if VL == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -97,22 +105,27 @@ INLINE vf load_f32(const float *p) {
 
 INLINE void store_f32(float *p, vf x) { memcpy(p, &x, sizeof x); }
 
+INLINE vf widen_bf16(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+
 INLINE vf load_bf16(const uint16_t *p) {
     vh x;
     memcpy(&x, p, sizeof x);
-    return (vf)(__builtin_convertvector(x, vu) << 16);
+    return widen_bf16(x);
 }
 
-/* To the nearest, ties to even; NaN stays NaN. */
-INLINE vu round_bf16(vf x) {
-    vu bits = (vu)x;
-    vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    vi is_nan = x != x;
-    return ((vu)is_nan & 0x7fc0) | (~(vu)is_nan & rounded);
+/* To the nearest, ties to even; NaN stays NaN. (The hardware's own rounding takes numbers below 2^-126 for 0.) */
+INLINE vh round_bf16(vf x) {
+#if HAVE_BF16_DOT
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+    const vu bits = (vu)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const vi is_nan = x != x;
+    return __builtin_convertvector(((vu)is_nan & 0x7fc0) | (~(vu)is_nan & rounded), vh);
+#endif
 }
 
 INLINE void store_bf16(uint16_t *p, vf x) {
-    vh narrow = __builtin_convertvector(round_bf16(x), vh);
+    const vh narrow = round_bf16(x);
     memcpy(p, &narrow, sizeof narrow);
 }
 
@@ -130,7 +143,7 @@ INLINE void store(void *base, int64_t index, vf x, int dtype) {
 }
 
 /* x as it reads after it has been stored. */
-INLINE vf rounded(vf x, int dtype) { return dtype == FF_BFLOAT16 ? (vf)(round_bf16(x) << 16) : x; }
+INLINE vf rounded(vf x, int dtype) { return dtype == FF_BFLOAT16 ? widen_bf16(round_bf16(x)) : x; }
 
 INLINE float load_one(const void *base, int64_t index, int dtype) {
     if (dtype == FF_FLOAT32) return ((const float *)base)[index];
@@ -144,7 +157,7 @@ INLINE void store_one(void *base, int64_t index, float x, int dtype) {
     if (dtype == FF_FLOAT32)
         ((float *)base)[index] = x;
     else
-        ((uint16_t *)base)[index] = (uint16_t)round_bf16(splat(x))[0];
+        ((uint16_t *)base)[index] = round_bf16(splat(x))[0];
 }
 
 INLINE int64_t element_size(int dtype) { return dtype == FF_BFLOAT16 ? 2 : 4; }

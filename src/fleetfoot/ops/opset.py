@@ -43,6 +43,16 @@ class PrepareLinear(Protocol):
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear: ...
 
 
+class ChooseTokens(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class OpSet:
     """One implementation of every operation. ``torch`` runs anywhere; ``native`` and ``triton`` are its fast twins."""
@@ -61,3 +71,6 @@ class OpSet:
     return ``query [num_tokens, num_heads, head_dim]``."""
     prepare_linear: PrepareLinear
     """Arrange ``weight [out, in]`` once for the device; the result maps ``x [n, in]`` -> ``[n, out]``."""
+    choose_tokens: ChooseTokens
+    """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw from ``softmax(logits / temperature)`` for rows
+    whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fleetfoot.ops.native_ops import native_available, native_ops
 from fleetfoot.ops.opset import OpSet
 from fleetfoot.ops.torch_ops import torch_ops
 
@@ -12,4 +13,6 @@ def select_ops(device_type: str, *, native: bool = True) -> OpSet:
     Args:
         native: False keeps to torch on a CPU, also where the native library loads.
     """
+    if device_type == "cpu" and native and native_available()[0]:
+        return native_ops()
     return torch_ops()

@@ -62,8 +62,9 @@ class ModelRunnerOutput:
     """For each of the first ``num_sampled`` rows, the new tokens (one, or more with speculative decoding)."""
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     """Batch index -> an entry for each new token, for requests that asked for logprobs."""
-    prompt_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
-    """Batch index -> entries for the prompt tokens of this chunk (the prompt's first token has none)."""
+    prompt_logprobs: dict[int, tuple[int, list[RowLogprobs]]] = field(default_factory=dict)
+    """Batch index -> (position of the first of them in the prompt, entries for the prompt tokens that this chunk
+    predicts). The prompt's first token has none; after a preemption the same ones come again."""
     invalid: dict[int, str] = field(default_factory=dict)
     """Batch index -> why its token means nothing (logits that are not numbers)."""
 

@@ -11,6 +11,7 @@ and touch nothing that did not change.
 
 from __future__ import annotations
 
+import sys
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
@@ -445,6 +446,9 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix: KV of other weights, say. Running requests keep their own blocks."""
         self.pool.forget()
+        for request in self.running:
+            # what it goes on to compute stands on what is forgotten, so nobody else may hit it
+            request.num_published = sys.maxsize
 
     def check_idle(self) -> None:
         """With nothing running, everything must be free again. Costs next to nothing, so it is always on.

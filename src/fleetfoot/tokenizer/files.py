@@ -57,10 +57,14 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     if isinstance(extra, Mapping):
         named.update({name: value for name, value in extra.items() if _is_token_spec(value)})
         extra = []
+    if not isinstance(extra, list) or not all(map(_is_token_spec, extra)):
+        raise ValueError(
+            f"extra_special_tokens of the tokenizer in {folder} is {extra!r}; a list of tokens is expected"
+        )
     return TokenizerFiles(
         tokenizer_json=tokenizer_json,
         special_tokens=named,
-        extra_special_tokens=list(extra),
+        extra_special_tokens=extra,
         added_tokens=_read_added_tokens(folder, settings.get("added_tokens_decoder", {})),
         chat_templates=_read_chat_templates(folder, settings.get("chat_template")),
         settings=settings,
@@ -103,6 +107,13 @@ def _list_names(folder: Path) -> str:
     return f"the folder holds {', '.join(names[:_MAX_NAMES_LISTED])}{more}"
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+
+
 def _read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; an empty one when there is no such file."""
     if not path.is_file():
@@ -132,9 +143,9 @@ def _read_chat_templates(folder: Path, configured: object) -> dict[str, str]:
     """Chat templates by name. Template files outrank the `chat_template` entry of tokenizer_config.json."""
     templates = {}
     if (folder / CHAT_TEMPLATE_FILE).is_file():
-        templates["default"] = (folder / CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
+        templates["default"] = _read_text(folder / CHAT_TEMPLATE_FILE)
     for path in sorted((folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja")):
-        templates[path.name.removesuffix(".jinja")] = path.read_text(encoding="utf-8")
+        templates[path.name.removesuffix(".jinja")] = _read_text(path)
     if templates or configured is None:
         return templates
     if isinstance(configured, str):

@@ -1,4 +1,4 @@
-"""A stream for any decoder: decodes a short window of tokens, twice, and releases the difference."""
+"""A stream for any decoder: decodes a short window of tokens, twice for each token, and releases the difference."""
 
 from __future__ import annotations
 

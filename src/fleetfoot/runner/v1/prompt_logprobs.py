@@ -13,13 +13,13 @@ from fleetfoot.sampling.logprobs import prompt_logprobs
 
 def collect_prompt_logprobs(
     model: CausalLM, host: HostState, hidden: torch.Tensor, inputs: StepInputs
-) -> dict[int, list[RowLogprobs]]:
-    """Batch index -> an entry for each prompt token that a position of this step predicts.
+) -> dict[int, tuple[int, list[RowLogprobs]]]:
+    """Batch index -> (position of the first, an entry for each prompt token that a position of this step predicts).
 
     Args:
         hidden: ``[num_tokens, hidden_size]``, in batch order.
     """
-    found: dict[int, list[RowLogprobs]] = {}
+    found: dict[int, tuple[int, list[RowLogprobs]]] = {}
     for index, row in enumerate(inputs.rows.tolist()):
         request = host.request(row)
         wanted = request.params.prompt_logprobs
@@ -34,5 +34,5 @@ def collect_prompt_logprobs(
         tensors = prompt_logprobs(
             hidden[first : first + count], targets, wanted, model.compute_logits, model.config.vocab_size
         )
-        found[index] = tensors.to_rows()
+        found[index] = (begin + 1, tensors.to_rows())
     return found

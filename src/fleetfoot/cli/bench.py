@@ -1,0 +1,273 @@
+"""`fleetfoot bench`: how fast the engine is, as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetfoot.cli.arguments import add_engine_arguments, given_settings
+from fleetfoot.cli.bench_load import Samples, run_load
+from fleetfoot.cli.bench_report import report, summary
+from fleetfoot.cli.bench_workload import BenchRequest, Lengths, Workload
+from fleetfoot.cli.command import Command, UsageError, add_command, usage_errors
+from fleetfoot.cli.json_output import dump_object
+from fleetfoot.cli.prompts import read_prompts_file
+from fleetfoot.cli.start import StartedEngine, started_engine
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.utils.progress import progress_bar
+
+if TYPE_CHECKING:
+    from fleetfoot.engine.engine import LLMEngine
+
+_EPILOG = """\
+The result is one JSON object: benchmark, versions, machine, engine, settings, results. docs/benchmarks.md describes
+its fields and how they are measured. Times of many samples are objects of mean, p50, p90, p95, p99, max and count.
+The progress bar shows on a terminal only, so that drawing it does not disturb what a script measures."""
+
+_WARM_UP, _MEASURED = 1, 2
+"""Random streams, so that nothing measured was seen before."""
+
+_INPUT_LEN = Lengths(512, 512)
+"""Of a throughput benchmark without --input-len and --prompts-file."""
+
+
+# --- latency ---------------------------------------------------------------------------------------------------------
+
+
+def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_number(parser, "--input-len", 32, "tokens of each prompt")
+    _add_number(parser, "--output-len", 128, "tokens to generate for each")
+    _add_number(parser, "--batch-size", 8, "requests that start together")
+    _add_number(parser, "--num-iters", 10, "batches to measure, one after the other")
+    _add_number(parser, "--num-warmup", 2, "batches before them that do not count", least=0)
+    _add_shared_arguments(parser)
+
+
+def _run_latency(arguments: argparse.Namespace) -> int:
+    with _started(arguments) as started:
+        workload = Workload(
+            vocab_size=started.engine.admission.vocab_size,
+            input_len=Lengths(arguments.input_len, arguments.input_len),
+            output_len=Lengths(arguments.output_len, arguments.output_len),
+            seed=arguments.seed,
+        )
+        count = arguments.batch_size
+        warm_up = [workload.random_requests(count, stream=(_WARM_UP, i)) for i in range(arguments.num_warmup)]
+        measured = [workload.random_requests(count, stream=(_MEASURED, i)) for i in range(arguments.num_iters)]
+        samples = _measure(started, warm_up, measured, arguments.temperature)
+        settings = _settings(arguments, "input_len", "output_len", "batch_size", "num_iters", "num_warmup")
+        return _finish(report("latency", started, settings, samples), arguments.output)
+
+
+# --- throughput ------------------------------------------------------------------------------------------------------
+
+
+def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_number(parser, "--num-prompts", None, "requests (default: 100, or all of --prompts-file)")
+    parser.add_argument(
+        "--input-len",
+        type=Lengths.parse,
+        metavar="N[:M]",
+        help=f"tokens of a prompt, or a range to draw from evenly, both ends included (default: {_INPUT_LEN})",
+    )
+    parser.add_argument(
+        "--output-len",
+        type=Lengths.parse,
+        default=Lengths(128, 128),
+        metavar="N[:M]",
+        help="tokens to generate, or a range (default: 128)",
+    )
+    _add_number(parser, "--prefix-len", 0, "tokens at the beginning of prompts that all have in common", least=0)
+    parser.add_argument(
+        "--prompts-file", metavar="FILE", help="prompts to use instead of random tokens, as for `fleetfoot generate`"
+    )
+    parser.add_argument(
+        "--request-rate",
+        type=_rate,
+        default=math.inf,
+        metavar="X",
+        help="requests that arrive in a second, at random times (a Poisson process); inf: all at once (default: inf)",
+    )
+    _add_number(parser, "--num-warmup", 1, "requests before them that do not count", least=0)
+    _add_shared_arguments(parser)
+
+
+def _run_throughput(arguments: argparse.Namespace) -> int:
+    prompts = _dataset(arguments)
+    with _started(arguments) as started:
+        workload = Workload(
+            vocab_size=started.engine.admission.vocab_size,
+            input_len=arguments.input_len or _INPUT_LEN,
+            output_len=arguments.output_len,
+            prefix_len=arguments.prefix_len,
+            seed=arguments.seed,
+        )
+        if prompts is None:
+            warm_up = workload.random_requests(arguments.num_warmup, stream=(_WARM_UP,))
+            requests = workload.random_requests(arguments.num_prompts or 100, stream=(_MEASURED,))
+        else:
+            warm_up = workload.dataset_requests(prompts[: arguments.num_warmup], stream=(_WARM_UP,))
+            requests = workload.dataset_requests(prompts, stream=(_MEASURED,))
+        requests = workload.with_arrivals(requests, arguments.request_rate)
+        samples = _measure(started, [warm_up], [requests], arguments.temperature)
+        settings = _settings(arguments, "prefix_len", "prompts_file", "num_warmup") | {
+            "num_prompts": len(requests),
+            "input_len": str(workload.input_len) if prompts is None else None,
+            "output_len": str(workload.output_len),
+            "request_rate": arguments.request_rate if math.isfinite(arguments.request_rate) else "inf",
+        }
+        return _finish(report("throughput", started, settings, samples), arguments.output)
+
+
+def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
+    """The prompts of --prompts-file; None: random ones."""
+    if arguments.prompts_file is None:
+        input_len = arguments.input_len or _INPUT_LEN
+        if arguments.prefix_len > input_len.low:
+            raise UsageError(f"--prefix-len {arguments.prefix_len} is more than --input-len {input_len}")
+        return None
+    if arguments.input_len is not None or arguments.prefix_len:
+        raise UsageError("--prompts-file brings its own prompts; leave out --input-len and --prefix-len")
+    prompts = read_prompts_file(arguments.prompts_file)
+    count = arguments.num_prompts or len(prompts)
+    if count > len(prompts):
+        raise UsageError(f"--num-prompts is {count}, but {arguments.prompts_file} holds {len(prompts)}")
+    return prompts[:count]
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
+
+
+def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    _add_number(parser, "--seed", 0, "of random prompts, lengths and times of arrival", least=0)
+    parser.add_argument("--output", metavar="FILE", help="write the JSON there, not to standard output")
+    add_engine_arguments(parser)
+
+
+def _add_number(parser: argparse.ArgumentParser, flag: str, default: int | None, text: str, *, least: int = 1) -> None:
+    def read(word: str) -> int:
+        number = int(word) if word.lstrip("+-").isdecimal() else least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{word!r} is no integer of at least {least}")
+        return number
+
+    shown = "" if default is None else f" (default: {default})"
+    parser.add_argument(flag, type=read, default=default, metavar="N", help=text + shown)
+
+
+def _rate(word: str) -> float:
+    try:
+        rate = float(word)
+    except ValueError:
+        rate = math.nan
+    if not rate > 0:  # NaN is not
+        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0; write 2.5, or inf")
+    return rate
+
+
+def _started(arguments: argparse.Namespace) -> AbstractContextManager[StartedEngine]:
+    """The engine. Random tokens and random weights need no tokenizer, so config.json alone will do."""
+    if arguments.output is not None and not Path(arguments.output).absolute().parent.is_dir():
+        raise UsageError(f"--output {arguments.output}: there is no such folder")  # said before, not after, the work
+    given = given_settings(arguments)
+    needs_no_text = getattr(arguments, "prompts_file", None) is None and "tokenizer" not in given
+    defaults = {"skip_tokenizer_init": True} if needs_no_text and given.get("load_format") == "dummy" else {}
+    return started_engine(arguments, **defaults)
+
+
+def _measure(
+    started: StartedEngine,
+    warm_up: Sequence[Sequence[BenchRequest]],
+    measured: Sequence[Sequence[BenchRequest]],
+    temperature: float,
+) -> Samples:
+    """Run loads one after the other; the samples are those of ``measured``."""
+    for requests in (*warm_up, *measured):
+        _check_lengths(requests, started.engine)
+    _run_loads("Warm-up", started.engine, warm_up, temperature)
+    started.engine.reset_prefix_cache()
+    return _run_loads("Measuring", started.engine, measured, temperature)
+
+
+def _run_loads(
+    description: str, engine: LLMEngine, loads: Sequence[Sequence[BenchRequest]], temperature: float
+) -> Samples:
+    samples = Samples()
+    total = sum(map(len, loads))
+    with progress_bar(sys.stderr.isatty() and total > 0, total=total, description=description) as bar:
+
+        def on_finished(output: RequestOutput) -> None:
+            bar.update(1, tokens=output.metrics.num_generation_tokens)
+
+        for requests in loads:
+            run_load(engine, requests, samples, temperature=temperature, on_finished=on_finished)
+    return samples
+
+
+def _check_lengths(requests: Sequence[BenchRequest], engine: LLMEngine) -> None:
+    """The engine would cut an output that is too long, and different settings would then do different work."""
+    limit = engine.admission.max_model_len
+    for request in requests:
+        with usage_errors():
+            input_len = _num_tokens(request.prompt, engine)
+        if input_len + request.output_len > limit:
+            raise UsageError(
+                f"{input_len} tokens of prompt and {request.output_len} of output are more than the {limit} that a "
+                "request can have (max_model_len); shorten one of them"
+            )
+
+
+def _num_tokens(prompt: PromptType, engine: LLMEngine) -> int:
+    """Length of a prompt; 0 for one that the engine will refuse."""
+    text: Any = prompt
+    if isinstance(prompt, dict):
+        if isinstance(token_ids := prompt.get("prompt_token_ids"), list):
+            return len(token_ids)
+        text = prompt.get("prompt")
+    return len(engine.tokenizer.encode(text)) if engine.tokenizer is not None and isinstance(text, str) else 0
+
+
+def _settings(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in (*names, "temperature", "seed")}
+
+
+def _finish(content: dict[str, Any], output: str | None) -> int:
+    text = dump_object(content)
+    if output is None:
+        print(text)
+    else:
+        Path(output).write_text(text + "\n", encoding="utf-8")
+    print(summary(content), file=sys.stderr)
+    return 0
+
+
+def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
+    table = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    for command in _BENCHMARKS:
+        add_command(table, command)
+
+
+_BENCHMARKS = (
+    Command(
+        "latency",
+        "measure batches of equal requests, one batch after the other",
+        _add_latency_arguments,
+        _run_latency,
+        _EPILOG,
+    ),
+    Command(
+        "throughput",
+        "measure many requests at once, or as they arrive",
+        _add_throughput_arguments,
+        _run_throughput,
+        _EPILOG,
+    ),
+)
+COMMAND = Command("bench", "measure latency or throughput", _add_benchmarks, epilog=_EPILOG)

@@ -1,0 +1,170 @@
+"""A benchmark's result as a JSON object. docs/benchmarks.md describes every field: change both together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+from fleetfoot._version import __version__
+from fleetfoot.cli.bench_load import Samples
+from fleetfoot.cli.start import StartedEngine
+
+PERCENTILES = (50, 90, 95, 99)
+_MS, _US = 1e3, 1e6
+
+
+def report(benchmark: str, started: StartedEngine, settings: dict[str, Any], samples: Samples) -> dict[str, Any]:
+    """The whole object."""
+    return {
+        "benchmark": benchmark,
+        "versions": _versions(),
+        "machine": _machine(started.plan.device),
+        "engine": _engine(started),
+        "settings": settings,
+        "results": results(samples, with_loads=benchmark == "latency"),
+    }
+
+
+def results(samples: Samples, *, with_loads: bool) -> dict[str, Any]:
+    """What was measured.
+
+    Args:
+        with_loads: report the durations of single loads, the batches of a latency benchmark.
+    """
+    duration = sum(samples.load_duration)
+    steps, num_steps = samples.steps, len(samples.steps)
+    in_runner = sum(step.execute_s for step in steps)
+    host = sum(step.host_s for step in steps)
+    content: dict[str, Any] = {
+        "duration_s": duration,
+        "num_requests": samples.num_requests,
+        "num_prompt_tokens": samples.num_prompt_tokens,
+        "num_output_tokens": samples.num_output_tokens,
+        "requests_per_s": _ratio(samples.num_requests, duration),
+        "output_tokens_per_s": _ratio(samples.num_output_tokens, duration),
+        "total_tokens_per_s": _ratio(samples.num_prompt_tokens + samples.num_output_tokens, duration),
+        "ttft_ms": distribution(samples.ttft, _MS),
+        "tpot_ms": distribution(samples.tpot, _MS),
+        "itl_ms": distribution(samples.itl, _MS),
+        "request_latency_ms": distribution(samples.request_latency, _MS),
+    }
+    if with_loads:
+        content["batch_latency_ms"] = distribution(samples.load_duration, _MS)
+    return content | {
+        "num_steps": num_steps,
+        "steps_per_s": _ratio(num_steps, duration),
+        "requests_per_step": _ratio(sum(step.num_requests for step in steps), num_steps),
+        "tokens_per_step": _ratio(sum(step.num_tokens for step in steps), num_steps),
+        "host_time_per_step_us": distribution((step.host_s for step in steps), _US),
+        "schedule_time_per_step_us": distribution((step.schedule_s for step in steps), _US),
+        "update_time_per_step_us": distribution((step.update_s for step in steps), _US),
+        "output_time_per_step_us": _ratio((samples.in_steps - in_runner - host) * _US, num_steps),
+        "runner_time_per_step_ms": distribution((step.execute_s for step in steps), _MS),
+        "runner_share": _ratio(in_runner, duration),
+        "prefix_cache": {
+            "queried_tokens": samples.prefix_cache_queries,
+            "hit_tokens": samples.prefix_cache_hits,
+            "hit_rate": _ratio(samples.prefix_cache_hits, samples.prefix_cache_queries),
+        },
+        "num_preemptions": samples.num_preemptions,
+    }
+
+
+def distribution(values: Iterable[float], scale: float) -> dict[str, float | int | None]:
+    """Mean, percentiles, maximum and count of ``values`` times ``scale``; null for all but the count if there are none.
+
+    Percentiles are interpolated between the two nearest samples.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    if not count:
+        return {"mean": None, **{f"p{percent}": None for percent in PERCENTILES}, "max": None, "count": 0}
+    content: dict[str, float | int | None] = {"mean": math.fsum(ordered) / count * scale}
+    for percent in PERCENTILES:
+        place = (count - 1) * percent / 100
+        below = int(place)
+        above = min(below + 1, count - 1)
+        content[f"p{percent}"] = (ordered[below] + (ordered[above] - ordered[below]) * (place - below)) * scale
+    return content | {"max": ordered[-1] * scale, "count": count}
+
+
+def summary(content: dict[str, Any]) -> str:
+    """The result in two lines, for a person."""
+    measured = content["results"]
+    times = ", ".join(
+        f"{name} {measured[key]['mean']:.2f} ms (p99 {measured[key]['p99']:.2f})"
+        for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"))
+        if measured[key]["count"]
+    )
+    return (
+        f"[{measured['num_requests']} requests in {measured['duration_s']:.2f} s: "
+        f"{measured['output_tokens_per_s']:.1f} output tokens/s, {measured['total_tokens_per_s']:.1f} tokens/s in all, "
+        f"{measured['steps_per_s']:.1f} steps/s\n"
+        f" {times}, host time {measured['host_time_per_step_us']['mean']:.0f} us a step]"
+    )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "fleetfoot": __version__,
+        "python": platform.python_version(),
+        "torch": _installed("torch"),
+        "triton": _installed("triton"),
+        "numpy": _installed("numpy"),
+    }
+
+
+def _installed(distribution_name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and --help needs it not
+
+    try:
+        return version(distribution_name)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine(device: str) -> dict[str, Any]:
+    import torch
+
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    """As Linux has it; elsewhere the architecture."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _engine(started: StartedEngine) -> dict[str, Any]:
+    plan, layout = started.plan, started.layout
+    return {
+        "architecture": plan.model.architecture,
+        "num_parameters": plan.model.num_parameters,
+        "dtype": plan.dtype,
+        "runner": started.engine.runner_name,
+        "runner_reasons": list(plan.reasons),
+        "max_model_len": started.engine.admission.max_model_len,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "block_size": layout.block_size,
+        "num_kv_blocks": layout.num_blocks,
+        "start_s": started.start_s,
+        "config": dataclasses.asdict(plan.config),
+    }

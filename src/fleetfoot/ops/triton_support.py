@@ -1,0 +1,76 @@
+"""Triton kernels in modules that import without Triton.
+
+A kernel stands beside its twin, decorated with `triton_kernel`. Its module names Triton's language for readers and type
+checkers alone::
+
+    if TYPE_CHECKING:
+        import triton.language as tl
+
+Triton is imported, and ``tl`` bound in the kernel's module, when a kernel is first launched. An engine on a CPU
+launches none, so it runs where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+
+class TritonKernel:
+    """A function for ``triton.jit``, which gets it at the first launch: ``kernel[grid](*arguments, **options)``.
+
+    It may call other functions that are decorated in the same way.
+    """
+
+    def __init__(self, function: Callable[..., Any], specialize: bool) -> None:
+        self._function = function
+        self._specialize = specialize
+        self.__doc__ = function.__doc__
+        self.__name__ = function.__name__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return self.jit[grid]
+
+    def __call__(self, *arguments: Any) -> Any:
+        raise TypeError(f"{self.__name__} is called within kernels; a kernel is launched as kernel[grid](...)")
+
+    @cached_property
+    def jit(self) -> Any:
+        """The ``triton.JITFunction``, or, with ``TRITON_INTERPRET=1`` set before Triton's import, its interpreter."""
+        import triton
+        import triton.language as tl
+
+        # Triton looks up what a kernel names in the kernel's own module.
+        scope = self._function.__globals__
+        scope["tl"] = tl
+        for name in self._function.__code__.co_names:
+            if isinstance(scope.get(name), TritonKernel):
+                scope[name] = scope[name].jit
+        return triton.jit(self._function, do_not_specialize=[] if self._specialize else self._runtime_parameters())
+
+    def _runtime_parameters(self) -> list[str]:
+        parameters = inspect.signature(self._function).parameters.values()
+        return [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
+
+
+def triton_kernel(*, specialize: bool = True) -> Callable[[Callable[..., Any]], TritonKernel]:
+    """Decorate a Triton kernel, or a device function that kernels call, without importing Triton.
+
+    Args:
+        specialize: True lets Triton compile the kernel anew for integers that are 1 or divisible by 16 and for pointers
+            that are aligned to 16 bytes, which wide loads need. False: one compilation serves every integer and
+            pointer, so that no step meets a compiler because its batch has another size.
+    """
+    return lambda function: TritonKernel(function, specialize)
+
+
+def cdiv(count: int, size: int) -> int:
+    """``ceil(count / size)``: the pieces of ``size`` that cover ``count``."""
+    return -(-count // size)
+
+
+def next_power_of_2(count: int) -> int:
+    """The least power of two >= ``count``, for ``count`` >= 1: the width of a tile that holds so many items."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,150 @@
+"""How the host speaks to the device: one buffer a step, one copy, and a scatter into the state.
+
+All of the runner's state that the host writes lies in one int32 arena on the device. A `StagedWriteTensor` is a view of
+a part of it; writing to one notes pairs of (index in the arena, value) in the step's buffer. The buffer also begins with
+what every step says: how many requests and tokens there are, and in which order. It is copied once, and one kernel
+scatters the pairs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from fleetfoot.ops.prepare.scatter_writes import scatter_writes
+from fleetfoot.runner.v2.device import Device, Event
+
+HEADER_SIZE = 8
+"""int32 at the front of the buffer; see `StagingBuffer`."""
+NUM_REQS, NUM_TOKENS, NUM_WRITES, NUM_SAMPLED = range(4)
+
+
+class StagedWriteTensor:
+    """A part of the arena, as an int32 tensor on the device that the host writes to by way of the staging buffer."""
+
+    __slots__ = ("base", "row_stride", "tensor")
+
+    def __init__(self, arena: torch.Tensor, base: int, shape: tuple[int, ...]) -> None:
+        self.base = base
+        self.tensor = arena[base : base + math.prod(shape)].view(shape)
+        self.row_stride = self.tensor.stride(0)
+
+    def index(self, row: int, column: int = 0) -> int:
+        """The arena's index of an element."""
+        return self.base + row * self.row_stride + column
+
+
+class Arena:
+    """One int32 allocation on the device, cut into `StagedWriteTensor`.
+
+    Raises:
+        ValueError: it would be too large for int32 indices.
+    """
+
+    def __init__(self, device: torch.device, *shapes: tuple[int, ...]) -> None:
+        sizes = [math.prod(shape) for shape in shapes]
+        total = sum(sizes)
+        if total >= 2**31:
+            raise ValueError(
+                f"the runner's state would have {total:,} entries, more than 2^31; lower max_num_seqs or max_model_len"
+            )
+        self.flat = torch.zeros(total, dtype=torch.int32, device=device)
+        bases = np.cumsum([0, *sizes[:-1]]).tolist()
+        self.parts = [StagedWriteTensor(self.flat, base, shape) for base, shape in zip(bases, shapes, strict=True)]
+
+
+class StagingBuffer:
+    """A ring of pinned host buffers and the device buffer that they are copied to.
+
+    Layout, in int32: the header (number of requests, of tokens, of writes, of sampled requests), then
+    ``idx_mapping [max_num_seqs]``, ``query_start_loc [max_num_seqs + 1]``, then pairs (index, value).
+    A host buffer is written again only after the copy out of it has been passed by the device. Where a step says more
+    than a buffer holds (hundreds of requests admitted at once), what is there is sent ahead.
+
+    Args:
+        arena: what the pairs are scattered into.
+        max_num_seqs: most requests in a step.
+        max_writes: most pairs in a step.
+        num_slots: host buffers in the ring: steps that may be queued, plus the one being written.
+    """
+
+    def __init__(
+        self, device: Device, arena: torch.Tensor, max_num_seqs: int, max_writes: int, num_slots: int = 3
+    ) -> None:
+        self._device = device
+        self._arena = arena
+        self._order_begin = HEADER_SIZE
+        self._starts_begin = self._order_begin + max_num_seqs
+        self._pairs_begin = self._starts_begin + max_num_seqs + 1
+        self.max_writes = max_writes
+        size = self._pairs_begin + 2 * max_writes
+        self._host = [device.pinned(size) for _ in range(num_slots)]
+        self._numpy = [buffer.numpy() for buffer in self._host]
+        self._read_by: list[Event | None] = [None] * num_slots
+        self._slot = 0
+        self._num_writes = 0
+        self.on_device = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
+        self.header = self.on_device[:HEADER_SIZE]
+        self.num_writes = self.header[NUM_WRITES : NUM_WRITES + 1]
+        self.idx_mapping = self.on_device[self._order_begin : self._starts_begin]
+        self.query_start_loc = self.on_device[self._starts_begin : self._pairs_begin]
+        self.pairs = self.on_device[self._pairs_begin :]
+
+    def begin(self) -> None:
+        """Take the next host buffer, waiting for its last reader."""
+        self._slot = (self._slot + 1) % len(self._host)
+        reader = self._read_by[self._slot]
+        if reader is not None:
+            reader.wait()
+            self._read_by[self._slot] = None
+        self._num_writes = 0
+
+    def write(self, indices: np.ndarray | int, values: np.ndarray | list[int] | int, count: int) -> None:
+        """Note ``count`` pairs; indices of a step must be distinct.
+
+        Raises:
+            ValueError: more than a whole buffer at once.
+        """
+        if count > self.max_writes:
+            raise ValueError(f"{count} values cannot be staged at once: the buffer holds {self.max_writes}")
+        if self._num_writes + count > self.max_writes:
+            self._send_ahead()
+        first, last = self._num_writes, self._num_writes + count
+        pairs = self._numpy[self._slot][self._pairs_begin + 2 * first : self._pairs_begin + 2 * last]
+        pairs[0::2] = indices
+        pairs[1::2] = values
+        self._num_writes = last
+
+    def _send_ahead(self) -> None:
+        self._numpy[self._slot][NUM_WRITES] = self._num_writes
+        self._copy()
+        self.scatter()
+        self.begin()
+
+    def scatter(self) -> None:
+        """Queue the writes of what was copied last."""
+        scatter_writes(self._arena, self.pairs, self.num_writes)
+
+    def _copy(self) -> None:
+        used = self._pairs_begin + 2 * self._num_writes
+        self._device.copy_in(self.on_device[:used], self._host[self._slot][:used])
+        self._read_by[self._slot] = self._device.record()
+
+    def send(self, order: list[int] | np.ndarray, query_start_loc: np.ndarray, num_sampled: int, padded: int) -> None:
+        """Queue the one copy of the step.
+
+        Args:
+            order: rows in batch order, padded to ``padded`` with -1 by this method.
+            query_start_loc: ``[padded + 1]``.
+        """
+        buffer, num_reqs = self._numpy[self._slot], len(order)
+        buffer[NUM_REQS] = num_reqs
+        buffer[NUM_TOKENS] = query_start_loc[num_reqs]
+        buffer[NUM_WRITES] = self._num_writes
+        buffer[NUM_SAMPLED] = num_sampled
+        buffer[self._order_begin : self._order_begin + num_reqs] = order
+        buffer[self._order_begin + num_reqs : self._order_begin + padded] = -1
+        buffer[self._starts_begin : self._starts_begin + padded + 1] = query_start_loc
+        self._copy()

@@ -1,0 +1,136 @@
+"""What Model Runner V2 keeps on the device: a row for each running request, block tables, and the tokens in pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fleetfoot.runner.v2.device import Device
+from fleetfoot.runner.v2.staging import Arena, StagedWriteTensor, StagingBuffer
+from fleetfoot.scheduler.output import NewRequest
+
+# fields of a request, each one contiguous over the rows; floats are bit-cast
+(NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, MIN_TOKENS, TOP_K, TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY,
+ PRESENCE) = range(11)  # fmt: skip
+NUM_FIELDS = 11
+
+
+class RequestState:
+    """The rows. The scheduler owns the numbering: a row is filled when a request is admitted, and needs no clearing.
+
+    Each field is ``[max_num_seqs]``, int32 or, bit-cast, float32; seeds are int64. ``last_sampled`` and
+    ``draft_tokens`` are written by the device alone. Tokens are kept in pages, one int32 for each KV slot, so that the
+    block table is their index too: a prefix cache hit brings its tokens along, and the memory grows with the KV cache,
+    not with max_num_seqs * max_model_len.
+    """
+
+    def __init__(
+        self, seeds: StagedWriteTensor, fields: StagedWriteTensor, pages: StagedWriteTensor, num_draft: int
+    ) -> None:
+        integers = fields.tensor  # [NUM_FIELDS, max_num_seqs]
+        floats = integers.view(torch.float32)
+        max_num_seqs, device = integers.shape[1], integers.device
+        self._seeds = seeds
+        self._fields = fields
+        self._pages = pages
+        self._field_offsets = np.arange(NUM_FIELDS, dtype=np.int64) * max_num_seqs
+        self.seeds = seeds.tensor.view(torch.int64).view(max_num_seqs)
+        self.num_computed = integers[NUM_COMPUTED]
+        self.prefill_lens = integers[PREFILL_LEN]
+        self.prompt_lens = integers[PROMPT_LEN]
+        self.min_tokens = integers[MIN_TOKENS]
+        self.top_k = integers[TOP_K]
+        self.temperature = floats[TEMPERATURE]
+        self.top_p = floats[TOP_P]
+        self.min_p = floats[MIN_P]
+        self.repetition_penalty = floats[REPETITION]
+        self.frequency_penalty = floats[FREQUENCY]
+        self.presence_penalty = floats[PRESENCE]
+        self.token_pages = pages.tensor  # [num_blocks * block_size]
+        self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.draft_tokens = torch.zeros(max_num_seqs, num_draft, dtype=torch.int32, device=device)
+
+    def stage(self, request: NewRequest, block_size: int, buffer: StagingBuffer) -> None:
+        """Fill a request's row, and the pages of its tokens that are not there by a prefix cache hit."""
+        params = request.params
+        values = np.empty(NUM_FIELDS, dtype=np.int32)
+        values[:TEMPERATURE] = (
+            request.num_computed_tokens,
+            len(request.token_ids),
+            request.num_prompt_tokens,
+            params.min_tokens,
+            max(params.top_k, 0),
+        )
+        values[TEMPERATURE:].view(np.float32)[:] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        buffer.write(self._fields.base + self._field_offsets + request.row, values, NUM_FIELDS)
+        seed = self._seeds.index(request.row)
+        buffer.write(np.array([seed, seed + 1]), np.array([request.seed], dtype=np.uint64).view(np.int32), 2)
+        begin, end = request.num_computed_tokens, len(request.token_ids)
+        positions = np.arange(begin, end)
+        blocks = np.array(request.block_ids, dtype=np.int64)
+        slots = blocks[positions // block_size] * block_size + positions % block_size
+        buffer.write(self._pages.base + slots, request.token_ids[begin:end], end - begin)
+
+
+class BlockTables:
+    """``[max_num_seqs, max_blocks]`` KV block ids, row by row; entries past a request's last block mean nothing."""
+
+    def __init__(self, table: StagedWriteTensor) -> None:
+        self._table = table
+        self.tensor = table.tensor
+
+    def stage(self, row: int, start: int, block_ids: list[int], buffer: StagingBuffer) -> None:
+        """Put ``block_ids`` into a row from column ``start`` on."""
+        first = self._table.index(row, start)
+        if len(block_ids) == 1:  # what a decode needs now and then: no arrays for one value
+            buffer.write(first, block_ids[0], 1)
+        else:
+            buffer.write(np.arange(first, first + len(block_ids)), block_ids, len(block_ids))
+
+
+class DeviceState:
+    """Everything that a step reads and writes on the device besides weights and KV.
+
+    Args:
+        max_num_seqs: rows. max_model_len: most tokens of a request. num_blocks, block_size: of the KV cache.
+        max_num_batched_tokens: most tokens in a step; with max_model_len it bounds what one step can stage.
+        num_draft: draft tokens that a row can hold.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        num_draft: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        self.max_blocks = -(-max_model_len // block_size)
+        self.arena = Arena(
+            device.torch_device,
+            (max_num_seqs, 2),  # seeds, first: they are read as int64, which must lie on 8 bytes
+            (NUM_FIELDS, max_num_seqs),
+            (max_num_seqs, self.max_blocks),
+            (num_blocks * block_size,),
+        )
+        seeds, fields, table, pages = self.arena.parts
+        self.requests = RequestState(seeds, fields, pages, num_draft)
+        self.block_tables = BlockTables(table)
+        # enough for most steps, and for any single request; a step that says more sends it in several pieces
+        max_writes = max_num_batched_tokens + max_model_len + max_num_seqs * (NUM_FIELDS + 4)
+        self.staging = StagingBuffer(device, self.arena.flat, max_num_seqs, max_writes)
+
+    def stage_request(self, request: NewRequest) -> None:
+        self.requests.stage(request, self.block_size, self.staging)
+        self.block_tables.stage(request.row, 0, request.block_ids, self.staging)

@@ -1,0 +1,33 @@
+"""What the engine's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.engines import make_text_checkpoint
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """On tensors this small, threads do nothing but wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a tiny random checkpoint with a real tokenizer, and its reference model."""
+    folder = tmp_path_factory.mktemp("text-model")
+    return folder, make_text_checkpoint(folder)
+
+
+@pytest.fixture(scope="session")
+def text_model(text_checkpoint: tuple[Path, Any]) -> Path:
+    """The folder alone."""
+    return text_checkpoint[0]

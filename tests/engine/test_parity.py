@@ -1,0 +1,156 @@
+"""Greedy tokens against `transformers`, through the whole engine: alone, batched, chunked, cached, preempted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import drain, prompt_of
+
+from fleetfoot import LLM, SamplingParams
+
+NUM_TOKENS = 200
+VOCAB = 211
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-llama3-tied": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biases-untied": ("llama", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 3}),
+    "mistral-window": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_hidden_layers": 3}),
+}
+PROMPTS = [prompt_of(length, VOCAB, seed=length) for length in (1, 13, 37, 70)]
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+MARGIN = 1e-4
+"""The reference's best logit leads by more than this at every position, so a difference is no rounding error."""
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: Path
+    expected: list[list[int]]
+    """For each prompt, what `transformers` generates."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    model_type, fields = CASES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = make_checkpoint(folder, model_type, **{**SIZES, **fields})
+    return Case(folder, [_generate(reference, prompt) for prompt in PROMPTS])
+
+
+@torch.inference_mode()
+def _generate(reference: Any, prompt: list[int]) -> list[int]:
+    output = reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    logits = reference(output[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]  # [NUM_TOKENS, VOCAB]
+    best, second = logits.topk(2).values.T
+    assert (best - second).min() > MARGIN, "the reference is undecided: take another seed"
+    return output[0, len(prompt) :].tolist()
+
+
+def _start(case: Case, **keywords: Any) -> LLM:
+    return LLM(
+        str(case.folder), skip_tokenizer_init=True, device="cpu", dtype="float32", **{"max_num_seqs": 4, **keywords}
+    )
+
+
+def _tokens(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS, use_tqdm=False)
+    llm.llm_engine.check_integrity()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_alone_then_batched_with_prefix_hits(case: Case) -> None:
+    with _start(case) as llm:
+        for prompt, expected in zip(PROMPTS, case.expected, strict=True):
+            assert _tokens(llm, [prompt]) == [expected]
+        assert llm.stats().scheduler.prefix_cache_hits == 0
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [0, 0, 32, 64]  # full blocks of 16
+        assert [output.outputs[0].token_ids for output in outputs] == case.expected
+        # the outputs are cached too: whoever goes on from them hits blocks that decodes have filled
+        longer = PROMPTS[1] + case.expected[1][:100]
+        (output,) = llm.generate({"prompt_token_ids": longer}, PARAMS, use_tqdm=False)
+        assert output.num_cached_tokens == 112
+        assert output.outputs[0].token_ids[:100] == case.expected[1][100:]
+
+
+def test_batched_without_a_prefix_cache(case: Case) -> None:
+    with _start(case, enable_prefix_caching=False, max_num_seqs=3, block_size=5) as llm:
+        assert _tokens(llm, PROMPTS) == case.expected  # the fourth waits for a row
+        assert _tokens(llm, PROMPTS[::-1]) == case.expected[::-1]
+        assert llm.stats().scheduler.prefix_cache_hits == 0
+
+
+@pytest.mark.parametrize("budget", [4, 11])
+def test_chunked_prefill(case: Case, budget: int) -> None:
+    with _start(case, max_num_batched_tokens=budget) as llm:
+        assert _tokens(llm, PROMPTS) == case.expected
+        most = max(step.num_tokens for step in llm.llm_engine.stats_collector.steps)
+        assert most == budget  # the prompts were cut, and steps were full
+        assert _tokens(llm, PROMPTS) == case.expected  # hits, and what is left of the prompts in chunks
+
+
+def test_whole_prefill(case: Case) -> None:
+    with _start(case, enable_chunked_prefill=False, max_model_len=300) as llm:
+        assert _tokens(llm, PROMPTS) == case.expected
+        assert len(llm.llm_engine.stats_collector.steps) == NUM_TOKENS  # every prompt in the first step
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("budget", [None, 16])
+def test_preempted(case: Case, caching: bool, budget: int | None) -> None:
+    # the longest needs 34 blocks of 8, all four together 114
+    with _start(
+        case, num_gpu_blocks_override=60, block_size=8, enable_prefix_caching=caching, max_num_batched_tokens=budget
+    ) as llm:
+        assert _tokens(llm, PROMPTS) == case.expected
+        assert llm.stats().scheduler.num_preemptions > 0
+
+
+def test_requests_that_join_and_leave(case: Case) -> None:
+    """Each step has another batch: requests arrive one by one, and one is aborted half-way."""
+    with _start(case, max_num_seqs=5, max_num_batched_tokens=32) as llm:
+        engine = llm.llm_engine
+        finished = {}
+        for number, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
+            engine.add_request(str(number), prompt, PARAMS)
+            for _ in range(15):
+                finished |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.abort_request("4")
+        finished |= {output.request_id: output for output in drain(engine) if output.finished}
+    aborted = finished.pop("4").outputs[0]
+    assert aborted.finish_reason == "abort"
+    assert 0 < len(aborted.token_ids) <= 15
+    assert aborted.token_ids == case.expected[0][: len(aborted.token_ids)]
+    assert [finished[str(number)].outputs[0].token_ids for number in range(4)] == case.expected
+

@@ -1,0 +1,440 @@
+"""Every sampling parameter through the whole engine, on a tiny model whose logits `transformers` confirms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.checkpoints import reference_logits
+from tests.helpers.engines import EOS, TEXT_MODEL, make_engine, prompt_of
+
+from fleetfoot import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot.sampling.params import bad_words_token_ids
+
+VOCAB = TEXT_MODEL["vocab_size"]
+MAX_LEN = TEXT_MODEL["max_position_embeddings"]
+PROMPT = prompt_of(9, VOCAB, seed=1)
+PROMPTS = [prompt_of(length, VOCAB, seed=length) for length in (3, 50, 17, 1, 33, 24)]
+
+Start = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def start(text_model: Path) -> Iterator[Start]:
+    """Starts engines on the text model; the same settings give the same engine, and all end with the module."""
+    started: dict[tuple[tuple[str, Any], ...], LLM] = {}
+
+    def get(**keywords: Any) -> LLM:
+        key = tuple(sorted(keywords.items()))
+        if key not in started:
+            started[key] = LLM(str(text_model), device="cpu", **{"max_num_seqs": 8, **keywords})
+        return started[key]
+
+    yield get
+    for llm in started.values():
+        llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm(start: Start) -> LLM:
+    return start()
+
+
+@pytest.fixture(scope="module")
+def reference(text_checkpoint: tuple[Path, Any]) -> Any:
+    return text_checkpoint[1]
+
+
+def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.llm_engine.check_integrity()
+    return outputs
+
+
+def one(llm: LLM, prompt: list[int] = PROMPT, **params: Any) -> CompletionOutput:
+    """A greedy completion, unless said otherwise."""
+    (output,) = run(llm, prompt, SamplingParams(**{"temperature": 0, "max_tokens": 12, **params}))
+    (completion,) = output.outputs
+    return completion
+
+
+def result(output: RequestOutput) -> list[Any]:
+    """All that must not depend on the path; logprobs, which may differ by rounding, are compared where they matter."""
+    return [
+        (completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason)
+        for completion in output.outputs
+    ]
+
+
+# --- the same tokens on every path --------------------------------------------------------------------------------
+
+
+def _features(llm: LLM) -> list[SamplingParams]:
+    """One request for each parameter, on top of greedy or seeded sampling."""
+    greedy = one(llm, max_tokens=40, ignore_eos=True).token_ids
+    tokenizer = llm.get_tokenizer()
+    common: dict[str, Any] = {"max_tokens": 40}
+    random = {**common, "temperature": 1.0, "seed": 1}
+    return [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0, ignore_eos=True, **common),
+        SamplingParams(temperature=0, stop_token_ids=[greedy[7]], **common),
+        SamplingParams(temperature=0, stop=[tokenizer.decode_token(greedy[5])], **common),
+        SamplingParams(temperature=0, stop_token_ids=[greedy[3]], min_tokens=20, **common),
+        SamplingParams(temperature=0, bad_words=[tokenizer.decode_token(greedy[0])], **common),
+        SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, **common),
+        SamplingParams(temperature=0, logit_bias={greedy[1]: -50.0, 99: 3.0}, **common),
+        SamplingParams(temperature=0, allowed_token_ids=list(range(100, 200)), logprobs=3, **common),
+        SamplingParams(**random),
+        SamplingParams(**random, top_p=0.7, n=3),
+        SamplingParams(**random, top_k=20, logprobs=0),
+        SamplingParams(**random, min_p=0.05, frequency_penalty=-1.0),
+        SamplingParams(**{**random, "seed": 2**64 - 1, "temperature": 3.0}, top_p=0.9, top_k=100),
+        SamplingParams(**{**random, "seed": -7}, prompt_logprobs=2, min_tokens=5),
+        SamplingParams(**random, detokenize=False),
+        SamplingParams(**random, skip_special_tokens=False, include_stop_str_in_output=True),
+    ]
+
+
+PATHS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "one-by-one": {"max_num_seqs": 1},
+    "chunked": {"max_num_batched_tokens": 10},
+    "whole-no-cache": {"enable_chunked_prefill": False, "enable_prefix_caching": False},
+    "preempted": {"num_gpu_blocks_override": 24, "block_size": 4, "max_num_seqs": 6},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tokens_depend_on_the_request_alone(path: str, start: Start) -> None:
+    features = _features(start())
+    prompts = [PROMPT] * 3 + [PROMPTS[number % len(PROMPTS)] for number in range(len(features) - 3)]
+    alone = [result(run(start(), prompt, params)[0]) for prompt, params in zip(prompts, features, strict=True)]
+    llm = start(**PATHS[path])
+    assert [result(output) for output in run(llm, prompts, features)] == alone
+    assert [result(output) for output in run(llm, prompts[::-1], features[::-1])] == alone[::-1]
+    assert (llm.stats().scheduler.num_preemptions > 0) == (path == "preempted")
+
+
+def test_copies_differ_and_the_first_is_the_lone_one(llm: LLM) -> None:
+    params = {"temperature": 1.0, "seed": 5, "max_tokens": 10}
+    (output,) = run(llm, PROMPT, SamplingParams(n=4, **params))
+    assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+    tokens = [tuple(completion.token_ids) for completion in output.outputs]
+    assert len(set(tokens)) == 4
+    assert tokens[0] == tuple(one(llm, **params).token_ids)
+
+
+def test_another_seed_gives_other_tokens(llm: LLM) -> None:
+    tokens = {tuple(one(llm, temperature=1.0, seed=seed).token_ids) for seed in (0, 1, 2**32, 2**64 - 1)}
+    assert len(tokens) == 4
+
+
+def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(text_model: Path) -> None:
+    def whole_run(seed: int) -> list[tuple[int, ...]]:
+        with LLM(str(text_model), device="cpu", seed=seed, max_num_seqs=4) as llm:
+            params = [SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, seed=-1), SamplingParams(n=2)]
+            outputs = run(llm, [PROMPT] * 3, params) + run(llm, PROMPT, SamplingParams(max_tokens=8))
+            return [tuple(completion.token_ids) for output in outputs for completion in output.outputs]
+
+    first = whole_run(0)
+    assert len(set(first)) == 5
+    assert whole_run(0) == first
+    assert not set(whole_run(1)) & set(first)
+
+
+def test_degenerate_filters_are_greedy(llm: LLM) -> None:
+    greedy = one(llm).token_ids
+    for params in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-20}):
+        assert one(llm, **{"temperature": 2.0, "seed": 3, **params}).token_ids == greedy, params
+
+
+# --- logits that are edited, against a second implementation --------------------------------------------------------
+
+
+def _edited_greedy(reference: Any, prompt: list[int], count: int, **edits: Any) -> list[int]:
+    """Greedy tokens from the reference's logits, edited as the parameters' documentation says."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = reference_logits(reference, tokens)[-1].clone()  # [vocab]
+        output = tokens[len(prompt) :]
+        if (allowed := edits.get("allowed_token_ids")) is not None:
+            keep = torch.full_like(logits, -torch.inf)
+            keep[allowed] = logits[allowed]
+            logits = keep
+        for token, bias in edits.get("logit_bias", {}).items():
+            logits[token] += bias
+        for token in set(tokens):
+            factor = edits.get("repetition_penalty", 1.0)
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        for token in set(output):
+            logits[token] -= edits.get("frequency_penalty", 0.0) * output.count(token)
+            logits[token] -= edits.get("presence_penalty", 0.0)
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {},
+        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 0.6},
+        {"frequency_penalty": 2.0},
+        {"frequency_penalty": -2.0},
+        {"presence_penalty": 2.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+        {"logit_bias": {7: 4.0, 8: 4.5, 9: -100.0}},
+        {"allowed_token_ids": [11, 500, 501, 502, 1999]},
+        {"allowed_token_ids": list(range(300, 400)), "logit_bias": {310: 2.0}, "presence_penalty": 1.5},
+    ],
+    ids=str,
+)
+def test_edited_logits(edits: dict[str, Any], llm: LLM, reference: Any) -> None:
+    expected = _edited_greedy(reference, PROMPT, 20, **edits)
+    assert one(llm, max_tokens=20, ignore_eos=True, **edits).token_ids == expected
+
+
+def test_logit_bias_forces_and_forbids(llm: LLM) -> None:
+    assert one(llm, logit_bias={77: 1e9}, max_tokens=3).token_ids == [77] * 3
+    assert one(llm, logit_bias={"77": 1e9}, max_tokens=3, temperature=1.0).token_ids == [77] * 3
+    first = one(llm).token_ids[0]
+    assert first not in one(llm, logit_bias={first: -1e9}, ignore_eos=True).token_ids
+
+
+def test_allowed_tokens_alone_are_sampled(llm: LLM) -> None:
+    allowed = [50, 60, 70]
+    tokens = one(llm, allowed_token_ids=allowed, temperature=5.0, seed=0, max_tokens=60).token_ids
+    assert set(tokens) == set(allowed)
+
+
+def test_bad_words_are_not_completed(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    word = " garden"
+    pieces = tokenizer.encode(word, add_special_tokens=False)
+    wanted = {token: 30.0 for token in pieces}
+    assert one(llm, logit_bias=wanted).token_ids.count(pieces[-1]) > 0
+    banned = bad_words_token_ids([word], lambda text: tokenizer.encode(text, add_special_tokens=False))
+    output = one(llm, logit_bias=wanted, bad_words=[word], ignore_eos=True).token_ids
+    for sequence in banned:
+        assert not any(output[i : i + len(sequence)] == sequence for i in range(len(output)))
+
+
+def test_a_bad_word_of_several_tokens(llm: LLM) -> None:
+    """Its first tokens may come; the last one may not follow them, but may stand elsewhere."""
+    tokenizer = llm.get_tokenizer()
+    word = "QXZ"
+    (sequence, *_) = bad_words_token_ids([word], lambda text: tokenizer.encode(text, add_special_tokens=False))
+    assert len(sequence) > 1
+    # the model has nothing but the word's own tokens: sooner or later it would spell it
+    params: dict[str, Any] = {"allowed_token_ids": sequence, "temperature": 100.0, "max_tokens": 100}
+
+    def spelled(tokens: list[int]) -> bool:
+        return any(tokens[i : i + len(sequence)] == sequence for i in range(len(tokens)))
+
+    for seed in range(3):
+        assert spelled(one(llm, seed=seed, **params).token_ids)
+        tokens = one(llm, seed=seed, bad_words=[word], **params).token_ids
+        assert not spelled(tokens)
+        assert set(tokens) == set(sequence)
+
+
+# --- when it ends ---------------------------------------------------------------------------------------------------
+
+
+def test_the_end_token(llm: LLM) -> None:
+    ended = one(llm, logit_bias={EOS: 1e9})
+    assert (ended.token_ids, ended.text, ended.finish_reason, ended.stop_reason) == ([EOS], "", "stop", None)
+    kept = one(llm, logit_bias={EOS: 1e9}, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert (kept.token_ids, kept.text) == ([EOS], "<|end|>")
+
+
+def test_the_end_token_is_ignored(llm: LLM) -> None:
+    params = {"logit_bias": {EOS: 1e9}, "ignore_eos": True, "max_tokens": 4}
+    ignored = one(llm, **params)
+    assert (ignored.token_ids, ignored.text, ignored.finish_reason) == ([EOS] * 4, "", "length")
+    assert one(llm, **params, skip_special_tokens=False).text == "<|end|>" * 4
+    # unless the request itself names it
+    stopped = one(llm, **params, stop_token_ids=[EOS])
+    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == ([EOS], "stop", EOS)
+
+
+@pytest.mark.parametrize("min_tokens", [1, 5, 12])
+def test_min_tokens_hold_back_what_ends(min_tokens: int, llm: LLM) -> None:
+    ended = one(llm, logit_bias={EOS: 1e9}, min_tokens=min_tokens, max_tokens=13)
+    assert len(ended.token_ids) == min_tokens + 1
+    assert ended.token_ids.index(EOS) == min_tokens
+    assert ended.finish_reason == "stop"
+    own = one(llm, logit_bias={90: 1e9}, stop_token_ids=[90], min_tokens=min_tokens, max_tokens=13)
+    assert (own.token_ids.index(90), own.stop_reason) == (min_tokens, 90)
+    to_the_end = one(llm, logit_bias={EOS: 1e9}, min_tokens=min_tokens, max_tokens=min_tokens)
+    assert (len(to_the_end.token_ids), to_the_end.finish_reason) == (min_tokens, "length")
+
+
+def test_stop_tokens(llm: LLM) -> None:
+    greedy = one(llm, ignore_eos=True)
+    token = greedy.token_ids[4]
+    count = greedy.token_ids.index(token) + 1
+    stopped = one(llm, stop_token_ids=[VOCAB - 1, token])
+    assert stopped.token_ids == greedy.token_ids[:count]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", token)
+    decode = llm.get_tokenizer().decode
+    assert stopped.text == decode(greedy.token_ids[: count - 1])
+    assert one(llm, stop_token_ids=[token], include_stop_str_in_output=True).text == decode(greedy.token_ids[:count])
+
+
+def test_max_tokens(llm: LLM) -> None:
+    for count in (1, 2, 7):
+        completion = one(llm, max_tokens=count, ignore_eos=True)
+        assert (len(completion.token_ids), completion.finish_reason) == (count, "length")
+    for wanted in (None, 10_000):  # as many as there is room for
+        for prompt in (PROMPT, prompt_of(MAX_LEN - 1, VOCAB)):
+            completion = one(llm, prompt, max_tokens=wanted, ignore_eos=True)
+            assert (len(completion.token_ids), completion.finish_reason) == (MAX_LEN - len(prompt), "length")
+
+
+def test_truncated_prompts(llm: LLM) -> None:
+    long = prompt_of(MAX_LEN + 50, VOCAB, seed=2)
+    for wanted, kept in ((20, 20), (1, 1), (-1, MAX_LEN - 1), (MAX_LEN - 1, MAX_LEN - 1)):
+        (output,) = run(llm, long, SamplingParams(temperature=0, max_tokens=3, truncate_prompt_tokens=wanted))
+        assert output.prompt_token_ids == long[-kept:]
+        assert output.outputs[0].token_ids == one(llm, long[-kept:], max_tokens=3).token_ids
+    (output,) = run(llm, PROMPT, SamplingParams(truncate_prompt_tokens=100))
+    assert output.prompt_token_ids == PROMPT
+    text = "Once upon a time there was a fox"
+    (output,) = run(llm, text, SamplingParams(truncate_prompt_tokens=2))
+    assert output.prompt == text
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(text)[-2:]
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_text(llm: LLM) -> None:
+    with_text, without = one(llm), one(llm, detokenize=False)
+    assert with_text.text
+    assert (without.text, without.token_ids) == ("", with_text.token_ids)
+    assert one(llm, detokenize=False, stop_token_ids=[with_text.token_ids[2]]).finish_reason == "stop"
+
+
+def test_special_tokens_in_the_text(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    specials = [tokenizer.token_to_id(name) for name in ("<|user|>", "<|assistant|>")]
+    params = {"allowed_token_ids": [*specials, 300, 301], "temperature": 9.0, "seed": 0, "max_tokens": 30}
+    shown = one(llm, skip_special_tokens=False, **params)
+    hidden = one(llm, **params)
+    assert shown.token_ids == hidden.token_ids
+    assert "<|user|>" in shown.text and "<|assistant|>" in shown.text
+    assert hidden.text == shown.text.replace("<|user|>", "").replace("<|assistant|>", "")
+
+
+# --- logprobs -------------------------------------------------------------------------------------------------------
+
+
+def _check_entry(entry: dict[int, Any], chosen: int, wanted: int, expected: torch.Tensor, llm: LLM) -> None:
+    """One position's logprobs against log-probabilities ``expected [vocab]``."""
+    order = expected.argsort(descending=True).tolist()
+    ids = list(entry)
+    assert ids[0] == chosen
+    assert ids[1:] == [token for token in order[:wanted] if token != chosen]
+    for token, logprob in entry.items():
+        assert logprob.logprob == pytest.approx(expected[token].item(), abs=1e-4)
+        assert logprob.rank == order.index(token) + 1
+        assert logprob.decoded_token == llm.get_tokenizer().decode_token(token)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 5, 20])
+def test_logprobs(wanted: int, llm: LLM, reference: Any) -> None:
+    # they are the model's own: neither bias nor temperature shows in them
+    completion = one(llm, logprobs=wanted, temperature=2.0, seed=4, logit_bias={7: 3.0}, top_k=50)
+    expected = reference_logits(reference, PROMPT + completion.token_ids).log_softmax(-1)[len(PROMPT) - 1 :]
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    for position, (token, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        _check_entry(entry, token, wanted, expected[position], llm)
+    chosen = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_no_logprobs_unless_asked(llm: LLM) -> None:
+    (output,) = run(llm, PROMPT, SamplingParams())
+    assert output.prompt_logprobs is None
+    assert output.outputs[0].logprobs is None
+    assert output.outputs[0].cumulative_logprob is None
+
+
+def test_logprobs_of_the_whole_vocabulary(start: Start) -> None:
+    completion = one(start(max_logprobs=-1), logprobs=-1, max_tokens=2)
+    assert completion.logprobs is not None
+    for entry in completion.logprobs:
+        assert len(entry) == VOCAB
+        assert sum(torch.tensor([logprob.logprob for logprob in entry.values()]).exp()) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_logprobs_end_where_the_output_ends(llm: LLM) -> None:
+    greedy = one(llm, ignore_eos=True)
+    stopped = one(llm, stop=[llm.get_tokenizer().decode(greedy.token_ids[3:5])], logprobs=1)
+    assert stopped.finish_reason == "stop"
+    assert stopped.logprobs is not None and len(stopped.logprobs) == len(stopped.token_ids) <= 5
+
+
+@pytest.mark.parametrize("keywords", [{}, {"max_num_batched_tokens": 8}, {"enable_prefix_caching": False}], ids=str)
+def test_prompt_logprobs(keywords: dict[str, Any], start: Start, reference: Any) -> None:
+    llm = start(**keywords)
+    params = [SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=number % 4) for number in range(len(PROMPTS))]
+    for _ in range(2):  # the second time, the prompts are in the prefix cache, which has no logits
+        for output, wanted in zip(run(llm, PROMPTS, params), params, strict=True):
+            prompt, found = output.prompt_token_ids, output.prompt_logprobs
+            assert found is not None and len(found) == len(prompt)
+            assert found[0] is None
+            expected = reference_logits(reference, prompt).log_softmax(-1)
+            for position, entry in enumerate(found[1:], start=1):
+                assert entry is not None
+                _check_entry(entry, prompt[position], wanted.prompt_logprobs or 0, expected[position - 1], llm)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"max_num_batched_tokens": 13}], ids=str)
+def test_prompt_logprobs_of_copies(keywords: dict[str, Any], start: Start, reference: Any) -> None:
+    params = SamplingParams(n=3, seed=0, max_tokens=2, prompt_logprobs=0)
+    for prompt in PROMPTS:
+        (output,) = run(start(**keywords), prompt, params)
+        assert output.prompt_logprobs is not None
+        logprobs = reference_logits(reference, prompt).log_softmax(-1)
+        expected = [logprobs[i - 1, prompt[i]].item() for i in range(1, len(prompt))]
+        found = [entry[prompt[i]].logprob for i, entry in enumerate(output.prompt_logprobs) if entry is not None]
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
+# --- streaming ------------------------------------------------------------------------------------------------------
+
+
+def test_output_kinds_say_the_same(text_model: Path) -> None:
+    common: dict[str, Any] = {"max_tokens": 25, "seed": 1, "n": 2, "logprobs": 1, "stop": ["zzz", "a"]}
+    engine = make_engine(text_model)
+    for kind in RequestOutputKind:
+        engine.add_request(kind.name, PROMPT, SamplingParams(output_kind=kind, **common))
+    outputs: dict[str, list[RequestOutput]] = {kind.name: [] for kind in RequestOutputKind}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    engine.shutdown()
+
+    (final,) = outputs["FINAL_ONLY"]
+    assert final.finished
+    for index, whole in enumerate(final.outputs):
+        cumulative = [output.outputs[index] for output in outputs["CUMULATIVE"]]
+        for earlier, later in zip(cumulative, cumulative[1:], strict=False):
+            assert later.text.startswith(earlier.text)
+            assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
+        deltas = [output.outputs[index] for output in outputs["DELTA"]]
+        assert "".join(delta.text for delta in deltas) == cumulative[-1].text == whole.text
+        assert [token for delta in deltas for token in delta.token_ids] == cumulative[-1].token_ids == whole.token_ids
+        assert [entry for delta in deltas for entry in delta.logprobs or []] == whole.logprobs
+        assert cumulative[-1] == whole
+        assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (whole.finish_reason, whole.stop_reason)
+        assert deltas[-1].cumulative_logprob == whole.cumulative_logprob
+    for kind in ("CUMULATIVE", "DELTA"):
+        assert [output.finished for output in outputs[kind]] == [False] * (len(outputs[kind]) - 1) + [True]

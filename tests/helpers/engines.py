@@ -1,0 +1,153 @@
+"""Engines for tests: around a tiny checkpoint, or around an executor that plays a script instead of a model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.admission import Admission
+from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+from tests.helpers.checkpoints import make_checkpoint
+
+TEXT_MODEL: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+"""A tiny model that fits the embedded tokenizer. Its weights are wide, so that its words vary."""
+
+EOS = 1
+"""Of TEXT_MODEL."""
+
+
+def make_text_checkpoint(folder: Path) -> Any:
+    """A random float32 checkpoint with the embedded model's tokenizer; returns the reference model."""
+    reference = make_checkpoint(folder, "llama", **TEXT_MODEL)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded_model_path() / name, folder / name)
+    return reference
+
+
+def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """Random token ids; the first few of a vocabulary, which are special, are left out."""
+    return torch.randint(5, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class ScriptedExecutor:
+    """Yields given tokens instead of computing any.
+
+    Args:
+        script: request id -> its output tokens; requests that are not in it count up from 10.
+        before_step: called with each step before it runs; what it raises, the step raises.
+    """
+
+    runner_name = "scripted"
+
+    def __init__(
+        self,
+        script: Mapping[str, Sequence[int]] | None = None,
+        before_step: Callable[[SchedulerOutput], None] | None = None,
+    ) -> None:
+        self.script = dict(script or {})
+        self.before_step = before_step
+        self.is_shut_down = False
+        self.num_steps = 0
+        self._rows: dict[int, NewRequest] = {}
+        self._computed: dict[int, int] = {}
+        self._step: SchedulerOutput | None = None
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        if self.before_step is not None:
+            self.before_step(scheduler_output)
+        for _, row in scheduler_output.finished:
+            del self._rows[row]
+        for request in scheduler_output.new_requests:
+            self._rows[request.row] = request
+        self._step = scheduler_output
+        self.num_steps += 1
+
+    def sample_tokens(self, grammar_output: object | None) -> ModelRunnerOutput:
+        assert self._step is not None
+        step, self._step = self._step, None
+        sampled = []
+        for row in step.rows[: step.num_sampled]:
+            request = self._rows[row]
+            position = len(request.token_ids) - request.num_prompt_tokens
+            script = self.script.get(request.request_id)
+            token = 10 + position if script is None else script[position]
+            request.token_ids.append(token)
+            sampled.append([token])
+        return ModelRunnerOutput(sampled)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def scripted_engine(
+    executor: ScriptedExecutor,
+    *,
+    tokenizer: Tokenizer | None = None,
+    vocab_size: int = 2048,
+    max_model_len: int = 128,
+    **limits: Any,
+) -> LLMEngine:
+    """The whole engine above the executor, with limits as in `SchedulerConfig`."""
+    config = SchedulerConfig(
+        **{"num_blocks": 128, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}
+    )
+    admission = Admission(
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=[EOS],
+        tokenizer=tokenizer,
+        max_logprobs=20,
+        seed=0,
+    )
+    return LLMEngine(EngineCore(Scheduler(config), executor, StatsCollector()), admission, tokenizer)
+
+
+def make_engine(folder: Path, **keywords: Any) -> LLMEngine:
+    """The real engine on a checkpoint, on a CPU, small unless said otherwise."""
+    defaults = {"device": "cpu", "max_num_seqs": 8}
+    return LLMEngine.from_config(EngineConfig(model=str(folder), **{**defaults, **keywords}))
+
+
+def drain(engine: LLMEngine) -> list[RequestOutput]:
+    """Step until nothing is left, checking the books after each step; all outputs in order."""
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+        engine.check_integrity()
+    return outputs
+
+
+def run_requests(
+    engine: LLMEngine, requests: Mapping[str, tuple[Any, SamplingParams]]
+) -> dict[str, RequestOutput]:
+    """Add requests (id -> prompt, parameters) together; their last outputs by id."""
+    for request_id, (prompt, params) in requests.items():
+        engine.add_request(request_id, prompt, params)
+    finished = {output.request_id: output for output in drain(engine) if output.finished}
+    assert finished.keys() == requests.keys()
+    return finished

@@ -1,0 +1,626 @@
+"""Batches for the preparation ops, plain loops that say what each op must yield, and a way to run any implementation.
+
+The same cases hold the CPU twins against the loops, and the Triton kernels, interpreted and compiled, against both.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from fleetfoot.ops.prepare import (
+    combine_sampled_and_draft_tokens,
+    gather_block_tables,
+    logits_indices,
+    positions_and_seq_lens,
+    post_update,
+    prepare_decode,
+    prepare_prefill_inputs,
+    scatter_writes,
+    slot_mapping,
+)
+
+Outputs = dict[str, torch.Tensor]
+
+UNUSED_BLOCK = 2**31 - 1
+"""Stands in block tables behind a request's blocks: an index made from it is far out of every tensor."""
+SENTINEL = -77
+GUARD = 5
+"""Elements before and behind each output that must stay as they were. An odd number: outputs are not aligned, too."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of a batch; ``row`` -1 is padding."""
+
+    row: int
+    num_computed: int
+    query_len: int
+    prefill_len: int
+    num_logits: int = 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Everything that any of the ops reads."""
+
+    block_size: int
+    num_tokens: int
+    """T"""
+    table_width: int
+    """W"""
+    num_logits_entries: int
+    """L"""
+    idx_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_computed: torch.Tensor
+    prefill_lens: torch.Tensor
+    last_sampled: torch.Tensor
+    draft_tokens: torch.Tensor
+    block_table: torch.Tensor
+    token_pages: torch.Tensor
+    cu_num_logits: torch.Tensor
+    sampled: torch.Tensor
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor
+    target: torch.Tensor
+    pairs: torch.Tensor
+    num_writes: torch.Tensor
+
+    def to(self, device: str) -> Batch:
+        moved = {name: move(tensor, device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)  # type: ignore[arg-type]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    @property
+    def num_reqs(self) -> int:
+        return self.idx_mapping.shape[0]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether `prepare_decode` takes it."""
+        query_lens = set(self.query_start_loc.diff().tolist())
+        return (
+            len(query_lens) == 1
+            and self.num_tokens == int(self.query_start_loc[-1])
+            and 1 <= query_lens.pop() <= 1 + self.draft_tokens.shape[1]
+        )
+
+
+def move(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy with the strides of the original, which `Tensor.to` does not keep."""
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(tensor)
+
+
+def int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_batch(
+    requests: list[Request],
+    *,
+    seed: int = 0,
+    block_size: int = 16,
+    max_blocks: int = 8,
+    num_rows: int = 16,
+    num_drafts: int = 0,
+    padding_tokens: int = 0,
+    num_sampling: int | None = None,
+    spare_width: int = 0,
+) -> Batch:
+    """A batch of ``requests`` in rows among others that hold leftovers, with tokens, blocks and samples at random.
+
+    Args:
+        padding_tokens: T reaches so far past the last request.
+        num_sampling: m; None: all requests sample.
+        spare_width: elements between rows of the block table, and columns of W more than needed.
+    """
+    rng = random.Random(seed)
+    num_blocks = num_rows * max_blocks
+    block_ids = rng.sample(range(num_blocks), num_blocks)
+    wide_table = torch.full((num_rows, max_blocks + spare_width), UNUSED_BLOCK, dtype=torch.int32)
+    # rows that nobody uses look like requests that have just ended at the longest length
+    num_computed, prefill_lens = [max_blocks * block_size] * num_rows, [max_blocks * block_size] * num_rows
+    starts, most_blocks = [0], 1
+    for request in requests:
+        starts.append(starts[-1] + request.query_len)
+        if request.row < 0:
+            continue
+        num_computed[request.row], prefill_lens[request.row] = request.num_computed, request.prefill_len
+        used = -(-(request.num_computed + request.query_len) // block_size)
+        most_blocks = max(most_blocks, used)
+        first = request.row * max_blocks
+        wide_table[request.row, :used] = int32(block_ids[first : first + used])
+
+    sampling = requests[:num_sampling]
+    cu_num_logits = [0]
+    for request in sampling:
+        cu_num_logits.append(cu_num_logits[-1] + min(request.num_logits, request.query_len))
+    num_sampled = [rng.randint(0, num_drafts + 1) for _ in sampling]
+    arena_size, capacity = 500, 40
+    pairs = [x for index in rng.sample(range(arena_size), capacity) for x in (index, rng.randrange(-(2**31), 2**31))]
+
+    def token_ids(*shape: int) -> torch.Tensor:
+        return torch.randint(
+            0, 150_000, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(rng.randrange(2**31))
+        )
+
+    return Batch(
+        block_size=block_size,
+        num_tokens=starts[-1] + padding_tokens,
+        table_width=min(most_blocks + spare_width, max_blocks),
+        num_logits_entries=cu_num_logits[-1] + padding_tokens,
+        idx_mapping=int32([request.row for request in requests]),
+        query_start_loc=int32(starts),
+        num_computed=int32(num_computed),
+        prefill_lens=int32(prefill_lens),
+        last_sampled=token_ids(num_rows),
+        draft_tokens=token_ids(num_rows, num_drafts),
+        block_table=wide_table[:, :max_blocks],
+        token_pages=token_ids(num_blocks * block_size),
+        cu_num_logits=int32(cu_num_logits),
+        sampled=token_ids(len(sampling), num_drafts + 1),
+        num_sampled=int32(num_sampled),
+        num_rejected=int32([rng.randint(0, request.query_len) for request in sampling]),
+        target=torch.arange(arena_size, dtype=torch.int32),
+        pairs=int32(pairs),
+        num_writes=int32([rng.choice((0, 1, capacity - 1, capacity))]),
+    )
+
+
+def decode(row: int, length: int, drafts: int = 0) -> Request:
+    return Request(row, length, 1 + drafts, prefill_len=max(length - 3, 1), num_logits=1 + drafts)
+
+
+def prefill(row: int, begin: int, query_len: int, prompt_len: int | None = None) -> Request:
+    prompt_len = prompt_len or begin + query_len
+    return Request(row, begin, query_len, prompt_len, num_logits=int(begin + query_len == prompt_len))
+
+
+def padding(query_len: int = 0) -> Request:
+    return Request(-1, 0, query_len, 0)
+
+
+def random_batch(seed: int) -> Batch:
+    """Decodes with and without drafts, whole and chunked prefills, empty requests and padding, in any order."""
+    rng = random.Random(seed)
+    block_size, max_blocks, num_drafts = rng.choice((1, 16, 24, 64)), rng.randint(4, 40), rng.choice((0, 0, 1, 4))
+    max_len, num_rows = block_size * max_blocks, rng.randint(3, 60)
+    num_drafts = min(num_drafts, max_len - 1)
+    requests = []
+    for row in rng.sample(range(num_rows), rng.randint(1, num_rows)):
+        if rng.random() < 0.2:
+            requests.append(padding(rng.choice((0, 1, 3))))
+            continue
+        drafts = rng.randint(0, num_drafts)
+        length = rng.randint(0, max_len - 1 - drafts)
+        longest = max_len - length
+        requests.append(
+            rng.choice(
+                (
+                    decode(row, length, drafts),
+                    prefill(row, length, rng.randint(1, longest)),
+                    prefill(row, length, rng.randint(1, longest), prompt_len=max_len),
+                    Request(row, length, 0, prefill_len=rng.randint(0, max_len), num_logits=0),
+                    # the known tokens end within the query
+                    Request(
+                        row, length, 1 + drafts, prefill_len=length + rng.randint(0, drafts), num_logits=1 + drafts
+                    ),
+                )
+            )
+        )
+    return make_batch(
+        requests,
+        seed=seed,
+        block_size=block_size,
+        max_blocks=max_blocks,
+        num_rows=num_rows,
+        num_drafts=num_drafts,
+        padding_tokens=rng.choice((0, 0, 1, 30)),
+        num_sampling=rng.choice((None, rng.randint(0, len(requests)))),
+        spare_width=rng.choice((0, 3)),
+    )
+
+
+def _block_borders() -> Batch:
+    """Contexts and queries that end before, at and behind the border of a block."""
+    size = 16
+    begins, query_lens = (0, size - 1, size, size + 1, 2 * size), (1, size - 1, size, size + 1)
+    spans = [(begin, query_len) for begin in begins for query_len in query_lens]
+    requests = [prefill(row, begin, query_len) for row, (begin, query_len) in enumerate(spans)]
+    return make_batch(requests, num_rows=len(spans), block_size=size)
+
+
+def _many_mixed() -> Batch:
+    decodes = [decode(row, 1 + row % 120, drafts=row % 3) for row in range(0, 1800, 2)]
+    prefills = [prefill(row, row % 32, 1 + row % 17) for row in range(1, 249, 2)]
+    return make_batch(decodes + prefills, num_rows=1800, num_drafts=2, padding_tokens=100, num_sampling=960)
+
+
+BATCHES: dict[str, Callable[[], Batch]] = {
+    "one_decode": lambda: make_batch([decode(3, 17)]),
+    "one_decode_with_drafts": lambda: make_batch([decode(3, 17, drafts=4)], num_drafts=4),
+    "fewer_drafts_than_room": lambda: make_batch([decode(3, 17, drafts=1), decode(2, 5, drafts=1)], num_drafts=4),
+    "one_token_prompt": lambda: make_batch([prefill(0, 0, 1)]),
+    "one_prefill": lambda: make_batch([prefill(15, 0, 37)]),
+    "one_prefill_chunk": lambda: make_batch([prefill(15, 16, 16, prompt_len=100)], num_sampling=0),
+    "last_known_token_is_a_decode": lambda: make_batch([decode(1, 20), prefill(2, 20, 1), decode(3, 1)]),
+    "block_borders": _block_borders,
+    "longest": lambda: make_batch([decode(2, 127), decode(1, 123, drafts=4), prefill(0, 0, 128)], num_drafts=4),
+    "longest_uniform": lambda: make_batch([decode(15, 123, drafts=4), decode(0, 123, drafts=4)], num_drafts=4),
+    "empty_requests": lambda: make_batch(
+        [Request(r, 9, 0, 20, 0) if r in (0, 3, 4, 7) else prefill(r, 9, 5) for r in range(8)], padding_tokens=3
+    ),
+    "all_empty": lambda: make_batch([Request(0, 9, 0, 20, 0), Request(1, 0, 0, 4, 0)]),
+    "all_empty_and_padded": lambda: make_batch([Request(0, 9, 0, 20, 0)], padding_tokens=7),
+    "padding_behind": lambda: make_batch([decode(3, 17), decode(4, 40), padding(), padding()], padding_tokens=2),
+    "padding_with_tokens": lambda: make_batch([decode(3, 17), decode(4, 40), padding(1), padding(1)]),
+    "padding_between": lambda: make_batch(
+        [padding(2), decode(3, 17, 1), padding(0), padding(2), decode(0, 40, 1)], num_drafts=1
+    ),
+    "padding_between_uniform": lambda: make_batch(
+        [padding(3), decode(3, 17, 2), padding(3), decode(15, 40, 2), padding(3)], num_drafts=2
+    ),
+    "all_padding": lambda: make_batch([padding(1)] * 4),
+    "known_tokens_end_within_the_query": lambda: make_batch(
+        [Request(r, 10, 4, prefill_len=9 + r, num_logits=4) for r in range(7)], num_drafts=3
+    ),
+    "decodes_fill_a_tile": lambda: make_batch([decode(r, r % 128) for r in range(256)], num_rows=256),
+    "tokens_fill_a_tile": lambda: make_batch(
+        [prefill(0, 0, 100), prefill(1, 28, 100), prefill(2, 10, 55)], padding_tokens=1
+    ),
+    "tokens_overflow_a_tile": lambda: make_batch([prefill(0, 1, 127), prefill(1, 0, 128), prefill(2, 4, 3)]),
+    "table_wider_than_a_tile": lambda: make_batch(
+        [decode(0, 1090), decode(1, 1023), decode(2, 1024)], block_size=1, max_blocks=1100, num_rows=3, spare_width=9
+    ),
+    "1024_decodes": lambda: make_batch(
+        [decode(r, r % 120) for r in reversed(range(1024))], num_rows=1024, max_blocks=8
+    ),
+    "1024_mixed": _many_mixed,
+    **{f"random_{seed}": lambda seed=seed: random_batch(seed) for seed in range(10)},  # type: ignore[misc]
+}
+
+
+@cache
+def get_batch(name: str) -> Batch:
+    return BATCHES[name]()
+
+
+def uniform_batches() -> list[str]:
+    return [name for name in BATCHES if get_batch(name).is_uniform]
+
+
+# --- what the ops must yield, in plain loops ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Token:
+    request: int
+    row: int
+    position: int
+    offset: int
+    slot: int
+
+
+@cache
+def _tokens(name: str) -> list[Token | None]:
+    """The batch's tokens; None: padding."""
+    batch = get_batch(name)
+    rows, starts = batch.idx_mapping.tolist(), batch.query_start_loc.tolist()
+    computed, table = batch.num_computed.tolist(), batch.block_table.tolist()
+    tokens: list[Token | None] = [None] * batch.num_tokens
+    for request, row in enumerate(rows):
+        for index in range(starts[request], starts[request + 1]):
+            if row >= 0:
+                offset = index - starts[request]
+                position = computed[row] + offset
+                block, within = divmod(position, batch.block_size)
+                slot = table[row][block] * batch.block_size + within
+                tokens[index] = Token(request, row, position, offset, slot)
+    return tokens
+
+
+def _int64(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def expected_positions(name: str) -> Outputs:
+    batch, tokens = get_batch(name), _tokens(name)
+    query_lens, computed = batch.query_start_loc.diff().tolist(), batch.num_computed.tolist()
+    lengths = [computed[row] + query_lens[b] if row >= 0 else 0 for b, row in enumerate(batch.idx_mapping.tolist())]
+    return {
+        "positions": _int64([token.position if token else 0 for token in tokens]),
+        "seq_lens": int32(lengths),
+        "batch_index": int32([token.request if token else -1 for token in tokens]),
+    }
+
+
+def expected_slots(name: str) -> Outputs:
+    return {"slots": _int64([token.slot if token else -1 for token in _tokens(name)])}
+
+
+def expected_prefill_inputs(name: str) -> Outputs:
+    batch, tokens = get_batch(name), _tokens(name)
+    prefill_lens, pages = batch.prefill_lens.tolist(), batch.token_pages.tolist()
+    input_ids = [SENTINEL] * len(tokens)
+    for index, token in enumerate(tokens):
+        if token is None:
+            input_ids[index] = 0
+        elif token.position < prefill_lens[token.row]:
+            input_ids[index] = pages[token.slot]
+    return {"input_ids": _int64(input_ids)}
+
+
+def expected_sampled_and_drafts(name: str) -> Outputs:
+    batch, tokens = get_batch(name), _tokens(name)
+    prefill_lens, pages = batch.prefill_lens.tolist(), batch.token_pages.tolist()
+    last, drafts = batch.last_sampled.tolist(), batch.draft_tokens.tolist()
+    input_ids = [SENTINEL] * len(tokens)
+    for index, token in enumerate(tokens):
+        if token is not None and token.position >= prefill_lens[token.row]:
+            token_id = last[token.row] if token.offset == 0 else drafts[token.row][token.offset - 1]
+            input_ids[index] = pages[token.slot] = token_id
+    return {"token_pages": int32(pages), "input_ids": _int64(input_ids)}
+
+
+def expected_tables(name: str) -> Outputs:
+    batch, seq_lens = get_batch(name), expected_positions(name)["seq_lens"].tolist()
+    tables = torch.zeros(batch.num_reqs, batch.table_width, dtype=torch.int32)
+    for request, row in enumerate(batch.idx_mapping.tolist()):
+        for block in range(-(-seq_lens[request] // batch.block_size)):
+            tables[request, block] = batch.block_table[row, block]
+    return {"tables": tables}
+
+
+def expected_decode(name: str) -> Outputs:
+    known, new = expected_prefill_inputs(name)["input_ids"], expected_sampled_and_drafts(name)
+    input_ids = torch.where(known == SENTINEL, new["input_ids"], known)
+    parts = expected_positions(name) | expected_slots(name) | expected_tables(name)
+    return parts | {"token_pages": new["token_pages"], "input_ids": input_ids}
+
+
+def expected_logits_indices(name: str) -> Outputs:
+    batch = get_batch(name)
+    ends, bounds = batch.query_start_loc.tolist()[1:], batch.cu_num_logits.tolist()
+    indices = []
+    for request in range(len(bounds) - 1):
+        wanted = bounds[request + 1] - bounds[request]
+        indices.extend(range(ends[request] - wanted, ends[request]))
+    return {"indices": _int64(indices + [0] * (batch.num_logits_entries - len(indices)))}
+
+
+def expected_post_update(name: str) -> Outputs:
+    batch = get_batch(name)
+    computed, last = batch.num_computed.tolist(), batch.last_sampled.tolist()
+    query_lens, counts = batch.query_start_loc.diff().tolist(), batch.num_sampled.tolist()
+    for request, row in enumerate(batch.idx_mapping.tolist()):
+        if row < 0:
+            continue
+        computed[row] += query_lens[request]
+        if request < len(counts):
+            computed[row] -= int(batch.num_rejected[request])
+            if counts[request] > 0:
+                last[row] = int(batch.sampled[request, counts[request] - 1])
+    return {"num_computed": int32(computed), "last_sampled": int32(last)}
+
+
+def expected_scatter(name: str) -> Outputs:
+    batch = get_batch(name)
+    target, pairs = batch.target.tolist(), batch.pairs.tolist()
+    for write in range(int(batch.num_writes)):
+        target[pairs[2 * write]] = pairs[2 * write + 1]
+    return {"target": int32(target)}
+
+
+# --- running an implementation -----------------------------------------------------------------------------------
+
+
+class GuardedOutputs:
+    """Outputs that lie in larger buffers, so that a write next to one is seen."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.views: Outputs = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, row_gap: int = 0) -> None:
+        """``shape`` full of `SENTINEL`; rows of a matrix lie ``row_gap`` further apart than their length."""
+        *leading, width = shape
+        row_stride = width + row_gap
+        size = row_stride * (leading[0] if leading else 1)
+        buffer = torch.full((size + 2 * GUARD,), SENTINEL, dtype=dtype, device=self.device)
+        self._buffers[name] = buffer
+        self.views[name] = buffer.as_strided(shape, (row_stride, 1) if leading else (1,), GUARD)
+
+    def add_state(self, name: str, values: torch.Tensor) -> None:
+        """A copy of a tensor that the op updates."""
+        self.add(name, tuple(values.shape), values.dtype)
+        self.views[name].copy_(values)
+
+    def check_guards(self) -> None:
+        for name, buffer in self._buffers.items():
+            around = buffer.clone()
+            view = self.views[name]
+            around.as_strided(view.size(), view.stride(), GUARD).fill_(SENTINEL)
+            assert bool((around == SENTINEL).all()), f"{name}: written outside of the tensor"
+
+
+def _add_tokens(outputs: GuardedOutputs, batch: Batch, *names: str) -> None:
+    for name in names:
+        outputs.add(name, (batch.num_tokens,), torch.int32 if name == "batch_index" else torch.int64)
+
+
+def _call_positions(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    _add_tokens(out, batch, "positions", "batch_index")
+    out.add("seq_lens", (batch.num_reqs,), torch.int32)
+    implementation(batch.idx_mapping, batch.query_start_loc, batch.num_computed, **out.views)
+
+
+def _call_slots(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    _add_tokens(out, batch, "slots")
+    implementation(
+        inputs["positions"], inputs["batch_index"], batch.idx_mapping, batch.block_table, batch.block_size, **out.views
+    )
+
+
+def _call_prefill(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    _add_tokens(out, batch, "input_ids")
+    implementation(
+        inputs["slots"],
+        inputs["positions"],
+        inputs["batch_index"],
+        batch.idx_mapping,
+        batch.prefill_lens,
+        batch.token_pages,
+        **out.views,
+    )
+
+
+def _call_combine(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    _add_tokens(out, batch, "input_ids")
+    out.add_state("token_pages", batch.token_pages)
+    implementation(
+        inputs["slots"],
+        inputs["positions"],
+        inputs["batch_index"],
+        batch.idx_mapping,
+        batch.prefill_lens,
+        batch.num_computed,
+        batch.last_sampled,
+        batch.draft_tokens,
+        **out.views,
+    )
+
+
+def _add_tables(out: GuardedOutputs, batch: Batch) -> torch.Tensor:
+    out.add("tables", (batch.num_reqs, batch.table_width), torch.int32, row_gap=3)
+    return out.views["tables"]
+
+
+def _clear_unused(tables: torch.Tensor, seq_lens: torch.Tensor, block_size: int) -> None:
+    """What lies behind a request's blocks means nothing: make it comparable."""
+    used = (seq_lens + block_size - 1) // block_size  # [n]
+    columns = torch.arange(tables.shape[1], device=tables.device)
+    tables[columns[None, :] >= used[:, None]] = 0
+
+
+def _call_tables(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    tables = _add_tables(out, batch)
+    implementation(batch.block_table, batch.idx_mapping, inputs["seq_lens"], batch.block_size, out=tables)
+    _clear_unused(tables, inputs["seq_lens"], batch.block_size)
+
+
+def _call_decode(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    _add_tokens(out, batch, "positions", "batch_index", "slots", "input_ids")
+    out.add("seq_lens", (batch.num_reqs,), torch.int32)
+    out.add_state("token_pages", batch.token_pages)
+    views = dict(out.views)
+    tables = _add_tables(out, batch)
+    implementation(
+        batch.idx_mapping,
+        batch.num_computed,
+        batch.prefill_lens,
+        batch.last_sampled,
+        batch.draft_tokens,
+        batch.block_table,
+        batch.block_size,
+        block_tables=tables,
+        **views,
+    )
+    _clear_unused(tables, out.views["seq_lens"], batch.block_size)
+
+
+def _call_logits(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    out.add("indices", (batch.num_logits_entries,), torch.int64)
+    implementation(batch.query_start_loc, batch.cu_num_logits, out=out.views["indices"])
+
+
+def _call_post_update(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    out.add_state("num_computed", batch.num_computed)
+    out.add_state("last_sampled", batch.last_sampled)
+    implementation(
+        batch.idx_mapping, batch.query_start_loc, batch.sampled, batch.num_sampled, batch.num_rejected, **out.views
+    )
+
+
+def _call_scatter(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    out.add_state("target", batch.target)
+    implementation(out.views["target"], batch.pairs, batch.num_writes)
+
+
+@dataclass(frozen=True)
+class Op:
+    dispatch: Callable[..., None]
+    triton: Callable[..., None]
+    call: Callable[[Callable[..., None], Batch, Outputs, GuardedOutputs], None]
+    expected: Callable[[str], Outputs]
+
+
+OPS = {
+    "scatter_writes": Op(
+        scatter_writes.scatter_writes, scatter_writes.scatter_writes_triton, _call_scatter, expected_scatter
+    ),
+    "positions_and_seq_lens": Op(
+        positions_and_seq_lens.positions_and_seq_lens,
+        positions_and_seq_lens.positions_and_seq_lens_triton,
+        _call_positions,
+        expected_positions,
+    ),
+    "slot_mapping": Op(slot_mapping.slot_mapping, slot_mapping.slot_mapping_triton, _call_slots, expected_slots),
+    "prepare_prefill_inputs": Op(
+        prepare_prefill_inputs.prepare_prefill_inputs,
+        prepare_prefill_inputs.prepare_prefill_inputs_triton,
+        _call_prefill,
+        expected_prefill_inputs,
+    ),
+    "combine_sampled_and_draft_tokens": Op(
+        combine_sampled_and_draft_tokens.combine_sampled_and_draft_tokens,
+        combine_sampled_and_draft_tokens.combine_sampled_and_draft_tokens_triton,
+        _call_combine,
+        expected_sampled_and_drafts,
+    ),
+    "gather_block_tables": Op(
+        gather_block_tables.gather_block_tables,
+        gather_block_tables.gather_block_tables_triton,
+        _call_tables,
+        expected_tables,
+    ),
+    "logits_indices": Op(
+        logits_indices.logits_indices, logits_indices.logits_indices_triton, _call_logits, expected_logits_indices
+    ),
+    "post_update": Op(post_update.post_update, post_update.post_update_triton, _call_post_update, expected_post_update),
+    "prepare_decode": Op(
+        prepare_decode.prepare_decode, prepare_decode.prepare_decode_triton, _call_decode, expected_decode
+    ),
+}
+
+CASES = [(op, name) for op in OPS for name in (uniform_batches() if op == "prepare_decode" else BATCHES)]
+"""(op, batch)"""
+
+
+def run(implementation: Callable[..., None], op: str, name: str, device: str = "cpu") -> Outputs:
+    """What an implementation writes, once its inputs and what lies around its outputs are found unchanged."""
+    batch = get_batch(name).to(device)
+    before = batch.to(device).tensors()
+    tokens = expected_positions(name) | expected_slots(name)
+    outputs = GuardedOutputs(device)
+    OPS[op].call(implementation, batch, {key: value.to(device) for key, value in tokens.items()}, outputs)
+    outputs.check_guards()
+    for key, tensor in batch.tensors().items():
+        assert torch.equal(tensor, before[key]), f"{op} wrote to its input {key}"
+    return {key: value.cpu() for key, value in outputs.views.items()}
+
+
+def assert_same(actual: Outputs, expected: Outputs) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[key], value, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")

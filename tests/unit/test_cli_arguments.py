@@ -1,0 +1,254 @@
+"""The command line without a model: flags, messages, exit codes, logs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fleetfoot.cli import generate
+from fleetfoot.cli.arguments import add_engine_arguments, engine_config, flag_of
+from fleetfoot.cli.command import UsageError
+from fleetfoot.cli.logs import logs_on_stderr
+from fleetfoot.cli.main import main
+from fleetfoot.cli.sampling_arguments import NOT_A_FLAG, add_sampling_arguments, sampling_params
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+
+
+def parse(argv: list[str], **defaults: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser, **defaults)
+    return parser.parse_args(argv)
+
+
+# --- flags of the engine ------------------------------------------------------------------------------------------
+
+ENGINE_VALUES: dict[str, Any] = {
+    "model": "some/where",
+    "tokenizer": "else/where",
+    "revision": "v1.0",
+    "device": "cpu",
+    "dtype": "float16",
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "trust_remote_code": True,
+    "runner": "v1",
+    "enforce_eager": True,
+    "seed": 11,
+    "max_model_len": 77,
+    "max_num_seqs": 5,
+    "max_num_batched_tokens": 300,
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "scheduling_policy": "priority",
+    "max_logprobs": -1,
+    "block_size": 32,
+    "gpu_memory_utilization": 0.5,
+    "kv_cache_memory_bytes": 12345,
+    "num_gpu_blocks_override": 9,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+}
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+def test_every_engine_setting_has_a_flag(field: dataclasses.Field[Any]) -> None:
+    value = ENGINE_VALUES.get(field.name, field.default)
+    flag = "--engine-seed" if field.name == "seed" else flag_of(field.name)
+    if isinstance(value, bool):
+        argv = [flag if value else flag.replace("--", "--no-", 1)]
+    else:
+        argv = [flag, str(value)]
+    others = {"max_num_seqs": 5} if field.name == "max_num_batched_tokens" else {}
+    assert engine_config(parse(argv), **others) == EngineConfig(**{field.name: value}, **others)
+
+
+def test_what_is_not_given_is_left_to_the_config_and_the_command() -> None:
+    assert engine_config(parse([])) == EngineConfig()
+    assert engine_config(parse([]), skip_tokenizer_init=True).skip_tokenizer_init
+    assert not engine_config(parse(["--no-skip-tokenizer-init"]), skip_tokenizer_init=True).skip_tokenizer_init
+
+
+def test_help_has_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(EngineConfig):
+        assert field.metadata["help"] in text
+    assert "most requests that run at the same time (default: 256)" in text
+    assert "{auto,cpu,cuda}" in text
+    assert "(default: none)" not in text
+
+
+# --- flags of sampling --------------------------------------------------------------------------------------------
+
+SAMPLING: dict[str, tuple[list[str], Any]] = {
+    "n": (["2"], 2),
+    "presence_penalty": (["-0.5"], -0.5),
+    "frequency_penalty": (["1.5"], 1.5),
+    "repetition_penalty": (["1.1"], 1.1),
+    "temperature": (["0.7"], 0.7),
+    "top_p": (["0.9"], 0.9),
+    "top_k": (["-1"], -1),
+    "min_p": (["0.05"], 0.05),
+    "seed": (["42"], 42),
+    "stop": (["END", "and then"], ["END", "and then"]),
+    "stop_token_ids": (["7,8", "9"], [7, 8, 9]),
+    "ignore_eos": ([], True),
+    "max_tokens": (["none"], None),
+    "min_tokens": (["3"], 3),
+    "logprobs": (["5"], 5),
+    "prompt_logprobs": (["0"], 0),
+    "detokenize": ([], True),
+    "skip_special_tokens": ([], True),
+    "spaces_between_special_tokens": ([], True),
+    "include_stop_str_in_output": ([], True),
+    "logit_bias": (['{"42": -1.5}'], {42: -1.5}),
+    "allowed_token_ids": (["1", "2"], [1, 2]),
+    "bad_words": (["war", "and peace"], ["war", "and peace"]),
+    "truncate_prompt_tokens": (["10"], 10),
+}
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda field: field.name)
+def test_every_sampling_parameter_has_a_flag(field: dataclasses.Field[Any]) -> None:
+    if field.name in NOT_A_FLAG:
+        return
+    words, value = SAMPLING[field.name]
+    params = sampling_params(parse([flag_of(field.name), *words]), RequestOutputKind.DELTA)
+    assert params == SamplingParams(**{field.name: value}, output_kind=RequestOutputKind.DELTA)
+
+
+def test_lists_can_be_given_in_pieces() -> None:
+    arguments = parse(["--stop", "a", "--stop", "b", "c", "--allowed-token-ids", "1,2", "--allowed-token-ids", "3"])
+    params = sampling_params(arguments, RequestOutputKind.CUMULATIVE)
+    assert params.stop == ["a", "b", "c"]
+    assert params.allowed_token_ids == [1, 2, 3]
+
+
+def test_a_command_has_its_own_defaults() -> None:
+    assert sampling_params(parse([], max_tokens=99), RequestOutputKind.DELTA).max_tokens == 99
+    assert sampling_params(parse([], max_tokens=None), RequestOutputKind.DELTA).max_tokens is None
+    assert sampling_params(parse(["--max-tokens", "4"], max_tokens=99), RequestOutputKind.DELTA).max_tokens == 4
+
+
+# --- messages and exit codes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate", "--max-modle-len", "9"], "did you mean --max-model-len"),
+        (["generate", "--xyzzy"], "unknown argument '--xyzzy'; fleetfoot generate --help lists what it takes"),
+        (["generate", "--max-toke", "9"], "did you mean --max-tokens"),  # abbreviations are not guessed
+        (["generate", "a prompt"], "unknown argument 'a prompt'"),
+        (["generate", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
+        (["generate", "--max-tokens", "many"], "'many' is neither an integer nor 'none'"),
+        (["generate", "--stop-token-ids", "x"], "'x' is no list of token ids"),
+        (["generate", "--logit-bias", "[1]"], "'[1]' is no JSON object"),
+        (["generate", "--logit-bias", "{1"], "is not JSON"),
+        (["generate", "--logit-bias", '{"1": 1e99}'], "fleetfoot generate: error: logit_bias[1] must be"),
+        (["generate", "--temperature", "-1"], "fleetfoot generate: error: temperature must be 0 (greedy)"),
+        (["generate", "--top-p", "nan"], "fleetfoot generate: error: top_p must be"),
+        (["generate", "--n", "2", "--temperature", "0"], "n must be 1 with greedy sampling"),
+        (["generate", "--prompt", "x", "--max-model-len", "0"], "max_model_len is 0; it must be at least 1"),
+        (["generate", "--prompt", "x", "--gpu-memory-utilization", "2"], "gpu_memory_utilization is 2.0"),
+        (["generate", "--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: No such file"),
+        (["generate", "--stream", "--json"], "--stream and --json do not go together"),
+        (["chat", "--n", "2"], "unknown argument '--n'"),
+        (["bench", "latency", "--batch-size", "0"], "'0' is no integer of at least 1"),
+        (["bench", "latency", "--output", "/no/such/folder/x.json"], "there is no such folder"),
+        (["bench", "throughput", "--input-len", "9:3"], "'9:3' is no range"),
+        (["bench", "throughput", "--request-rate", "0"], "'0' is no number above 0"),
+        (["bench", "throughput", "--prefix-len", "600"], "--prefix-len 600 is more than --input-len 512"),
+        (["bench", "throughput", "--prompts-file", "-", "--input-len", "8"], "leave out --input-len"),
+        (["bench"], "BENCHMARK"),
+        ([], "COMMAND"),
+        (["generat"], "invalid choice: 'generat'"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_verbose_shows_the_traceback_of_a_wrong_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--temperature", "-1", "--verbose"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (RuntimeError("the device is gone"), 1, "fleetfoot generate: error: the device is gone\n"),
+        (KeyError("x"), 1, "fleetfoot generate: error: KeyError: 'x'\n"),
+        (MemoryError(), 1, "fleetfoot generate: error: MemoryError"),
+        (UsageError("not like this"), 2, "fleetfoot generate: error: not like this\n"),
+        (KeyboardInterrupt(), 130, "\n"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(generate, "started_engine", fail)
+    assert main(["generate", "--prompt", "x"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert "Traceback" not in err
+    assert ("--verbose" in err) == (code == 1)
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from fleetfoot import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fleetfoot {__version__}\n"
+    assert main(["bench", "throughput", "--help"]) == 0
+    assert "docs/benchmarks.md" in capsys.readouterr().out
+
+
+def test_answers_that_need_no_engine_do_not_import_torch() -> None:
+    script = """
+import sys
+from fleetfoot.cli.main import main
+codes = [main(argv) for argv in (["--help"], ["generate", "--help"], ["--version"], ["generate", "--nonsense"],
+                                 ["generate", "--prompt", "x", "--max-num-seqs", "0"])]
+heavy = [name for name in ("torch", "numpy", "tokenizers", "jinja2", "rich") if name in sys.modules]
+sys.exit(f"{codes} {heavy}" if codes != [0, 0, 0, 2, 2] or heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_m_runs_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "fleetfoot", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "fleetfoot")
+
+
+def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("fleetfoot.some.module")
+    before = (logging.getLogger("fleetfoot").level, list(logging.getLogger("fleetfoot").handlers))
+    with logs_on_stderr(verbose=False):
+        logger.info("quiet")
+        logger.warning("careful")
+    with logs_on_stderr(verbose=True):
+        logger.info("loud")
+    assert capsys.readouterr() == ("", "WARNING fleetfoot.some.module: careful\nINFO fleetfoot.some.module: loud\n")
+    assert before == (logging.getLogger("fleetfoot").level, logging.getLogger("fleetfoot").handlers)

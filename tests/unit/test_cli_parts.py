@@ -1,0 +1,342 @@
+"""The parts of the commands, without a model: prompts, what is printed, conversations, loads and their numbers."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetfoot.cli.bench_load import Samples, run_load
+from fleetfoot.cli.bench_report import distribution, results
+from fleetfoot.cli.bench_workload import BenchRequest, Lengths, Workload
+from fleetfoot.cli.command import UsageError
+from fleetfoot.cli.conversation import Conversation, fit
+from fleetfoot.cli.interrupts import StopSignal
+from fleetfoot.cli.json_output import dump_array, request_json
+from fleetfoot.cli.numbers import numbers_line
+from fleetfoot.cli.prompts import STORY_OPENING, read_prompts
+from fleetfoot.cli.text_output import TextPrinter
+from fleetfoot.engine.stats import StatsCollector, StepStats
+from fleetfoot.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from fleetfoot.sampling.logprob import Logprob
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.scheduler import SchedulerStats
+
+# --- prompts ------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prompts_of_flags_come_before_those_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_bytes(b"first\r\n\n  second \n{}\n")
+    assert read_prompts(["zero"], str(tmp_path / "prompts.txt")) == ["zero", "first", "  second ", "{}"]
+
+
+def test_a_jsonl_file_has_text_and_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [1, 2]}\n')
+    assert read_prompts([], str(path)) == [{"prompt": "a\nb"}, {"prompt_token_ids": [1, 2]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt"', "a.jsonl, line 2 is not JSON"),
+        ("a.jsonl", b'\n"x"\n', "a.jsonl, line 2 is no prompt"),
+        ("a.jsonl", b'{"text": "x"}', "a.jsonl, line 1 is no prompt"),
+        ("a.txt", b" \n\n", "holds no prompt"),
+        ("a.txt", b"\xff\n", "is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_prompts([], str(tmp_path / name))
+
+
+def test_standard_input_is_the_prompt_unless_it_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert read_prompts([], None) == ["two\nlines"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
+    assert read_prompts([], "-") == ["two", "lines"]
+    for nothing in (Terminal("not read"), io.StringIO(""), None):
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert read_prompts([], None) == [STORY_OPENING]
+    assert read_prompts(["given"], None) == ["given"]
+
+
+# --- what is printed ----------------------------------------------------------------------------------------------
+
+
+def delta(request_id: str, *texts: str | None, finished: bool = False) -> RequestOutput:
+    """An output with a text for each sequence; None ends it without more."""
+    completions = [
+        CompletionOutput(index, text or "", [], finish_reason="stop" if text is None or finished else None)
+        for index, text in enumerate(texts)
+    ]
+    return RequestOutput(request_id, f"<{request_id}>", [1], completions, finished)
+
+
+def printer(file: io.StringIO, request_ids: list[str], num_copies: int = 1) -> TextPrinter:
+    return TextPrinter(file, request_ids, num_copies, lambda output: str(output.prompt))
+
+
+def test_prompts_are_streamed_one_after_the_other() -> None:
+    file = io.StringIO()
+    stream = printer(file, ["1", "2"])
+    stream.take(delta("2", "x"))
+    assert file.getvalue() == ""
+    stream.take(delta("1", "a"))
+    stream.take(delta("2", "y", finished=True))
+    assert file.getvalue() == "--- prompt 1 of 2 ---\n<1>a"
+    stream.take(delta("1", "b", finished=True))
+    assert file.getvalue() == "--- prompt 1 of 2 ---\n<1>ab\n\n--- prompt 2 of 2 ---\n<2>xy\n"
+
+
+def test_copies_are_streamed_one_after_the_other() -> None:
+    file = io.StringIO()
+    stream = printer(file, ["1"], num_copies=2)
+    stream.take(delta("1", "a", "x"))
+    stream.take(delta("1", None, "y"))
+    stream.take(delta("1", None, "z", finished=True))
+    assert file.getvalue() == "--- output 1 of 2 ---\n<1>a\n\n--- output 2 of 2 ---\n<1>xyz\n"
+
+
+def test_a_prompt_is_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = Terminal()
+    printer(shown, ["1"]).take(delta("1", "a", finished=True))
+    assert shown.getvalue() == "\x1b[1m<1>\x1b[0ma\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = Terminal()
+    printer(plain, ["1"]).take(delta("1", "a", finished=True))
+    assert plain.getvalue() == "<1>a\n"
+
+
+def test_json_has_no_number_that_json_lacks() -> None:
+    output = RequestOutput(
+        "1",
+        None,
+        [3, 4],
+        [CompletionOutput(0, "é", [5], -math.inf, [{5: Logprob(-math.inf, 1, "é"), 6: Logprob(-1.5, 2)}], "length")],
+        True,
+        prompt_logprobs=[None, {4: Logprob(math.nan, 7, "d")}],
+    )
+    (content,) = json.loads(dump_array([request_json(output)]), parse_constant=pytest.fail)
+    (completion,) = content["outputs"]
+    assert completion["cumulative_logprob"] is None
+    assert completion["logprobs"] == [
+        {
+            "5": {"logprob": None, "rank": 1, "decoded_token": "é"},
+            "6": {"logprob": -1.5, "rank": 2, "decoded_token": None},
+        }
+    ]
+    assert content["prompt_logprobs"] == [None, {"4": {"logprob": None, "rank": 7, "decoded_token": "d"}}]
+    assert content["metrics"]["ttft_ms"] is None
+    assert dump_array([request_json(output)]).isascii()
+
+
+def test_the_numbers_are_means_over_requests() -> None:
+    first = RequestMetrics(queued_ts=1.0, first_token_ts=1.010, last_token_ts=1.030, num_generation_tokens=3)
+    second = RequestMetrics(queued_ts=1.0, first_token_ts=1.030, last_token_ts=1.030, num_generation_tokens=1)
+    assert numbers_line([first], 0.1) == "TTFT 10.0 ms, TPOT 10.0 ms, 30.0 tokens/s"
+    assert numbers_line([first, second], 0.1) == "TTFT (mean) 20.0 ms, TPOT 10.0 ms, 40.0 tokens/s"
+    assert numbers_line([RequestMetrics()], 0.1) == "0.0 tokens/s"
+
+
+# --- chat ---------------------------------------------------------------------------------------------------------
+
+
+def tokenize(messages: list[dict[str, Any]]) -> list[int]:
+    """As many tokens as there are characters."""
+    return [0] * sum(len(message["content"]) for message in messages)
+
+
+def long_conversation() -> Conversation:
+    conversation = Conversation("sys")
+    for number in range(3):
+        conversation.ask(f"question {number}")  # 10
+        conversation.answer(f"answer {number}")  # 8
+    conversation.ask("last")
+    return conversation
+
+
+@pytest.mark.parametrize(
+    ("limit", "reserve", "num_dropped"),
+    [(71, 10, 0), (70, 10, 1), (53, 10, 1), (52, 10, 2), (17, 10, 3), (16, 10, 3), (8, 10, 3), (62, 0, 0)],
+)
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns(limit: int, reserve: int, num_dropped: int) -> None:
+    conversation = long_conversation()
+    messages = conversation.messages(num_dropped)
+    prompt = fit(conversation, tokenize, limit=limit, reserve=reserve)
+    assert prompt.num_dropped == num_dropped
+    assert conversation.messages() == messages
+    assert prompt.token_ids == tokenize(messages)
+    assert messages[0] == {"role": "system", "content": "sys"}
+    assert messages[-1] == {"role": "user", "content": "last"}
+
+
+def test_a_message_that_can_never_fit_changes_nothing() -> None:
+    conversation = long_conversation()
+    with pytest.raises(ValueError, match="a prompt of 7 tokens, and there is room for 6"):
+        fit(conversation, tokenize, limit=7, reserve=1)
+    assert len(conversation.turns) == 4
+
+
+def test_a_turn_can_be_taken_back_and_all_forgotten() -> None:
+    conversation = long_conversation()
+    conversation.take_back()
+    assert conversation.messages()[-1] == {"role": "assistant", "content": "answer 2"}
+    conversation.reset()
+    assert conversation.messages() == [{"role": "system", "content": "sys"}]
+
+
+def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopSignal() as stop:
+        assert not stop.is_set
+        signal.raise_signal(signal.SIGINT)
+        assert stop.is_set
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# --- bench --------------------------------------------------------------------------------------------------------
+
+
+def workload(**changes: Any) -> Workload:
+    return Workload(**{"vocab_size": 100, "input_len": Lengths(8, 20), "output_len": Lengths(1, 5)} | changes)
+
+
+def token_ids(requests: list[BenchRequest]) -> list[list[int]]:
+    return [request.prompt["prompt_token_ids"] for request in requests]  # type: ignore[index,call-overload]
+
+
+def test_random_requests_follow_from_seed_and_stream() -> None:
+    requests = workload(prefix_len=6).random_requests(200, stream=(1,))
+    assert requests == workload(prefix_len=6).random_requests(200, stream=(1,))
+    assert requests != workload(prefix_len=6, seed=1).random_requests(200, stream=(1,))
+    prompts = token_ids(requests)
+    other = token_ids(workload(prefix_len=6).random_requests(200, stream=(2,)))
+    assert {len(prompt) for prompt in prompts} == set(range(8, 21))
+    assert {request.output_len for request in requests} == set(range(1, 6))
+    assert {token for prompt in prompts for token in prompt} == set(range(100))
+    assert len({tuple(prompt[:6]) for prompt in prompts + other}) == 1
+    assert not {tuple(prompt) for prompt in prompts} & {tuple(prompt) for prompt in other}
+
+
+def test_requests_arrive_at_the_rate_that_is_asked_for() -> None:
+    requests = workload().random_requests(1000, stream=(1,))
+    assert all(request.due_s is None for request in workload().with_arrivals(requests, math.inf))
+    times = [request.due_s or 0.0 for request in workload().with_arrivals(requests, 50.0)]
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    assert 18.0 < times[-1] < 22.0
+
+
+def test_lengths_are_numbers_or_ranges() -> None:
+    assert (Lengths.parse("7"), Lengths.parse("7:9")) == (Lengths(7, 7), Lengths(7, 9))
+    assert (str(Lengths(7, 7)), str(Lengths(7, 9))) == ("7", "7:9")
+
+
+def test_percentiles_are_interpolated() -> None:
+    values = [value / 1000 for value in range(101)]
+    assert distribution(reversed(values), 1e3) == pytest.approx(
+        {"mean": 50, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100, "count": 101}
+    )
+    assert distribution([1.0, 2.0], 1.0)["p50"] == 1.5
+    assert distribution([], 1.0) == dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max")) | {"count": 0}
+
+
+class FakeEngine:
+    """Answers one request in each step, which takes a second of a clock that nothing else moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+        self.stats_collector = StatsCollector()
+        self.queue: list[RequestOutput] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def stats(self) -> Any:
+        return argparse.Namespace(scheduler=SchedulerStats(0, 0, 0.0, 2, 30, 10))
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+        assert params.ignore_eos
+        metrics = RequestMetrics(queued_ts=self.now, num_generation_tokens=params.max_tokens or 0)
+        self.queue.append(RequestOutput(request_id, None, prompt, [CompletionOutput(0, "", [1])], True, None, metrics))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.queue)
+
+    def step(self) -> list[RequestOutput]:
+        output = self.queue.pop(0)
+        output.metrics.first_token_ts = self.now + 0.5
+        self.now += 1.0
+        output.metrics.last_token_ts = self.now
+        self.stats_collector.step(StepStats(1, 3, 0.0001, 0.75, 0.0002))
+        return [output]
+
+
+def load(engine: FakeEngine, requests: list[BenchRequest]) -> Samples:
+    samples = Samples()
+    engine.stats_collector.itl.append(9.0)  # left over from before
+    run_load(engine, requests, samples, clock=lambda: engine.now, sleep=engine.sleep)  # type: ignore[arg-type]
+    return samples
+
+
+def test_latencies_count_from_arrival_even_when_the_engine_was_busy() -> None:
+    engine = FakeEngine()
+    requests = [BenchRequest([1, 2], 4, due_s) for due_s in (0.0, 0.25, 5.0)]
+    samples = load(engine, requests)
+    assert engine.slept == [3.0]  # from 2 s, when the first two are done, to 5 s
+    assert samples.ttft == [0.5, 1.25, 0.5]
+    assert samples.request_latency == [1.0, 1.75, 1.0]
+    assert samples.itl == []
+    measured = results(samples, with_loads=True)
+    assert measured["duration_s"] == 6.0
+    assert measured["requests_per_s"] == 0.5
+    assert measured["output_tokens_per_s"] == 2.0
+    assert measured["total_tokens_per_s"] == 3.0
+    assert measured["num_steps"] == 3
+    assert measured["tokens_per_step"] == 3.0
+    assert measured["host_time_per_step_us"]["mean"] == pytest.approx(300.0)
+    assert measured["output_time_per_step_us"] == pytest.approx(1e6 * (1.0 - 0.75 - 0.0003))
+    assert measured["runner_share"] == pytest.approx(2.25 / 6.0)
+    assert measured["itl_ms"]["mean"] is None
+    assert measured["batch_latency_ms"]["max"] == 6000.0
+    assert measured["num_preemptions"] == 0  # counters are since the engine's start: only what they grew counts
+
+
+def test_without_times_all_requests_are_there_at_once() -> None:
+    engine = FakeEngine()
+    samples = load(engine, [BenchRequest([1, 2], 4)] * 3)
+    assert samples.ttft == [0.5, 1.5, 2.5]
+    assert engine.slept == []
+
+
+def test_samples_are_taken_before_the_engine_forgets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleetfoot.cli.bench_load.TAKE_EVERY", 2)
+    engine = FakeEngine()
+    assert len(load(engine, [BenchRequest([1], 1)] * 5).steps) == 5
+    assert not engine.stats_collector.steps
+
+
+def test_the_documentation_describes_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    content = results(Samples(), with_loads=True)
+    for name in (*content, *content["prefix_cache"], *content["ttft_ms"]):
+        assert f"`{name}`" in page
