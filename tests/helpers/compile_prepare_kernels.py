@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fleetfoot.ops.triton_support import TritonKernel
-from tests.helpers.prepare_cases import OPS, run
+from tests.helpers.prepare_runs import OPS, run
 
 
 def compile_instead(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -24,7 +24,9 @@ def compile_instead(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[...
         function = kernel.jit
         names = function.arg_names
         values = dict(zip(names, arguments, strict=False)) | constants
-        types = {name: "constexpr" if name in constants else triton.runtime.jit.mangle_type(values[name]) for name in names}
+        types = {
+            name: "constexpr" if name in constants else triton.runtime.jit.mangle_type(values[name]) for name in names
+        }
         compiled = triton.compile(ASTSource(function, types, constants), target=GPUTarget("cuda", 90, 32))
         print(f"{kernel.__name__}: {len(compiled.asm['cubin'])} bytes")
 

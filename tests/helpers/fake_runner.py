@@ -42,7 +42,8 @@ class FakeRunner:
             assert request.row not in self.rows, "a row was given out twice"
             self.rows[request.row] = request
             self.computed[request.row] = request.num_computed_tokens
-        for row, block_ids in output.new_block_ids:
+        for row, start, block_ids in output.new_block_ids:
+            assert start == len(self.rows[row].block_ids)
             self.rows[row].block_ids += block_ids
         self._check_groups(output)
         # all of a step's KV is written before any of it is read, layer by layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -15,6 +16,7 @@ from test_attention import MIXED, attend_64, make_batch
 from fleetfoot.attention.native import NativeBackend
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.native.library import NativeUnavailableError, load_kernels, supported_variants
+from fleetfoot.ops.native_linear import NativeLinear
 from fleetfoot.ops.native_ops import native_available, native_ops
 from fleetfoot.ops.opset import OpSet
 from fleetfoot.ops.select import select_ops
@@ -26,6 +28,15 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason=REASON)
 TWINS = torch_ops()
 DTYPES = (torch.float32, torch.bfloat16)
 TILE = 256  # positions whose softmax the kernel takes at once: its borders are worth a visit
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests that need two threads say so: on a busy machine two that wait for each other are slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=supported_variants() if AVAILABLE else ["none"])
@@ -55,6 +66,20 @@ def test_norms(ops: OpSet, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     normed_twin, total_twin = TWINS.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, total_twin)
     assert_equal_but_for_rounding(normed, normed_twin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(ops: OpSet, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(90, 400).to(dtype), torch.rand(400).to(dtype)
+    logits, numbers = torch.randn(3, 50000).to(dtype), torch.arange(3)
+
+    def run(num_threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(num_threads)
+        drawn = ops.choose_tokens(logits, torch.ones(3), numbers, numbers)
+        return [ops.rms_norm(x, weight, 1e-5), *ops.add_rms_norm(x, x, weight, 1e-5), ops.silu_and_mul(x), drawn]
+
+    assert all(torch.equal(one, two) for one, two in zip(run(1), run(2), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,6 +200,80 @@ def test_draws_follow_the_softmax(ops: OpSet) -> None:
     torch.testing.assert_close(found, probabilities, rtol=0, atol=0.03)
 
 
+# --- linear ---------------------------------------------------------------------------------------------------------
+
+
+def make_linear(variant: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+    return NativeLinear(weight, bias, load_kernels(variant))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (33, 18), (64, 64), (50, 1026), (300, 700)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(variant: str, dtype: torch.dtype, shape: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, offset = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype) if bias else None
+    linear = make_linear(variant, weight, offset)
+    for num_rows in (0, 1, 2, 3, 4, 13, 40, 200):
+        x = torch.randn(num_rows, shape[1]).to(dtype)
+        expected = x.double() @ weight.double().T + (offset.double() if offset is not None else 0.0)
+        actual = linear(x)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=torch.finfo(dtype).eps, atol=5e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(96, 1200), (70, 64)])
+def test_a_row_has_the_same_bits_in_every_batch(variant: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    linear, x = make_linear(variant, torch.randn(shape).to(dtype)), torch.randn(400, shape[1]).to(dtype)
+    whole = linear(x)
+    torch.set_num_threads(2)
+    for num_rows in (*range(1, 32), 61, 128, 169, 399, 400):
+        assert torch.equal(linear(x[:num_rows]), whole[:num_rows])
+        assert torch.equal(linear(x[-num_rows:]), whole[-num_rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (5, 6), (33, 18), (100, 130)])
+def test_linear_gives_the_weight_back(variant: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight, other = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    linear = make_linear(variant, weight)
+    assert torch.equal(linear.weight(), weight)
+    linear.replace(other.T.contiguous().T)  # as strided as it likes
+    assert torch.equal(linear.weight(), other)
+    with pytest.raises(ValueError, match="cannot replace"):
+        linear.replace(torch.zeros(shape[0] + 1, shape[1], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_of_strided_rows(variant: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear, x = make_linear(variant, torch.randn(40, 32).to(dtype)), torch.randn(9, 67).to(dtype)
+    for view in (x[:, :32], x[:, 1:33], x[:, 2:34], x[::2, :32], x.T[:32].T, torch.randn(32, 9).to(dtype).T):
+        assert torch.equal(linear(view), linear(view.clone(memory_format=torch.contiguous_format)))
+
+
+def test_linear_refuses_what_does_not_fit(variant: str) -> None:
+    linear = make_linear(variant, torch.zeros(8, 4))
+    with pytest.raises(ValueError, match=r"x \[2, 5\] torch.float32 does not go with a weight \[8, 4\]"):
+        linear(torch.zeros(2, 5))
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 does not go"):
+        linear(torch.zeros(2, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"bias \[4\]"):
+        make_linear(variant, torch.zeros(8, 4), torch.zeros(4))
+
+
+def test_prepare_linear_chooses(ops: OpSet) -> None:
+    assert isinstance(ops.prepare_linear(torch.zeros(8, 4)), NativeLinear)
+    odd, half = torch.randn(8, 5).bfloat16(), torch.randn(8, 4).half()
+    for weight in (odd, half):  # and a bias that is a column of something
+        linear = ops.prepare_linear(weight, weight[:, 0])
+        assert not isinstance(linear, NativeLinear)
+        torch.testing.assert_close(linear(weight), weight @ weight.T + weight[:, 0], rtol=2e-2, atol=2e-2)
+
+
 # --- attention -----------------------------------------------------------------------------------------------------
 
 
@@ -255,26 +354,19 @@ def test_bits_depend_on_nothing_but_the_token(variant: str, dtype: torch.dtype, 
         torch.set_num_threads(num_threads)
         return backend.forward(torch.cat([query[begin:end] for begin, end in rows]), kv_cache, metadata, 0.2, window)
 
-    table, threads = metadata.block_tables, torch.get_num_threads()
-    try:
-        whole = attend([(0, length)], 1)
-        assert torch.equal(attend([(0, length)], 2), whole)
-        cuts = [0, 1, 60, 61, TILE - 1, TILE, TILE + 130, length]
-        assert torch.equal(attend(list(pairwise(cuts)), 2), whole)
-        assert torch.equal(attend([(i, i + 1) for i in range(length)], 2), whole)
-        assert torch.equal(attend([(length - 1, length)], 2), whole[-1:])
-    finally:
-        torch.set_num_threads(threads)
+    table = metadata.block_tables
+    whole = attend([(0, length)], 1)
+    assert torch.equal(attend([(0, length)], 2), whole)
+    cuts = [0, 1, 60, 61, TILE - 1, TILE, TILE + 130, length]
+    assert torch.equal(attend(list(pairwise(cuts)), 2), whole)
+    assert torch.equal(attend([(i, i + 1) for i in range(length)], 2), whole)
+    assert torch.equal(attend([(length - 1, length)], 2), whole[-1:])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_long_decode_is_shared_by_the_threads(variant: str, num_threads: int) -> None:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(num_threads)
-        check(variant, [(1, 9000), (3, 5000)], num_heads=3, num_kv_heads=1, head_dim=64, block_size=16)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
+    check(variant, [(1, 9000), (3, 5000)], num_heads=3, num_kv_heads=1, head_dim=64, block_size=16)
 
 
 def test_empty_batch_and_padding(variant: str) -> None:

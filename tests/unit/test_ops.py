@@ -102,7 +102,7 @@ def test_rope_and_cache(dtype: torch.dtype, norm: bool) -> None:
 def test_prepared_linear(dtype: torch.dtype, num_tokens: int, bias: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(50, 72).to(dtype), torch.randn(num_tokens, 72).to(dtype)
-    offset = torch.randn(50).to(dtype) if bias else None
+    offset = torch.randn(50, 2).to(dtype)[:, 1] if bias else None  # not contiguous
     expected = x.double() @ weight.double().T + (offset.double() if offset is not None else 0.0)
     actual = prepare_linear_torch(weight, offset)(x)
     assert actual.shape == (num_tokens, 50)

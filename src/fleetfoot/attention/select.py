@@ -8,7 +8,7 @@ from fleetfoot.attention.sdpa import SDPABackend
 
 def select_attention(device_type: str) -> AttentionBackend:
     """The fastest backend that is available for ``device_type``."""
-    if device_type == "cpu-native":
+    if device_type == "cpu":
         from fleetfoot.ops.native_ops import native_available
 
         if native_available()[0]:

@@ -8,17 +8,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
+from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.request import Request, RequestStatus
 from fleetfoot.scheduler.scheduler import Scheduler, StepResult
-
-
-class PendingOutput(Protocol):
-    """A step's output that may still be on its way from the device."""
-
-    def get(self) -> ModelRunnerOutput:
-        """Wait for it."""
-        ...
 
 
 class Executor(Protocol):

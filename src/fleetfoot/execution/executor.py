@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fleetfoot.execution.worker import Worker
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.runner.contract import PendingOutput
+from fleetfoot.scheduler.output import SchedulerOutput
 
 
 class InProcessExecutor:
@@ -16,7 +17,7 @@ class InProcessExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._worker.runner.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: object | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
         return self._worker.runner.sample_tokens(grammar_output)
 
     def shutdown(self) -> None:

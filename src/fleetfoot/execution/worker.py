@@ -17,6 +17,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v1.runner import ModelRunnerV1
+from fleetfoot.runner.v2.runner import ModelRunnerV2
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,18 @@ class Worker:
             max_positions=plan.max_model_len,
         )
         loader = ModelLoader(plan.model, context, plan.model_path, plan.config.load_format, plan.config.seed)
-        self.runner: ModelRunner = ModelRunnerV1(
-            loader, max_num_seqs=plan.config.max_num_seqs, max_model_len=plan.max_model_len
-        )
+        self.runner: ModelRunner
+        if plan.runner == "v2":
+            self.runner = ModelRunnerV2(
+                loader,
+                max_num_seqs=plan.config.max_num_seqs,
+                max_num_batched_tokens=plan.max_num_batched_tokens,
+                max_model_len=plan.max_model_len,
+            )
+        else:
+            self.runner = ModelRunnerV1(
+                loader, max_num_seqs=plan.config.max_num_seqs, max_model_len=plan.max_model_len
+            )
 
     def start(self) -> KVLayout:
         """Everything up to the first step; returns the KV cache's layout."""

@@ -34,6 +34,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (_P, _P, _L, _P, _L, _L, _L, _L, _L, _P, _P, _P, _L, _P, _P, _F, _L, _I, _I, _I, _I, _I, _I),
     ),
     "choose_tokens": (_I, (_P, _P, _L, _L, _L, _P, _P, _P, _I, _I)),
+    "linear": (_I, (_P, _P, _L, _P, _P, _L, _L, _L, _I, _I)),
+    "panel_width": (_I, ()),
+    "pack_linear": (None, (_P, _P, _L, _L, _L, _I)),
+    "unpack_linear": (None, (_P, _P, _L, _L, _I)),
     "paged_attention": (
         _I,
         (_P, _P, _L, _L, _P, _L, _L, _L, _L, _L, _P, _P, _P, _L, _L, _I, _I, _I, _I, _I, _F, _I, _I, _I),
@@ -56,6 +60,10 @@ class Kernels:
     rope_and_cache: Callable[..., int]
     paged_attention: Callable[..., int]
     choose_tokens: Callable[..., int]
+    linear: Callable[..., int]
+    panel_width: Callable[[], int]
+    pack_linear: Callable[..., None]
+    unpack_linear: Callable[..., None]
 
 
 @cache

@@ -18,21 +18,31 @@
 
 /* How many sums the registers hold, with some left for operands. */
 #if VL == 16 || defined(__aarch64__)
-#define MAX_SUMS MAX_SUMS_V4
+#define MAX_SUMS 28
 #else
 #define MAX_SUMS 12
 #endif
 #define MAX_ROWS (MAX_SUMS / VECTORS)
 #define MAX_WIDE_ROWS (MAX_SUMS / (VECTORS * WIDE))
-#define IN_ORDER(x) __asm__ volatile("" : "+v"(x))
 #define BAND (12 * MAX_ROWS) /* rows that are taken through all panels before the next ones */
-#ifndef DEPTH
-#define DEPTH 256
+
+/* Units of a panel that stay in the first-level cache while all rows of a band pass over them: more where there are many
+ * rows, since sums are put aside in between; fewer where memory is what one waits for. */
+#define DEPTH_OF_MANY_BLOCKS 128
+#define DEPTH_OF_FEW_BLOCKS 64
+
+/* How many units ahead of its use the weight is asked for. */
+#define AHEAD 128
+#define WIDE_AHEAD 16
+
+/* Keeps the compiler from gathering all factors of a step first, for which there are not registers enough. */
+#if defined(__x86_64__)
+#define IN_ORDER(x) __asm__ volatile("" : "+v"(x))
+#elif defined(__aarch64__)
+#define IN_ORDER(x) __asm__ volatile("" : "+w"(x))
+#else
+#define IN_ORDER(x) (void)(x)
 #endif
-#ifndef MAX_SUMS_V4
-#define MAX_SUMS_V4 28
-#endif
-/* units of a panel that stay in the first-level cache while all rows of a band pass over them */
 
 typedef struct {
     char *y;
@@ -119,10 +129,11 @@ INLINE void multiply_block(const layer *l, const block *b, int64_t panel, int64_
             const uint32_t *source = weight + (v / VECTORS * l->units + unit) * PANEL + v % VECTORS * VL;
             w[v] = load_f32((const float *)source);
         }
-#ifdef PF
-        if (panels == 1 || PFW)
-            for (int v = 0; v < panels * VECTORS; v++) __builtin_prefetch(weight + (v / VECTORS * l->units + unit + (panels == 1 ? PF : PFW)) * PANEL + v % VECTORS * VL, 0, PFL);
-#endif
+        UNROLL
+        for (int v = 0; v < panels * VECTORS; v++) {
+            const int64_t later = unit + (panels == 1 ? AHEAD : WIDE_AHEAD);
+            __builtin_prefetch(weight + (v / VECTORS * l->units + later) * PANEL + v % VECTORS * VL);
+        }
         UNROLL
         for (int r = 0; r < rows; r++)
             UNROLL
@@ -164,17 +175,28 @@ INLINE void multiply_wide(const layer *l, const block *b, int64_t panel, int dty
 
 /* --- sharing the work ------------------------------------------------------------------------------------------ */
 
-typedef uint32_t quad __attribute__((vector_size(16)));
-
-/* rows rows of x, stride units apart, into target [units, rows]. */
-INLINE void arrange(uint32_t *target, const uint32_t *x, int64_t stride, int rows, int64_t units) {
-    for (int64_t unit = 0; unit < units; unit++)
-        for (int r = 0; r < rows; r++) target[unit * rows + r] = x[r * stride + unit];
-}
-
-INLINE void arrange_wide(float *target, const uint32_t *x, int64_t stride, int rows, int64_t units) {
-    for (int64_t i = 0; i < 2 * units; i++)
-        for (int r = 0; r < rows; r++) target[i * rows + r] = load_one(x + r * stride, i, FF_BFLOAT16);
+/* `rows` rows of x, stride units apart, into target [units, rows]; widened: [units, 2, rows], the first of a pair first. */
+INLINE void arrange(uint32_t *target, const uint32_t *x, int64_t stride, int rows, int64_t units, const int widened) {
+    const quad high = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+    const int width = widened ? 2 : 1, quads = rows / 4 * 4;
+    for (int64_t unit = 0; unit < units; unit++) {
+        uint32_t *at = target + unit * width * rows;
+        if (unit % 4 == 0 && unit + 4 <= units)
+            for (int r = 0; r < quads; r += 4) {
+                quad part[4];
+                transpose_quads(x + r * stride + unit, stride, part);
+                for (int i = 0; i < 4; i++) {
+                    const quad first = widened ? part[i] << 16 : part[i], second = part[i] & high;
+                    memcpy(at + i * width * rows + r, &first, sizeof first);
+                    if (widened) memcpy(at + (i * width + 1) * rows + r, &second, sizeof second);
+                }
+            }
+        for (int r = unit < units / 4 * 4 ? quads : 0; r < rows; r++) {
+            const uint32_t value = x[r * stride + unit];
+            at[r] = widened ? value << 16 : value;
+            if (widened) at[rows + r] = value & 0xffff0000u;
+        }
+    }
 }
 
 /* What a thread needs for one band. */
@@ -197,12 +219,10 @@ INLINE void arrange_band(const layer *l, band *b, int64_t first, int64_t last, i
         block *made = &b->blocks[i];
         *made = (block){.x = b->x + begin * wide, .sums = b->sums + begin * PANEL, .row = first + begin,
                         .rows = (int)(end - begin)};
-        if (x_is_widened(dtype))
-            arrange_wide((float *)(b->x + begin * wide), x, l->x_stride, made->rows, l->units);
-        else if (made->rows == 1)
-            made->x = x; /* as it should be */
+        if (made->rows == 1 && !x_is_widened(dtype))
+            made->x = x; /* one row is arranged as it is */
         else
-            arrange(b->x + begin * wide, x, l->x_stride, made->rows, l->units);
+            arrange(b->x + begin * wide, x, l->x_stride, made->rows, l->units, x_is_widened(dtype));
     }
 }
 
@@ -211,7 +231,9 @@ INLINE void multiply_band(const layer *l, const band *b, int64_t begin, int64_t 
     int64_t panel = begin;
     if (b->num_blocks == 1 && b->blocks[0].rows <= MAX_WIDE_ROWS)
         for (; panel + WIDE <= end; panel += WIDE) multiply_wide(l, &b->blocks[0], panel, dtype);
-    const int64_t depth = b->num_blocks == 1 ? l->units : DEPTH;
+    const int64_t depth = b->num_blocks == 1   ? l->units
+                          : b->num_blocks <= 4 ? DEPTH_OF_FEW_BLOCKS
+                                               : DEPTH_OF_MANY_BLOCKS;
     for (; panel < end; panel++)
         for (int64_t unit = 0; unit < l->units; unit += depth)
             for (int i = 0; i < b->num_blocks; i++)
@@ -229,7 +251,7 @@ INLINE int multiply(const layer *l, int num_threads, int dtype) {
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        band b;
+        band b = {0};
         b.x = malloc((size_t)(band_rows * (arranged_units(l, dtype) + PANEL)) * sizeof(uint32_t));
         b.sums = (float *)(b.x + band_rows * arranged_units(l, dtype));
         if (!b.x) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);

@@ -75,7 +75,28 @@ INLINE best argmax_span(const char *row, int64_t begin, int64_t end, int dtype) 
 
 /* --- noise ----------------------------------------------------------------------------------------------------- */
 
-typedef uint64_t vl __attribute__((vector_size(8 * VL)));
+/* x * factor in 64 bits, cut in two words. Vectors multiply every other lane at a time. */
+INLINE void multiply_words(vu x, uint32_t factor, vu *high, vu *low) {
+#if VL >= 8
+    typedef uint64_t vl __attribute__((vector_size(4 * VL)));
+    const vl half = ((vl)x & 0xffffffffu), other = (vl)x >> 32, wide = factor - (vl){0};
+#if VL == 16
+    const vl even = (vl)_mm512_mul_epu32((__m512i)half, (__m512i)wide);
+    const vl odd = (vl)_mm512_mul_epu32((__m512i)other, (__m512i)wide);
+#else
+    const vl even = (vl)_mm256_mul_epu32((__m256i)half, (__m256i)wide);
+    const vl odd = (vl)_mm256_mul_epu32((__m256i)other, (__m256i)wide);
+#endif
+    *high = (vu)((even >> 32) | (odd & 0xffffffff00000000u));
+    *low = (vu)((even & 0xffffffffu) | (odd << 32));
+#else
+    for (int lane = 0; lane < VL; lane++) {
+        const uint64_t product = (uint64_t)x[lane] * factor;
+        (*high)[lane] = (uint32_t)(product >> 32);
+        (*low)[lane] = (uint32_t)product;
+    }
+#endif
+}
 
 /* Philox4x32-10 (Salmon et al. 2011) for counters (block, position, 0, 0): four words for each lane. */
 INLINE void philox(vu block, uint32_t position, uint64_t seed, vu word[4]) {
@@ -84,10 +105,9 @@ INLINE void philox(vu block, uint32_t position, uint64_t seed, vu word[4]) {
     word[1] = position - (vu){0};
     word[2] = word[3] = (vu){0};
     for (int round = 0; round < 10; round++) {
-        const vl product0 = __builtin_convertvector(word[0], vl) * 0xD2511F53u;
-        const vl product2 = __builtin_convertvector(word[2], vl) * 0xCD9E8D57u;
-        const vu high0 = __builtin_convertvector(product0 >> 32, vu), low0 = __builtin_convertvector(product0, vu);
-        const vu high2 = __builtin_convertvector(product2 >> 32, vu), low2 = __builtin_convertvector(product2, vu);
+        vu high0, low0, high2, low2;
+        multiply_words(word[0], 0xD2511F53u, &high0, &low0);
+        multiply_words(word[2], 0xCD9E8D57u, &high2, &low2);
         word[0] = high2 ^ word[1] ^ key0;
         word[1] = low2;
         word[2] = high0 ^ word[3] ^ key1;
@@ -123,9 +143,14 @@ INLINE void gumbel_noise(int64_t token, uint32_t position, uint64_t seed, float 
     philox((vu)(lane_index() + splat_int((int32_t)(token >> 2))), position, seed, word);
     for (int w = 0; w < 4; w++) {
         const vf u = (__builtin_convertvector((vi)(word[w] >> 9), vf) + splat(0.5f)) * splat(0x1p-23f);
-        const vf gumbel = -log_float(-log_float(u));
-        for (int lane = 0; lane < VL; lane++) noise[4 * lane + w] = gumbel[lane];
+        word[w] = (vu)-log_float(-log_float(u));
     }
+    /* Lane by lane the four words of one call are the noise of four neighbours. */
+    vu part[4];
+    transpose_groups(word, part);
+    for (int i = 0; i < 4; i++)
+        for (int group = 0; group < VL / 4; group++)
+            memcpy(noise + 4 * (4 * group + i), (const char *)&part[i] + 16 * group, 16);
 }
 
 /* --- Gumbel-max ------------------------------------------------------------------------------------------------ */
@@ -158,8 +183,15 @@ INLINE best gumbel_span(const char *row, int64_t begin, int64_t end, const draw 
         const float bar = found.value - NOISE_MAX;
         if (!any(top >= splat(bar))) continue;
         gumbel_noise(token, d->position, d->seed, noise);
-        for (int64_t i = 0; i < count; i++)
-            if (score[i] >= bar) found = better(found, (best){score[i] + noise[i], token + i});
+        vi wins = splat_int(0);
+        UNROLL
+        for (int k = 0; k < 4; k++) {
+            const vf sum = load_f32(score + k * VL) + load_f32(noise + k * VL);
+            wins |= sum >= splat(found.value);
+            store_f32(score + k * VL, sum);
+        }
+        if (!any(wins)) continue;
+        for (int64_t i = 0; i < count; i++) found = better(found, (best){score[i], token + i});
     }
     return found;
 }

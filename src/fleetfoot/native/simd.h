@@ -227,6 +227,18 @@ INLINE vf sigmoid(vf x) {
 #define SHUFFLE_GROUPS(a, b, i, j, k, l) SHUFFLE16(a, b, i, j, k, l)
 #endif
 
+/* Four vectors as VL / 4 matrices of four by four, transposed each. */
+INLINE void transpose_groups(const vu part[4], vu out[4]) {
+    vu low01 = SHUFFLE_GROUPS(part[0], part[1], 0, VL, 1, VL + 1);
+    vu high01 = SHUFFLE_GROUPS(part[0], part[1], 2, VL + 2, 3, VL + 3);
+    vu low23 = SHUFFLE_GROUPS(part[2], part[3], 0, VL, 1, VL + 1);
+    vu high23 = SHUFFLE_GROUPS(part[2], part[3], 2, VL + 2, 3, VL + 3);
+    out[0] = SHUFFLE_GROUPS(low01, low23, 0, 1, VL, VL + 1);
+    out[1] = SHUFFLE_GROUPS(low01, low23, 2, 3, VL + 2, VL + 3);
+    out[2] = SHUFFLE_GROUPS(high01, high23, 0, 1, VL, VL + 1);
+    out[3] = SHUFFLE_GROUPS(high01, high23, 2, 3, VL + 2, VL + 3);
+}
+
 /* Four 32-bit values from each of VL rows, transposed: out[j] holds value j of rows 0 .. VL - 1. */
 INLINE void transpose_4(const char *const *rows, int64_t offset, vu out[4]) {
     vu part[4];
@@ -247,14 +259,27 @@ INLINE void transpose_4(const char *const *rows, int64_t offset, vu out[4]) {
         memcpy(&part[i], rows[i] + offset, sizeof part[i]);
 #endif
     }
-    vu low01 = SHUFFLE_GROUPS(part[0], part[1], 0, VL, 1, VL + 1);
-    vu high01 = SHUFFLE_GROUPS(part[0], part[1], 2, VL + 2, 3, VL + 3);
-    vu low23 = SHUFFLE_GROUPS(part[2], part[3], 0, VL, 1, VL + 1);
-    vu high23 = SHUFFLE_GROUPS(part[2], part[3], 2, VL + 2, 3, VL + 3);
-    out[0] = SHUFFLE_GROUPS(low01, low23, 0, 1, VL, VL + 1);
-    out[1] = SHUFFLE_GROUPS(low01, low23, 2, 3, VL + 2, VL + 3);
-    out[2] = SHUFFLE_GROUPS(high01, high23, 0, 1, VL, VL + 1);
-    out[3] = SHUFFLE_GROUPS(high01, high23, 2, 3, VL + 2, VL + 3);
+    transpose_groups(part, out);
+}
+
+typedef uint32_t quad __attribute__((vector_size(16)));
+
+/* Four 32-bit values from each of four rows, stride values apart, transposed. */
+INLINE void transpose_quads(const uint32_t *rows, int64_t stride, quad out[4]) {
+    quad row[4];
+    for (int i = 0; i < 4; i++) memcpy(&row[i], rows + i * stride, sizeof row[i]);
+#if defined(__clang__)
+#define SHUFFLE_QUADS(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE_QUADS(a, b, ...) __builtin_shuffle(a, b, (quad){__VA_ARGS__})
+#endif
+    const quad low01 = SHUFFLE_QUADS(row[0], row[1], 0, 4, 1, 5), high01 = SHUFFLE_QUADS(row[0], row[1], 2, 6, 3, 7);
+    const quad low23 = SHUFFLE_QUADS(row[2], row[3], 0, 4, 1, 5), high23 = SHUFFLE_QUADS(row[2], row[3], 2, 6, 3, 7);
+    out[0] = SHUFFLE_QUADS(low01, low23, 0, 1, 4, 5);
+    out[1] = SHUFFLE_QUADS(low01, low23, 2, 3, 6, 7);
+    out[2] = SHUFFLE_QUADS(high01, high23, 0, 1, 4, 5);
+    out[3] = SHUFFLE_QUADS(high01, high23, 2, 3, 6, 7);
+#undef SHUFFLE_QUADS
 }
 
 #endif

@@ -27,7 +27,8 @@ class PreparedLinear(Protocol):
         ...
 
 
-def _check_replacement(new: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+def check_replacement(new: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``new`` has this shape and dtype."""
     if new.shape != shape or new.dtype != dtype:
         raise ValueError(
             f"weight {list(new.shape)} {new.dtype} cannot replace {list(shape)} {dtype}: shape and dtype must be equal"
@@ -50,7 +51,7 @@ class PlainLinear:
         return self._weight
 
     def replace(self, weight: torch.Tensor) -> None:
-        _check_replacement(weight, self._weight.shape, self._weight.dtype)
+        check_replacement(weight, self._weight.shape, self._weight.dtype)
         self._weight = weight.to(self._weight.device)
 
 
@@ -64,7 +65,7 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = _pack(weight)
-        self._bias = bias
+        self._bias = None if bias is None else bias.contiguous()  # oneDNN takes any other stride for 1
         self._apply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +75,7 @@ class PackedLinear:
         return self._packed.to_dense()
 
     def replace(self, weight: torch.Tensor) -> None:
-        _check_replacement(weight, self._packed.shape, self._packed.dtype)
+        check_replacement(weight, self._packed.shape, self._packed.dtype)
         self._packed = _pack(weight)
 
 

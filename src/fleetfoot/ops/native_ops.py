@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from fleetfoot.native.library import DTYPES, Kernels, NativeUnavailableError, check_status, load_kernels
 from fleetfoot.ops.choose_tokens import choose_tokens_torch
-from fleetfoot.ops.linear import prepare_linear_torch
+from fleetfoot.ops.native_linear import prepare_linear_native
 from fleetfoot.ops.opset import OpSet
 from fleetfoot.ops.rms_norm import add_rms_norm_torch, rms_norm_torch
 from fleetfoot.ops.rope_and_cache import rope_and_cache_torch
@@ -27,14 +29,15 @@ def native_ops(variant: str | None = None) -> OpSet:
     Raises:
         NativeUnavailableError: the library is missing, or has no such variant for this processor.
     """
-    ops = _NativeOps(load_kernels(variant))
+    kernels = load_kernels(variant)
+    ops = _NativeOps(kernels)
     return OpSet(
         name="native",
         rms_norm=ops.rms_norm,
         add_rms_norm=ops.add_rms_norm,
         silu_and_mul=ops.silu_and_mul,
         rope_and_cache=ops.rope_and_cache,
-        prepare_linear=prepare_linear_torch,
+        prepare_linear=partial(prepare_linear_native, kernels=kernels),
         choose_tokens=ops.choose_tokens,
     )
 

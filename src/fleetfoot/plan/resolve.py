@@ -36,8 +36,6 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
                 f"max_model_len {max_model_len}; raise it, lower max_model_len, or set enable_chunked_prefill=True"
             )
         budget = max_model_len
-    if config.runner == "v2":
-        raise ValueError("runner is 'v2', which this version does not have; use runner='auto' or 'v1'")
     reason = "you asked for it" if config.runner == "v1" else "it is the runner that this version has"
     return EnginePlan(
         config=config,
@@ -46,7 +44,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         tokenizer_path=_tokenizer_path(config, model_path),
         device=device,
         dtype=dtype,
-        runner="v1",
+        runner="v2" if config.runner == "v2" else "v1",
         reasons=(f"Model Runner V1 runs: {reason}.",),
         max_model_len=max_model_len,
         max_num_batched_tokens=budget,

@@ -25,6 +25,14 @@ class ExecuteModelState:
     """What a runner keeps for itself."""
 
 
+class PendingOutput(Protocol):
+    """A step's output, which may still be on its way from the device."""
+
+    def get(self) -> ModelRunnerOutput:
+        """Wait for it."""
+        ...
+
+
 class ModelRunner(Protocol):
     """Turns a `SchedulerOutput` into tokens. Calls come in pairs: `execute_model`, then `sample_tokens`."""
 
@@ -56,7 +64,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def sample_tokens(self, grammar_output: Any | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar_output: Any | None) -> PendingOutput:
         """Logits, sampling and what follows it, for the step that `execute_model` queued."""
         ...
 

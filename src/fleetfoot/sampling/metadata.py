@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -83,6 +84,10 @@ class RandomRows:
     top_p: torch.Tensor | None = None  # [r] float32, 1 where off
     max_top_k: int = 0
 
+    @property
+    def has_filters(self) -> bool:
+        return self.log_min_p is not None or self.top_k is not None or self.top_p is not None
+
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], indices: Sequence[int], device: torch.device) -> RandomRows:
         chosen = [rows[i] for i in indices]
@@ -122,6 +127,12 @@ class LogprobRows:
         return -1 if -1 in self.counts else max(self.counts)
 
 
+class LogitsEdit(Protocol):
+    """Changes logits ``[n, vocab]`` float32 in place."""
+
+    def apply(self, logits: torch.Tensor) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
     """What the sampler needs for a batch of ``num_rows`` rows; parts that no row needs are absent.
@@ -137,7 +148,7 @@ class SamplingMetadata:
     allowed_tokens: AllowedTokens | None = None
     logit_bias: TokenBias | None = None
     banned_tokens: TokenBias | None = None
-    penalties: Penalties | None = None
+    penalties: LogitsEdit | None = None
     logprobs: LogprobRows | None = None
 
     @property

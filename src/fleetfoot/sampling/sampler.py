@@ -11,6 +11,7 @@ the same whatever its neighbours want.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,8 +32,27 @@ class SamplerOutput:
     """Of the rows in ``metadata.logprobs``, in that order; ``None`` if no row asked."""
 
 
+class ChooseTokens(Protocol):
+    """`fleetfoot.ops.choose_tokens`: the argmax, or a Gumbel-max draw, of each row."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
 class Sampler:
-    """Chooses the next tokens. Keeps no state."""
+    """Chooses the next tokens. Keeps no state.
+
+    Args:
+        choose_tokens: draws from rows without filters; None: what draws from those with filters does it too.
+    """
+
+    def __init__(self, choose_tokens: ChooseTokens | None = None) -> None:
+        self._choose_tokens = choose_tokens
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Sample one token per row of ``logits [n, vocab]`` (any float dtype), which stay as they are.
@@ -46,7 +66,12 @@ class Sampler:
         highest = processed.gather(1, token_ids.unsqueeze(1))  # [n, 1]
         invalid = highest.isfinite().logical_not_().squeeze(1)
         for rows in metadata.random:
-            token_ids[rows.rows] = sample_rows(processed, highest, rows)
+            if rows.has_filters or self._choose_tokens is None:
+                token_ids[rows.rows] = sample_rows(processed, highest, rows)
+            else:
+                token_ids[rows.rows] = self._choose_tokens(
+                    processed[rows.rows], rows.temperature, rows.seeds, rows.positions
+                )
         return SamplerOutput(token_ids, invalid, _logprobs(logits, token_ids, metadata))
 
 

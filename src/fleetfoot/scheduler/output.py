@@ -46,8 +46,8 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int
     new_requests: list[NewRequest] = field(default_factory=list)
     """They may be named in ``rows`` of this very step."""
-    new_block_ids: list[tuple[int, list[int]]] = field(default_factory=list)
-    """(row, block ids to append), for rows taken in an earlier step."""
+    new_block_ids: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    """(row, blocks that it has, block ids to append), for rows taken in an earlier step."""
     finished: list[tuple[str, int]] = field(default_factory=list)
     """(request id, row) of rows given back since the last step: ended, or preempted. Apply before ``new_requests``."""
     finished_req_ids: set[str] = field(default_factory=set)

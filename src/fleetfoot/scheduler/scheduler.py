@@ -153,7 +153,7 @@ class Scheduler:
         """Choose the next step's work; None if there is nothing that can be computed now."""
         decodes: list[Request] = []
         prefills: list[Request] = []  # running ones whose prompt is not computed to its end
-        new_block_ids: list[tuple[int, list[int]]] = []
+        new_block_ids: list[tuple[int, int, list[int]]] = []
         self._num_hoping = 0
         num_preemptions = self._num_preemptions
         for request in self.running:  # preemption shortens it at the end only, which a list iterator allows
@@ -326,7 +326,7 @@ class Scheduler:
             bad_words_token_ids=request.bad_words_token_ids,
         )
 
-    def _grow(self, request: Request, new_block_ids: list[tuple[int, list[int]]]) -> bool:
+    def _grow(self, request: Request, new_block_ids: list[tuple[int, int, list[int]]]) -> bool:
         """One more block for a decode, at another's cost if need be; False: not in this step, or preempted itself."""
         self._publish(request)
         while not self.pool.num_free:
@@ -338,9 +338,9 @@ class Scheduler:
             if victim is request:
                 return False
         blocks = self.pool.take(1)
+        new_block_ids.append((request.row, len(request.block_ids), blocks))
         request.block_ids += blocks
         request.capacity += self.config.block_size
-        new_block_ids.append((request.row, blocks))
         return True
 
     def _find_prefix(self, request: Request) -> list[int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.ops.triton_support import triton_kernel
+from fleetfoot.ops.triton_support import cdiv, triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -42,9 +42,10 @@ def gather_block_tables_cpu(
     *,
     out: torch.Tensor,
 ) -> None:
-    """The twin of the kernel, for CPU tensors. It copies whole rows: on a CPU, W is as wide as the step needs."""
+    """The twin of the kernel, for CPU tensors. It copies as many blocks of each request as the longest one has."""
+    most_blocks = cdiv(int(seq_lens.numpy().max(initial=0)), block_size)
     # Padding is row -1, the last one: its blocks mean nothing either.
-    out.numpy()[:] = block_table.numpy()[:, : out.shape[1]][idx_mapping.numpy()]
+    out.numpy()[:, :most_blocks] = block_table.numpy()[:, :most_blocks][idx_mapping.numpy()]
 
 
 def gather_block_tables_triton(

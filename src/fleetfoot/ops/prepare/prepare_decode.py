@@ -205,30 +205,20 @@ def _prepare_decode_kernel(
     prefill_len = tl.load(prefill_lens_ptr + row, mask=is_request, other=0)
     sampled_id = tl.load(last_sampled_ptr + row, mask=is_request, other=0)
     seq_len = tl.where(is_request, computed + query_len, 0)
-    tl.store(seq_lens_ptr + request, seq_len)
 
     offset = tl.arange(0, query_tile)
     in_query = offset < query_len
     is_token = in_query & is_request
     position = computed + offset
-    table_ptr = block_table_ptr + row * row_stride
-    block_id = tl.load(table_ptr + position // block_size, mask=is_token, other=0).to(tl.int64)
-    slot = block_id * block_size + position % block_size
     is_known = is_token & (position < prefill_len)
     is_new = is_token & (position >= prefill_len)
+    table_ptr = block_table_ptr + row * row_stride
+    block_id = tl.load(table_ptr + position // block_size, mask=is_token, other=0).to(tl.int64)
     draft_ptr = draft_tokens_ptr + row * draft_stride + offset - 1
     draft_id = tl.load(draft_ptr, mask=is_new & (offset > 0), other=0)
-    known_id = tl.load(token_pages_ptr + slot, mask=is_known, other=0)
-    token_id = tl.where(is_known, known_id, tl.where(offset == 0, sampled_id, draft_id))
-    tl.store(token_pages_ptr + slot, token_id, mask=is_new)
 
-    token = request * query_len + offset
-    tl.store(positions_ptr + token, tl.where(is_token, position, 0).to(tl.int64), mask=in_query)
-    tl.store(batch_index_ptr + token, tl.where(is_token, request, -1), mask=in_query)
-    tl.store(slots_ptr + token, tl.where(is_token, slot, -1), mask=in_query)
-    tl.store(input_ids_ptr + token, tl.where(is_token, token_id, 0).to(tl.int64), mask=in_query)
-
-    # Most tables fit one tile, and the launch must not depend on those that do not.
+    # The table is copied while the block ids above are on their way. Most tables fit one tile, and the launch must not
+    # depend on those that do not.
     num_blocks = tl.cdiv(seq_len, block_size)
     copy_ptr = block_tables_ptr + request.to(tl.int64) * tables_stride
     begin = 0
@@ -236,3 +226,15 @@ def _prepare_decode_kernel(
         block = begin + tl.arange(0, tile)
         tl.store(copy_ptr + block, tl.load(table_ptr + block, mask=block < num_blocks), mask=block < num_blocks)
         begin += tile
+
+    slot = block_id * block_size + position % block_size
+    known_id = tl.load(token_pages_ptr + slot, mask=is_known, other=0)
+    token_id = tl.where(is_known, known_id, tl.where(offset == 0, sampled_id, draft_id))
+    tl.store(token_pages_ptr + slot, token_id, mask=is_new)
+
+    token = request * query_len + offset
+    tl.store(seq_lens_ptr + request, seq_len)
+    tl.store(positions_ptr + token, tl.where(is_token, position, 0).to(tl.int64), mask=in_query)
+    tl.store(batch_index_ptr + token, tl.where(is_token, request, -1), mask=in_query)
+    tl.store(slots_ptr + token, tl.where(is_token, slot, -1), mask=in_query)
+    tl.store(input_ids_ptr + token, tl.where(is_token, token_id, 0).to(tl.int64), mask=in_query)

@@ -27,7 +27,7 @@ def scatter_writes(target: torch.Tensor, pairs: torch.Tensor, num_writes: torch.
 
 
 def scatter_writes_cpu(target: torch.Tensor, pairs: torch.Tensor, num_writes: torch.Tensor) -> None:
-    """The twin of the kernel, for CPU tensors: numpy on their memory, which costs a third of torch's calls."""
+    """The twin of the kernel, for CPU tensors."""
     written = pairs.numpy()[: 2 * int(num_writes)]
     target.numpy()[written[::2]] = written[1::2]
 

@@ -38,7 +38,7 @@ class HostState:
             self.num_computed[row] = request.num_computed_tokens
             self.num_blocks[row] = 0
             self._append_blocks(row, request.block_ids)
-        for row, block_ids in scheduler_output.new_block_ids:
+        for row, _, block_ids in scheduler_output.new_block_ids:
             self._append_blocks(row, block_ids)
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:

@@ -40,7 +40,7 @@ class ModelRunnerV1:
         self._kv_caches: list[torch.Tensor] = []
         self._host: HostState | None = None
         self._sampling: SamplingBatch | None = None
-        self._sampler = Sampler()
+        self._sampler = Sampler(loader.context.ops.choose_tokens)
         self._pending: ExecuteModelState | None = None
 
     def load_model(self) -> None:

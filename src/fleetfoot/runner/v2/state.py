@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -10,7 +12,7 @@ from fleetfoot.runner.v2.staging import Arena, StagedWriteTensor, StagingBuffer
 from fleetfoot.scheduler.output import NewRequest
 
 # fields of a request, each one contiguous over the rows; floats are bit-cast
-(NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, MIN_TOKENS, TOP_K, TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY,
+(NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, MIN_TOKENS, TOP_K, TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY,
  PRESENCE) = range(11)  # fmt: skip
 NUM_FIELDS = 11
 
@@ -42,7 +44,7 @@ class RequestState:
         self.top_k = integers[TOP_K]
         self.temperature = floats[TEMPERATURE]
         self.top_p = floats[TOP_P]
-        self.min_p = floats[MIN_P]
+        self.log_min_p = floats[LOG_MIN_P]  # -inf where off
         self.repetition_penalty = floats[REPETITION]
         self.frequency_penalty = floats[FREQUENCY]
         self.presence_penalty = floats[PRESENCE]
@@ -64,7 +66,7 @@ class RequestState:
         values[TEMPERATURE:].view(np.float32)[:] = (
             params.temperature,
             params.top_p,
-            params.min_p,
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,

@@ -1,0 +1,98 @@
+"""Which batch shapes are captured as graphs, and which captured shape serves a batch. No torch: the plan shows it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+SMALL = (1, 2, 4, 8)
+DECODE_STEP = 8
+DECODE_STEP_ABOVE = 256
+MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """One captured shape."""
+
+    kind: str
+    """``decode``: one token for each request; ``uniform``: 1 + k tokens for each, k drafts; ``mixed``: any lengths."""
+    num_reqs: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureTable:
+    """The shapes, smallest first in each kind. Empty kinds are never replayed.
+
+    Attributes:
+        decode: requests in a pure decode.
+        num_drafts: draft tokens of a uniform decode; 0: there is none.
+        uniform: requests in a uniform decode with drafts.
+        mixed: tokens in a small batch that holds prefills; padded to ``max_num_seqs`` requests.
+        eager_capture: how many of the smallest decode shapes are captured at the start; the others when first needed.
+    """
+
+    decode: tuple[int, ...] = ()
+    num_drafts: int = 0
+    uniform: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+    max_num_seqs: int = 0
+    eager_capture: int = 4
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        device: str,
+        enforce_eager: bool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_drafts: int = 0,
+    ) -> CaptureTable:
+        """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager."""
+        if device == "cpu" or enforce_eager:
+            return cls()
+        sizes = decode_sizes(max_num_seqs)
+        uniform = tuple(n for n in sizes if n * (1 + num_drafts) <= max_num_batched_tokens) if num_drafts else ()
+        mixed = tuple(tokens for tokens in MIXED_TOKENS if tokens <= max_num_batched_tokens)
+        return cls(sizes, num_drafts, uniform, mixed, max_num_seqs)
+
+    def dispatch(self, *, num_reqs: int, num_tokens: int, max_query_len: int, is_uniform: bool) -> GraphKey | None:
+        """The smallest captured shape that holds a batch; None: it runs eagerly.
+
+        Args:
+            is_uniform: every request has ``max_query_len`` tokens and samples.
+        """
+        if is_uniform and max_query_len == 1:
+            size = _at_least(self.decode, num_reqs)
+            return None if size is None else GraphKey("decode", size, size)
+        if is_uniform and self.num_drafts and max_query_len == 1 + self.num_drafts:
+            size = _at_least(self.uniform, num_reqs)
+            return None if size is None else GraphKey("uniform", size, size * (1 + self.num_drafts))
+        size = _at_least(self.mixed, num_tokens)
+        return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size)
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """Every shape."""
+        return (
+            *(GraphKey("decode", size, size) for size in self.decode),
+            *(GraphKey("uniform", size, size * (1 + self.num_drafts)) for size in self.uniform),
+            *(GraphKey("mixed", min(size, self.max_num_seqs), size) for size in self.mixed),
+        )
+
+
+def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, then in steps of 8 to 256 and of 16 beyond: padding wastes at most a step's worth of requests."""
+    sizes = [size for size in SMALL if size < max_num_seqs]
+    size = SMALL[-1] + DECODE_STEP
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += DECODE_STEP if size < DECODE_STEP_ABOVE else 2 * DECODE_STEP
+    return (*sizes, max_num_seqs)
+
+
+def _at_least(sizes: tuple[int, ...], wanted: int) -> int | None:
+    place = bisect_left(sizes, wanted)
+    return sizes[place] if place < len(sizes) else None

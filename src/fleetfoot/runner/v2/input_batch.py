@@ -1,0 +1,159 @@
+"""A step's inputs, made on the device: buffers that keep their addresses, and the ops that fill them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.ops.prepare.combine_sampled_and_draft_tokens import combine_sampled_and_draft_tokens
+from fleetfoot.ops.prepare.gather_block_tables import gather_block_tables
+from fleetfoot.ops.prepare.positions_and_seq_lens import positions_and_seq_lens
+from fleetfoot.ops.prepare.prepare_decode import prepare_decode
+from fleetfoot.ops.prepare.prepare_prefill_inputs import prepare_prefill_inputs
+from fleetfoot.ops.prepare.slot_mapping import slot_mapping
+from fleetfoot.runner.v2.state import DeviceState
+
+
+@dataclass(slots=True)
+class BatchShape:
+    """What the host knows of a step; everything else is on the device."""
+
+    num_reqs: int
+    num_tokens: int
+    num_decodes: int
+    num_sampled: int
+    max_query_len: int
+    padded_reqs: int
+    """Requests as a captured graph wants them; the same as ``num_reqs`` where nothing is replayed."""
+    padded_tokens: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request has exactly one token."""
+        return self.num_decodes == self.num_reqs
+
+
+@dataclass(slots=True)
+class InputBatch:
+    """Views of the buffers, as long as the step."""
+
+    shape: BatchShape
+    rows: list[int]
+    """Batch order, as the host gave it."""
+    idx_mapping: torch.Tensor
+    """``[padded_reqs]`` int32: rows; -1: padding."""
+    query_start_loc: torch.Tensor
+    """``[padded_reqs + 1]`` int32"""
+    input_ids: torch.Tensor
+    """``[padded_tokens]`` int64"""
+    metadata: AttentionMetadata
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """``[padded_reqs]`` int32; for a request that samples, also the position of its new token."""
+        return self.metadata.seq_lens
+
+
+class InputBuffers:
+    """Allocated once: a captured graph reads and writes fixed addresses.
+
+    Args:
+        max_num_seqs: most requests in a step. max_num_tokens: most tokens in a step.
+    """
+
+    def __init__(self, state: DeviceState, max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> None:
+        device = state.arena.flat.device
+        self._state = state
+        self._max_model_len = max_model_len
+        self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._batch_index = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(max_num_seqs, state.max_blocks, dtype=torch.int32, device=device)
+        self._iota = np.arange(max_num_seqs + 1, dtype=np.int32)  # query_start_loc of a pure decode
+
+    def query_start_loc(self, shape: BatchShape, query_lens: list[int]) -> np.ndarray:
+        """``[padded_reqs + 1]`` int32 on the host, for the staging buffer."""
+        if shape.is_decode:
+            return self._iota[: shape.padded_reqs + 1]
+        starts = np.empty(shape.padded_reqs + 1, dtype=np.int32)
+        starts[0] = 0
+        np.cumsum(query_lens, out=starts[1 : shape.num_reqs + 1])
+        starts[shape.num_reqs + 1 :] = starts[shape.num_reqs]
+        return starts
+
+    def fill(self, shape: BatchShape, rows: list[int]) -> InputBatch:
+        """Queue the scatter of the host's writes and the gathering of the step's inputs."""
+        state, requests = self._state, self._state.requests
+        state.staging.scatter()
+        reqs, tokens = slice(0, shape.padded_reqs), slice(0, shape.padded_tokens)
+        idx_mapping = state.staging.idx_mapping[reqs]
+        query_start_loc = state.staging.query_start_loc[: shape.padded_reqs + 1]
+        positions, slots, input_ids = self._positions[tokens], self._slots[tokens], self._input_ids[tokens]
+        seq_lens, block_tables = self._seq_lens[reqs], self._block_tables[reqs]
+        table, block_size = state.block_tables.tensor, state.block_size
+        if shape.is_decode:
+            prepare_decode(
+                idx_mapping,
+                requests.num_computed,
+                requests.prefill_lens,
+                requests.last_sampled,
+                requests.draft_tokens,
+                table,
+                block_size,
+                token_pages=requests.token_pages,
+                positions=positions,
+                seq_lens=seq_lens,
+                batch_index=self._batch_index[tokens],
+                slots=slots,
+                input_ids=input_ids,
+                block_tables=block_tables,
+            )
+        else:
+            batch_index = self._batch_index[tokens]
+            positions_and_seq_lens(
+                idx_mapping,
+                query_start_loc,
+                requests.num_computed,
+                positions=positions,
+                seq_lens=seq_lens,
+                batch_index=batch_index,
+            )
+            slot_mapping(positions, batch_index, idx_mapping, table, block_size, slots=slots)
+            prepare_prefill_inputs(
+                slots,
+                positions,
+                batch_index,
+                idx_mapping,
+                requests.prefill_lens,
+                requests.token_pages,
+                input_ids=input_ids,
+            )
+            combine_sampled_and_draft_tokens(
+                slots,
+                positions,
+                batch_index,
+                idx_mapping,
+                requests.prefill_lens,
+                requests.num_computed,
+                requests.last_sampled,
+                requests.draft_tokens,
+                token_pages=requests.token_pages,
+                input_ids=input_ids,
+            )
+            gather_block_tables(table, idx_mapping, seq_lens, block_size, out=block_tables)
+        metadata = AttentionMetadata(
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            slot_mapping=slots,
+            positions=positions,
+            num_decodes=shape.num_decodes,
+            max_query_len=shape.max_query_len,
+            max_seq_len=self._max_model_len,  # a bound: the lengths themselves are on the device
+        )
+        return InputBatch(shape, rows, idx_mapping, query_start_loc, input_ids, metadata)

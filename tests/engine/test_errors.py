@@ -1,0 +1,478 @@
+"""What goes wrong is said: before anything runs where it can be, on the one request it concerns, or to all who wait."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.helpers.engines import EOS, TEXT_MODEL, ScriptedExecutor, drain, prompt_of, scripted_engine
+
+from fleetfoot import LLM, AsyncLLM, EngineDeadError, LLMEngine, SamplingParams
+from fleetfoot.scheduler.output import SchedulerOutput
+
+VOCAB = TEXT_MODEL["vocab_size"]
+MAX_LEN = TEXT_MODEL["max_position_embeddings"]
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(text_model: Path) -> Iterator[LLM]:
+    with LLM(str(text_model), device="cpu", max_num_seqs=4) as llm:
+        yield llm
+
+
+@pytest.fixture
+def nothing_is_left(llm: LLM) -> Iterator[None]:
+    """After what a test did, the engine holds nothing of it, and still works."""
+    yield
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.llm_engine.core.scheduler.running == []
+    llm.llm_engine.core.scheduler.check_idle()
+    llm.llm_engine.check_integrity()
+    (output,) = llm.generate(prompt_of(5, VOCAB), GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+
+
+# --- the start ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+def test_an_unknown_keyword_is_named_with_its_neighbours(owner: Any, text_model: Path) -> None:
+    with pytest.raises(TypeError, match=r"unknown keyword 'max_model_length'; did you mean 'max_model_len'\?") as caught:
+        owner(str(text_model), max_model_length=7)
+    assert owner.__name__ in str(caught.value)
+    with pytest.raises(TypeError, match=r"unknown keyword 'xyz'; it takes model, tokenizer"):
+        owner(str(text_model), xyz=1)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"dtype": "float8"}, ValueError, r"dtype is 'float8'; it can be auto, bfloat16, float16, float32"),
+        ({"device": "tpu"}, ValueError, "device is 'tpu'; it can be auto, cpu, cuda"),
+        ({"runner": "v3"}, ValueError, "runner is 'v3'; it can be auto, v1, v2"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0; it must be at least 1"),
+        ({"max_num_seqs": True}, TypeError, "max_num_seqs is True, a bool"),
+        ({"max_num_seqs": "8"}, TypeError, "max_num_seqs is '8', a str; it must be int"),
+        ({"block_size": -16}, ValueError, "block_size is -16"),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization is 1.5"),
+        ({"gpu_memory_utilization": float("nan")}, TypeError, "gpu_memory_utilization is nan"),
+        ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; it must fit in 64 bits"),
+        ({"max_num_batched_tokens": 3}, ValueError, r"max_num_batched_tokens is 3.*set max_num_seqs=3"),
+        ({"max_model_len": MAX_LEN + 1}, ValueError, rf"max_model_len is {MAX_LEN + 1}.*at most {MAX_LEN}"),
+        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size is 2; only 1"),
+        ({"num_gpu_blocks_override": 0}, ValueError, "num_gpu_blocks_override is 0"),
+        ({"num_gpu_blocks_override": 10**13}, ValueError, r"10,000,000,000,000 blocks.*num_gpu_blocks_override"),
+        ({"kv_cache_memory_bytes": 100}, ValueError, r"one takes 8,192 bytes and 100 are left"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 20},
+            ValueError,
+            r"max_num_batched_tokens is 20.*enable_chunked_prefill=True",
+        ),
+        ({"skip_tokenizer_init": True, "tokenizer": "x"}, ValueError, "skip_tokenizer_init"),
+        ({"tokenizer": "/no/such/folder"}, FileNotFoundError, "/no/such/folder"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_cannot_work(
+    keywords: dict[str, Any], error: type[Exception], message: str, text_model: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(str(text_model), **{"device": "cpu", "max_num_seqs": 4, **keywords})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu(text_model: Path) -> None:
+    with pytest.raises(ValueError, match="device is 'cuda', but torch finds no GPU here"):
+        LLM(str(text_model), device="cuda")
+
+
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+def test_models_that_are_not_there(owner: Any, text_model: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="'/no/such/model': no such folder"):
+        owner("/no/such/model")
+    with pytest.raises(FileNotFoundError, match="is a file; give the folder"):
+        owner(text_model / "config.json")
+    with pytest.raises(TypeError, match="model is 5, a int; it must be str"):
+        owner(5)
+
+
+def _write_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def _write_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json in"),
+    "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+    "architecture": (
+        lambda folder: _write_config(folder, architectures=["GPT2LMHeadModel"]),
+        r"architectures is \['GPT2LMHeadModel'\]; supported architectures: LlamaForCausalLM, MistralForCausalLM",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no \*.safetensors in"),
+    "weights cut": (
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
+        "not a whole safetensors file",
+    ),
+    "no safetensors": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"PK\x03\x04"),
+        "not a whole safetensors file",
+    ),
+    "tensor missing": (
+        lambda folder: _write_weights(folder, lambda weights: weights.pop("model.norm.weight")),
+        r"1 missing\n.*model.norm.weight: wanted \[64\]",
+    ),
+    "tensor too many": (
+        lambda folder: _write_weights(folder, lambda weights: weights.update(extra=torch.zeros(3))),
+        r"1 unexpected\n.*extra: found \[3\]",
+    ),
+    "misshapen": (
+        lambda folder: _write_config(folder, vocab_size=100),
+        r"2 misshapen\n.*found \[2048, 64\], wanted \[100, 64\]",
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), r"no tokenizer.json.*skip_tokenizer_init=True"),
+    "tokenizer not JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not a file"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoints(name: str, text_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(text_model, folder)
+    change, message = BROKEN[name]
+    change(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        LLM(folder, device="cpu", max_num_seqs=4)
+
+
+def test_token_ids_need_no_tokenizer_and_dummy_weights_no_files(text_model: Path, tmp_path: Path) -> None:
+    shutil.copy(text_model / "config.json", tmp_path)
+    with LLM(tmp_path, device="cpu", load_format="dummy", skip_tokenizer_init=True, max_num_seqs=4) as llm:
+        (output,) = llm.generate({"prompt_token_ids": [5, 6]}, GREEDY, use_tqdm=False)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].text, output.prompt) == (4, "", None)
+        for params in ({"stop": ["a"]}, {"bad_words": ["a"]}):
+            with pytest.raises(ValueError, match="needs a tokenizer"):
+                llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(**params), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"no tokenizer.*prompt_token_ids"):
+            llm.generate("text", GREEDY, use_tqdm=False)
+        with pytest.raises(ValueError, match="no tokenizer"):
+            llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+
+
+# --- requests that are refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("", ValueError, "prompt is an empty string"),
+        ([[]], ValueError, "the prompt has no tokens"),
+        ({"prompt_token_ids": []}, ValueError, "the prompt has no tokens"),
+        ({}, ValueError, "needs 'prompt' .*or 'prompt_token_ids'"),
+        ({"prompt": 5}, TypeError, "prompt is 5; it must be a string"),
+        ({"prompt": "a", "images": []}, ValueError, "a prompt has no field 'images'"),
+        ({"prompt": "a", "cache_salt": ""}, ValueError, "cache_salt is ''"),
+        (None, TypeError, "prompts is a NoneType"),
+        (5, TypeError, "prompts is a int"),
+        (b"abc", TypeError, "prompts is a bytes"),
+        (["a", None], TypeError, "prompt_token_ids is None"),
+        (["a", 5], TypeError, "prompt_token_ids is 5"),
+        ([[5, "a"]], TypeError, r"prompt_token_ids\[1\] is 'a'"),
+        ([[5, 6.0]], TypeError, r"prompt_token_ids\[1\] is 6.0"),
+        ([5, -1], ValueError, r"prompt_token_ids\[1\] is -1; the model's vocabulary has 2048 tokens, 0 to 2047"),
+        ([5, VOCAB], ValueError, r"prompt_token_ids\[1\] is 2048; the model's vocabulary has 2048 tokens, 0 to 2047"),
+        ([5, 2**80], TypeError, r"prompt_token_ids\[1\] is 1208925819614629174706176"),
+        ([5] * MAX_LEN, ValueError, rf"the prompt has {MAX_LEN} tokens; with max_model_len={MAX_LEN} .* {MAX_LEN - 1}"),
+        ("fox " * 1000, ValueError, r"the prompt has \d{4} tokens; with max_model_len=256 it can have at most 255"),
+        ("a \ud800", ValueError, "surrogate"),
+    ],
+    ids=lambda value: repr(value)[:30] if not isinstance(value, type) else "",
+)
+def test_bad_prompts(prompt: Any, error: type[Exception], message: str, llm: LLM) -> None:
+    with pytest.raises(error, match=message):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop_token_ids": [VOCAB]}, r"stop_token_ids names tokens \[2048\]"),
+        ({"allowed_token_ids": [3, VOCAB]}, r"allowed_token_ids names tokens \[2048\]"),
+        ({"logit_bias": {VOCAB: 1.0}}, r"logit_bias names tokens \[2048\]"),
+        ({"logprobs": 21}, "logprobs must be at most 20, got 21; start the engine with max_logprobs=21"),
+        ({"prompt_logprobs": -1}, r"prompt_logprobs must be at most 20, got -1 \(all 2048 tokens\)"),
+        ({"min_tokens": 300, "max_tokens": 300}, r"min_tokens is 300, but a prompt of 2 tokens leaves room for 254"),
+    ],
+    ids=str,
+)
+def test_parameters_that_do_not_suit_the_model(params: dict[str, Any], message: str, llm: LLM) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate([[5, 6]], SamplingParams(**params), use_tqdm=False)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_one_bad_request_of_many_leaves_nothing_behind(llm: LLM) -> None:
+    good = prompt_of(5, VOCAB)
+    before = llm.stats().num_steps
+    with pytest.raises(ValueError, match=r"prompt_token_ids\[0\] is 9999"):
+        llm.generate([good, good, [9999], good], GREEDY, use_tqdm=False)
+    assert llm.stats().num_steps == before
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_wrong_arguments(llm: LLM) -> None:
+    prompts = [[5, 6], [7, 8]]
+    with pytest.raises(ValueError, match="sampling_params has 3 entries for 2 prompts"):
+        llm.generate(prompts, [GREEDY] * 3, use_tqdm=False)
+    with pytest.raises(ValueError, match="sampling_params has 0 entries for 2 prompts"):
+        llm.generate(prompts, [], use_tqdm=False)
+    for wrong in ({"temperature": 0}, [GREEDY, None]):
+        with pytest.raises(TypeError, match="it must be a SamplingParams"):
+            llm.generate(prompts, wrong, use_tqdm=False)
+    with pytest.raises(ValueError, match="scheduling_policy='priority'"):
+        llm.generate(prompts, GREEDY, use_tqdm=False, priority=[1, 2])
+    with pytest.raises(ValueError, match="messages is empty"):
+        llm.chat([], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="messages must be a list"):
+        llm.chat("hello", GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_field_that_was_assigned_is_checked_too(llm: LLM) -> None:
+    params = SamplingParams()
+    params.top_p = 5.0
+    with pytest.raises(ValueError, match=r"top_p must be a number in \(0, 1\], got 5.0"):
+        llm.generate([[5, 6]], params, use_tqdm=False)
+    with pytest.raises(ValueError, match="top_p"):
+        llm.llm_engine.add_request("r", [5, 6], params)
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_parameters_are_taken_as_they_are_when_the_request_is_added(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop_token_ids=[])
+    engine = llm.llm_engine
+    engine.add_request("r", [5, 6], params)
+    params.max_tokens = 100
+    params.detokenize = False
+    (output,) = [output for output in drain(engine) if output.finished]
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].text
+
+
+def test_the_engine_names_what_it_refuses(llm: LLM) -> None:
+    engine = llm.llm_engine
+    engine.add_request("r", [5, 6], GREEDY)
+    with pytest.raises(ValueError, match="request id 'r' is in use"):
+        engine.add_request("r", [5, 6], GREEDY)
+    for wrong in ("", 5, None):
+        with pytest.raises(ValueError, match="request_id is .*; it must be a string"):
+            engine.add_request(wrong, [5, 6], GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="priority is 3, but scheduling_policy is 'fcfs'"):
+        engine.add_request("s", [5, 6], GREEDY, priority=3)
+    engine.abort_request("r")
+    assert [output.request_id for output in drain(engine) if output.finished] == ["r"]
+
+
+def test_numpy_and_torch_token_ids_are_fine(llm: LLM) -> None:
+    expected = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    for prompt in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), (5, 6, 7), range(5, 8)):
+        (output,) = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)  # type: ignore[typeddict-item]
+        assert (output.prompt_token_ids, output.outputs[0].token_ids) == ([5, 6, 7], expected)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_request_longer_than_the_whole_cache(copies: int, text_model: Path) -> None:
+    with LLM(
+        str(text_model), device="cpu", max_num_seqs=4, max_model_len=200, num_gpu_blocks_override=10, block_size=8
+    ) as llm:
+        params = SamplingParams(max_tokens=50, n=copies)
+        with pytest.raises(ValueError, match=r"KV for 89 tokens \(40 of prompt and 50 to generate, less one\)") as caught:
+            llm.generate([prompt_of(5, VOCAB), prompt_of(40, VOCAB)], params, use_tqdm=False)
+        assert "the whole cache holds 80 (10 blocks of 8)" in str(caught.value)
+        assert "set max_tokens to at most 41" in str(caught.value)
+        assert not llm.llm_engine.has_unfinished_requests()
+        llm.llm_engine.core.scheduler.check_idle()
+        longest = SamplingParams(max_tokens=41, ignore_eos=True)
+        (output,) = llm.generate([prompt_of(40, VOCAB)], longest, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 41
+        assert llm.stats().scheduler.num_preemptions == 0
+
+
+# --- requests that fail on the way ----------------------------------------------------------------------------------
+
+
+def _with_weights(text_model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    shutil.copytree(text_model, folder, dirs_exist_ok=True)
+    _write_weights(folder, change)
+    return folder
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_numbers(value: float, text_model: Path, tmp_path: Path) -> None:
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.norm.weight"][0] = value
+
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(logprobs=2, prompt_logprobs=2),
+        SamplingParams(top_p=0.5, top_k=3, min_p=0.1, seed=0, min_tokens=3),
+        SamplingParams(n=2, stop=["a"], allowed_token_ids=[5, 6]),
+    ]
+    with LLM(_with_weights(text_model, tmp_path, spoil), device="cpu", max_num_seqs=4) as llm:
+        for output in llm.generate([prompt_of(20, VOCAB)] * 4, params, use_tqdm=False):
+            assert output.finished
+            for completion in output.outputs:
+                assert (completion.finish_reason, completion.token_ids, completion.text) == ("error", [], "")
+                assert "NaN or infinite" in str(completion.stop_reason)
+        assert llm.stats().num_finished == {"error": 4}
+        llm.llm_engine.core.scheduler.check_idle()
+
+
+def test_what_was_generated_before_the_error_is_kept(text_model: Path, tmp_path: Path) -> None:
+    """A token whose embedding is NaN is generated half-way: what stands before it, held text included, is delivered."""
+
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.embed_tokens.weight"][300] = torch.nan
+
+    with LLM(_with_weights(text_model, tmp_path, spoil), device="cpu", max_num_seqs=4) as llm:
+        free = SamplingParams(temperature=0, max_tokens=8, logit_bias={300: -1e9}, ignore_eos=True)
+        text = llm.get_tokenizer().decode([300])
+        forced = SamplingParams(max_tokens=8, allowed_token_ids=[300], stop=[text + "#"], logprobs=0)
+        outputs = llm.generate([[5, 6], [5, 6]], [free, forced], use_tqdm=False)
+        assert outputs[0].outputs[0].finish_reason == "length"
+        completion = outputs[1].outputs[0]
+        assert (completion.finish_reason, completion.token_ids, completion.text) == ("error", [300], text)
+        assert completion.logprobs is not None and len(completion.logprobs) == 1
+
+
+def test_parameters_that_leave_no_token(llm: LLM) -> None:
+    everything_banned = SamplingParams(allowed_token_ids=[EOS], min_tokens=2, max_tokens=4)
+    outputs = llm.generate([[5, 6], [5, 6]], [everything_banned, GREEDY], use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "allowed_token_ids, bad_words and logit_bias leave no token" in str(outputs[0].outputs[0].stop_reason)
+    assert outputs[1].outputs[0].finish_reason == "length"
+
+
+# --- the engine fails -----------------------------------------------------------------------------------------------
+
+
+class _BrokenError(RuntimeError):
+    """What the device says."""
+
+
+def _failing(at_step: int, error: BaseException) -> ScriptedExecutor:
+    def fail(step: SchedulerOutput) -> None:
+        if step.step == at_step:
+            raise error
+
+    return ScriptedExecutor(before_step=fail)
+
+
+def test_a_step_that_raises_ends_the_engine_with_the_first_cause() -> None:
+    cause = _BrokenError("the device fell off the bus")
+    engine = scripted_engine(_failing(2, cause))
+    for name in "ab":
+        engine.add_request(name, [5, 6], SamplingParams(max_tokens=10))
+    engine.step()
+    engine.step()
+    calls: list[Callable[[], Any]] = [engine.step, engine.step, lambda: engine.add_request("c", [5], GREEDY)]
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="_BrokenError: the device fell off the bus") as caught:
+            call()
+        assert caught.value.__cause__ is cause
+        assert cause.__traceback__ is not None
+    engine.abort_request(["a", "b"])  # no error: nothing runs
+    engine.stats()
+    engine.shutdown()
+    engine.shutdown()
+    with pytest.raises(EngineDeadError, match="fell off the bus"):  # still the first cause
+        engine.step()
+
+
+def _llm_on(engine: LLMEngine, text_model: Path) -> LLM:
+    llm = LLM(str(text_model), device="cpu", max_num_seqs=4)
+    llm.llm_engine.shutdown()
+    llm.llm_engine = engine
+    return llm
+
+
+@pytest.mark.parametrize("error", [_BrokenError("boom"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+def test_generate_passes_it_on(error: BaseException, text_model: Path) -> None:
+    llm = _llm_on(scripted_engine(_failing(3, error)), text_model)
+    raised = EngineDeadError if isinstance(error, Exception) else KeyboardInterrupt
+    with pytest.raises(raised):
+        llm.generate([[5, 6]] * 3, GREEDY, use_tqdm=False)
+    with pytest.raises(EngineDeadError, match=type(error).__name__) as caught:
+        llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    assert caught.value.__cause__ is error
+    llm.shutdown()
+
+
+def test_an_interrupt_between_steps_harms_nothing(llm: LLM) -> None:
+    class Bar:
+        def update(self, count: int) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+        def close(self) -> None:
+            pass
+
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (2, 50)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6], [7, 8]], params, use_tqdm=lambda **_: Bar())
+    assert not llm.llm_engine.has_unfinished_requests()
+    llm.llm_engine.core.scheduler.check_idle()
+    (output,) = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+
+
+def test_books_that_do_not_add_up_end_the_engine() -> None:
+    engine = scripted_engine(ScriptedExecutor())
+    engine.add_request("r", [5, 6], SamplingParams(max_tokens=2))
+    engine.step()
+    engine.core.scheduler.pool.take(1)  # as a bug would: a block that nobody owns
+    with pytest.raises(RuntimeError, match="block"):
+        engine.check_integrity()
+    with pytest.raises(EngineDeadError, match="no request is left, but 1 KV blocks"):
+        engine.step()
+
+
+def test_a_scheduler_with_nothing_to_do_for_those_who_wait_is_an_error_and_no_hang() -> None:
+    engine = scripted_engine(ScriptedExecutor(), num_blocks=8)
+    engine.core.scheduler.pool.take(8)  # blocks that will never come back
+    engine.add_request("r", [5, 6], GREEDY)
+    with pytest.raises(EngineDeadError, match=r"none can be scheduled.*num_waiting=1"):
+        engine.step()
+
+
+def test_after_shutdown(text_model: Path) -> None:
+    llm = LLM(str(text_model), device="cpu", max_num_seqs=4)
+    llm.shutdown()
+    llm.shutdown()
+    for call in (lambda: llm.generate("a", use_tqdm=False), lambda: llm.llm_engine.step()):
+        with pytest.raises(EngineDeadError, match="the engine was shut down"):
+            call()
+    assert llm.stats().num_steps == 0
+
+
+def test_an_error_leaves_the_context_and_ends_the_engine(text_model: Path) -> None:
+    with pytest.raises(ZeroDivisionError), LLM(str(text_model), device="cpu", max_num_seqs=4) as llm:
+        raise ZeroDivisionError
+    with pytest.raises(EngineDeadError):
+        llm.generate("a", use_tqdm=False)
