@@ -50,7 +50,7 @@ class LLM:
         """Generate for one prompt or many; they run together, and the outputs come in the order of the prompts.
 
         Args:
-            prompts: text, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}``, a list of token ids, or a list of these.
+            prompts: text, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}``, token ids, or a list of these.
             sampling_params: for all, or one for each; None: the defaults.
             use_tqdm: show a progress bar on standard error; or a callable that makes one, as ``tqdm`` does.
             priority: one for each prompt, lower is sooner; needs ``scheduling_policy="priority"``.

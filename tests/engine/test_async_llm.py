@@ -185,9 +185,7 @@ def test_merged_deltas_keep_logprobs_and_copies(text_model: Path) -> None:
 def test_the_same_tokens_as_offline(text_model: Path) -> None:
     vocab_size = TEXT_MODEL["vocab_size"]
     prompts = [prompt_of(3 + number, vocab_size, seed=number) for number in range(12)]
-    wanted = [
-        params(20, RequestOutputKind.CUMULATIVE, seed=number, temperature=number % 3 / 2) for number in range(12)
-    ]
+    wanted = [params(20, RequestOutputKind.CUMULATIVE, seed=number, temperature=number % 3 / 2) for number in range(12)]
     with LLM(str(text_model), device="cpu", max_num_seqs=5) as llm:
         expected = [output.outputs for output in llm.generate(prompts, wanted, use_tqdm=False)]
 

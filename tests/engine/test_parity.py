@@ -153,4 +153,3 @@ def test_requests_that_join_and_leave(case: Case) -> None:
     assert 0 < len(aborted.token_ids) <= 15
     assert aborted.token_ids == case.expected[0][: len(aborted.token_ids)]
     assert [finished[str(number)].outputs[0].token_ids for number in range(4)] == case.expected
-

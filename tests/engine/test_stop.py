@@ -191,7 +191,9 @@ def test_the_real_model_stops_where_its_text_says(text_model: Path) -> None:
         end = min(text.index(s) + len(s) for s in stop)
         hit = max((s for s in stop if text[:end].endswith(s)), key=len)
         engine.add_request("stopped", prompt, SamplingParams(seed=seed, stop=stop, **params))
-        engine.add_request("kept", prompt, SamplingParams(seed=seed, stop=stop, include_stop_str_in_output=True, **params))
+        engine.add_request(
+            "kept", prompt, SamplingParams(seed=seed, stop=stop, include_stop_str_in_output=True, **params)
+        )
         outputs = drain(engine)
         for name, expected in (("stopped", text[: end - len(hit)]), ("kept", text[:end])):
             mine = [output for output in outputs if output.request_id == name]

@@ -142,9 +142,7 @@ def drain(engine: LLMEngine) -> list[RequestOutput]:
     return outputs
 
 
-def run_requests(
-    engine: LLMEngine, requests: Mapping[str, tuple[Any, SamplingParams]]
-) -> dict[str, RequestOutput]:
+def run_requests(engine: LLMEngine, requests: Mapping[str, tuple[Any, SamplingParams]]) -> dict[str, RequestOutput]:
     """Add requests (id -> prompt, parameters) together; their last outputs by id."""
     for request_id, (prompt, params) in requests.items():
         engine.add_request(request_id, prompt, params)

@@ -7,11 +7,11 @@ from collections import deque
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.fake_runner import FakeRunner, reference
 
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.request import Request, RequestStatus
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-from tests.helpers.fake_runner import FakeRunner, reference
 
 VOCAB = 11  # small, so that prompts share prefixes and stop tokens come up
 

@@ -44,6 +44,9 @@ class EngineConfig:
     skip_tokenizer_init: bool = _flag(False, "run on token ids, without a tokenizer")
     trust_remote_code: bool = _flag(False, "accepted for compatibility: code from a checkpoint is never run")
     runner: Runner = _flag("auto", "which model runner: auto lets the oracle choose", choices=Runner)
+    async_scheduling: bool | None = _flag(
+        None, "schedule step N+1 while the device runs step N; default: where the device is not the host itself"
+    )
     enforce_eager: bool = _flag(False, "never capture or replay graphs")
     seed: int = _flag(0, "of everything random that a request does not seed itself")
 
@@ -60,7 +63,7 @@ class EngineConfig:
     block_size: int = _flag(16, "tokens in a KV block")
     gpu_memory_utilization: float = _flag(0.9, "share of the GPU's memory for weights, KV and activations together")
     kv_cache_memory_bytes: int | None = _flag(None, "bytes for KV, instead of what the memory plan finds")
-    num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks, on any device, instead of the memory plan's")
+    num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks on any device, instead of the plan's")
 
     tensor_parallel_size: int = _flag(1, "GPUs that share each layer")
     pipeline_parallel_size: int = _flag(1, "GPUs that the layers are spread over")

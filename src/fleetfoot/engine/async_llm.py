@@ -111,7 +111,7 @@ class AsyncLLM:
                 self._submit_if_alive(lambda: self._discard(request_id, mailbox))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their generators yield a last output with ``finish_reason`` "abort". Unknown ids are no error."""
+        """End requests: their generators yield a last output that says "abort". Unknown ids are no error."""
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if not all(isinstance(entry, str) for entry in request_ids):
             raise TypeError(f"request_id is {request_id!r}; it must be a string, or hold strings")

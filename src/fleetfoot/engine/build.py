@@ -61,7 +61,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
-    core = EngineCore(scheduler, InProcessExecutor(worker), StatsCollector())
+    core = EngineCore(scheduler, InProcessExecutor(worker), StatsCollector(), depth=int(plan.async_scheduling))
     return EngineParts(plan, layout, core, admission, tokenizer)
 
 

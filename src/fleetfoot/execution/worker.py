@@ -45,17 +45,16 @@ class Worker:
                 max_num_seqs=plan.config.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
+                capture_table=plan.capture_table,
             )
         else:
-            self.runner = ModelRunnerV1(
-                loader, max_num_seqs=plan.config.max_num_seqs, max_model_len=plan.max_model_len
-            )
+            self.runner = ModelRunnerV1(loader, max_num_seqs=plan.config.max_num_seqs, max_model_len=plan.max_model_len)
 
     def start(self) -> KVLayout:
         """Everything up to the first step; returns the KV cache's layout."""
-        with _phase("weights"):
+        with _Phase("weights"):
             self.runner.load_model()
-        with _phase("KV cache"):
+        with _Phase("KV cache"):
             budget = kv_budget(self.plan, self._free_bytes())
             layout = KVLayout.of(self.plan.model, budget.num_blocks, self.plan.config.block_size, self.plan.dtype)
             try:
@@ -66,7 +65,7 @@ class Worker:
                     f"{budget.reason}) and the state of max_num_seqs={self.plan.config.max_num_seqs:,} requests: "
                     f"{error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
                 ) from error
-        with _phase("warm-up"):
+        with _Phase("warm-up"):
             self.runner.warm_up()
         return layout
 
@@ -81,7 +80,7 @@ class Worker:
         self.runner.shutdown()
 
 
-class _phase:
+class _Phase:
     """Logs how long a phase of the start took."""
 
     def __init__(self, name: str) -> None:

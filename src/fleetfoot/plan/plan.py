@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.plan.graphs import CaptureTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +28,7 @@ class EnginePlan:
     """Why that runner, in sentences."""
     max_model_len: int
     max_num_batched_tokens: int
+    async_scheduling: bool
+    """Whether step N+1 is scheduled before the tokens of step N are known."""
+    capture_table: CaptureTable
+    """The batch shapes that are captured as graphs."""

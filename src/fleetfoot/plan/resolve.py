@@ -8,6 +8,7 @@ from pathlib import Path
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, load_model_config
+from fleetfoot.plan.graphs import CaptureTable
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.weights.hub import resolve_model
@@ -36,6 +37,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
                 f"max_model_len {max_model_len}; raise it, lower max_model_len, or set enable_chunked_prefill=True"
             )
         budget = max_model_len
+    runner = "v2" if config.runner == "v2" else "v1"
     reason = "you asked for it" if config.runner == "v1" else "it is the runner that this version has"
     return EnginePlan(
         config=config,
@@ -44,11 +46,24 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         tokenizer_path=_tokenizer_path(config, model_path),
         device=device,
         dtype=dtype,
-        runner="v2" if config.runner == "v2" else "v1",
+        runner=runner,
         reasons=(f"Model Runner V1 runs: {reason}.",),
         max_model_len=max_model_len,
         max_num_batched_tokens=budget,
+        async_scheduling=_async_scheduling(config, runner, device),
+        capture_table=CaptureTable.of(
+            device=device,
+            enforce_eager=config.enforce_eager or runner == "v1",
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=budget,
+        ),
     )
+
+
+def _async_scheduling(config: EngineConfig, runner: str, device: str) -> bool:
+    if config.async_scheduling is not None:
+        return config.async_scheduling
+    return runner == "v2" and device != "cpu"  # a CPU that computes cannot schedule at the same time
 
 
 def find_model(name: str, revision: str | None = None) -> Path:

@@ -36,9 +36,9 @@ class Request:
     """
 
     __slots__ = (
+        "bad_words_token_ids",
         "block_hashes",
         "block_ids",
-        "bad_words_token_ids",
         "cache_salt",
         "capacity",
         "is_lent",

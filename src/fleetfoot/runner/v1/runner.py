@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.runner.contract import ExecuteModelState
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v1.host_state import HostState

@@ -98,7 +98,7 @@ class BannedWords:
         self._state = state
         longest = max((len(sequence) - 1 for _, _, sequence in sequences), default=0)
         # the tokens before the last one, counted backwards from the end of the output; -1 where there is none
-        prefixes = [list(reversed(sequence[:-1])) + [-1] * (longest - len(sequence) + 1) for _, _, sequence in sequences]
+        prefixes = [[*reversed(sequence[:-1]), *[-1] * (longest - len(sequence) + 1)] for _, _, sequence in sequences]
         entries = [(index, row, sequence[-1]) for index, row, sequence in sequences] + list(held_back)
         self._num_words = len(sequences)
         self._indices, self._rows, self._token_ids = torch.tensor(entries, device=device).unbind(1)  # each [m] int64

@@ -1,4 +1,4 @@
-"""Logprobs of prompt tokens in Model Runner V2: the host knows how far each prompt has come, the device has the tokens."""
+"""Logprobs of prompt tokens in Model Runner V2: the host knows how far each prompt has come."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.ops.prepare.post_update import post_update
 from fleetfoot.plan.graphs import CaptureTable
 from fleetfoot.runner.contract import ExecuteModelState

@@ -23,7 +23,7 @@ from fleetfoot.scheduler.output import NewRequest
 
 @dataclass(slots=True)
 class _Wishes:
-    """What the host knows of a row: its request's parameters, which never change, and its length at its next sampling."""
+    """What the host knows of a row: its request's parameters, and its length when it samples next."""
 
     sampling: SamplingRow
     length: int

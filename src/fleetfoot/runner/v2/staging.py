@@ -1,7 +1,7 @@
 """How the host speaks to the device: one buffer a step, one copy, and a scatter into the state.
 
-All of the runner's state that the host writes lies in one int32 arena on the device. A `StagedWriteTensor` is a view of
-a part of it; writing to one notes pairs of (index in the arena, value) in the step's buffer. The buffer also begins with
+All of the runner's state that the host writes lies in one int32 arena on the device. A `StagedWriteTensor` is a view
+of a part of it; writing to one notes pairs of (index in the arena, value) in the step's buffer. The buffer begins with
 what every step says: how many requests and tokens there are, and in which order. It is copied once, and one kernel
 scatters the pairs.
 """
