@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
@@ -14,8 +14,10 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
-from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.utils.progress import ProgressBar, progress_bar
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 
 class LLM:

@@ -48,6 +48,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "enable_chunked_prefill": False,
     "enable_prefix_caching": False,
     "scheduling_policy": "priority",
+    "async_scheduling": True,
     "max_logprobs": -1,
     "block_size": 32,
     "gpu_memory_utilization": 0.5,

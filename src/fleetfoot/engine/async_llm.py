@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
@@ -19,7 +19,9 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
-from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

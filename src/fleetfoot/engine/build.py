@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.config.engine import EngineConfig
@@ -16,7 +18,9 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     plan = resolve_plan(config, Machine.detect())
     for reason in plan.reasons:
         logger.info(reason)
-    tokenizer = None if plan.tokenizer_path is None else Tokenizer.from_path(plan.tokenizer_path)
+    tokenizer = None if plan.tokenizer_path is None else _load_tokenizer(plan.tokenizer_path)
     worker = Worker(plan)
     layout = worker.start()
     scheduler = Scheduler(
@@ -63,6 +67,12 @@ def build_parts(config: EngineConfig) -> EngineParts:
     )
     core = EngineCore(scheduler, InProcessExecutor(worker), StatsCollector(), depth=int(plan.async_scheduling))
     return EngineParts(plan, layout, core, admission, tokenizer)
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer  # an engine on token ids alone does without its libraries
+
+    return Tokenizer.from_path(path)
 
 
 def _served_model_len(plan: EnginePlan, layout: KVLayout) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.admission import Admission
@@ -17,7 +18,9 @@ from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.request import RequestStatus
-from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

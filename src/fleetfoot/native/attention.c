@@ -209,7 +209,7 @@ INLINE void run_item_of(const problem *p, const item *it, workspace *ws, float *
     copy_query(p, it, ws, dtype);
     memset(ws->output, 0, (size_t)(rows * head_dim) * sizeof(float));
     for (int r = 0; r < rows; r++) ws->max[r] = -INFINITY, ws->sum[r] = 0.0f;
-    float *partial = partials + it->partial;
+    float *partial = it->partial < 0 ? NULL : partials + it->partial;
     for (int tile = it->tile_begin; tile < it->tile_end; tile++) {
         place_tile(p, it, tile * TILE, ws, dtype);
         attend_tile(ws, rows, head_dim, p->side_stride * element_size(dtype), p->scale, dtype);
@@ -324,8 +324,9 @@ int EXPORT(paged_attention)(void *output, const void *query, int64_t query_strid
     }
     if (!status && s.num_items) status = run(&p, &s, partials, num_threads);
     if (!status && invalid) status = FF_BAD_METADATA;
-    if (!status) { /* tokens of no request */
-        const int64_t end = query_start_loc[num_requests], token = (int64_t)num_heads * head_dim * element_size(dtype);
+    const int64_t end = query_start_loc[num_requests];
+    if (!status && end < num_tokens) { /* tokens of no request */
+        const int64_t token = (int64_t)num_heads * head_dim * element_size(dtype);
         memset(p.output + end * token, 0, (size_t)((num_tokens - end) * token));
     }
     free(partials);

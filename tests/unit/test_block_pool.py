@@ -1,0 +1,267 @@
+"""The KV block pool: owners, the prefix cache, and the order in which blocks are given away."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetfoot.scheduler.block_hash import extend_chain, root_hash
+from fleetfoot.scheduler.block_pool import BlockPool, OutOfBlocksError
+
+
+def digest(name: object) -> bytes:
+    return repr(name).encode()
+
+
+def published(pool: BlockPool, *names: str) -> list[int]:
+    """Blocks in use that are cached under ``names``."""
+    blocks = pool.take(len(names))
+    for block, name in zip(blocks, names, strict=True):
+        pool.publish(block, digest(name))
+    return blocks
+
+
+def lookup(pool: BlockPool, *names: str) -> list[int]:
+    return pool.lookup([digest(name) for name in names])
+
+
+def test_blocks_are_given_and_taken_back() -> None:
+    pool = BlockPool(5, 4)
+    assert (pool.num_free, pool.usage) == (5, 0.0)
+    first, second = pool.take(2), pool.take(3)
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+    assert (pool.num_free, pool.usage) == (0, 1.0)
+    assert {pool.state(block) for block in first + second} == {"FILLING"}
+    pool.check_integrity([first, second])
+    pool.free(first)
+    assert pool.num_free == 2
+    assert {pool.state(block) for block in first} == {"FREE"}
+    pool.check_integrity([second])
+    assert sorted(pool.take(2)) == sorted(first)
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (-1, 16), (4, 0)])
+def test_no_pool_of_nothing(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match=f"not {num_blocks} of {block_size}"):
+        BlockPool(num_blocks, block_size)
+
+
+def test_asking_for_too_many_takes_none() -> None:
+    pool = BlockPool(3, 4)
+    pool.take(1)
+    with pytest.raises(OutOfBlocksError, match="3 KV blocks asked for, 2 of 3 free"):
+        pool.take(3)
+    assert pool.num_free == 2
+    assert pool.take(0) == []
+
+
+def test_freeing_twice_is_an_error() -> None:
+    pool = BlockPool(3, 4)
+    blocks = pool.take(1)
+    pool.free(blocks)
+    with pytest.raises(RuntimeError, match=f"KV block {blocks[0]} was freed twice"):
+        pool.free(blocks)
+
+
+def test_a_published_block_is_hit_while_in_use_and_after() -> None:
+    pool = BlockPool(4, 4)
+    blocks = published(pool, "a", "b")
+    assert {pool.state(block) for block in blocks} == {"READY"}
+    assert lookup(pool, "a", "b", "c") == blocks
+    assert lookup(pool, "x", "a") == []  # a chain ends at the first block that is not there
+    assert pool.num_idle(blocks) == 0
+    pool.share(blocks)
+    pool.check_integrity([blocks, blocks])
+    pool.free(blocks)
+    assert pool.num_free == 2  # one of two owners has gone
+    pool.free(blocks)
+    assert pool.num_free == 4
+    assert lookup(pool, "a", "b") == blocks
+    assert pool.num_idle(blocks) == 2
+    pool.share(blocks)
+    assert {pool.state(block) for block in blocks} == {"READY"}
+    assert pool.num_free == 2
+    pool.check_integrity([blocks])
+
+
+def test_plain_blocks_go_first_then_the_least_recently_used() -> None:
+    pool = BlockPool(5, 4)
+    old, new = published(pool, "old1", "old2"), published(pool, "new1")
+    plain = pool.take(2)
+    pool.free(old)
+    pool.free(new)
+    pool.free(plain)
+    assert pool.take(2) == plain  # the last block of a list is put back first, so its first one is taken first
+    pool.share(lookup(pool, "old1"))  # a hit makes it the most recently used once it is free again
+    pool.free(old[:1])
+    assert pool.take(1) == [old[1]]  # of one prefix, the tail before the head
+    assert lookup(pool, "old1", "old2") == [old[0]]
+    assert pool.take(1) == new
+    assert lookup(pool, "new1") == []
+    assert pool.take(1) == [old[0]]
+    assert lookup(pool, "old1") == []
+
+
+def test_of_two_equal_blocks_the_first_is_cached() -> None:
+    pool = BlockPool(3, 4)
+    first, second = published(pool, "a"), published(pool, "a")
+    assert lookup(pool, "a") == first
+    pool.free(second)
+    assert lookup(pool, "a") == first
+    pool.check_integrity([first, *([block] for block in range(3) if block not in first)])
+
+
+def test_a_block_keeps_its_first_name() -> None:
+    pool = BlockPool(2, 4)
+    (block,) = published(pool, "a")
+    pool.publish(block, digest("b"))
+    assert lookup(pool, "a") == [block]
+    assert lookup(pool, "b") == []
+
+
+def test_without_caching_nothing_is_found() -> None:
+    pool = BlockPool(2, 4, enable_caching=False)
+    blocks = published(pool, "a")
+    assert lookup(pool, "a") == []
+    pool.free(blocks)
+    pool.check_integrity([])
+
+
+def test_lent_blocks_wait_for_their_end() -> None:
+    pool = BlockPool(4, 4)
+    alone, shared = pool.take(2), published(pool, "s")
+    pool.share(shared)
+    pool.lend(alone + shared)
+    assert {pool.state(block) for block in alone} == {"LENT"}
+    assert pool.state(shared[0]) == "READY"  # somebody else still owns it
+    assert pool.num_free == 1
+    pool.check_integrity([alone + shared, shared])
+    pool.free(alone + shared)
+    assert pool.num_free == 3
+    pool.check_integrity([shared])
+
+
+def test_forgetting_keeps_blocks_in_use() -> None:
+    pool = BlockPool(4, 4)
+    used, idle = published(pool, "used"), published(pool, "idle")
+    pool.free(idle)
+    pool.forget()
+    assert lookup(pool, "used") == lookup(pool, "idle") == []
+    assert pool.num_free == 3
+    pool.check_integrity([used])
+    pool.free(used)
+    assert sorted(pool.take(4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("owners", "message"),
+    [
+        ([], "has 1 references, 0 owners"),
+        ([[0, 1], [0]], "block 0 has 1 references, 2 owners"),
+        ([[0, 2]], "has 0 references, 1 owners"),
+    ],
+)
+def test_wrong_owners_are_found(owners: list[list[int]], message: str) -> None:
+    pool = BlockPool(3, 4)
+    assert pool.take(2) == [0, 1]
+    pool.check_integrity([[0], [1]])
+    with pytest.raises(RuntimeError, match=message):
+        pool.check_integrity(owners)
+
+
+def test_torn_books_are_found() -> None:
+    def torn(change: str) -> BlockPool:
+        pool = BlockPool(4, 4)
+        pool.free(published(pool, "a"))
+        exec(change, {"pool": pool})
+        return pool
+
+    for change, message in {
+        "pool._plain.append(pool._plain[0])": "free twice",
+        "pool._plain.pop()": r"is FREE with 0 references",
+        "pool._states[2] = 1": "block 2 is FILLING with 0 references",
+        "pool._hashes = [None] * 4": "the hash of block 0 stands elsewhere|kept for a cached prefix",
+    }.items():
+        with pytest.raises(RuntimeError, match=message):
+            torn(change).check_integrity([])
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), num_blocks=st.integers(1, 12), caching=st.booleans())
+def test_against_a_plain_model(seed: int, num_blocks: int, caching: bool) -> None:
+    """Random owners take, share, publish and free; a dictionary of what each block holds must agree with every hit."""
+    rng = random.Random(seed)
+    pool = BlockPool(num_blocks, 1, caching)
+    owners: list[list[int]] = []
+    contents: dict[int, str] = {}  # block -> what was last published in it, until it is given away
+    for _ in range(60):
+        action = rng.choice(["take", "share", "publish", "free", "forget"])
+        if action == "take":
+            count = rng.randint(0, num_blocks)
+            if count <= pool.num_free:
+                blocks = pool.take(count)
+                assert len(set(blocks)) == count
+                assert not any(block in owned for owned in owners for block in blocks)
+                for block in blocks:
+                    contents.pop(block, None)
+                owners.append(blocks)
+            else:
+                with pytest.raises(OutOfBlocksError):
+                    pool.take(count)
+        elif action == "share":
+            found = lookup(pool, rng.choice("abcd"))
+            if found:
+                pool.share(found)
+                owners.append(found)
+        elif action == "publish" and owners and (blocks := rng.choice(owners)):
+            block = rng.choice(blocks)
+            if block not in contents:
+                contents[block] = rng.choice("abcd")
+                pool.publish(block, digest(contents[block]))
+        elif action == "free" and owners:
+            pool.free(owners.pop(rng.randrange(len(owners))))
+        elif action == "forget" and rng.random() < 0.2:
+            pool.forget()
+            contents = dict.fromkeys(contents, "forgotten")
+        for name in "abcd":
+            found = lookup(pool, name)
+            assert caching or not found
+            assert all(contents[block] == name for block in found)
+        pool.check_integrity(owners)
+        assert pool.num_free == num_blocks - len({block for blocks in owners for block in blocks})
+    for blocks in owners:
+        pool.free(blocks)
+    assert sorted(pool.take(num_blocks)) == list(range(num_blocks))
+
+
+# --- block hashes ---------------------------------------------------------------------------------------------------
+
+
+def test_hashes_depend_on_all_that_came_before() -> None:
+    tokens = list(range(12))
+    root = root_hash(None)
+    hashes = extend_chain(root, tokens, 0, 12, 4)
+    assert len(set(hashes)) == 3
+    assert extend_chain(root, tokens, 0, 11, 4) == hashes[:2]  # the rest of a block is left out
+    assert extend_chain(hashes[0], tokens, 4, 12, 4) == hashes[1:]  # in pieces or at once
+    changed = [99, *tokens[1:]]
+    assert not set(extend_chain(root, changed, 0, 12, 4)) & set(hashes)
+    swapped = tokens[4:8] + tokens[:4]
+    assert not set(extend_chain(root, swapped, 0, 8, 4)) & set(hashes)
+    assert extend_chain(root, tokens, 0, 3, 4) == []
+
+
+def test_salts_give_other_chains() -> None:
+    roots = [root_hash(salt) for salt in (None, "a", "b", "ab")]
+    assert len(set(roots)) == 4
+    assert root_hash("a") == roots[1]
+
+
+def test_token_ids_are_no_strings_of_bytes() -> None:
+    """256 is not (0, 1): every token has a place of its own."""
+    root = root_hash(None)
+    assert extend_chain(root, [256, 0], 0, 2, 2) != extend_chain(root, [0, 1], 0, 2, 2)
+    assert extend_chain(root, [2**31, 0], 0, 2, 2) != extend_chain(root, [0, 2**31], 0, 2, 2)
