@@ -6,8 +6,10 @@ runs on torch alone.
 
 from __future__ import annotations
 
+import os
 import platform
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -15,7 +17,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 NATIVE = Path("src/fleetfoot/native")
-KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if path.name != "dispatch.c")
+DISPATCH = str(NATIVE / "dispatch.c")
+KERNELS = sorted(str(path) for path in NATIVE.glob("*.c") if str(path) != DISPATCH)
 HEADERS = sorted(str(path) for path in NATIVE.glob("*.h"))
 # -ffp-contract=off: the source says which sums are fused, so that every place computes the same bits.
 FLAGS = [
@@ -47,9 +50,11 @@ class BuildNative(build_ext):
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         variants = {name: flags for name, flags in X86_VARIANTS.items() if self._accepts(flags)} if x86 else {}
         threads = ["-fopenmp"] if self._accepts(["-fopenmp"]) else []
-        objects = self._compile(["src/fleetfoot/native/dispatch.c"], "dispatch", threads)
+        jobs = [(DISPATCH, "dispatch", threads)]
         for name, flags in (variants or {"generic": []}).items():
-            objects += self._compile(KERNELS, name, [*threads, *flags])
+            jobs += [(kernel, name, [*threads, *flags]) for kernel in KERNELS]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each job waits for a compiler of its own
+            objects = [path for paths in pool.map(lambda job: self._compile(*job), jobs) for path in paths]
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         # Not linked against an OpenMP runtime: the one that torch has brought is used, since two in one process would
@@ -59,9 +64,9 @@ class BuildNative(build_ext):
     def get_export_symbols(self, ext: Extension) -> list[str]:
         return []
 
-    def _compile(self, sources: list[str], variant: str, flags: list[str]) -> list[str]:
+    def _compile(self, source: str, variant: str, flags: list[str]) -> list[str]:
         return self.compiler.compile(
-            sources,
+            [source],
             output_dir=str(Path(self.build_temp) / variant),
             macros=[("FF_VARIANT", variant)],
             extra_postargs=[*FLAGS, *flags],
@@ -81,8 +86,6 @@ class BuildNative(build_ext):
 
 
 setup(
-    ext_modules=[
-        Extension("fleetfoot.native.libfleetfoot", sources=[*KERNELS, str(NATIVE / "dispatch.c")], optional=True)
-    ],
+    ext_modules=[Extension("fleetfoot.native.libfleetfoot", sources=[*KERNELS, DISPATCH], optional=True)],
     cmdclass={"build_ext": BuildNative},
 )

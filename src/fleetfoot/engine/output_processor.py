@@ -30,6 +30,7 @@ class _Sequence:
         "finish_reason",
         "has_text",
         "index",
+        "is_silent",
         "last_token_ts",
         "logprobs",
         "request",
@@ -46,6 +47,7 @@ class _Sequence:
         self.state = state
         self.text = text
         self.has_text = state.detokenize
+        self.is_silent = state.kind is FINAL_ONLY and not state.detokenize
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] = []
         self.total_logprob = 0.0
@@ -61,7 +63,6 @@ class _RequestState:
     __slots__ = (
         "admitted",
         "detokenize",
-        "is_silent",
         "kind",
         "metrics",
         "num_unfinished",
@@ -145,26 +146,24 @@ class OutputProcessor:
             What users are owed: one output for each request that made progress, unless it asked for the last only.
         """
         touched: dict[int, _RequestState] = {}
+        sequences, sample_itl = self._sequences, self._stats.itl.append
+        has_logprobs = bool(output.logprobs or output.prompt_logprobs)
+        num_tokens = 0
         for result in results:
-            request = result.request
-            sequence = self._sequences.get(request.request_id)
-            if sequence is None or sequence.finish_reason is not None:
+            sequence = sequences.get(result.request.request_id)
+            if sequence is None:
                 continue  # it ended by a stop string while this step was in flight
+            num_tokens += len(result.new_token_ids)
+            if sequence.is_silent and sequence.last_token_ts and not (has_logprobs or result.request.is_finished):
+                sequence.token_ids += result.new_token_ids  # nobody reads along: the straight line of the step
+                sample_itl(now - sequence.last_token_ts)
+                sequence.last_token_ts = now
+                continue
+            self._take(sequence, result, output, now)
             state = sequence.state
-            if output.prompt_logprobs and result.index in output.prompt_logprobs:
-                self._take_prompt_logprobs(state, *output.prompt_logprobs[result.index])
-            new_token_ids = result.new_token_ids
-            if new_token_ids:
-                new_token_ids = self._take_text(sequence, new_token_ids)
-                sequence.token_ids += new_token_ids
-                self._take_times(sequence, len(new_token_ids), now)
-                if result.index in output.logprobs:
-                    self._take_logprobs(sequence, output.logprobs[result.index][: len(new_token_ids)])
-            if request.is_finished and sequence.finish_reason is None:
-                sequence.text.finish()
-                self._end(sequence, request.finish_reason, request.stop_reason)
             if state.kind is not FINAL_ONLY or not state.num_unfinished:
                 touched[id(state)] = state
+        self._stats.num_generation_tokens += num_tokens
         return [self._deliver(state) for state in touched.values()]
 
     def abort(self, request_id: str) -> tuple[list[str], RequestOutput | None]:
@@ -180,6 +179,22 @@ class OutputProcessor:
 
     # --- what a step brings -----------------------------------------------------------------------------------------
 
+    def _take(self, sequence: _Sequence, result: StepResult, output: ModelRunnerOutput, now: float) -> None:
+        request, new_token_ids = result.request, result.new_token_ids
+        if result.index in output.prompt_logprobs:
+            self._take_prompt_logprobs(sequence.state, *output.prompt_logprobs[result.index])
+        if new_token_ids:
+            new_token_ids = self._take_text(sequence, new_token_ids)
+            sequence.token_ids += new_token_ids
+            self._take_time(sequence, now)
+            if result.index in output.logprobs:
+                self._take_logprobs(sequence, output.logprobs[result.index][: len(new_token_ids)])
+            if sequence.text.stop_string is not None:
+                self._end(sequence, "stop", sequence.text.stop_string)
+        if request.is_finished and sequence.finish_reason is None:
+            sequence.text.finish()
+            self._end(sequence, request.finish_reason, request.stop_reason)
+
     def _take_text(self, sequence: _Sequence, new_token_ids: list[int]) -> list[int]:
         """Feed the text stream; returns the tokens that count, fewer where a stop string ended the sequence."""
         if not sequence.has_text:
@@ -191,19 +206,16 @@ class OutputProcessor:
             new_token_ids = new_token_ids[: sequence.text.num_tokens_kept]
             if not request.is_finished:
                 self._stop_sequence(request.request_id, stop)
-            self._end(sequence, "stop", stop)
         return new_token_ids
 
-    def _take_times(self, sequence: _Sequence, count: int, now: float) -> None:
+    def _take_time(self, sequence: _Sequence, now: float) -> None:
         metrics = sequence.state.metrics
         if sequence.last_token_ts:
             self._stats.itl.append(now - sequence.last_token_ts)
         elif not metrics.first_token_ts:
             metrics.first_token_ts = now
             self._stats.ttft.append(now - metrics.queued_ts)
-        sequence.last_token_ts = metrics.last_token_ts = now
-        metrics.num_generation_tokens += count
-        self._stats.num_generation_tokens += count
+        sequence.last_token_ts = now
 
     def _take_logprobs(self, sequence: _Sequence, entries: list[RowLogprobs]) -> None:
         for entry in entries:
@@ -223,7 +235,15 @@ class OutputProcessor:
         state.num_unfinished -= 1
         if not state.num_unfinished:
             del self._requests[state.admitted.request_id]
-            self._stats.request_finished(state.metrics, reason)
+            self._stats.request_finished(self._metrics(state), reason)
+
+    @staticmethod
+    def _metrics(state: _RequestState) -> RequestMetrics:
+        """Up to date: what can be summed up when it is asked for is not counted with each token."""
+        metrics = state.metrics
+        metrics.num_generation_tokens = sum(len(sequence.token_ids) for sequence in state.sequences)
+        metrics.last_token_ts = max(sequence.last_token_ts for sequence in state.sequences)
+        return metrics
 
     # --- what a user is given ---------------------------------------------------------------------------------------
 
@@ -236,7 +256,7 @@ class OutputProcessor:
             outputs=[self._completion(sequence, state) for sequence in state.sequences],
             finished=finished,
             prompt_logprobs=state.prompt_logprobs,
-            metrics=state.metrics,
+            metrics=self._metrics(state),
             num_cached_tokens=max(0, state.sequences[0].request.num_cached_tokens),
         )
 

@@ -329,7 +329,8 @@ class Scheduler:
     def _grow(self, request: Request, new_block_ids: list[tuple[int, int, list[int]]]) -> bool:
         """One more block for a decode, at another's cost if need be; False: not in this step, or preempted itself."""
         self._publish(request)
-        while not self.pool.num_free:
+        pool = self.pool
+        while not pool.num_free:
             if self._num_hoping < self._num_lent:
                 self._num_hoping += 1  # enough will come back when the steps in flight retire: nobody else must go
                 return False
@@ -337,7 +338,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return False
-        blocks = self.pool.take(1)
+        blocks = pool.take(1)
         new_block_ids.append((request.row, len(request.block_ids), blocks))
         request.block_ids += blocks
         request.capacity += self.config.block_size

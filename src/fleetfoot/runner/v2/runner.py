@@ -135,8 +135,8 @@ class ModelRunnerV2:
             state.stage_request(request)
             self._sampler.add(request)
             self._prompt_logprobs.add(request)
-        for row, start, block_ids in scheduler_output.new_block_ids:
-            state.block_tables.stage(row, start, block_ids, staging)
+        if scheduler_output.new_block_ids:
+            state.block_tables.stage_appended(scheduler_output.new_block_ids, staging)
         shape, _ = self.graphs.dispatch(scheduler_output)
         starts = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         staging.send(scheduler_output.rows, starts, shape.num_sampled, shape.padded_reqs)

@@ -91,10 +91,14 @@ class BlockTables:
     def stage(self, row: int, start: int, block_ids: list[int], buffer: StagingBuffer) -> None:
         """Put ``block_ids`` into a row from column ``start`` on."""
         first = self._table.index(row, start)
-        if len(block_ids) == 1:  # what a decode needs now and then: no arrays for one value
-            buffer.write(first, block_ids[0], 1)
-        else:
-            buffer.write(np.arange(first, first + len(block_ids)), block_ids, len(block_ids))
+        buffer.write(np.arange(first, first + len(block_ids)), block_ids, len(block_ids))
+
+    def stage_appended(self, appended: list[tuple[int, int, list[int]]], buffer: StagingBuffer) -> None:
+        """Put (row, first column, block ids) into the rows; together, because decodes bring one block each."""
+        stride, base = self._table.row_stride, self._table.base
+        indices = [base + row * stride + start + i for row, start, block_ids in appended for i in range(len(block_ids))]
+        values = [block for _, _, block_ids in appended for block in block_ids]
+        buffer.write(np.array(indices), values, len(values))
 
 
 class DeviceState:

@@ -1,0 +1,144 @@
+"""Host time of a whole engine step with a model that does nothing: scheduling, preparing, post-processing, outputs.
+
+Model Runner V2 runs on a CPU here, so the preparation and sampling that a GPU would do are part of the time too. The
+vocabulary is small, so that sampling costs what its calls cost.
+
+Usage: python benchmarks/host_step.py [--requests 256] [--steps 1000] [--runner v2] [--no-overlap] [--profile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import statistics
+import time
+
+import torch
+
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.attention.sdpa import SDPABackend
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.engine.admission import Admission
+from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.ops.select import select_ops
+from fleetfoot.runner.load import ModelLoader
+from fleetfoot.runner.v1.runner import ModelRunnerV1
+from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+
+VOCAB_SIZE = 64
+BLOCK_SIZE = 16
+
+
+class NullModel:
+    """Implements as much of `CausalLM` as a runner calls, and computes nothing."""
+
+    def __init__(self, config: ModelConfig, max_tokens: int, max_reqs: int) -> None:
+        self.config = config
+        self._hidden = torch.zeros(max_tokens, 1)
+        self._logits = torch.randn(max_reqs, VOCAB_SIZE)
+
+    def forward(self, input_ids: torch.Tensor, *_: object) -> torch.Tensor:
+        return self._hidden[: len(input_ids)]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits[: len(hidden)]
+
+
+class NullLoader(ModelLoader):
+    """Hands out a `NullModel`."""
+
+    def load(self) -> NullModel:  # type: ignore[override]
+        return NullModel(self.config, 1 << 16, 1 << 12)
+
+
+def build(requests: int, max_model_len: int, runner_name: str, overlap: bool) -> LLMEngine:
+    model = ModelConfig("LlamaForCausalLM", VOCAB_SIZE, 1, 1, 1, 1, 1, 16, max_model_len)
+    context = ModelContext(select_ops("cpu"), SDPABackend(), torch.float32, torch.device("cpu"))
+    loader = NullLoader(model, context, None)
+    budget = max(8192, requests)
+    runner: ModelRunnerV1 | ModelRunnerV2
+    if runner_name == "v1":
+        runner = ModelRunnerV1(loader, max_num_seqs=requests, max_model_len=max_model_len)
+    else:
+        runner = ModelRunnerV2(
+            loader, max_num_seqs=requests, max_num_batched_tokens=budget, max_model_len=max_model_len
+        )
+    runner.load_model()
+    num_blocks = requests * (max_model_len // BLOCK_SIZE + 1)
+    runner.initialize_kv_cache(KVLayout(1, num_blocks, BLOCK_SIZE, 1, 16, "float32"))
+    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, requests, budget))
+    admission = Admission(
+        vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=[], tokenizer=None, max_logprobs=0, seed=0
+    )
+    core = EngineCore(scheduler, _Executor(runner), StatsCollector(), depth=int(overlap))
+    return LLMEngine(core, admission, None)
+
+
+class _Executor:
+    def __init__(self, runner: ModelRunnerV1 | ModelRunnerV2) -> None:
+        self.runner_name = runner.name
+        self.execute_model = runner.execute_model
+        self.sample_tokens = runner.sample_tokens
+        self.shutdown = runner.shutdown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--runner", choices=("v1", "v2"), default="v2")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    engine = build(args.requests, args.steps + 512, args.runner, args.overlap)
+    params = SamplingParams(
+        max_tokens=args.steps + 300,
+        temperature=args.temperature,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    for number in range(args.requests):
+        prompt = [(number * 31 + position * 7) % VOCAB_SIZE for position in range(17 + number % 64)]
+        engine.add_request(str(number), prompt, params)
+    while engine.stats().num_generation_tokens < args.requests * 4:
+        engine.step()
+    engine.stats_collector.clear_samples()
+    profiler = cProfile.Profile()
+    if args.profile:
+        profiler.enable()
+    times = []
+    for _ in range(args.steps):
+        begin = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begin)
+    if args.profile:
+        profiler.disable()
+        profiler.print_stats("tottime")
+    steps = engine.stats_collector.steps
+    print(
+        json.dumps(
+            {
+                "runner": engine.runner_name,
+                "overlap": args.overlap,
+                "requests": args.requests,
+                "step_us": round(1e6 * statistics.median(times), 1),
+                "step_us_mean": round(1e6 * statistics.fmean(times), 1),
+                "schedule_us": round(1e6 * statistics.median(step.schedule_s for step in steps), 1),
+                "runner_us": round(1e6 * statistics.median(step.execute_s for step in steps), 1),
+                "update_us": round(1e6 * statistics.median(step.update_s for step in steps), 1),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

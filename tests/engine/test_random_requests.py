@@ -1,0 +1,130 @@
+"""Random requests with random aborts through the real engine: each gets what it would get alone, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.engines import TEXT_MODEL, make_engine, prompt_of, run_requests
+
+from fleetfoot import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot.engine.core import EngineCore
+
+VOCAB = TEXT_MODEL["vocab_size"]
+ENGINES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "chunked": {"max_num_batched_tokens": 9},
+    "tight": {"num_gpu_blocks_override": 22, "block_size": 4, "max_num_seqs": 5},
+    "tight-chunked-no-cache": {
+        "num_gpu_blocks_override": 45,
+        "block_size": 2,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 7,
+        "enable_prefix_caching": False,
+    },
+    "priority": {"num_gpu_blocks_override": 30, "block_size": 3, "max_num_seqs": 6, "scheduling_policy": "priority"},
+    "whole": {"enable_chunked_prefill": False, "max_model_len": 90, "max_num_batched_tokens": 90},
+}
+Catalogue = list[tuple[list[int], SamplingParams, list[tuple[list[int], str, Any, Any]]]]
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Anything that a user may ask for; the output kind is the test's business."""
+    params: dict[str, Any] = {"max_tokens": rng.randint(1, 30)}
+    if rng.random() < 0.7:
+        params |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "seed": rng.randrange(2**32), "n": rng.choice([1, 1, 3])}
+        params |= rng.choice([{}, {"top_p": 0.8}, {"top_k": 30}, {"min_p": 0.02}])
+    else:
+        params["temperature"] = 0
+    params |= rng.choice([{}, {"ignore_eos": True}, {"min_tokens": params["max_tokens"] // 2}])
+    params |= rng.choice([{}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.9}, {"logit_bias": {1: 5.0}}])
+    params |= rng.choice([{}, {"stop": ["e", " the"]}, {"stop": "a", "include_stop_str_in_output": True}])
+    params |= rng.choice([{}, {"bad_words": ["fox", "her"]}, {"stop_token_ids": list(range(0, VOCAB, 40))}])
+    params |= rng.choice([{}, {"logprobs": 2}, {"prompt_logprobs": 1}])
+    return SamplingParams(**params)
+
+
+def content(output: RequestOutput) -> list[tuple[list[int], str, Any, Any]]:
+    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def catalogue(text_model: Path) -> Catalogue:
+    """Requests, some of which share a beginning, and what each yields alone."""
+    rng = random.Random(0)
+    engine = make_engine(text_model, enable_prefix_caching=False, max_num_seqs=3)
+    found: Catalogue = []
+    for number in range(40):
+        shared = prompt_of(30, VOCAB)[: rng.choice([0, 0, 8, 17, 30])]
+        prompt = shared + prompt_of(rng.randint(1, 25), VOCAB, seed=number)
+        params = random_params(rng)
+        found.append((prompt, params, content(run_requests(engine, {"r": (prompt, params)})["r"])))
+    engine.shutdown()
+    assert {completion[2] for _, _, outputs in found for completion in outputs} == {"stop", "length"}
+    return found
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest, text_model: Path) -> Iterator[LLMEngine]:
+    engine = make_engine(text_model, **ENGINES[request.param])
+    yield engine
+    if request.param.startswith(("tight", "priority")):
+        assert engine.stats().scheduler.num_preemptions > 0
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests(seed: int, depth: int, engine: LLMEngine, catalogue: Catalogue) -> None:
+    rng = random.Random(1000 * depth + seed)
+    core = EngineCore(engine.core.scheduler, engine.core.executor, engine.core.stats, depth=depth)
+    engine = LLMEngine(core, engine.admission, engine.tokenizer)
+    alive: dict[str, int] = {}  # request id -> place in the catalogue
+    aborted: set[str] = set()
+    so_far: dict[str, list[tuple[list[int], str]]] = {}
+    num_added = num_finished = 0
+    while num_added < 25 or engine.has_unfinished_requests():
+        if num_added < 25 and rng.random() < 0.5:
+            number = rng.randrange(len(catalogue))
+            prompt, params, expected = catalogue[number]
+            params = params.clone()
+            params.output_kind = rng.choice(list(RequestOutputKind))
+            name = f"r{num_added}"
+            num_added += 1
+            priority = rng.randint(0, 2) if core.scheduler.config.priority else 0
+            engine.add_request(name, prompt, params, priority=priority)
+            alive[name] = number
+            so_far[name] = [([], "")] * len(expected)
+        if alive and rng.random() < 0.08:
+            name = rng.choice(sorted(alive))
+            engine.abort_request(name)
+            aborted.add(name)
+        if rng.random() < 0.03:
+            engine.reset_prefix_cache()
+        outputs = engine.step()
+        engine.check_integrity()
+        for output in outputs:
+            name = output.request_id
+            _, params, expected = catalogue[alive[name]]
+            for index, completion in enumerate(output.outputs):
+                tokens, text = so_far[name][index]
+                if len(completion.token_ids) < len(tokens) or completion.token_ids[: len(tokens)] != tokens:
+                    tokens, text = tokens + completion.token_ids, text + completion.text  # a delta
+                else:
+                    tokens, text = completion.token_ids, completion.text
+                so_far[name][index] = tokens, text
+                wanted = expected[index]
+                assert tokens == wanted[0][: len(tokens)]
+                if output.finished and completion.finish_reason != "abort":
+                    assert (tokens, text, completion.finish_reason, completion.stop_reason) == wanted
+            if output.finished:
+                num_finished += 1
+                del alive[name]
+                reasons = {completion.finish_reason for completion in output.outputs}
+                assert ("abort" in reasons) <= (name in aborted)
+    assert not alive
+    assert num_finished == 25
+    core.scheduler.check_idle()

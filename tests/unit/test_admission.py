@@ -1,0 +1,237 @@
+"""Admission: what becomes of a prompt and its parameters, and what is refused."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.engine.admission import AdmittedRequest, Admission
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+VOCAB, MAX_LEN, EOS = 100, 32, 2
+TOKENIZER = Tokenizer.from_path(embedded_model_path())
+
+
+def admission_of(**changes: Any) -> Admission:
+    defaults: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "max_model_len": MAX_LEN,
+        "eos_token_ids": [EOS, 1_000_000],
+        "tokenizer": None,
+        "max_logprobs": 5,
+        "seed": 0,
+        "wall_clock": lambda: 123.0,
+    }
+    return Admission(**{**defaults, **changes})
+
+
+def with_text(**changes: Any) -> Admission:
+    return admission_of(tokenizer=TOKENIZER, vocab_size=TOKENIZER.vocab_size, **changes)
+
+
+def admit(prompt: Any, admission: Admission | None = None, priority: int = 0, **params: Any) -> AdmittedRequest:
+    return (admission or admission_of()).admit("r", prompt, SamplingParams(**params), priority=priority)
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [5, 6, 7],
+        (5, 6, 7),
+        range(5, 8),
+        array("q", [5, 6, 7]),
+        np.array([5, 6, 7]),
+        np.array([5, 6, 7], dtype=np.uint8),
+        [np.int64(5), np.int32(6), 7],
+        {"prompt_token_ids": [5, 6, 7]},
+        {"prompt_token_ids": np.array([5, 6, 7]), "cache_salt": None},
+    ],
+    ids=repr,
+)
+def test_token_ids(prompt: Any) -> None:
+    admitted = admit(prompt)
+    assert (admitted.prompt, admitted.prompt_token_ids) == (None, [5, 6, 7])
+    assert all(type(token) is int for token in admitted.prompt_token_ids)
+    (sequence,) = admitted.sequences
+    assert (sequence.request_id, sequence.token_ids, sequence.num_prompt_tokens) == ("r", [5, 6, 7], 3)
+    assert (admitted.arrival_time, sequence.cache_salt, sequence.priority) == (123.0, None, 0)
+
+
+def test_a_prompt_is_copied() -> None:
+    prompt = [5, 6]
+    admitted = admit(prompt)
+    prompt.append(7)
+    assert admitted.prompt_token_ids == [5, 6]
+
+
+@pytest.mark.parametrize("prompt", ["Once upon", {"prompt": "Once upon"}, {"prompt": "Once upon", "cache_salt": "s"}])
+def test_text(prompt: Any) -> None:
+    admitted = admit(prompt, with_text())
+    assert admitted.prompt == "Once upon"
+    assert admitted.prompt_token_ids == TOKENIZER.encode("Once upon")
+    assert admitted.sequences[0].cache_salt == (prompt.get("cache_salt") if isinstance(prompt, dict) else None)
+
+
+def test_token_ids_win_over_text() -> None:
+    admitted = admit({"prompt": "shown", "prompt_token_ids": [5]}, with_text())
+    assert (admitted.prompt, admitted.prompt_token_ids) == ("shown", [5])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], ValueError, "the prompt has no tokens"),
+        ({"prompt_token_ids": []}, ValueError, "the prompt has no tokens"),
+        ({"prompt": None}, ValueError, "needs 'prompt'"),
+        ({"prompt_ids": [5]}, ValueError, "no field 'prompt_ids'; it can have prompt, prompt_token_ids, cache_salt"),
+        ({"prompt": b"a"}, TypeError, "prompt is b'a'; it must be a string"),
+        ({"prompt_token_ids": "5 6"}, TypeError, "prompt_token_ids is '5 6'; it must be a list of ints"),
+        ({"prompt_token_ids": [5], "cache_salt": 5}, ValueError, "cache_salt is 5"),
+        (5, TypeError, "prompt_token_ids is 5; it must be a list of ints"),
+        (b"56", TypeError, "prompt_token_ids is b'56'"),
+        ([5, "6"], TypeError, r"prompt_token_ids\[1\] is '6'; token ids are ints"),
+        ([5, 6.5], TypeError, r"prompt_token_ids\[1\] is 6.5"),
+        ([5, None], TypeError, r"prompt_token_ids\[1\] is None"),
+        ([5, [6]], TypeError, r"prompt_token_ids\[1\] is \[6\]"),
+        ([5, 2**63], TypeError, r"prompt_token_ids\[1\] is 9223372036854775808"),
+        ([5, -1], ValueError, r"prompt_token_ids\[1\] is -1; the model's vocabulary has 100 tokens, 0 to 99"),
+        ([5, 100], ValueError, r"prompt_token_ids\[1\] is 100; the model's vocabulary has 100 tokens, 0 to 99"),
+        ([5] * 32, ValueError, "the prompt has 32 tokens; with max_model_len=32 it can have at most 31"),
+        ("text", ValueError, "this engine has no tokenizer"),
+    ],
+    ids=lambda value: repr(value)[:40] if not isinstance(value, type) else "",
+)
+def test_prompts_that_are_refused(prompt: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        admit(prompt)
+
+
+def test_empty_text() -> None:
+    with pytest.raises(ValueError, match="prompt is an empty string"):
+        admit("", with_text())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model() -> None:
+    with pytest.raises(ValueError, match=r"prompt_token_ids\[\d+\] is \d+; the model's vocabulary has 100 tokens"):
+        admit("Once upon a time", admission_of(tokenizer=TOKENIZER))
+
+
+# --- lengths --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "in_all"), [(3, 5, 8), (3, None, 32), (3, 1000, 32), (31, None, 32), (31, 16, 32)]
+)
+def test_max_tokens_end_at_the_models_length(prompt: int, max_tokens: int | None, in_all: int) -> None:
+    (sequence,) = admit([5] * prompt, max_tokens=max_tokens).sequences
+    assert sequence.max_tokens_in_all == in_all
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [(1, [39]), (4, [36, 37, 38, 39]), (-1, list(range(9, 40)))])
+def test_truncation_keeps_the_end(wanted: int, kept: list[int]) -> None:
+    assert admit(range(40), truncate_prompt_tokens=wanted).prompt_token_ids == kept
+
+
+def test_truncation_is_no_way_around_the_limit() -> None:
+    with pytest.raises(ValueError, match="the prompt has 35 tokens"):
+        admit(range(40), truncate_prompt_tokens=35)
+    assert admit([5, 6], truncate_prompt_tokens=35).prompt_token_ids == [5, 6]
+
+
+def test_min_tokens_must_have_room() -> None:
+    with pytest.raises(ValueError, match=r"min_tokens is 10, but a prompt of 25 tokens leaves room for 7 \(max_model_len 32"):
+        admit([5] * 25, min_tokens=10)
+    (sequence,) = admit([5] * 25, min_tokens=7).sequences
+    assert sequence.min_tokens_in_all == 32
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+def test_what_ends_a_request() -> None:
+    assert admit([5]).sequences[0].stop_token_ids == {EOS}  # an end token outside the vocabulary cannot come
+    assert admit([5], stop_token_ids=[9]).sequences[0].stop_token_ids == {EOS, 9}
+    assert admit([5], ignore_eos=True).sequences[0].stop_token_ids == frozenset()
+    assert admit([5], ignore_eos=True, stop_token_ids=[EOS]).sequences[0].stop_token_ids == {EOS}
+
+
+def test_copies() -> None:
+    admitted = admit([5], n=3, seed=1)
+    assert [sequence.request_id for sequence in admitted.sequences] == ["0_r", "1_r", "2_r"]
+    assert len({sequence.seed for sequence in admitted.sequences}) == 3
+    assert admitted.sequences[0].seed == admit([5], seed=1).sequences[0].seed
+
+
+def test_seeds() -> None:
+    first, second = admission_of(), admission_of()
+
+    def seeds(admission: Admission, **params: Any) -> list[int]:
+        return [admit([5], admission, **params).sequences[0].seed for _ in range(3)]
+
+    unseeded = seeds(first)
+    assert len(set(unseeded)) == 3
+    assert seeds(second) == unseeded  # the engine's seed and the order say it all
+    assert not set(seeds(first)) & set(unseeded)
+    assert not set(seeds(admission_of(seed=1))) & set(unseeded)
+    assert len(set(seeds(first, seed=9))) == 1
+    assert seeds(first, seed=9) == seeds(admission_of(seed=5), seed=9)
+    assert all(0 <= seed < 2**64 for seed in unseeded)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": ["a"]}, "stop=.*needs a tokenizer"),
+        ({"bad_words": ["a"]}, "bad_words=.*needs a tokenizer"),
+        ({"logprobs": 6}, "logprobs must be at most 5, got 6"),
+        ({"prompt_logprobs": 6}, "prompt_logprobs must be at most 5, got 6"),
+        ({"logit_bias": {100: 1}}, r"logit_bias names tokens \[100\]"),
+        ({"allowed_token_ids": [100]}, r"allowed_token_ids names tokens \[100\]"),
+        ({"stop_token_ids": [100]}, r"stop_token_ids names tokens \[100\]"),
+    ],
+    ids=str,
+)
+def test_parameters_that_do_not_suit_the_model(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        admit([5], **params)
+
+
+def test_parameters_are_checked_once_more_and_kept_apart() -> None:
+    params = SamplingParams(stop_token_ids=[9])
+    admitted = admission_of().admit("r", [5], params)
+    assert params.stop_token_ids is not None
+    params.stop_token_ids.append(10)
+    params.temperature = -1.0
+    assert (admitted.params.stop_token_ids, admitted.params.temperature) == ([9], 1.0)
+    assert admitted.sequences[0].params is admitted.params
+    with pytest.raises(ValueError, match=r"temperature must be 0 .*got -1.0"):
+        admission_of().admit("r", [5], params)
+
+
+@pytest.mark.parametrize("wrong", [None, {}, "params", SamplingParams])
+def test_parameters_of_another_type(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="it must be a SamplingParams"):
+        admission_of().admit("r", [5], wrong)
+
+
+@pytest.mark.parametrize("wrong", [1.5, "1", None, True])
+def test_priorities_are_ints(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="priority is .*; it must be an int"):
+        admit([5], priority=wrong)
+
+
+def test_bad_words_in_both_spellings() -> None:
+    (sequence,) = admit([5], with_text(), bad_words=["fox"]).sequences
+    encode = TOKENIZER.encode
+    assert sequence.bad_words_token_ids == [
+        encode("fox", add_special_tokens=False),
+        encode(" fox", add_special_tokens=False),
+    ]
