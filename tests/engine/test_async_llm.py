@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many streams, one engine thread. A gate in the executor decides when it steps, so nothing is left to luck."""
+"""`AsyncLLM`: many streams, one engine thread. A gate in the executor decides when it steps: nothing is left to luck"""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_the_same_tokens_as_offline(text_model: Path) -> None:
             streams = [llm.generate(prompt, wanted[i], str(i)) for i, prompt in enumerate(prompts)]
             outputs = await asyncio.gather(*map(collect, streams))
             assert [stream[-1].outputs for stream in outputs] == expected
-            assert llm.runner_name == "v1"
+            assert llm.runner_name in ("v1", "v2")
             assert llm.get_tokenizer() is not None
 
     run(main())

@@ -287,7 +287,7 @@ def test_the_engine_names_what_it_refuses(llm: LLM) -> None:
     with pytest.raises(ValueError, match="request id 'r' is in use"):
         engine.add_request("r", [5, 6], GREEDY)
     for wrong in ("", 5, None):
-        with pytest.raises(ValueError, match="request_id is .*; it must be a string"):
+        with pytest.raises(ValueError, match=r"request_id is .*; it must be a string"):
             engine.add_request(wrong, [5, 6], GREEDY)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="priority is 3, but scheduling_policy is 'fcfs'"):
         engine.add_request("s", [5, 6], GREEDY, priority=3)

@@ -161,24 +161,20 @@ def test_chat(llm: LLM) -> None:
 
 
 def test_a_maker_of_progress_bars(llm: LLM) -> None:
-    class Bar:
-        made: list[dict[str, Any]] = []
-        updates: list[int] = []
-        num_closed = 0
+    calls: list[Any] = []
 
+    class Bar:
         def __init__(self, **keywords: Any) -> None:
-            self.made.append(keywords)
+            calls.append(keywords)
 
         def update(self, count: int) -> None:
-            self.updates.append(count)
+            calls.append(count)
 
         def close(self) -> None:
-            type(self).num_closed += 1
+            calls.append("closed")
 
     llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=Bar)
-    assert Bar.made == [{"total": 4, "desc": "Generating"}]
-    assert Bar.updates == [1] * 4
-    assert Bar.num_closed == 1
+    assert calls == [{"total": 4, "desc": "Generating"}, 1, 1, 1, 1, "closed"]
 
 
 def test_no_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

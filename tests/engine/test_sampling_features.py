@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -426,7 +427,7 @@ def test_output_kinds_say_the_same(text_model: Path) -> None:
     assert final.finished
     for index, whole in enumerate(final.outputs):
         cumulative = [output.outputs[index] for output in outputs["CUMULATIVE"]]
-        for earlier, later in zip(cumulative, cumulative[1:], strict=False):
+        for earlier, later in itertools.pairwise(cumulative):
             assert later.text.startswith(earlier.text)
             assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
         deltas = [output.outputs[index] for output in outputs["DELTA"]]

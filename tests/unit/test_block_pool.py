@@ -146,6 +146,18 @@ def test_lent_blocks_wait_for_their_end() -> None:
     pool.check_integrity([shared])
 
 
+def test_a_lent_block_that_is_hit_has_an_owner_again() -> None:
+    pool = BlockPool(2, 4)
+    blocks = published(pool, "a")
+    pool.lend(blocks)
+    assert pool.state(blocks[0]) == "LENT"
+    pool.share(lookup(pool, "a"))
+    assert pool.state(blocks[0]) == "READY"
+    pool.free(blocks)  # the step has retired
+    assert (pool.state(blocks[0]), pool.num_free) == ("READY", 1)
+    pool.check_integrity([blocks])
+
+
 def test_forgetting_keeps_blocks_in_use() -> None:
     pool = BlockPool(4, 4)
     used, idle = published(pool, "used"), published(pool, "idle")

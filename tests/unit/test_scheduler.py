@@ -54,9 +54,7 @@ class Drive:
 
     def batch(self, output: SchedulerOutput) -> dict[str, int]:
         """Request id -> scheduled tokens, in batch order."""
-        return {
-            self.names[row]: count for row, count in zip(output.rows, output.num_scheduled_tokens, strict=True)
-        }
+        return {self.names[row]: count for row, count in zip(output.rows, output.num_scheduled_tokens, strict=True)}
 
     def update(self, output: SchedulerOutput, token: int = 7, **more: Any) -> list[StepResult]:
         results = self.scheduler.update(output, ModelRunnerOutput([[token]] * output.num_sampled, **more))
@@ -142,7 +140,7 @@ def test_nothing_to_do() -> None:
 
 
 def test_a_budget_below_one_token_for_each() -> None:
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(3\) must hold a token of each of max_num_seqs \(4\)"):
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(3\) must hold .* of max_num_seqs \(4\)"):
         scheduler_of(max_num_batched_tokens=3)
 
 
@@ -155,7 +153,9 @@ def test_an_id_in_use() -> None:
     assert drive.step() == {"a": 2}
 
 
-@pytest.mark.parametrize(("prompt", "max_tokens", "fits"), [(16, 1, True), (12, 5, True), (12, 6, False), (17, 1, False)])
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "fits"), [(16, 1, True), (12, 5, True), (12, 6, False), (17, 1, False)]
+)
 def test_what_can_never_fit_is_refused(prompt: int, max_tokens: int, fits: bool) -> None:
     scheduler = scheduler_of(num_blocks=4)
     if fits:

@@ -35,7 +35,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: Collection[
             "help": help_text(field.metadata["help"], field.default),
         }
         value_type = _value_type(hints[field.name])
-        if value_type is bool:
+        if "record" in field.metadata:
+            options |= {"type": str, "metavar": "JSON"}  # EngineConfig reads it
+        elif value_type is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif "choices" in field.metadata:
             options["choices"] = field.metadata["choices"]

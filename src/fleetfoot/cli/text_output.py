@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TextIO
 
+from fleetfoot.config import env
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
@@ -39,7 +39,7 @@ class TextPrinter:
         self._ended: set[tuple[str, int]] = set()
         self._current = 0
         self._is_open = False  # whether the current sequence's prompt is printed
-        self._bold = (BOLD, PLAIN) if file.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+        self._bold = (BOLD, PLAIN) if file.isatty() and not env.no_color() else ("", "")
 
     def take(self, output: RequestOutput) -> None:
         """Print what is new, or hold it back until its turn comes.

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from fleetfoot.config.compilation import CompilationConfig
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.utils.suggest import unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -13,16 +16,24 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Runner = Literal["auto", "v1", "v2"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+Task = Literal["generate", "embed", "classify", "score", "reward"]
 
 EMBEDDED_MODEL = "story-llama"
 """The name of the model that the package carries; the default of ``model``."""
 
 
-def _flag(default: Any, help: str, *, choices: Any = None) -> Any:
-    """A field with the help text that the CLI shows; ``choices`` is a Literal type."""
+def _flag(default: Any, help: str, *, choices: Any = None, record: Any = None) -> Any:
+    """A field with the help text that the CLI shows.
+
+    Args:
+        choices: a Literal type with the values that it can have.
+        record: a class whose ``parse`` makes the value out of a dictionary or JSON text.
+    """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:
         metadata["choices"] = get_args(choices)
+    if record is not None:
+        metadata["record"] = record
     return field(default=default, metadata=metadata)
 
 
@@ -43,11 +54,27 @@ class EngineConfig:
     load_format: LoadFormat = _flag("auto", "dummy makes random weights from config.json alone", choices=LoadFormat)
     skip_tokenizer_init: bool = _flag(False, "run on token ids, without a tokenizer")
     trust_remote_code: bool = _flag(False, "accepted for compatibility: code from a checkpoint is never run")
+    task: Task = _flag("generate", "what the model is for: text, or one of the pooling tasks", choices=Task)
+    quantization: str | None = _flag(None, "how weights are quantized, fp8 for instance; default: not at all")
+    enable_lora: bool = _flag(False, "serve LoRA adapters beside the model")
+    enable_prompt_embeds: bool = _flag(False, "take prompts as embeddings too")
+
     runner: Runner = _flag("auto", "which model runner: auto lets the oracle choose", choices=Runner)
+    use_v2_model_runner: bool | None = _flag(
+        None, "Model Runner V2, or V1; default: FLEETFOOT_USE_V2_MODEL_RUNNER (0 or 1) if it is set, else the oracle"
+    )
     async_scheduling: bool | None = _flag(
         None, "schedule step N+1 while the device runs step N; default: where the device is not the host itself"
     )
     enforce_eager: bool = _flag(False, "never capture or replay graphs")
+    compilation_config: CompilationConfig | None = _flag(
+        None, "JSON: mode (0 or NONE, 1 or STOCK_TORCH_COMPILE)", record=CompilationConfig
+    )
+    speculative_config: SpeculativeConfig | None = _flag(
+        None,
+        "JSON: method (ngram, draft_model, eagle, eagle3), num_speculative_tokens, model, prompt_lookup_max",
+        record=SpeculativeConfig,
+    )
     seed: int = _flag(0, "of everything random that a request does not seed itself")
 
     max_model_len: int | None = _flag(None, "longest prompt plus output, in tokens; default: the model's own limit")
@@ -65,17 +92,32 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = _flag(None, "bytes for KV, instead of what the memory plan finds")
     num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks on any device, instead of the plan's")
 
+    kv_transfer_config: KVTransferConfig | None = _flag(
+        None,
+        "JSON: kv_connector, kv_role (kv_producer, kv_consumer, kv_both), kv_connector_extra_config, "
+        "kv_connector_module_path; without a connector and a role it is not active",
+        record=KVTransferConfig,
+    )
+    kv_offloading_size: float | None = _flag(None, "GiB of CPU memory that KV blocks move to when the GPU's run out")
+    enable_sleep_mode: bool = _flag(False, "let the engine give its memory back while it sleeps")
+
     tensor_parallel_size: int = _flag(1, "GPUs that share each layer")
     pipeline_parallel_size: int = _flag(1, "GPUs that the layers are spread over")
+    prefill_context_parallel_size: int = _flag(1, "GPUs that share a long prompt")
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            _check_type(item.name, getattr(self, item.name), str(item.type))
+            value, record = getattr(self, item.name), item.metadata.get("record")
+            if record is None:
+                _check_type(item.name, value, str(item.type))
+            elif value is not None:
+                object.__setattr__(self, item.name, record.parse(value))  # frozen to all but its own making
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:
                 raise ValueError(f"{item.name} is {getattr(self, item.name)!r}; it can be {', '.join(choices)}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-                     "kv_cache_memory_bytes", "num_gpu_blocks_override"):  # fmt: skip
+                     "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size",
+                     "pipeline_parallel_size", "prefill_context_parallel_size"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -85,9 +127,15 @@ class EngineConfig:
             raise ValueError(f"max_logprobs is {self.max_logprobs}; it must be -1 (no limit), 0 or more")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed is {self.seed}; it must fit in 64 bits")
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; only 1 is supported by this version")
+        if self.kv_offloading_size is not None and self.kv_offloading_size <= 0:
+            raise ValueError(f"kv_offloading_size is {self.kv_offloading_size}; it must be above 0, in GiB")
+        if self.quantization == "":
+            raise ValueError("quantization is an empty string; leave it out for weights that are not quantized")
+        if self.use_v2_model_runner is not None and self.runner == ("v1" if self.use_v2_model_runner else "v2"):
+            raise ValueError(
+                f"runner is {self.runner!r} and use_v2_model_runner is {self.use_v2_model_runner}: they contradict "
+                "each other; leave one of them out"
+            )
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ValueError(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fleetfoot.engine.stats import StatsCollector
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
+RUNNING = RequestStatus.RUNNING
 FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
 
@@ -150,12 +151,14 @@ class OutputProcessor:
         has_logprobs = bool(output.logprobs or output.prompt_logprobs)
         num_tokens = 0
         for result in results:
-            sequence = sequences.get(result.request.request_id)
+            request = result.request
+            sequence = sequences.get(request.request_id)
             if sequence is None:
                 continue  # it ended by a stop string while this step was in flight
-            num_tokens += len(result.new_token_ids)
-            if sequence.is_silent and sequence.last_token_ts and not (has_logprobs or result.request.is_finished):
-                sequence.token_ids += result.new_token_ids  # nobody reads along: the straight line of the step
+            new_token_ids = result.new_token_ids
+            num_tokens += len(new_token_ids)
+            if sequence.is_silent and sequence.last_token_ts and request.status is RUNNING and not has_logprobs:
+                sequence.token_ids += new_token_ids  # nobody reads along: the straight line of the step
                 sample_itl(now - sequence.last_token_ts)
                 sequence.last_token_ts = now
                 continue

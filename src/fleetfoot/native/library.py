@@ -33,6 +33,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _I,
         (_P, _P, _L, _P, _L, _L, _L, _L, _L, _P, _P, _P, _L, _P, _P, _F, _L, _I, _I, _I, _I, _I, _I),
     ),
+    "prepare_decode": (None, (_P, _L, _L, _P, _P, _P, _P, _L, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L)),
+    "post_update": (None, (_P, _L, _P, _P, _L, _P, _P, _L, _P, _P)),
     "choose_tokens": (_I, (_P, _P, _L, _L, _L, _P, _P, _P, _I, _I)),
     "linear": (_I, (_P, _P, _L, _P, _P, _L, _L, _L, _I, _I)),
     "panel_width": (_I, ()),
@@ -59,6 +61,8 @@ class Kernels:
     silu_and_mul: Callable[..., None]
     rope_and_cache: Callable[..., int]
     paged_attention: Callable[..., int]
+    prepare_decode: Callable[..., None]
+    post_update: Callable[..., None]
     choose_tokens: Callable[..., int]
     linear: Callable[..., int]
     panel_width: Callable[[], int]
@@ -113,7 +117,9 @@ def load_kernels(variant: str | None = None) -> Kernels:
     chosen = variant or supported[0]
     functions = {}
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(_load(), f"ff_{chosen}_{name}")
+        function = getattr(_load(), f"ff_{chosen}_{name}", None)
+        if function is None:
+            raise NativeUnavailableError(f"{_PATH} is of another version: it has no {name}; install Fleetfoot again")
         function.restype, function.argtypes = result, arguments
         functions[name] = function
     return Kernels(variant=chosen, **functions)

@@ -24,7 +24,8 @@
 #endif
 #define MAX_ROWS (MAX_SUMS / VECTORS)
 #define MAX_WIDE_ROWS (MAX_SUMS / (VECTORS * WIDE))
-#define BAND (12 * MAX_ROWS) /* rows that are taken through all panels before the next ones */
+#define BAND 12  /* blocks of rows that are taken through all panels together: their x stays in the second-level cache */
+#define SPAN 72  /* blocks whose rows of x are arranged at once: a bound on memory */
 
 /* Units of a panel that stay in the first-level cache while all rows of a band pass over them: more where there are many
  * rows, since sums are put aside in between; fewer where memory is what one waits for. */
@@ -55,7 +56,6 @@ typedef struct {
 /* A block of rows of x, arranged for reading: [units, rows], and each unit twice where bfloat16 is widened. */
 typedef struct {
     const uint32_t *x;
-    float *sums; /* [rows, PANEL]: where sums wait while another part of the panel passes */
     int64_t row; /* of y */
     int rows;
 } block;
@@ -111,16 +111,17 @@ INLINE void write_sums(const layer *l, const block *b, int64_t output, vf sum[MA
     }
 }
 
-/* One block of rows against units first .. last of `panels` panels from `panel` on. */
-INLINE void multiply_block(const layer *l, const block *b, int64_t panel, int64_t first, int64_t last, int dtype,
-                           const int panels, const int rows) {
+/* One block of rows against units first .. last of `panels` panels from `panel` on. Between two parts of a panel the sums
+ * wait in sums [rows, PANEL]; whole panels need none. */
+INLINE void multiply_block(const layer *l, const block *b, float *sums, int64_t panel, int64_t first, int64_t last,
+                           int dtype, const int panels, const int rows) {
     vf sum[MAX_ROWS][WIDE * VECTORS];
     const uint32_t *weight = l->packed + panel * l->units * PANEL;
     const int width = x_is_widened(dtype) ? 2 : 1;
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
-        for (int v = 0; v < panels * VECTORS; v++) sum[r][v] = first ? load_f32(b->sums + r * PANEL + v * VL) : splat(0.0f);
+        for (int v = 0; v < panels * VECTORS; v++) sum[r][v] = first ? load_f32(sums + r * PANEL + v * VL) : splat(0.0f);
     for (int64_t unit = first; unit < last; unit++) {
         const uint32_t *x = b->x + unit * width * rows;
         vf w[WIDE * VECTORS];
@@ -149,7 +150,7 @@ INLINE void multiply_block(const layer *l, const block *b, int64_t panel, int64_
     UNROLL
     for (int r = 0; r < rows; r++)
         UNROLL
-        for (int v = 0; v < panels * VECTORS; v++) store_f32(b->sums + r * PANEL + v * VL, sum[r][v]);
+        for (int v = 0; v < panels * VECTORS; v++) store_f32(sums + r * PANEL + v * VL, sum[r][v]);
 }
 
 /* The number of rows as a constant. */
@@ -158,8 +159,9 @@ INLINE void multiply_block(const layer *l, const block *b, int64_t panel, int64_
         if (n <= most) multiply_block(__VA_ARGS__, n <= most ? n : 1); \
         break;
 
-INLINE void multiply_panel(const layer *l, const block *b, int64_t panel, int64_t first, int64_t last, int dtype) {
-#define ROWS(n) CASE(n, MAX_ROWS, l, b, panel, first, last, dtype, 1)
+INLINE void multiply_panel(const layer *l, const block *b, float *sums, int64_t panel, int64_t first, int64_t last,
+                           int dtype) {
+#define ROWS(n) CASE(n, MAX_ROWS, l, b, sums, panel, first, last, dtype, 1)
     switch (b->rows) {
         ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7)
         ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
@@ -168,7 +170,7 @@ INLINE void multiply_panel(const layer *l, const block *b, int64_t panel, int64_
 }
 
 INLINE void multiply_wide(const layer *l, const block *b, int64_t panel, int dtype) {
-#define ROWS(n) CASE(n, MAX_WIDE_ROWS, l, b, panel, 0, l->units, dtype, WIDE)
+#define ROWS(n) CASE(n, MAX_WIDE_ROWS, l, b, NULL, panel, 0, l->units, dtype, WIDE)
     switch (b->rows) { ROWS(1) ROWS(2) ROWS(3) }
 #undef ROWS
 }
@@ -199,71 +201,69 @@ INLINE void arrange(uint32_t *target, const uint32_t *x, int64_t stride, int row
     }
 }
 
-/* What a thread needs for one band. */
-typedef struct {
-    block blocks[BAND / MAX_ROWS];
-    int num_blocks;
-    uint32_t *x;
-    float *sums;
-} band;
-
-INLINE int64_t arranged_units(const layer *l, int dtype) { return x_is_widened(dtype) ? 2 * l->units : l->units; }
-
-/* Blocks of even size: none with so few rows that reading a panel costs more than using it. */
-INLINE void arrange_band(const layer *l, band *b, int64_t first, int64_t last, int dtype) {
-    const int64_t rows = last - first, wide = arranged_units(l, dtype);
-    b->num_blocks = (int)((rows + MAX_ROWS - 1) / MAX_ROWS);
-    for (int i = 0; i < b->num_blocks; i++) {
-        const int64_t begin = rows * i / b->num_blocks, end = rows * (i + 1) / b->num_blocks;
-        const uint32_t *x = l->x + (first + begin) * l->x_stride;
-        block *made = &b->blocks[i];
-        *made = (block){.x = b->x + begin * wide, .sums = b->sums + begin * PANEL, .row = first + begin,
-                        .rows = (int)(end - begin)};
-        if (made->rows == 1 && !x_is_widened(dtype))
-            made->x = x; /* one row is arranged as it is */
-        else
-            arrange(b->x + begin * wide, x, l->x_stride, made->rows, l->units, x_is_widened(dtype));
-    }
-}
-
-/* A band against panels begin .. end. */
-INLINE void multiply_band(const layer *l, const band *b, int64_t begin, int64_t end, int dtype) {
+/* Some blocks against panels begin .. end. */
+INLINE void multiply_blocks(const layer *l, const block *blocks, int num_blocks, int64_t begin, int64_t end, int dtype) {
+    float sums[BAND * MAX_ROWS * PANEL];
     int64_t panel = begin;
-    if (b->num_blocks == 1 && b->blocks[0].rows <= MAX_WIDE_ROWS)
-        for (; panel + WIDE <= end; panel += WIDE) multiply_wide(l, &b->blocks[0], panel, dtype);
-    const int64_t depth = b->num_blocks == 1   ? l->units
-                          : b->num_blocks <= 4 ? DEPTH_OF_FEW_BLOCKS
-                                               : DEPTH_OF_MANY_BLOCKS;
+    if (num_blocks == 1 && blocks[0].rows <= MAX_WIDE_ROWS)
+        for (; panel + WIDE <= end; panel += WIDE) multiply_wide(l, &blocks[0], panel, dtype);
+    const int64_t depth = num_blocks == 1   ? l->units
+                          : num_blocks <= 4 ? DEPTH_OF_FEW_BLOCKS
+                                            : DEPTH_OF_MANY_BLOCKS;
     for (; panel < end; panel++)
         for (int64_t unit = 0; unit < l->units; unit += depth)
-            for (int i = 0; i < b->num_blocks; i++)
-                multiply_panel(l, &b->blocks[i], panel, unit, smallest(unit + depth, l->units), dtype);
+            for (int i = 0; i < num_blocks; i++)
+                multiply_panel(l, &blocks[i], sums + i * MAX_ROWS * PANEL, panel, unit,
+                               smallest(unit + depth, l->units), dtype);
 }
 
 #define CHUNKS_PER_THREAD 8
 #define SERIAL_WORK 20000 /* fewer products than this are done before a second thread has woken up */
 
-INLINE int multiply(const layer *l, int num_threads, int dtype) {
-    const int64_t band_rows = smallest(l->num_rows, BAND);
-    const int threads = l->num_outputs * l->units * l->num_rows < SERIAL_WORK ? 1 : num_threads;
-    const int64_t share = (l->num_panels + (int64_t)threads * CHUNKS_PER_THREAD - 1) / (threads * CHUNKS_PER_THREAD);
+INLINE int64_t arranged_units(const layer *l, int dtype) { return x_is_widened(dtype) ? 2 * l->units : l->units; }
+
+/* Rows first .. last of x, at most SPAN blocks. */
+INLINE void multiply_span(const layer *l, int64_t first, int64_t last, uint32_t *arranged, int num_threads, int dtype) {
+    const int64_t rows = last - first, num_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t share = (l->num_panels + (int64_t)num_threads * CHUNKS_PER_THREAD - 1) /
+                          (num_threads * CHUNKS_PER_THREAD);
     const int64_t chunk = (share + WIDE - 1) / WIDE * WIDE;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+    block blocks[SPAN];
+    for (int64_t i = 0; i < num_blocks; i++) {
+        /* Blocks of even size: none with so few rows that reading a panel costs more than using it. */
+        const int64_t begin = rows * i / num_blocks, end = rows * (i + 1) / num_blocks;
+        const uint32_t *x = arranged ? arranged + begin * arranged_units(l, dtype) : l->x + first * l->x_stride;
+        blocks[i] = (block){.x = x, .row = first + begin, .rows = (int)(end - begin)};
+    }
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        band b = {0};
-        b.x = malloc((size_t)(band_rows * (arranged_units(l, dtype) + PANEL)) * sizeof(uint32_t));
-        b.sums = (float *)(b.x + band_rows * arranged_units(l, dtype));
-        if (!b.x) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
-        for (int64_t first = 0; first < l->num_rows; first += band_rows) {
-            if (b.x) arrange_band(l, &b, first, smallest(first + band_rows, l->num_rows), dtype);
+        if (arranged) {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < num_blocks; i++)
+                arrange((uint32_t *)blocks[i].x, l->x + blocks[i].row * l->x_stride, l->x_stride, blocks[i].rows,
+                        l->units, x_is_widened(dtype));
+        }
+        for (int64_t i = 0; i < num_blocks; i += BAND) {
 #pragma omp for schedule(dynamic) nowait
             for (int64_t panel = 0; panel < l->num_panels; panel += chunk)
-                if (b.x) multiply_band(l, &b, panel, smallest(panel + chunk, l->num_panels), dtype);
+                multiply_blocks(l, blocks + i, (int)smallest(BAND, num_blocks - i), panel,
+                                smallest(panel + chunk, l->num_panels), dtype);
         }
-        free(b.x);
     }
-    return failed ? FF_NO_MEMORY : FF_OK;
+}
+
+INLINE int multiply(const layer *l, int num_threads, int dtype) {
+    const int64_t span = smallest(l->num_rows, SPAN * MAX_ROWS);
+    const int threads = l->num_outputs * l->units * l->num_rows < SERIAL_WORK ? 1 : num_threads;
+    uint32_t *arranged = NULL;
+    if (l->num_rows > 1 || x_is_widened(dtype)) { /* one row is arranged as it is */
+        arranged = malloc((size_t)(span * arranged_units(l, dtype)) * sizeof(uint32_t));
+        if (!arranged) return FF_NO_MEMORY;
+    }
+    for (int64_t first = 0; first < l->num_rows; first += span)
+        multiply_span(l, first, smallest(first + span, l->num_rows), arranged, threads, dtype);
+    free(arranged);
+    return FF_OK;
 }
 
 static __attribute__((noinline)) int multiply_f32(const layer *l, int num_threads) {

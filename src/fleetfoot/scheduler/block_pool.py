@@ -94,7 +94,7 @@ class BlockPool:
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
-                self._states[block] = READY
+            self._states[block] = READY  # also if it was only lent: it has an owner again
             self._references[block] += 1
 
     def publish(self, block: int, digest: bytes) -> None:

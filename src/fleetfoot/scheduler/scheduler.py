@@ -328,7 +328,6 @@ class Scheduler:
 
     def _grow(self, request: Request, new_block_ids: list[tuple[int, int, list[int]]]) -> bool:
         """One more block for a decode, at another's cost if need be; False: not in this step, or preempted itself."""
-        self._publish(request)
         pool = self.pool
         while not pool.num_free:
             if self._num_hoping < self._num_lent:
@@ -353,7 +352,11 @@ class Scheduler:
         return self.pool.lookup(request.block_hashes[:usable])
 
     def _publish(self, request: Request) -> None:
-        """Let other requests hit the blocks that this one's queued steps have filled."""
+        """Let other requests hit the blocks that this one's queued steps have filled.
+
+        Prompts are published chunk by chunk; generated tokens when the request leaves, all at once: nobody can ask for
+        them while they are being made, short of a request that is the same, and hashing them one by one costs the step.
+        """
         if not self.config.enable_prefix_caching:
             return
         full = min(request.num_computed, len(request.token_ids)) // self.config.block_size
@@ -380,6 +383,7 @@ class Scheduler:
         self._num_preemptions += 1
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
+        self._publish(request)
         self._release(request)
         self._enqueue(request)
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fleetfoot.native.library import load_kernels
+from fleetfoot.ops.native_ops import native_available
 from fleetfoot.ops.triton_support import cdiv, triton_kernel
 
 if TYPE_CHECKING:
@@ -33,7 +35,10 @@ def post_update(
         num_computed: ``[R]``, updated.
         last_sampled: ``[R]``, updated.
     """
-    implementation = post_update_triton if num_computed.is_cuda else post_update_cpu
+    if num_computed.is_cuda:
+        implementation = post_update_triton
+    else:
+        implementation = post_update_native if native_available()[0] else post_update_cpu
     implementation(
         idx_mapping,
         query_start_loc,
@@ -64,6 +69,32 @@ def post_update_cpu(
     num_computed.numpy()[rows[is_request]] += advance[is_request]
     requests = (is_request[:num_sampling] & (counts > 0)).nonzero()[0]
     last_sampled.numpy()[rows[requests]] = sampled.numpy()[requests, counts[requests] - 1]
+
+
+def post_update_native(
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    *,
+    num_computed: torch.Tensor,
+    last_sampled: torch.Tensor,
+) -> None:
+    """The kernel in C, for CPU tensors whose last dimension is contiguous."""
+    sampled = sampled.to(torch.int64)
+    load_kernels().post_update(
+        idx_mapping.data_ptr(),
+        idx_mapping.shape[0],
+        query_start_loc.data_ptr(),
+        sampled.data_ptr(),
+        sampled.stride(0),
+        num_sampled.data_ptr(),
+        num_rejected.data_ptr(),
+        num_sampled.shape[0],
+        num_computed.data_ptr(),
+        last_sampled.data_ptr(),
+    )
 
 
 def post_update_triton(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fleetfoot.native.library import load_kernels
+from fleetfoot.ops.native_ops import native_available
 from fleetfoot.ops.prepare.gather_block_tables import gather_block_tables_cpu
 from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
 
@@ -59,7 +61,10 @@ def prepare_decode(
             f"prepare_decode: {num_tokens} tokens for {num_reqs} requests with up to {num_drafts} drafts: "
             f"each request must have the same number of tokens, from 1 to {1 + num_drafts}"
         )
-    implementation = prepare_decode_triton if positions.is_cuda else prepare_decode_cpu
+    if positions.is_cuda:
+        implementation = prepare_decode_triton
+    else:
+        implementation = prepare_decode_native if native_available()[0] else prepare_decode_cpu
     implementation(
         idx_mapping,
         num_computed,
@@ -129,6 +134,49 @@ def prepare_decode_cpu(
     if is_padded:
         slot_of, ids = slot_of[~is_padding], ids[~is_padding]
     pages[slot_of] = ids
+
+
+def prepare_decode_native(
+    idx_mapping: torch.Tensor,
+    num_computed: torch.Tensor,
+    prefill_lens: torch.Tensor,
+    last_sampled: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    *,
+    token_pages: torch.Tensor,
+    positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    batch_index: torch.Tensor,
+    slots: torch.Tensor,
+    input_ids: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> None:
+    """The kernel in C, for CPU tensors whose last dimension is contiguous."""
+    num_reqs = idx_mapping.shape[0]
+    load_kernels().prepare_decode(
+        idx_mapping.data_ptr(),
+        num_reqs,
+        positions.shape[0] // num_reqs,
+        num_computed.data_ptr(),
+        prefill_lens.data_ptr(),
+        last_sampled.data_ptr(),
+        draft_tokens.data_ptr(),
+        draft_tokens.stride(0),
+        block_table.data_ptr(),
+        block_table.stride(0),
+        block_size,
+        token_pages.data_ptr(),
+        positions.data_ptr(),
+        seq_lens.data_ptr(),
+        batch_index.data_ptr(),
+        slots.data_ptr(),
+        input_ids.data_ptr(),
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        block_tables.shape[1],
+    )
 
 
 def prepare_decode_triton(

@@ -1,0 +1,51 @@
+"""The environment: the only module of the package that reads it, so what a run depends on can be read here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+USE_V2_MODEL_RUNNER = "FLEETFOOT_USE_V2_MODEL_RUNNER"
+"""Unset: the oracle chooses the model runner; ``0``: V1; ``1``: V2. `use_v2_model_runner` reads it."""
+NO_COLOR = "NO_COLOR"
+"""Set to anything but nothing: no colours on terminals (https://no-color.org)."""
+
+
+def use_v2_model_runner(environ: Mapping[str, str] | None = None) -> bool | None:
+    """What ``FLEETFOOT_USE_V2_MODEL_RUNNER`` says; None: it is unset.
+
+    Args:
+        environ: the variables; None: the process's own.
+
+    Raises:
+        ValueError: it holds anything but 0 or 1, an empty string included.
+    """
+    value = (os.environ if environ is None else environ).get(USE_V2_MODEL_RUNNER)
+    if value is None:
+        return None
+    if value not in ("0", "1"):
+        raise ValueError(
+            f"{USE_V2_MODEL_RUNNER} is {value!r}; it can be 0 (Model Runner V1), 1 (Model Runner V2) or unset "
+            "(the oracle chooses)"
+        )
+    return value == "1"
+
+
+def no_color() -> bool:
+    """Whether terminals are to be left without colours and bold."""
+    return bool(os.environ.get(NO_COLOR))
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable for this process and those it starts; afterwards it is as it was, also where that was unset."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

@@ -1,0 +1,324 @@
+/* Linear layers: y = x W^T + b, with the weight packed once into the order in which it is read.
+ *
+ * Every output is one chain of multiplications and additions over the inputs, from first to last, held in a register
+ * throughout. So a row of y has the same bits whatever number of rows it is computed with, and by however many threads;
+ * libraries that choose another order for other batch sizes do not promise that.
+ *
+ * A unit is 32 bits: one float32, or two neighbouring bfloat16 inputs. The packed weight is [panels][units][PANEL]: the
+ * PANEL outputs of a panel side by side, zeros where there are no more outputs.
+ */
+#include <stdlib.h>
+
+#include "simd.h"
+#include "variant.h"
+
+#define VECTORS 2 /* of one panel */
+#define PANEL (VECTORS * VL)
+#define WIDE 4 /* panels done together where there are few rows: enough chains to hide how long one step takes */
+
+/* How many sums the registers hold, with some left for operands. */
+#if VL == 16 || defined(__aarch64__)
+#define MAX_SUMS 28
+#else
+#define MAX_SUMS 12
+#endif
+#define MAX_ROWS (MAX_SUMS / VECTORS)
+#define MAX_WIDE_ROWS (MAX_SUMS / (VECTORS * WIDE))
+#define BAND (12 * MAX_ROWS) /* rows that are taken through all panels before the next ones */
+
+/* Units of a panel that stay in the first-level cache while all rows of a band pass over them: more where there are many
+ * rows, since sums are put aside in between; fewer where memory is what one waits for. */
+#define DEPTH_OF_MANY_BLOCKS 128
+#define DEPTH_OF_FEW_BLOCKS 64
+
+/* How many units ahead of its use the weight is asked for. */
+#define AHEAD 128
+#define WIDE_AHEAD 16
+
+/* Keeps the compiler from gathering all factors of a step first, for which there are not registers enough. */
+#if defined(__x86_64__)
+#define IN_ORDER(x) __asm__ volatile("" : "+v"(x))
+#elif defined(__aarch64__)
+#define IN_ORDER(x) __asm__ volatile("" : "+w"(x))
+#else
+#define IN_ORDER(x) (void)(x)
+#endif
+
+typedef struct {
+    char *y;
+    const uint32_t *x; /* rows of units, x_stride units apart */
+    const uint32_t *packed;
+    const char *bias; /* or NULL */
+    int64_t x_stride, num_rows, num_outputs, units, num_panels;
+} layer;
+
+/* A block of rows of x, arranged for reading: [units, rows], and each unit twice where bfloat16 is widened. */
+typedef struct {
+    const uint32_t *x;
+    float *sums; /* [rows, PANEL]: where sums wait while another part of the panel passes */
+    int64_t row; /* of y */
+    int rows;
+} block;
+
+INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* --- arithmetic ------------------------------------------------------------------------------------------------ */
+
+/* Without products of pairs in hardware, x comes as float32, two units for each unit of the weight. */
+INLINE int x_is_widened(int dtype) { return dtype == FF_BFLOAT16 && !HAVE_BF16_DOT; }
+
+/* sum + x[r, unit] * weight, for row r of `rows`. */
+INLINE vf multiply_unit(const uint32_t *x, int r, int rows, vf weight, vf sum, int dtype) {
+    if (x_is_widened(dtype)) {
+        const float *wide = (const float *)x;
+        sum = multiply_add(splat(wide[r]), (vf)((vu)weight << 16), sum);
+        return multiply_add(splat(wide[rows + r]), (vf)((vu)weight & 0xffff0000u), sum);
+    }
+    const vf factor = (vf)splat_int((int32_t)x[r]);
+#if HAVE_BF16_DOT
+    if (dtype == FF_BFLOAT16) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factor, (__m512bh)weight);
+#endif
+    return multiply_add(factor, weight, sum);
+}
+
+/* One value at a time, for the panel that holds the last outputs. */
+static __attribute__((noinline)) void write_rest(const layer *l, int64_t row, int64_t output, const float *sums,
+                                                 int dtype) {
+    for (int lane = 0; lane < VL && output + lane < l->num_outputs; lane++) {
+        const float added = l->bias ? load_one(l->bias, output + lane, dtype) : 0.0f;
+        store_one(l->y, row * l->num_outputs + output + lane, sums[lane] + added, dtype);
+    }
+}
+
+/* Writes rows x panels sums to y, with the bias. */
+INLINE void write_sums(const layer *l, const block *b, int64_t output, vf sum[MAX_ROWS][WIDE * VECTORS], int dtype,
+                       const int panels, const int rows) {
+    const int is_whole = output + panels * PANEL <= l->num_outputs;
+    UNROLL
+    for (int v = 0; v < panels * VECTORS; v++) {
+        const vf added = l->bias && is_whole ? load(l->bias, output + v * VL, dtype) : splat(0.0f);
+        UNROLL
+        for (int r = 0; r < rows; r++) {
+            if (is_whole) {
+                const int64_t at = (b->row + r) * l->num_outputs + output + v * VL;
+                store(l->y, at, l->bias ? sum[r][v] + added : sum[r][v], dtype);
+            } else {
+                float sums[VL];
+                store_f32(sums, sum[r][v]);
+                write_rest(l, b->row + r, output + v * VL, sums, dtype);
+            }
+        }
+    }
+}
+
+/* One block of rows against units first .. last of `panels` panels from `panel` on. */
+INLINE void multiply_block(const layer *l, const block *b, int64_t panel, int64_t first, int64_t last, int dtype,
+                           const int panels, const int rows) {
+    vf sum[MAX_ROWS][WIDE * VECTORS];
+    const uint32_t *weight = l->packed + panel * l->units * PANEL;
+    const int width = x_is_widened(dtype) ? 2 : 1;
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < panels * VECTORS; v++) sum[r][v] = first ? load_f32(b->sums + r * PANEL + v * VL) : splat(0.0f);
+    for (int64_t unit = first; unit < last; unit++) {
+        const uint32_t *x = b->x + unit * width * rows;
+        vf w[WIDE * VECTORS];
+        UNROLL
+        for (int v = 0; v < panels * VECTORS; v++) {
+            const uint32_t *source = weight + (v / VECTORS * l->units + unit) * PANEL + v % VECTORS * VL;
+            w[v] = load_f32((const float *)source);
+        }
+        UNROLL
+        for (int v = 0; v < panels * VECTORS; v++) {
+            const int64_t later = unit + (panels == 1 ? AHEAD : WIDE_AHEAD);
+            __builtin_prefetch(weight + (v / VECTORS * l->units + later) * PANEL + v % VECTORS * VL);
+        }
+        UNROLL
+        for (int r = 0; r < rows; r++)
+            UNROLL
+            for (int v = 0; v < panels * VECTORS; v++) {
+                sum[r][v] = multiply_unit(x, r, rows, w[v], sum[r][v], dtype);
+                IN_ORDER(sum[r][v]);
+            }
+    }
+    if (last == l->units) {
+        write_sums(l, b, panel * PANEL, sum, dtype, panels, rows);
+        return;
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < panels * VECTORS; v++) store_f32(b->sums + r * PANEL + v * VL, sum[r][v]);
+}
+
+/* The number of rows as a constant. */
+#define CASE(n, most, ...) \
+    case n:                \
+        if (n <= most) multiply_block(__VA_ARGS__, n <= most ? n : 1); \
+        break;
+
+INLINE void multiply_panel(const layer *l, const block *b, int64_t panel, int64_t first, int64_t last, int dtype) {
+#define ROWS(n) CASE(n, MAX_ROWS, l, b, panel, first, last, dtype, 1)
+    switch (b->rows) {
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7)
+        ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) ROWS(13) ROWS(14)
+    }
+#undef ROWS
+}
+
+INLINE void multiply_wide(const layer *l, const block *b, int64_t panel, int dtype) {
+#define ROWS(n) CASE(n, MAX_WIDE_ROWS, l, b, panel, 0, l->units, dtype, WIDE)
+    switch (b->rows) { ROWS(1) ROWS(2) ROWS(3) }
+#undef ROWS
+}
+
+/* --- sharing the work ------------------------------------------------------------------------------------------ */
+
+/* `rows` rows of x, stride units apart, into target [units, rows]; widened: [units, 2, rows], the first of a pair first. */
+INLINE void arrange(uint32_t *target, const uint32_t *x, int64_t stride, int rows, int64_t units, const int widened) {
+    const quad high = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
+    const int width = widened ? 2 : 1, quads = rows / 4 * 4;
+    for (int64_t unit = 0; unit < units; unit++) {
+        uint32_t *at = target + unit * width * rows;
+        if (unit % 4 == 0 && unit + 4 <= units)
+            for (int r = 0; r < quads; r += 4) {
+                quad part[4];
+                transpose_quads(x + r * stride + unit, stride, part);
+                for (int i = 0; i < 4; i++) {
+                    const quad first = widened ? part[i] << 16 : part[i], second = part[i] & high;
+                    memcpy(at + i * width * rows + r, &first, sizeof first);
+                    if (widened) memcpy(at + (i * width + 1) * rows + r, &second, sizeof second);
+                }
+            }
+        for (int r = unit < units / 4 * 4 ? quads : 0; r < rows; r++) {
+            const uint32_t value = x[r * stride + unit];
+            at[r] = widened ? value << 16 : value;
+            if (widened) at[rows + r] = value & 0xffff0000u;
+        }
+    }
+}
+
+/* What a thread needs for one band. */
+typedef struct {
+    block blocks[BAND / MAX_ROWS];
+    int num_blocks;
+    uint32_t *x;
+    float *sums;
+} band;
+
+INLINE int64_t arranged_units(const layer *l, int dtype) { return x_is_widened(dtype) ? 2 * l->units : l->units; }
+
+/* Blocks of even size: none with so few rows that reading a panel costs more than using it. */
+INLINE void arrange_band(const layer *l, band *b, int64_t first, int64_t last, int dtype) {
+    const int64_t rows = last - first, wide = arranged_units(l, dtype);
+    b->num_blocks = (int)((rows + MAX_ROWS - 1) / MAX_ROWS);
+    for (int i = 0; i < b->num_blocks; i++) {
+        const int64_t begin = rows * i / b->num_blocks, end = rows * (i + 1) / b->num_blocks;
+        const uint32_t *x = l->x + (first + begin) * l->x_stride;
+        block *made = &b->blocks[i];
+        *made = (block){.x = b->x + begin * wide, .sums = b->sums + begin * PANEL, .row = first + begin,
+                        .rows = (int)(end - begin)};
+        if (made->rows == 1 && !x_is_widened(dtype))
+            made->x = x; /* one row is arranged as it is */
+        else
+            arrange(b->x + begin * wide, x, l->x_stride, made->rows, l->units, x_is_widened(dtype));
+    }
+}
+
+/* A band against panels begin .. end. */
+INLINE void multiply_band(const layer *l, const band *b, int64_t begin, int64_t end, int dtype) {
+    int64_t panel = begin;
+    if (b->num_blocks == 1 && b->blocks[0].rows <= MAX_WIDE_ROWS)
+        for (; panel + WIDE <= end; panel += WIDE) multiply_wide(l, &b->blocks[0], panel, dtype);
+    const int64_t depth = b->num_blocks == 1   ? l->units
+                          : b->num_blocks <= 4 ? DEPTH_OF_FEW_BLOCKS
+                                               : DEPTH_OF_MANY_BLOCKS;
+    for (; panel < end; panel++)
+        for (int64_t unit = 0; unit < l->units; unit += depth)
+            for (int i = 0; i < b->num_blocks; i++)
+                multiply_panel(l, &b->blocks[i], panel, unit, smallest(unit + depth, l->units), dtype);
+}
+
+#define CHUNKS_PER_THREAD 8
+#define SERIAL_WORK 20000 /* fewer products than this are done before a second thread has woken up */
+
+INLINE int multiply(const layer *l, int num_threads, int dtype) {
+    const int64_t band_rows = smallest(l->num_rows, BAND);
+    const int threads = l->num_outputs * l->units * l->num_rows < SERIAL_WORK ? 1 : num_threads;
+    const int64_t share = (l->num_panels + (int64_t)threads * CHUNKS_PER_THREAD - 1) / (threads * CHUNKS_PER_THREAD);
+    const int64_t chunk = (share + WIDE - 1) / WIDE * WIDE;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        band b = {0};
+        b.x = malloc((size_t)(band_rows * (arranged_units(l, dtype) + PANEL)) * sizeof(uint32_t));
+        b.sums = (float *)(b.x + band_rows * arranged_units(l, dtype));
+        if (!b.x) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+        for (int64_t first = 0; first < l->num_rows; first += band_rows) {
+            if (b.x) arrange_band(l, &b, first, smallest(first + band_rows, l->num_rows), dtype);
+#pragma omp for schedule(dynamic) nowait
+            for (int64_t panel = 0; panel < l->num_panels; panel += chunk)
+                if (b.x) multiply_band(l, &b, panel, smallest(panel + chunk, l->num_panels), dtype);
+        }
+        free(b.x);
+    }
+    return failed ? FF_NO_MEMORY : FF_OK;
+}
+
+static __attribute__((noinline)) int multiply_f32(const layer *l, int num_threads) {
+    return multiply(l, num_threads, FF_FLOAT32);
+}
+
+static __attribute__((noinline)) int multiply_bf16(const layer *l, int num_threads) {
+    return multiply(l, num_threads, FF_BFLOAT16);
+}
+
+/* y [num_rows, num_outputs], contiguous, = x W^T + bias; rows of x lie x_stride units apart. */
+int EXPORT(linear)(char *y, const uint32_t *x, int64_t x_stride, const uint32_t *packed, const char *bias,
+                   int64_t num_rows, int64_t num_outputs, int64_t units, int dtype, int num_threads) {
+    const layer l = {.y = y, .x = x, .packed = packed, .bias = bias, .x_stride = x_stride, .num_rows = num_rows,
+                     .num_outputs = num_outputs, .units = units, .num_panels = (num_outputs + PANEL - 1) / PANEL};
+    return dtype == FF_FLOAT32 ? multiply_f32(&l, num_threads) : multiply_bf16(&l, num_threads);
+}
+
+/* --- packing --------------------------------------------------------------------------------------------------- */
+
+/* How many outputs stand side by side in a panel. */
+int EXPORT(panel_width)(void) { return PANEL; }
+
+/* weight [num_outputs, units], rows stride units apart, into packed [panels, units, PANEL]. */
+void EXPORT(pack_linear)(uint32_t *packed, const uint32_t *weight, int64_t stride, int64_t num_outputs, int64_t units,
+                         int num_threads) {
+    const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
+    (void)num_threads;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t group = 0; group < num_panels * VECTORS; group++) { /* of VL outputs */
+        const int64_t first = group * VL;
+        uint32_t *target = packed + group / VECTORS * units * PANEL + group % VECTORS * VL;
+        int64_t unit = 0;
+        if (first + VL <= num_outputs) {
+            const char *rows[VL];
+            for (int lane = 0; lane < VL; lane++) rows[lane] = (const char *)(weight + (first + lane) * stride);
+            for (; unit + 4 <= units; unit += 4) {
+                vu part[4];
+                transpose_4(rows, unit * 4, part);
+                for (int i = 0; i < 4; i++) memcpy(target + (unit + i) * PANEL, &part[i], sizeof part[i]);
+            }
+        }
+        for (; unit < units; unit++)
+            for (int lane = 0; lane < VL; lane++)
+                target[unit * PANEL + lane] = first + lane < num_outputs ? weight[(first + lane) * stride + unit] : 0;
+    }
+}
+
+/* The way back: packed into weight [num_outputs, units], contiguous. */
+void EXPORT(unpack_linear)(uint32_t *weight, const uint32_t *packed, int64_t num_outputs, int64_t units,
+                           int num_threads) {
+    (void)num_threads;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t output = 0; output < num_outputs; output++) {
+        const uint32_t *source = packed + output / PANEL * units * PANEL + output % PANEL;
+        for (int64_t unit = 0; unit < units; unit++) weight[output * units + unit] = source[unit * PANEL];
+    }
+}

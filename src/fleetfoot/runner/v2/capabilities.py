@@ -1,0 +1,42 @@
+"""What Model Runner V2 can do. ``tests/engine/test_capabilities.py`` holds every line against a running model. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fleetfoot.runner.features import YES, Feature, Support
+
+CAPABILITIES: Mapping[Feature, Support] = {
+    Feature.QUANTIZED_WEIGHTS: Support("The loader and the linear layers know bfloat16, float16 and float32 alone."),
+    Feature.MIXTURE_OF_EXPERTS: Support("No model here routes tokens to experts."),
+    Feature.HYBRID_LAYERS: Support("Every layer must be attention over the paged KV cache."),
+    Feature.SLIDING_WINDOW: YES,
+    Feature.POOLING: Support("Each step ends in logits and tokens; hidden states are not handed out."),
+    Feature.GRAPHS: Support("It dispatches every step to its table of shapes, but replays nothing yet: each runs eagerly."),
+    Feature.TORCH_COMPILE: Support("Its operations are chosen by hand, and no model is passed through torch.compile."),
+    Feature.ASYNC_SCHEDULING: YES,
+    Feature.TENSOR_PARALLELISM: Support("The weights of a layer lie on one device."),
+    Feature.PIPELINE_PARALLELISM: Support("An engine has one worker, which runs all layers."),
+    Feature.PREFILL_CONTEXT_PARALLELISM: Support("A prompt is computed on one device."),
+    Feature.SPECULATIVE_NGRAM: Support("A step yields one token for a request."),
+    Feature.SPECULATIVE_DRAFT_MODEL: Support("A step yields one token for a request, and an engine loads one model."),
+    Feature.SPECULATIVE_EAGLE: Support("A step yields one token for a request, and an engine loads one model."),
+    Feature.SLEEP: Support("Memory is given back at shutdown alone."),
+    Feature.LIVE_WEIGHTS: Support("Weights are read once, at the start."),
+    Feature.CHUNKED_PREFILL: YES,
+    Feature.PREFIX_CACHING: YES,
+    Feature.PREEMPTION: YES,
+    Feature.PRIORITY_SCHEDULING: YES,
+    Feature.KV_CONNECTOR: Support("It calls no connector before or after its forward pass."),
+    Feature.KV_OFFLOADING: Support("KV blocks stay on the device that computed them."),
+    Feature.SAMPLING: YES,
+    Feature.PENALTIES: YES,
+    Feature.LOGIT_BIAS: YES,
+    Feature.BAD_WORDS: YES,
+    Feature.LOGPROBS: YES,
+    Feature.PROMPT_LOGPROBS: YES,
+    Feature.PROMPT_EMBEDDINGS: Support("Its inputs are token ids."),
+    Feature.LORA: Support("Linear layers have one set of weights for all requests."),
+    Feature.LOGITS_PROCESSORS: Support("The sampler calls no code of the user's."),
+    Feature.STRUCTURED_OUTPUTS: Support("The sampler takes no grammar's bitmask."),
+}
