@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.helpers.engines import make_engine
+from tests.helpers.schedules import assert_agree, live, live_alone, random_lives
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
-from tests.helpers.engines import make_engine
-from tests.helpers.schedules import assert_agree, live, live_alone, random_lives
 
 ASSETS = Path(__file__).parent.parent / "assets"
 MODELS = {

@@ -15,7 +15,7 @@ from tests.helpers.prepare_cases import get_batch, int32
 from tests.helpers.prepare_runs import CASES, OPS, assert_same, run
 
 from fleetfoot.ops.prepare.post_update import post_update_cpu, post_update_triton
-from fleetfoot.ops.prepare.prepare_decode import prepare_decode
+from fleetfoot.ops.prepare.prepare_decode import prepare_decode, prepare_decode_cpu
 from fleetfoot.ops.prepare.slot_mapping import slot_mapping_cpu, slot_mapping_triton
 from fleetfoot.ops.triton_support import cdiv, next_power_of_2
 
@@ -38,9 +38,18 @@ def run_python(*arguments: str) -> str:
     return result.stdout
 
 
+TWINS = {"post_update": post_update_cpu, "prepare_decode": prepare_decode_cpu}
+"""Of the ops that run in C on a CPU where the native library is there."""
+
+
 @pytest.mark.parametrize(("op", "batch"), CASES)
-def test_twin_matches_loops(op: str, batch: str) -> None:
+def test_what_a_cpu_runs_matches_loops(op: str, batch: str) -> None:
     assert_same(run(OPS[op].dispatch, op, batch), OPS[op].expected(batch))
+
+
+@pytest.mark.parametrize(("op", "batch"), [(op, batch) for op, batch in CASES if op in TWINS])
+def test_twin_matches_loops(op: str, batch: str) -> None:
+    assert_same(run(TWINS[op], op, batch), OPS[op].expected(batch))
 
 
 @interpreted

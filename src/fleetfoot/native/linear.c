@@ -67,17 +67,19 @@ INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Without products of pairs in hardware, x comes as float32, two units for each unit of the weight. */
 INLINE int x_is_widened(int dtype) { return dtype == FF_BFLOAT16 && !HAVE_BF16_DOT; }
 
-/* sum + x[r, unit] * weight, for row r of `rows`. */
-INLINE vf multiply_unit(const uint32_t *x, int r, int rows, vf weight, vf sum, int dtype) {
-    if (x_is_widened(dtype)) {
-        const float *wide = (const float *)x;
-        sum = multiply_add(splat(wide[r]), (vf)((vu)weight << 16), sum);
-        return multiply_add(splat(wide[rows + r]), (vf)((vu)weight & 0xffff0000u), sum);
-    }
-    const vf factor = (vf)splat_int((int32_t)x[r]);
+/* A vector of the weight, or one half of its pairs as float32. */
+INLINE vf load_weight(const uint32_t *source, int half, int dtype) {
+    const vu weight = (vu)load_f32((const float *)source);
+    if (!x_is_widened(dtype)) return (vf)weight;
+    return (vf)(half == 0 ? weight << 16 : weight & 0xffff0000u);
+}
+
+INLINE vf multiply_unit(uint32_t x, vf weight, vf sum, int dtype) {
+    const vf factor = (vf)splat_int((int32_t)x);
 #if HAVE_BF16_DOT
     if (dtype == FF_BFLOAT16) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)factor, (__m512bh)weight);
 #endif
+    (void)dtype;
     return multiply_add(factor, weight, sum);
 }
 
@@ -123,25 +125,26 @@ INLINE void multiply_block(const layer *l, const block *b, float *sums, int64_t 
         UNROLL
         for (int v = 0; v < panels * VECTORS; v++) sum[r][v] = first ? load_f32(sums + r * PANEL + v * VL) : splat(0.0f);
     for (int64_t unit = first; unit < last; unit++) {
-        const uint32_t *x = b->x + unit * width * rows;
-        vf w[WIDE * VECTORS];
-        UNROLL
-        for (int v = 0; v < panels * VECTORS; v++) {
-            const uint32_t *source = weight + (v / VECTORS * l->units + unit) * PANEL + v % VECTORS * VL;
-            w[v] = load_f32((const float *)source);
-        }
         UNROLL
         for (int v = 0; v < panels * VECTORS; v++) {
             const int64_t later = unit + (panels == 1 ? AHEAD : WIDE_AHEAD);
             __builtin_prefetch(weight + (v / VECTORS * l->units + later) * PANEL + v % VECTORS * VL);
         }
         UNROLL
-        for (int r = 0; r < rows; r++)
+        for (int half = 0; half < width; half++) {
+            const uint32_t *x = b->x + (unit * width + half) * rows;
+            vf w[WIDE * VECTORS];
             UNROLL
-            for (int v = 0; v < panels * VECTORS; v++) {
-                sum[r][v] = multiply_unit(x, r, rows, w[v], sum[r][v], dtype);
-                IN_ORDER(sum[r][v]);
-            }
+            for (int v = 0; v < panels * VECTORS; v++)
+                w[v] = load_weight(weight + (v / VECTORS * l->units + unit) * PANEL + v % VECTORS * VL, half, dtype);
+            UNROLL
+            for (int r = 0; r < rows; r++)
+                UNROLL
+                for (int v = 0; v < panels * VECTORS; v++) {
+                    sum[r][v] = multiply_unit(x[r], w[v], sum[r][v], dtype);
+                    IN_ORDER(sum[r][v]);
+                }
+        }
     }
     if (last == l->units) {
         write_sums(l, b, panel * PANEL, sum, dtype, panels, rows);
@@ -169,8 +172,8 @@ INLINE void multiply_panel(const layer *l, const block *b, float *sums, int64_t 
 #undef ROWS
 }
 
-INLINE void multiply_wide(const layer *l, const block *b, int64_t panel, int dtype) {
-#define ROWS(n) CASE(n, MAX_WIDE_ROWS, l, b, NULL, panel, 0, l->units, dtype, WIDE)
+INLINE void multiply_wide(const layer *l, const block *b, float *sums, int64_t panel, int dtype) {
+#define ROWS(n) CASE(n, MAX_WIDE_ROWS, l, b, sums, panel, 0, l->units, dtype, WIDE)
     switch (b->rows) { ROWS(1) ROWS(2) ROWS(3) }
 #undef ROWS
 }
@@ -206,7 +209,7 @@ INLINE void multiply_blocks(const layer *l, const block *blocks, int num_blocks,
     float sums[BAND * MAX_ROWS * PANEL];
     int64_t panel = begin;
     if (num_blocks == 1 && blocks[0].rows <= MAX_WIDE_ROWS)
-        for (; panel + WIDE <= end; panel += WIDE) multiply_wide(l, &blocks[0], panel, dtype);
+        for (; panel + WIDE <= end; panel += WIDE) multiply_wide(l, &blocks[0], sums, panel, dtype);
     const int64_t depth = num_blocks == 1   ? l->units
                           : num_blocks <= 4 ? DEPTH_OF_FEW_BLOCKS
                                             : DEPTH_OF_MANY_BLOCKS;

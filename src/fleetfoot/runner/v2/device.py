@@ -14,6 +14,10 @@ import torch
 class Event(Protocol):
     """A point in the device's queue."""
 
+    def passed(self) -> bool:
+        """Whether the device has passed it; does not wait."""
+        ...
+
     def wait(self) -> None:
         """Block the host until the device has passed it."""
         ...
@@ -43,6 +47,9 @@ class Device(Protocol):
 
 class _Passed:
     """An event on a device that does not queue."""
+
+    def passed(self) -> bool:
+        return True
 
     def wait(self) -> None:
         pass
@@ -75,6 +82,9 @@ class _CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
         self._event.record(stream)
+
+    def passed(self) -> bool:
+        return self._event.query()
 
     def wait(self) -> None:
         self._event.synchronize()

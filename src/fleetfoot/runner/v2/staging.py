@@ -93,12 +93,12 @@ class StagingBuffer:
         self.pairs = self.on_device[self._pairs_begin :]
 
     def begin(self) -> None:
-        """Take the next host buffer, waiting for its last reader."""
+        """Take the next host buffer; if the device has not read it yet, wait until it has."""
         self._slot = (self._slot + 1) % len(self._host)
         reader = self._read_by[self._slot]
-        if reader is not None:
+        if reader is not None and not reader.passed():
             reader.wait()
-            self._read_by[self._slot] = None
+        self._read_by[self._slot] = None
         self._num_writes = 0
 
     def write(self, indices: np.ndarray | int, values: np.ndarray | list[int] | int, count: int) -> None:

@@ -1,0 +1,196 @@
+"""The oracle: which model runner runs, and why.
+
+An explicit setting wins. Without one, in this order: an active KV connector that does not take Model Runner V2's KV
+layout, an architecture or a task that V2 is not the default of, a GPU without Triton, and any feature that V2 lacks
+each select V1. Else it is V2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fleetfoot.config import env
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.layouts import OFFLOADING_CONNECTOR, V2_LAYOUT, connector_layouts
+from fleetfoot.plan.features import Unsupported, unsupported_features, wanted_features
+from fleetfoot.plan.traits import ModelTraits
+
+DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
+"""Dense models that have run on V2 for long enough to run there unasked."""
+
+NAMES = {"v1": "Model Runner V1", "v2": "Model Runner V2"}
+
+
+class UnsupportedFeatureError(ValueError):
+    """The runner that is to run lacks features that are on; the message lists them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the user has said about the runner."""
+
+    runner: str
+    said_by: str
+    """``runner is 'v2'``, for example."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which runner, and why."""
+
+    runner: str
+    """``v1`` or ``v2``."""
+    explicit: bool
+    """Whether the user has said so."""
+    reasons: tuple[str, ...]
+    """In sentences."""
+    unsupported: tuple[Unsupported, ...]
+    """What is on and V2 lacks, whichever runner runs."""
+    missing: tuple[Unsupported, ...]
+    """What is on and the chosen runner lacks: with any of it, an engine does not start."""
+    warnings: tuple[str, ...] = ()
+    """What the user should hear about, at most once at each start."""
+    advice: str = ""
+    """What to do about ``missing``, in a sentence."""
+
+    def check(self) -> None:
+        """Raise UnsupportedFeatureError if anything is missing."""
+        if self.missing:
+            listed = "".join(f"\n  - {feature}" for feature in self.missing)
+            why = f"{self.reasons[0][len(NAMES[self.runner]) + len(' runs: ') : -1]}"
+            raise UnsupportedFeatureError(
+                f"the engine cannot start: {NAMES[self.runner]} is to run ({why}), and it does not support what is "
+                f"on:{listed}\n{self.advice}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that the decision depends on."""
+
+    config: EngineConfig
+    model: ModelTraits
+    device: str
+    has_triton: bool
+    choice: Choice | None
+
+
+def explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None = None) -> Choice | None:
+    """What settings say, or else the environment; None: nothing.
+
+    Raises:
+        ValueError: the environment variable is neither 0 nor 1, also where a setting would win over it.
+    """
+    from_environment = env.use_v2_model_runner(environ)
+    if config.runner != "auto":
+        return Choice(config.runner, f"runner is {config.runner!r}")
+    if config.use_v2_model_runner is not None:
+        return Choice(_name(config.use_v2_model_runner), f"use_v2_model_runner is {config.use_v2_model_runner}")
+    if from_environment is not None:
+        return Choice(_name(from_environment), f"{env.USE_V2_MODEL_RUNNER} is {int(from_environment)}")
+    return None
+
+
+def decide(situation: Situation) -> Decision:
+    """Choose the runner; the order is the module's docstring's."""
+    wanted = wanted_features(situation.config, situation.model)
+    lacking = {runner: unsupported_features(runner, wanted) for runner in NAMES}
+    connector = active_connector(situation.config)
+    refusal = None if connector is None else _refusal(connector)
+    if refusal is not None:
+        lacking["v2"] += (Unsupported("Model Runner V2's KV layout", _asked_by(situation.config), refusal),)
+
+    def decision(runner: str, *reasons: str, warn: bool = False) -> Decision:
+        missing = lacking[runner]
+        if runner == "v2" and _lacks_triton(situation):
+            missing += (Unsupported("a GPU without Triton", "the device is cuda", _NO_TRITON),)
+        first = f"{NAMES[runner]} runs: {reasons[0]}."
+        warnings = ((first,) if warn else ()) + _inactive_transfer(situation.config)
+        explicit = situation.choice is not None
+        advice = _advice(runner, missing, lacking["v1"])
+        return Decision(runner, explicit, (first, *reasons[1:]), lacking["v2"], missing, warnings, advice)
+
+    if situation.choice is not None:
+        return decision(situation.choice.runner, situation.choice.said_by, *_on_cpu(situation, situation.choice.runner))
+    if refusal is not None:
+        return decision("v1", f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {refusal.rstrip('.')}")
+    if situation.model.architecture not in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES:
+        return decision(
+            "v1",
+            f"{situation.model.architecture} is not one of the architectures that Model Runner V2 is the default of "
+            f"({', '.join(DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)}); use_v2_model_runner=True would choose it",
+        )
+    if situation.config.task != "generate":
+        return decision("v1", f"the task is {situation.config.task}, and Model Runner V2 is for generate alone")
+    if _lacks_triton(situation):
+        return decision("v1", _NO_TRITON.rstrip("."), warn=True)
+    if lacking["v2"]:
+        listed = "; ".join(f"{feature.name} ({feature.asked_by})" for feature in lacking["v2"])
+        return decision("v1", f"Model Runner V2 does not support {listed}", warn=True)
+    return decision(
+        "v2",
+        f"it is the default of {situation.model.architecture}, and nothing is on that it does not support",
+        *_on_cpu(situation, "v2"),
+    )
+
+
+def active_connector(config: EngineConfig) -> KVTransferConfig | None:
+    """The connector that really moves KV: the one in ``kv_transfer_config``, or the one that offloading implies."""
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.is_active:
+        return transfer
+    if config.kv_offloading_size is not None:
+        return KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both")
+    return None
+
+
+_NO_TRITON = "Model Runner V2's GPU kernels are written in Triton, and this GPU is to run without it."
+
+
+def _lacks_triton(situation: Situation) -> bool:
+    return situation.device == "cuda" and not situation.has_triton
+
+
+def _advice(runner: str, missing: tuple[Unsupported, ...], lacking_in_v1: tuple[Unsupported, ...]) -> str:
+    if not missing:
+        return ""
+    if runner == "v2" and not lacking_in_v1:
+        return "Model Runner V1 supports all of it: let it run, with runner='v1' or use_v2_model_runner=False."
+    return "No model runner supports all of it: leave these settings out, or take another model."
+
+
+def _name(use_v2: bool) -> str:
+    return "v2" if use_v2 else "v1"
+
+
+def _on_cpu(situation: Situation, runner: str) -> tuple[str, ...]:
+    if situation.device != "cpu" or runner != "v2":
+        return ()
+    return ("On a CPU it takes the same steps, with the torch twins of its kernels or what is compiled for the CPU.",)
+
+
+def _refusal(connector: KVTransferConfig) -> str | None:
+    """A sentence if the connector does not accept V2's layout."""
+    layouts = connector_layouts(connector)
+    if V2_LAYOUT in layouts.accepted:
+        return None
+    if layouts.remark:
+        return f"the KV connector {layouts.name} {layouts.remark}."
+    return f"the KV connector {layouts.name} accepts {', '.join(sorted(layouts.accepted)) or 'no layout'} alone."
+
+
+def _asked_by(config: EngineConfig) -> str:
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.is_active:
+        return f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"
+    return f"kv_offloading_size is {config.kv_offloading_size}"
+
+
+def _inactive_transfer(config: EngineConfig) -> tuple[str, ...]:
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.is_active or (transfer.kv_connector is None and transfer.kv_role is None):
+        return ()
+    absent = "kv_connector" if transfer.kv_connector is None else "kv_role"
+    return (f"kv_transfer_config is not active, for it has no {absent}: no KV is transferred.",)

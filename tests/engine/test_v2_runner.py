@@ -1,0 +1,192 @@
+"""Model Runner V2 by itself: what it asks of the device, what its warm-up leaves behind, and its staging ring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.recording_device import RecordingDevice
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.attention.select import select_attention
+from fleetfoot.config.model import load_model_config
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.ops.select import select_ops
+from fleetfoot.runner.load import ModelLoader
+from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.runner.v2.staging import HEADER_SIZE
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.request import Request
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+
+DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
+MAX_NUM_SEQS = 8
+
+
+def make_runner(device: RecordingDevice | None = None, folder: Path = DRAFT) -> ModelRunnerV2:
+    config = load_model_config(folder)
+    context = ModelContext(select_ops("cpu"), select_attention("cpu"), torch.float32, torch.device("cpu"))
+    runner = ModelRunnerV2(
+        ModelLoader(config, context, folder),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        device=device,
+    )
+    runner.load_model()
+    runner.initialize_kv_cache(KVLayout.of(config, 64, 8, "float32"))
+    return runner
+
+
+def make_scheduler(**limits: int) -> Scheduler:
+    return Scheduler(SchedulerConfig(64, 8, MAX_NUM_SEQS, limits.pop("max_num_batched_tokens", 64)))
+
+
+def add(scheduler: Scheduler, name: str, size: int, **wishes: object) -> Request:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **wishes)  # type: ignore[arg-type]
+    request = Request(name, [10 + i for i in range(size)], params, max_tokens=60, seed=sum(name.encode()))
+    scheduler.add_request(request)
+    return request
+
+
+@pytest.mark.parametrize("wishes", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "random"])
+def test_a_steady_decode_step_is_one_copy_in_one_copy_out_and_no_wait(wishes: dict[str, float]) -> None:
+    device = RecordingDevice()
+    runner, scheduler = make_runner(device), make_scheduler()
+    for number in range(5):
+        add(scheduler, f"r{number}", 3 + number, **wishes)
+    for _ in range(3):  # the prefill, and the first decodes
+        output = scheduler.schedule()
+        assert output is not None
+        runner.execute_model(output)
+        scheduler.update(output, runner.sample_tokens(None).get())
+    for _ in range(12):  # across a block border, where a block id is staged: still one copy
+        device.counts.clear()
+        output = scheduler.schedule()
+        assert output is not None
+        assert output.num_decodes == len(output.rows) == 5
+        runner.execute_model(output)
+        pending = runner.sample_tokens(None)
+        assert device.counts == {"copy_in": 1, "copy_out": 1}
+        result = pending.get()
+        assert device.counts["wait_copy_out"] == 1
+        scheduler.update(output, result)
+
+
+def test_steps_can_be_queued_before_any_token_is_read() -> None:
+    device = RecordingDevice()
+    runner, scheduler = make_runner(device), make_scheduler()
+    requests = [add(scheduler, f"r{number}", 5) for number in range(3)]
+    queued = []
+    for _ in range(6):
+        output = scheduler.schedule()
+        assert output is not None
+        runner.execute_model(output)
+        queued.append((output, runner.sample_tokens(None)))
+    assert device.counts["wait_copy_out"] == 0
+    for output, pending in queued:
+        scheduler.update(output, pending.get())
+    lockstep_runner, lockstep = make_runner(), make_scheduler()
+    alone = [add(lockstep, f"r{number}", 5) for number in range(3)]
+    for _ in range(6):
+        output = lockstep.schedule()
+        assert output is not None
+        lockstep_runner.execute_model(output)
+        lockstep.update(output, lockstep_runner.sample_tokens(None).get())
+    assert [request.token_ids for request in requests] == [request.token_ids for request in alone]
+    assert requests[0].num_output_tokens == 6
+
+
+def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
+    device = RecordingDevice()
+    staging = make_runner(device)._state.staging
+    device.events.clear()
+    device.is_behind = True
+    num_slots = len(staging._host)
+    for step in range(2 * num_slots):
+        staging.begin()
+        staging.write(0, step, 1)
+        staging.send([0], staging._numpy[0][:2] * 0, 0, 1)
+    first_lap, second_lap = device.events[:num_slots], device.events[num_slots:]
+    assert first_lap == ["copy_in"] * num_slots
+    assert second_lap == ["wait_copy_in", "copy_in"] * num_slots
+
+
+def test_the_copy_is_as_long_as_what_is_said() -> None:
+    device = RecordingDevice()
+    runner, scheduler = make_runner(device), make_scheduler()
+    add(scheduler, "a", 9)
+    for expected_writes in (9 + 2 + 11 + 2, 0, 0):  # tokens, blocks, fields and seed of the new request; then nothing
+        output = scheduler.schedule()
+        assert output is not None
+        device.sizes_in.clear()
+        runner.execute_model(output)
+        scheduler.update(output, runner.sample_tokens(None).get())
+        assert device.sizes_in == [HEADER_SIZE + 2 * MAX_NUM_SEQS + 1 + 2 * expected_writes]
+
+
+def test_more_than_a_buffer_holds_is_sent_ahead() -> None:
+    device = RecordingDevice()
+    runner, scheduler = make_runner(device), make_scheduler()
+    plain_runner, plain_scheduler = make_runner(), make_scheduler()
+    runner._state.staging.max_writes = 30  # a prompt of 12 takes 27 of them
+    for name in ("a", "b", "c"):
+        add(scheduler, name, 12)
+        add(plain_scheduler, name, 12)
+    results = []
+    for engine_runner, engine_scheduler in ((runner, scheduler), (plain_runner, plain_scheduler)):
+        device.counts.clear()
+        output = engine_scheduler.schedule()
+        assert output is not None
+        engine_runner.execute_model(output)
+        results.append(engine_runner.sample_tokens(None).get().sampled_token_ids)
+    assert results[0] == results[1]
+    assert torch.equal(runner._state.requests.token_pages, plain_runner._state.requests.token_pages)
+
+
+def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def observed(*_: object) -> None:
+        raise AssertionError("the warm-up went through execute_model")
+
+    warm, cold = make_runner(), make_runner()
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunnerV2, "execute_model", observed)
+        patch.setattr(ModelRunnerV2, "sample_tokens", observed)
+        warm.warm_up()
+    assert not warm.graphs.num_steps
+    assert warm._sampler._num_random == warm._sampler._num_special == 0
+    tokens = []
+    for runner in (warm, cold):
+        scheduler = make_scheduler()
+        request = add(scheduler, "a", 20, temperature=1.0)
+        for _ in range(10):
+            output = scheduler.schedule()
+            assert output is not None
+            runner.execute_model(output)
+            scheduler.update(output, runner.sample_tokens(None).get())
+        tokens.append(request.token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_penalties_keep_nothing_per_vocabulary_entry() -> None:
+    runner = make_runner(folder=embedded_model_path())
+    vocab_size = load_model_config(embedded_model_path()).vocab_size
+    fields = runner._state.arena.flat.numel() - runner._state.requests.token_pages.numel()
+    assert fields < MAX_NUM_SEQS * vocab_size / 10
+    held = [value for value in vars(runner._sampler).values() if isinstance(value, torch.Tensor)]
+    assert not held
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    runner = make_runner()
+    with pytest.raises(RuntimeError, match="without an execute_model before it"):
+        runner.sample_tokens(None)
+    runner.shutdown()
+    scheduler = make_scheduler()
+    add(scheduler, "a", 3)
+    output = scheduler.schedule()
+    assert output is not None
+    with pytest.raises(RuntimeError, match="before load_model"):
+        runner.execute_model(output)

@@ -1,0 +1,125 @@
+"""Which batch runs in which captured shape, and that nothing is captured twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetfoot.plan.graphs import CaptureTable, GraphKey, decode_sizes
+from fleetfoot.runner.v2.graphs import GraphManager
+from fleetfoot.scheduler.output import SchedulerOutput
+
+
+def table(**changes: object) -> CaptureTable:
+    wishes = {"device": "cuda", "enforce_eager": False, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    return CaptureTable.of(**{**wishes, **changes})  # type: ignore[arg-type]
+
+
+def step(query_lens: list[int], num_decodes: int, num_sampled: int | None = None) -> SchedulerOutput:
+    return SchedulerOutput(
+        step=0,
+        rows=list(range(len(query_lens))),
+        num_scheduled_tokens=query_lens,
+        num_decodes=num_decodes,
+        num_sampled=len(query_lens) if num_sampled is None else num_sampled,
+        total_num_scheduled_tokens=sum(query_lens),
+    )
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 16, 17, 255, 256, 257, 300, 1024])
+def test_decode_sizes_reach_the_most_and_pad_little(most: int) -> None:
+    sizes = decode_sizes(most)
+    assert sizes == tuple(sorted(set(sizes)))
+    assert sizes[-1] == most
+    for wanted in range(1, most + 1):
+        padded = min(size for size in sizes if size >= wanted)
+        assert padded - wanted < (1 if wanted <= 2 else 2 if wanted <= 4 else 8 if wanted <= 256 else 16)
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "key"),
+    [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (255, 256), (256, 256)],
+)
+def test_a_pure_decode_goes_to_the_next_larger_shape(num_reqs: int, key: int) -> None:
+    found = table().dispatch(num_reqs=num_reqs, num_tokens=num_reqs, max_query_len=1, is_uniform=True)
+    assert found == GraphKey("decode", key, key)
+
+
+def test_uniform_decodes_have_shapes_of_their_own() -> None:
+    shapes = table(num_drafts=3, max_num_seqs=64)
+    assert shapes.dispatch(num_reqs=10, num_tokens=40, max_query_len=4, is_uniform=True) == GraphKey("uniform", 16, 64)
+    assert shapes.dispatch(num_reqs=10, num_tokens=30, max_query_len=3, is_uniform=True) == GraphKey("mixed", 32, 32)
+    assert all(key.num_tokens == 4 * key.num_reqs for key in shapes.keys if key.kind == "uniform")
+    narrow = table(num_drafts=3, max_num_seqs=64, max_num_batched_tokens=64)
+    assert narrow.dispatch(num_reqs=17, num_tokens=68, max_query_len=4, is_uniform=True) is None
+
+
+def test_small_mixed_batches_are_captured_and_large_ones_run_eagerly() -> None:
+    shapes = table()
+    assert shapes.dispatch(num_reqs=3, num_tokens=100, max_query_len=98, is_uniform=False) == GraphKey(
+        "mixed", 128, 128
+    )
+    assert shapes.dispatch(num_reqs=2, num_tokens=512, max_query_len=511, is_uniform=False) == GraphKey(
+        "mixed", 256, 512
+    )
+    assert shapes.dispatch(num_reqs=2, num_tokens=513, max_query_len=512, is_uniform=False) is None
+
+
+@pytest.mark.parametrize("changes", [{"device": "cpu"}, {"enforce_eager": True}])
+def test_nothing_is_captured_on_a_cpu_or_when_eager(changes: dict[str, object]) -> None:
+    shapes = table(**changes)
+    assert shapes.keys == ()
+    assert shapes.dispatch(num_reqs=1, num_tokens=1, max_query_len=1, is_uniform=True) is None
+
+
+class FakeCaptures:
+    """Counts captures and replays."""
+
+    def __init__(self) -> None:
+        self.captured: list[GraphKey] = []
+        self.replayed: list[GraphKey] = []
+
+    def __call__(self, key: GraphKey) -> FakeCaptures.One:
+        self.captured.append(key)
+        return self.One(self, key)
+
+    class One:
+        def __init__(self, owner: FakeCaptures, key: GraphKey) -> None:
+            self.owner, self.key = owner, key
+
+        def replay(self) -> None:
+            self.owner.replayed.append(self.key)
+
+
+def test_a_shape_is_captured_once_when_it_is_first_needed() -> None:
+    captures, eager = FakeCaptures(), []
+    manager = GraphManager(table(), captures)
+    steps = [step([1, 1, 1], 3), step([1, 1, 1, 1], 4), step([1, 40], 1), step([1, 600], 1), step([1, 1, 1], 3)]
+    for output in steps:
+        shape, key = manager.dispatch(output)
+        assert shape.padded_reqs >= shape.num_reqs
+        assert shape.padded_tokens >= shape.num_tokens
+        manager.run(key, lambda: eager.append(1))
+    assert captures.captured == [GraphKey("decode", 4, 4), GraphKey("mixed", 64, 64)]
+    assert captures.replayed == [GraphKey("decode", 4, 4)] * 2 + [GraphKey("mixed", 64, 64), GraphKey("decode", 4, 4)]
+    assert eager == [1]
+    assert manager.num_steps == {"decode": 3, "mixed": 1, "eager": 1}
+    assert manager.captured == tuple(captures.captured)
+
+
+def test_the_first_shapes_are_captured_at_the_start_and_not_again() -> None:
+    captures = FakeCaptures()
+    manager = GraphManager(table(), captures)
+    manager.capture_first()
+    manager.capture_first()
+    assert captures.captured == [GraphKey("decode", size, size) for size in (1, 2, 4, 8)]
+    _, key = manager.dispatch(step([1], 1))
+    manager.run(key, lambda: pytest.fail("it is captured"))
+    assert len(captures.captured) == 4
+
+
+def test_a_device_without_graphs_runs_everything_eagerly_and_unpadded() -> None:
+    manager = GraphManager(table())
+    shape, key = manager.dispatch(step([1, 1, 1], 3))
+    assert key is None
+    assert (shape.padded_reqs, shape.padded_tokens) == (3, 3)
+    assert manager.captured == ()
