@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from tests.helpers.recording_device import RecordingDevice
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.attention.select import select_attention
 from fleetfoot.config.model import load_model_config
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.ops.select import select_ops
+from fleetfoot.plan.graphs import CaptureTable
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.staging import HEADER_SIZE
@@ -25,14 +28,26 @@ DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 MAX_NUM_SEQS = 8
 
 
+class CapturableAttention(SDPABackend):
+    """For a device that plays graphs by running their work again."""
+
+    is_capturable = True
+
+
 def make_runner(device: RecordingDevice | None = None, folder: Path = DRAFT) -> ModelRunnerV2:
     config = load_model_config(folder)
-    context = ModelContext(select_ops("cpu"), select_attention("cpu"), torch.float32, torch.device("cpu"))
+    has_graphs = device is not None and device.has_graphs
+    attention = CapturableAttention() if has_graphs else select_attention("cpu")
+    context = ModelContext(select_ops("cpu"), attention, torch.float32, torch.device("cpu"))
+    table = CaptureTable.of(
+        device="cuda", enforce_eager=not has_graphs, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64
+    )
     runner = ModelRunnerV2(
         ModelLoader(config, context, folder),
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=64,
         max_model_len=128,
+        capture_table=table,
         device=device,
     )
     runner.load_model()
@@ -73,6 +88,54 @@ def test_a_steady_decode_step_is_one_copy_in_one_copy_out_and_no_wait(wishes: di
         result = pending.get()
         assert device.counts["wait_copy_out"] == 1
         scheduler.update(output, result)
+
+
+def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
+    device = RecordingDevice(has_graphs=True)
+    runner, scheduler = make_runner(device), make_scheduler()
+    runner.warm_up()
+    assert device.counts["capture"] == 5  # four decode sizes, and the size of the prefill that warms up
+    for number in range(3):
+        add(scheduler, f"r{number}", 3, temperature=number / 2)
+    for step in range(6):
+        device.counts.clear()
+        output = scheduler.schedule()
+        assert output is not None
+        runner.execute_model(output)
+        pending = runner.sample_tokens(None)
+        if step > 0:
+            assert device.counts == {"copy_in": 1, "replay": 1, "copy_out": 1}
+        scheduler.update(output, pending.get())
+    assert runner.graphs.num_steps == {"mixed": 1, "decode": 5}
+
+
+def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
+    """Requests that come and go at random; their tokens."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler()
+    requests = []
+    while len(requests) < 12 or scheduler.has_unfinished:
+        if len(requests) < 12 and rng.random() < 0.5:
+            wishes = rng.choice([{}, {"top_k": 5}, {"logprobs": 2}, {"presence_penalty": 1.0}, {"temperature": 0.0}])
+            requests.append(add(scheduler, f"r{len(requests)}", rng.randint(1, 50), **wishes))
+            requests[-1].max_tokens_in_all = requests[-1].num_prompt_tokens + rng.randint(1, 20)
+        output = scheduler.schedule()
+        if output is not None:
+            runner.execute_model(output)
+            scheduler.update(output, runner.sample_tokens(None).get())
+    scheduler.check_idle()
+    return {request.request_id: request.token_ids for request in requests}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
+    captured = make_runner(RecordingDevice(has_graphs=True))
+    captured.warm_up()
+    assert run_lives(captured, seed) == run_lives(make_runner(), seed)
+    assert captured.graphs.num_steps["decode"] > 0
+    assert captured.graphs.num_steps["mixed"] > 0
+    assert captured.graphs.num_steps["eager"] == 0
+    assert {key.samples for key in captured.graphs.captured} == {True, False}
 
 
 def test_steps_can_be_queued_before_any_token_is_read() -> None:

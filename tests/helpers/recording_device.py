@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -12,7 +14,9 @@ from fleetfoot.runner.v2.device import CpuDevice, Event
 class RecordingDevice(CpuDevice):
     """Implements `Device`; counts copies in, copies out and waits, and keeps the order of everything in ``events``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_graphs: bool = False) -> None:
+        """``has_graphs``: "captured" work is run again at each replay, padding and all, as a graph would."""
+        self.has_graphs = has_graphs
         self.counts: Counter[str] = Counter()
         self.events: list[str] = []
         self.sizes_in: list[int] = []
@@ -21,6 +25,11 @@ class RecordingDevice(CpuDevice):
     def _note(self, event: str) -> None:
         self.counts[event] += 1
         self.events.append(event)
+
+    def capture(self, work: Callable[[], Any]) -> RecordedCapture:
+        self._note("capture")
+        work()
+        return RecordedCapture(self, work)
 
     def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._note("copy_in")
@@ -34,6 +43,20 @@ class RecordingDevice(CpuDevice):
 
     def record(self) -> Event:
         return RecordedEvent(self, "copy_in")
+
+
+class RecordedCapture:
+    """Runs its work again."""
+
+    output: Any = None
+
+    def __init__(self, device: RecordingDevice, work: Callable[[], Any]) -> None:
+        self._device = device
+        self._work = work
+
+    def replay(self) -> None:
+        self._device._note("replay")
+        self.output = self._work()
 
 
 class RecordedEvent:

@@ -83,6 +83,8 @@ class FakeCaptures:
         return self.One(self, key)
 
     class One:
+        output = None
+
         def __init__(self, owner: FakeCaptures, key: GraphKey) -> None:
             self.owner, self.key = owner, key
 
@@ -95,13 +97,16 @@ def test_a_shape_is_captured_once_when_it_is_first_needed() -> None:
     manager = GraphManager(table(), captures)
     steps = [step([1, 1, 1], 3), step([1, 1, 1, 1], 4), step([1, 40], 1), step([1, 600], 1), step([1, 1, 1], 3)]
     for output in steps:
-        shape, key = manager.dispatch(output)
+        shape, key = manager.dispatch(output, samples=True)
         assert shape.padded_reqs >= shape.num_reqs
         assert shape.padded_tokens >= shape.num_tokens
-        manager.run(key, lambda: eager.append(1))
+        if key is None:
+            eager.append(output)
+        else:
+            manager.get(key).replay()
     assert captures.captured == [GraphKey("decode", 4, 4), GraphKey("mixed", 64, 64)]
     assert captures.replayed == [GraphKey("decode", 4, 4)] * 2 + [GraphKey("mixed", 64, 64), GraphKey("decode", 4, 4)]
-    assert eager == [1]
+    assert eager == [steps[3]]
     assert manager.num_steps == {"decode": 3, "mixed": 1, "eager": 1}
     assert manager.captured == tuple(captures.captured)
 
@@ -112,14 +117,19 @@ def test_the_first_shapes_are_captured_at_the_start_and_not_again() -> None:
     manager.capture_first()
     manager.capture_first()
     assert captures.captured == [GraphKey("decode", size, size) for size in (1, 2, 4, 8)]
-    _, key = manager.dispatch(step([1], 1))
-    manager.run(key, lambda: pytest.fail("it is captured"))
+    _, key = manager.dispatch(step([1], 1), samples=True)
+    assert key is not None
+    manager.get(key)
     assert len(captures.captured) == 4
+    _, other = manager.dispatch(step([1], 1), samples=False)  # sampling is not part of it: another graph
+    assert other is not None
+    manager.get(other)
+    assert captures.captured[4:] == [GraphKey("decode", 1, 1, samples=False)]
 
 
 def test_a_device_without_graphs_runs_everything_eagerly_and_unpadded() -> None:
     manager = GraphManager(table())
-    shape, key = manager.dispatch(step([1, 1, 1], 3))
+    shape, key = manager.dispatch(step([1, 1, 1], 3), samples=True)
     assert key is None
     assert (shape.padded_reqs, shape.padded_tokens) == (3, 3)
     assert manager.captured == ()

@@ -13,6 +13,8 @@ class AttentionBackend(Protocol):
     """Causal attention of a step's query tokens over the paged KV cache, which already holds the step's own K and V."""
 
     name: str
+    is_capturable: bool
+    """Whether `forward` only queues work whose shape follows from its arguments' shapes, so that a graph can hold it."""
 
     def forward(
         self,

@@ -22,6 +22,7 @@ class NativeBackend:
     """
 
     name = "native"
+    is_capturable = False
 
     def __init__(self, variant: str | None = None) -> None:
         self._kernel = load_kernels(variant).paged_attention

@@ -21,6 +21,7 @@ class SDPABackend:
     """
 
     name = "sdpa"
+    is_capturable = False
 
     def forward(
         self,

@@ -19,6 +19,9 @@ class GraphKey:
     """``decode``: one token for each request; ``uniform``: 1 + k tokens for each, k drafts; ``mixed``: any lengths."""
     num_reqs: int
     num_tokens: int
+    samples: bool = True
+    """Whether sampling and the update of the rows are captured too; they are not where a request wants more of the
+    sampler than a temperature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +61,23 @@ class CaptureTable:
         mixed = tuple(tokens for tokens in MIXED_TOKENS if tokens <= max_num_batched_tokens)
         return cls(sizes, num_drafts, uniform, mixed, max_num_seqs)
 
-    def dispatch(self, *, num_reqs: int, num_tokens: int, max_query_len: int, is_uniform: bool) -> GraphKey | None:
+    def dispatch(
+        self, *, num_reqs: int, num_tokens: int, max_query_len: int, is_uniform: bool, samples: bool = True
+    ) -> GraphKey | None:
         """The smallest captured shape that holds a batch; None: it runs eagerly.
 
         Args:
             is_uniform: every request has ``max_query_len`` tokens and samples.
+            samples: nobody in the batch wants more of the sampler than a temperature.
         """
         if is_uniform and max_query_len == 1:
             size = _at_least(self.decode, num_reqs)
-            return None if size is None else GraphKey("decode", size, size)
+            return None if size is None else GraphKey("decode", size, size, samples)
         if is_uniform and self.num_drafts and max_query_len == 1 + self.num_drafts:
             size = _at_least(self.uniform, num_reqs)
-            return None if size is None else GraphKey("uniform", size, size * (1 + self.num_drafts))
+            return None if size is None else GraphKey("uniform", size, size * (1 + self.num_drafts), samples)
         size = _at_least(self.mixed, num_tokens)
-        return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size)
+        return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size, samples)
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:

@@ -1,4 +1,4 @@
-"""What Model Runner V1 can do. ``tests/engine/test_capabilities.py`` holds every line against a running model. No torch."""
+"""What Model Runner V1 can do. No torch. ``tests/engine/test_capabilities.py`` holds it against a running model."""
 
 from __future__ import annotations
 

@@ -40,10 +40,9 @@ class AsyncOutput:
     _logprobs: _PendingLogprobs | None = None
     _prompt_logprobs: list[tuple[int, int, LogprobsTensors]] = field(default_factory=list)
 
-    def send_tokens(self, token_ids: torch.Tensor, invalid: torch.Tensor) -> None:
-        """``token_ids [num_sampled]``, ``invalid [num_sampled]`` bool: queue their copy."""
-        packed = torch.stack((token_ids, invalid.to(token_ids.dtype)))  # [2, num_sampled]
-        self._tokens, self._event = self.device.copy_out(packed)
+    def send_tokens(self, chosen: torch.Tensor) -> None:
+        """``[2, num_sampled]``: token ids, and whether each means nothing. Queues their copy."""
+        self._tokens, self._event = self.device.copy_out(chosen)
 
     def send_logprobs(self, tensors: LogprobsTensors, indices: Sequence[int], counts: Sequence[int]) -> None:
         self._logprobs = _PendingLogprobs(self._copied(tensors), indices, counts)

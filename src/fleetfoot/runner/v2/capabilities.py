@@ -1,4 +1,4 @@
-"""What Model Runner V2 can do. ``tests/engine/test_capabilities.py`` holds every line against a running model. No torch."""
+"""What Model Runner V2 can do. No torch. ``tests/engine/test_capabilities.py`` holds it against a running model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CAPABILITIES: Mapping[Feature, Support] = {
     Feature.HYBRID_LAYERS: Support("Every layer must be attention over the paged KV cache."),
     Feature.SLIDING_WINDOW: YES,
     Feature.POOLING: Support("Each step ends in logits and tokens; hidden states are not handed out."),
-    Feature.GRAPHS: Support("It dispatches every step to its table of shapes, but replays nothing yet: each runs eagerly."),
+    Feature.GRAPHS: Support("Its table of shapes is dispatched to, but nothing is replayed: each step runs eagerly."),
     Feature.TORCH_COMPILE: Support("Its operations are chosen by hand, and no model is passed through torch.compile."),
     Feature.ASYNC_SCHEDULING: YES,
     Feature.TENSOR_PARALLELISM: Support("The weights of a layer lie on one device."),

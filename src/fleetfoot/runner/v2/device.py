@@ -6,7 +6,8 @@ a call returns, needs no `if` anywhere else.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -23,10 +24,24 @@ class Event(Protocol):
         ...
 
 
+class Capture(Protocol):
+    """Work that was captured once and can be queued again as a whole."""
+
+    output: Any
+    """What the captured work returned; its tensors are filled anew by each replay."""
+
+    def replay(self) -> None: ...
+
+
 class Device(Protocol):
-    """Copies and events of one device."""
+    """Copies, events and graphs of one device."""
 
     torch_device: torch.device
+    has_graphs: bool
+
+    def capture(self, work: Callable[[], Any]) -> Capture:
+        """Run ``work`` once, so that all it needs is compiled, and once more under capture."""
+        ...
 
     def pinned(self, size: int) -> torch.Tensor:
         """``[size]`` int32 on the host, page-locked where that makes copies asynchronous."""
@@ -59,6 +74,10 @@ class CpuDevice:
     """Implements `Device` where the host computes itself."""
 
     torch_device = torch.device("cpu")
+    has_graphs = False
+
+    def capture(self, work: Callable[[], Any]) -> Capture:
+        raise RuntimeError("a CPU has no graphs to capture")
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32)
@@ -90,12 +109,32 @@ class _CudaEvent:
         self._event.synchronize()
 
 
+class _CudaCapture:
+    """A CUDA graph. All of a device's graphs share one memory pool: no two of them run at the same time."""
+
+    def __init__(self, work: Callable[[], Any], pool: Any) -> None:
+        work()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.output = work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
 class CudaDevice:
     """Implements `Device` on a GPU: work is queued on the current stream, outputs leave on a stream of their own."""
+
+    has_graphs = True
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self._out = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Any]) -> Capture:
+        return _CudaCapture(work, self._pool)
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, pin_memory=True)

@@ -86,74 +86,90 @@ class InputBuffers:
         starts[shape.num_reqs + 1 :] = starts[shape.num_reqs]
         return starts
 
-    def fill(self, shape: BatchShape, rows: list[int]) -> InputBatch:
-        """Queue the scatter of the host's writes and the gathering of the step's inputs."""
-        state, requests = self._state, self._state.requests
-        state.staging.scatter()
+    def batch(self, shape: BatchShape, rows: list[int]) -> InputBatch:
+        """The buffers' views for a step; `fill` gives them their values.
+
+        Args:
+            rows: batch order, as the host knows it.
+        """
+        staging = self._state.staging
         reqs, tokens = slice(0, shape.padded_reqs), slice(0, shape.padded_tokens)
-        idx_mapping = state.staging.idx_mapping[reqs]
-        query_start_loc = state.staging.query_start_loc[: shape.padded_reqs + 1]
-        positions, slots, input_ids = self._positions[tokens], self._slots[tokens], self._input_ids[tokens]
-        seq_lens, block_tables = self._seq_lens[reqs], self._block_tables[reqs]
-        table, block_size = state.block_tables.tensor, state.block_size
-        if shape.is_decode:
-            prepare_decode(
-                idx_mapping,
-                requests.num_computed,
-                requests.prefill_lens,
-                requests.last_sampled,
-                requests.draft_tokens,
-                table,
-                block_size,
-                token_pages=requests.token_pages,
-                positions=positions,
-                seq_lens=seq_lens,
-                batch_index=self._batch_index[tokens],
-                slots=slots,
-                input_ids=input_ids,
-                block_tables=block_tables,
-            )
-        else:
-            batch_index = self._batch_index[tokens]
-            positions_and_seq_lens(
-                idx_mapping,
-                query_start_loc,
-                requests.num_computed,
-                positions=positions,
-                seq_lens=seq_lens,
-                batch_index=batch_index,
-            )
-            slot_mapping(positions, batch_index, idx_mapping, table, block_size, slots=slots)
-            prepare_prefill_inputs(
-                slots,
-                positions,
-                batch_index,
-                idx_mapping,
-                requests.prefill_lens,
-                requests.token_pages,
-                input_ids=input_ids,
-            )
-            combine_sampled_and_draft_tokens(
-                slots,
-                positions,
-                batch_index,
-                idx_mapping,
-                requests.prefill_lens,
-                requests.num_computed,
-                requests.last_sampled,
-                requests.draft_tokens,
-                token_pages=requests.token_pages,
-                input_ids=input_ids,
-            )
-            gather_block_tables(table, idx_mapping, seq_lens, block_size, out=block_tables)
+        query_start_loc = staging.query_start_loc[: shape.padded_reqs + 1]
+        is_padded = shape.padded_tokens != shape.num_tokens or shape.padded_reqs != shape.num_reqs
         metadata = AttentionMetadata(
             query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_tables=block_tables,
-            slot_mapping=slots,
-            positions=positions,
-            num_decodes=shape.num_decodes,
+            seq_lens=self._seq_lens[reqs],
+            block_tables=self._block_tables[reqs],
+            slot_mapping=self._slots[tokens],
+            positions=self._positions[tokens],
+            num_decodes=shape.padded_reqs if shape.is_decode else 0 if is_padded else shape.num_decodes,
             max_query_len=shape.max_query_len,
             max_seq_len=self._max_model_len,  # a bound: the lengths themselves are on the device
         )
-        return InputBatch(shape, rows, idx_mapping, query_start_loc, input_ids, metadata)
+        return InputBatch(
+            shape, rows, staging.idx_mapping[reqs], query_start_loc, self._input_ids[tokens], metadata
+        )
+
+    def fill(self, batch: InputBatch) -> None:
+        """Queue the scatter of the host's writes and the gathering of the step's inputs."""
+        self._state.staging.scatter()
+        if batch.shape.is_decode:
+            self._fill_decode(batch)
+        else:
+            self._fill_mixed(batch)
+
+    def _fill_decode(self, batch: InputBatch) -> None:
+        state, requests, metadata = self._state, self._state.requests, batch.metadata
+        prepare_decode(
+            batch.idx_mapping,
+            requests.num_computed,
+            requests.prefill_lens,
+            requests.last_sampled,
+            requests.draft_tokens,
+            state.block_tables.tensor,
+            state.block_size,
+            token_pages=requests.token_pages,
+            positions=metadata.positions,
+            seq_lens=metadata.seq_lens,
+            batch_index=self._batch_index[: batch.shape.padded_tokens],
+            slots=metadata.slot_mapping,
+            input_ids=batch.input_ids,
+            block_tables=metadata.block_tables,
+        )
+
+    def _fill_mixed(self, batch: InputBatch) -> None:
+        state, requests, metadata = self._state, self._state.requests, batch.metadata
+        table, block_size = state.block_tables.tensor, state.block_size
+        positions, slots, idx_mapping = metadata.positions, metadata.slot_mapping, batch.idx_mapping
+        batch_index = self._batch_index[: batch.shape.padded_tokens]
+        positions_and_seq_lens(
+            idx_mapping,
+            batch.query_start_loc,
+            requests.num_computed,
+            positions=positions,
+            seq_lens=metadata.seq_lens,
+            batch_index=batch_index,
+        )
+        slot_mapping(positions, batch_index, idx_mapping, table, block_size, slots=slots)
+        prepare_prefill_inputs(
+            slots,
+            positions,
+            batch_index,
+            idx_mapping,
+            requests.prefill_lens,
+            requests.token_pages,
+            input_ids=batch.input_ids,
+        )
+        combine_sampled_and_draft_tokens(
+            slots,
+            positions,
+            batch_index,
+            idx_mapping,
+            requests.prefill_lens,
+            requests.num_computed,
+            requests.last_sampled,
+            requests.draft_tokens,
+            token_pages=requests.token_pages,
+            input_ids=batch.input_ids,
+        )
+        gather_block_tables(table, idx_mapping, metadata.seq_lens, block_size, out=metadata.block_tables)

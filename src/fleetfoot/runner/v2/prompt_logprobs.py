@@ -24,6 +24,10 @@ class PromptLogprobs:
         if request.params.prompt_logprobs is not None:
             self._waiting[request.row] = (request, request.num_computed_tokens)
 
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self._waiting)
+
     def remove(self, row: int) -> None:
         self._waiting.pop(row, None)
 

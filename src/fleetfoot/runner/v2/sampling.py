@@ -100,16 +100,28 @@ class RowSampler:
         """
         num_sampled = len(logits)
         if not self._num_special:
-            return self._sample_simple(logits, batch), None
+            return self.sample_simple(logits, batch, is_greedy=not self._num_random), None
         layout = self._lay_out(batch.rows[:num_sampled])
         metadata = self._metadata(layout, batch.idx_mapping[:num_sampled], batch.seq_lens[:num_sampled])
         for wishes in layout.wishes:
             wishes.length += 1
         return self._sampler(logits, metadata), metadata.logprobs
 
-    def _sample_simple(self, logits: torch.Tensor, batch: InputBatch) -> SamplerOutput:
-        if self._num_random:
-            rows, requests = batch.idx_mapping[: len(logits)], self._state.requests
+    @property
+    def is_simple(self) -> bool:
+        """Whether no row wants more than a temperature."""
+        return not self._num_special
+
+    def sample_simple(self, logits: torch.Tensor, batch: InputBatch, *, is_greedy: bool = False) -> SamplerOutput:
+        """Sample a batch in which nobody wants more than a temperature.
+
+        Args:
+            logits: ``[n, vocab_size]`` of the first n requests, padding among them if need be.
+            is_greedy: the host knows that nobody draws.
+        """
+        if not is_greedy:
+            requests = self._state.requests
+            rows = batch.idx_mapping[: len(logits)].clamp(min=0)  # padding may read anybody's parameters
             token_ids = self._choose_tokens(
                 logits,
                 requests.temperature.index_select(0, rows),

@@ -124,8 +124,19 @@ class StagingBuffer:
         self.begin()
 
     def scatter(self) -> None:
-        """Queue the writes of what was copied last."""
+        """Queue the writes of what was copied last; how many there are, the device reads from the header."""
         scatter_writes(self._arena, self.pairs, self.num_writes)
+
+    def clear_on_device(self, query_start_loc: np.ndarray) -> None:
+        """Make the device see a step of padding requests alone: running it changes nothing.
+
+        Args:
+            query_start_loc: ``[padded_reqs + 1]``: how many tokens of padding each has.
+        """
+        self.header.zero_()
+        self.idx_mapping.fill_(-1)
+        starts = torch.from_numpy(query_start_loc).to(self.on_device.device)
+        self.query_start_loc[: len(starts)] = starts
 
     def _copy(self) -> None:
         used = self._pairs_begin + 2 * self._num_writes
