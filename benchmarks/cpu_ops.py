@@ -1,8 +1,8 @@
 """The native CPU operations beside their torch twins, on the shapes of two models: microseconds of each, and the ratio.
 
 Both are timed turn by turn in one process, and the best of several turns counts, so that the ratio holds on a machine
-that is busy with other things. Weights and KV caches are as many as a model has layers and are used one after the other:
-they come from memory, as they do in a model, not from a cache that one layer would fit into.
+that is busy with other things. Weights and KV caches are as many as a model has layers and are used one after the
+other: they come from memory, as they do in a model, not from a cache that one layer would fit into.
 
 Usage: python benchmarks/cpu_ops.py [--threads 2] [--dtype bfloat16] [--turns 5] [--json]
 """
@@ -96,7 +96,7 @@ def linear_cases(shape: Shape, dtype: torch.dtype, num_tokens: int, fast: OpSet,
         count = CACHE_BYTES // (num_outputs * num_inputs * dtype.itemsize)
         weight, x = torch.randn(num_outputs, num_inputs).to(dtype), torch.randn(num_tokens, num_inputs).to(dtype)
         layers = [itertools.cycle([ops.prepare_linear(weight) for _ in range(count)]) for ops in (fast, twin)]
-        calls = [lambda turn=turn: next(turn)(x) for turn in layers]
+        calls = [lambda turn=turn, x=x: next(turn)(x) for turn in layers]
         yield f"linear {name} {num_outputs} x {num_inputs}, {num_tokens} tokens", calls[0], calls[1]
 
 
@@ -195,9 +195,8 @@ def main() -> None:
                 row = {"model": shape.name, "dtype": name, "case": case, "native_us": native * 1e6}
                 rows.append({**row, "torch_us": plain * 1e6, "ratio": plain / native})
                 if not arguments.json:
-                    print(
-                        f"{shape.name:11} {name:9} {case:44} {native * 1e6:10.1f} {plain * 1e6:10.1f} {plain / native:7.2f}x"
-                    )
+                    times = f"{native * 1e6:10.1f} {plain * 1e6:10.1f} {plain / native:7.2f}x"
+                    print(f"{shape.name:11} {name:9} {case:44} {times}")
     if arguments.json:
         print(json.dumps(rows))
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, prompt_of, scripted_engine
+from tests.helpers.gate import HANG, Gate
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
@@ -20,8 +21,6 @@ from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
 PROMPT = [5, 6]
-HANG = 60.0
-"""Seconds after which a test that waits in vain fails; none comes near it."""
 
 
 def run(coroutine: Awaitable[T]) -> T:
@@ -31,33 +30,6 @@ def run(coroutine: Awaitable[T]) -> T:
         return await asyncio.wait_for(coroutine, HANG)
 
     return asyncio.run(limited())
-
-
-class Gate:
-    """Holds the engine's thread before each step until it may take it."""
-
-    def __init__(self) -> None:
-        self._permits = threading.Semaphore(0)
-        self._arrived = threading.Semaphore(0)
-        self._is_open = False
-
-    def __call__(self, step: SchedulerOutput) -> None:
-        if not self._is_open:
-            self._arrived.release()
-            assert self._permits.acquire(timeout=HANG)
-
-    async def arrival(self) -> None:
-        """Until the engine stands before a step."""
-        assert await asyncio.to_thread(self._arrived.acquire, timeout=HANG)
-
-    def step(self) -> None:
-        """Let it take one step."""
-        self._permits.release()
-
-    def open(self) -> None:
-        """Let it run."""
-        self._is_open = True
-        self._permits.release()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
@@ -47,6 +48,13 @@ def make_text_checkpoint(folder: Path) -> Any:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded_model_path() / name, folder / name)
     return reference
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Edit the tensors of a checkpoint of one file, by name."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:
@@ -95,7 +103,10 @@ class ScriptedExecutor:
             request = self._rows[row]
             position = len(request.token_ids) - request.num_prompt_tokens
             script = self.script.get(request.request_id)
-            token = 10 + position if script is None else script[position]
+            if script is None:
+                token = 10 + position
+            else:  # a step may be in flight behind the request's end; nobody looks at its token
+                token = script[position] if position < len(script) else 0
             request.token_ids.append(token)
             sampled.append([token])
         return ModelRunnerOutput(sampled)
@@ -110,9 +121,10 @@ def scripted_engine(
     tokenizer: Tokenizer | None = None,
     vocab_size: int = 2048,
     max_model_len: int = 128,
+    depth: int = 0,
     **limits: Any,
 ) -> LLMEngine:
-    """The whole engine above the executor, with limits as in `SchedulerConfig`."""
+    """The whole engine above the executor, with limits as in `SchedulerConfig`; ``depth`` as in `EngineCore`."""
     config = SchedulerConfig(
         **{"num_blocks": 128, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}
     )
@@ -124,7 +136,7 @@ def scripted_engine(
         max_logprobs=20,
         seed=0,
     )
-    return LLMEngine(EngineCore(Scheduler(config), executor, StatsCollector()), admission, tokenizer)
+    return LLMEngine(EngineCore(Scheduler(config), executor, StatsCollector(), depth=depth), admission, tokenizer)
 
 
 def make_engine(folder: Path, **keywords: Any) -> LLMEngine:

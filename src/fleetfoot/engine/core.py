@@ -78,6 +78,11 @@ class EngineCore:
             raise RuntimeError(f"requests wait for nothing, and none can be scheduled: {self.scheduler.stats()}")
         return None
 
+    def settle(self) -> None:
+        """Take in the steps in flight that no request waits for any more, so that all they hold is free again."""
+        while self._queue and not self.scheduler.has_unfinished:
+            self._retire()
+
     def _launch(self) -> bool:
         begin = self.clock()
         scheduler_output = self.scheduler.schedule()

@@ -16,6 +16,7 @@ from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import EngineStats, StatsCollector
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
+from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.request import RequestStatus
 
@@ -38,8 +39,10 @@ class LLMEngine:
         admission: Admission,
         tokenizer: Tokenizer | None,
         *,
+        plan: EnginePlan | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._plan = plan
         self.core = core
         self.admission = admission
         self.tokenizer = tokenizer
@@ -58,7 +61,18 @@ class LLMEngine:
     def from_config(cls, config: EngineConfig) -> LLMEngine:
         """Load the model and get ready to serve."""
         parts = build_parts(config)
-        return cls(parts.core, parts.admission, parts.tokenizer)
+        return cls(parts.core, parts.admission, parts.tokenizer, plan=parts.plan)
+
+    @property
+    def plan(self) -> EnginePlan:
+        """What was decided about the engine before it was made: ``plan.use_v2_model_runner``, ``plan.reasons``, ...
+
+        Raises:
+            ValueError: the engine was put together from parts, without a plan.
+        """
+        if self._plan is None:
+            raise ValueError("this engine was put together from parts: there is no plan of it")
+        return self._plan
 
     @property
     def runner_name(self) -> str:
@@ -108,6 +122,12 @@ class LLMEngine:
         discarded = set(request_ids)
         self.abort_request(discarded)
         self._owed = [output for output in self._owed if output.request_id not in discarded]
+        if self._cause is None:
+            try:
+                self.core.settle()
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def take_owed(self) -> list[RequestOutput]:
         """The outputs of aborted requests now, instead of with the next step."""
@@ -130,13 +150,12 @@ class LLMEngine:
             if taken is None:
                 return owed
             results, output = taken
-            return owed + self._outputs.process(results, output, self._clock())
+            outputs = self._outputs.process(results, output, self._clock())
+            self.core.settle()
         except BaseException as error:  # Ctrl-C too: a step that was cut short leaves the books half written
-            self._cause = error
-            logger.error("the engine has failed with %d requests under way: %r", self._outputs.num_unfinished, error)
-            if not isinstance(error, Exception):
-                raise
-            raise _dead(error) from error
+            self._fail(error)
+            raise
+        return owed + outputs
 
     def stats(self) -> EngineStats:
         return self.stats_collector.snapshot(self.core.scheduler.stats())
@@ -153,6 +172,13 @@ class LLMEngine:
         if not self._is_shut_down:
             self._is_shut_down = True
             self.core.shutdown()
+
+    def _fail(self, error: BaseException) -> None:
+        """Remember the first cause, and raise it as an EngineDeadError, unless it is no error (as Ctrl-C is none)."""
+        self._cause = error
+        logger.error("the engine has failed with %d requests under way: %r", self._outputs.num_unfinished, error)
+        if isinstance(error, Exception):
+            raise _dead(error) from error
 
     def _check_alive(self) -> None:
         if self._cause is not None:

@@ -203,7 +203,7 @@ INLINE void write_row(const problem *p, const item *it, int row, const float *ou
         store(p->output, (token * p->num_heads + head) * p->head_dim + d, load_f32(output + d) * factor, dtype);
 }
 
-INLINE void run_item_of(const problem *p, const item *it, workspace *ws, float *partials, int dtype) {
+INLINE void run_item(const problem *p, const item *it, workspace *ws, float *partials, int dtype) {
     const int rows = it->row_end - it->row_begin;
     const int64_t head_dim = p->head_dim;
     copy_query(p, it, ws, dtype);
@@ -231,14 +231,6 @@ INLINE void run_item_of(const problem *p, const item *it, workspace *ws, float *
             write_row(p, it, it->row_begin + r, ws->output + r * head_dim, ws->sum[r], dtype);
 }
 
-static __attribute__((noinline)) void run_item_f32(const problem *p, const item *it, workspace *ws, float *partials) {
-    run_item_of(p, it, ws, partials, FF_FLOAT32);
-}
-
-static __attribute__((noinline)) void run_item_bf16(const problem *p, const item *it, workspace *ws, float *partials) {
-    run_item_of(p, it, ws, partials, FF_BFLOAT16);
-}
-
 /* Merges the tiles of an item that was cut. */
 static void merge_split(const problem *p, const item *whole, workspace *ws, const float *partials) {
     const int rows = whole->row_end - whole->row_begin, tiles = whole->tile_end - whole->tile_begin;
@@ -249,10 +241,7 @@ static void merge_split(const problem *p, const item *whole, workspace *ws, cons
             const float *partial = partials + whole->partial + ((int64_t)tile * rows + r) * partial_row(p);
             merge_row(ws->output, &max, &sum, partial + 2, partial[0], partial[1], p->head_dim);
         }
-        if (p->dtype == FF_FLOAT32)
-            write_row(p, whole, whole->row_begin + r, ws->output, sum, FF_FLOAT32);
-        else
-            write_row(p, whole, whole->row_begin + r, ws->output, sum, FF_BFLOAT16);
+        WITH_CONSTANT_DTYPE(p->dtype, write_row, p, whole, whole->row_begin + r, ws->output, sum)
     }
 }
 
@@ -285,10 +274,7 @@ static int run(const problem *p, const schedule *s, float *partials, int num_thr
         if (!ws) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
         int64_t i;
         while (ws && (i = __atomic_fetch_add(&next_item, 1, __ATOMIC_RELAXED)) < s->num_items) {
-            if (p->dtype == FF_FLOAT32)
-                run_item_f32(p, s->items + i, ws, partials);
-            else
-                run_item_bf16(p, s->items + i, ws, partials);
+            WITH_CONSTANT_DTYPE(p->dtype, run_item, p, s->items + i, ws, partials)
         }
         if (s->num_splits) {
 #pragma omp barrier

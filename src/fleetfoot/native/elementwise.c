@@ -12,18 +12,30 @@ INLINE int threads_for(int64_t elements, int num_threads) { return elements < SE
 
 /* --- RMS norm -------------------------------------------------------------------------------------------------- */
 
-/* The row's sum with residual into `total` (no residual: total stays unused), and the sum of its squares. */
+/* One vector of a row, with the residual added and the sum put into total where there is a residual. */
+INLINE vf load_total(const char *x, const char *residual, char *total, int64_t i, int dtype) {
+    if (!residual) return load(x, i, dtype);
+    const vf sum = rounded(load(x, i, dtype) + load(residual, i, dtype), dtype);
+    store(total, i, sum, dtype);
+    return sum;
+}
+
+/* The sum of the squares of a row (of its sum with residual, which goes into total; both may be NULL). */
 INLINE float sum_of_squares(const char *x, const char *residual, char *total, int64_t size, int dtype) {
-    vf squares[2] = {splat(0.0f), splat(0.0f)};
+    vf squares[4];
     float rest = 0.0f;
     int64_t i = 0;
-    for (int turn = 0; i + VL <= size; i += VL, turn ^= 1) {
-        vf value = load(x, i, dtype);
-        if (residual) {
-            value = rounded(value + load(residual, i, dtype), dtype);
-            store(total, i, value, dtype);
+    UNROLL
+    for (int k = 0; k < 4; k++) squares[k] = splat(0.0f);
+    for (; i + 4 * VL <= size; i += 4 * VL)
+        UNROLL
+        for (int k = 0; k < 4; k++) {
+            const vf value = load_total(x, residual, total, i + k * VL, dtype);
+            squares[k] = multiply_add(value, value, squares[k]);
         }
-        squares[turn] = multiply_add(value, value, squares[turn]);
+    for (; i + VL <= size; i += VL) {
+        const vf value = load_total(x, residual, total, i, dtype);
+        squares[0] = multiply_add(value, value, squares[0]);
     }
     for (; i < size; i++) {
         float value = load_one(x, i, dtype);
@@ -33,7 +45,7 @@ INLINE float sum_of_squares(const char *x, const char *residual, char *total, in
         }
         rest += value * value;
     }
-    return sum_lanes(squares[0] + squares[1]) + rest;
+    return sum_lanes((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest;
 }
 
 INLINE void scale_row(char *output, const char *x, const char *weight, float factor, int64_t size, int dtype) {
@@ -50,35 +62,29 @@ INLINE void norm_row(char *output, char *total, const char *x, const char *resid
     scale_row(output, residual ? total : x, weight, factor, size, dtype);
 }
 
-INLINE void norm_rows(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
-                      int64_t num_rows, int64_t size, int num_threads, int dtype) {
+static void norm_rows(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
+                      int64_t num_rows, int64_t size, int dtype, int num_threads) {
     const int64_t bytes = size * element_size(dtype);
     const int threads = threads_for(num_rows * size, num_threads);
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < num_rows; row++) {
         const int64_t at = row * bytes;
-        norm_row(output + at, residual ? total + at : NULL, x + at, residual ? residual + at : NULL, weight, eps, size,
-                 dtype);
+        WITH_CONSTANT_DTYPE(dtype, norm_row, output + at, residual ? total + at : NULL, x + at,
+                            residual ? residual + at : NULL, weight, eps, size)
     }
 }
 
 /* output = rms_norm(x) * weight over rows [num_rows, size]; all contiguous. */
 void EXPORT(rms_norm)(char *output, const char *x, const char *weight, float eps, int64_t num_rows, int64_t size,
                       int dtype, int num_threads) {
-    if (dtype == FF_FLOAT32)
-        norm_rows(output, NULL, x, NULL, weight, eps, num_rows, size, num_threads, FF_FLOAT32);
-    else
-        norm_rows(output, NULL, x, NULL, weight, eps, num_rows, size, num_threads, FF_BFLOAT16);
+    norm_rows(output, NULL, x, NULL, weight, eps, num_rows, size, dtype, num_threads);
 }
 
 /* total = x + residual, rounded; output = rms_norm(total) * weight. */
 void EXPORT(add_rms_norm)(char *output, char *total, const char *x, const char *residual, const char *weight, float eps,
                           int64_t num_rows, int64_t size, int dtype, int num_threads) {
-    if (dtype == FF_FLOAT32)
-        norm_rows(output, total, x, residual, weight, eps, num_rows, size, num_threads, FF_FLOAT32);
-    else
-        norm_rows(output, total, x, residual, weight, eps, num_rows, size, num_threads, FF_BFLOAT16);
+    norm_rows(output, total, x, residual, weight, eps, num_rows, size, dtype, num_threads);
 }
 
 /* --- SwiGLU ---------------------------------------------------------------------------------------------------- */
@@ -95,22 +101,16 @@ INLINE void silu_row(char *output, const char *gate, const char *up, int64_t siz
     }
 }
 
-INLINE void silu_rows(char *output, const char *gate_up, int64_t num_rows, int64_t size, int num_threads, int dtype) {
+/* output [num_rows, size] = silu(gate) * up of gate_up [num_rows, 2 * size]. */
+void EXPORT(silu_and_mul)(char *output, const char *gate_up, int64_t num_rows, int64_t size, int dtype,
+                          int num_threads) {
     const int64_t bytes = size * element_size(dtype);
     const int threads = threads_for(num_rows * size, num_threads);
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < num_rows; row++)
-        silu_row(output + row * bytes, gate_up + 2 * row * bytes, gate_up + (2 * row + 1) * bytes, size, dtype);
-}
-
-/* output [num_rows, size] = silu(gate) * up of gate_up [num_rows, 2 * size]. */
-void EXPORT(silu_and_mul)(char *output, const char *gate_up, int64_t num_rows, int64_t size, int dtype,
-                          int num_threads) {
-    if (dtype == FF_FLOAT32)
-        silu_rows(output, gate_up, num_rows, size, num_threads, FF_FLOAT32);
-    else
-        silu_rows(output, gate_up, num_rows, size, num_threads, FF_BFLOAT16);
+        WITH_CONSTANT_DTYPE(dtype, silu_row, output + row * bytes, gate_up + 2 * row * bytes,
+                            gate_up + (2 * row + 1) * bytes, size)
 }
 
 /* --- rotary embedding and KV cache ----------------------------------------------------------------------------- */
@@ -175,16 +175,6 @@ INLINE void rope_token(const rope *r, int64_t token, int64_t slot, int64_t posit
     }
 }
 
-INLINE void rope_tokens(const rope *r, const int64_t *slots, const int64_t *positions, int64_t num_tokens,
-                        int num_threads, int dtype) {
-    const int64_t row_elements = (int64_t)(r->num_heads + 2 * r->num_kv_heads) * r->head_dim;
-    const int threads = threads_for(num_tokens * row_elements, num_threads);
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t token = 0; token < num_tokens; token++)
-        rope_token(r, token, slots[token], positions[token], dtype);
-}
-
 int EXPORT(rope_and_cache)(char *query, const char *qkv, int64_t qkv_stride, char *kv_cache, int64_t num_blocks,
                            int64_t block_stride, int64_t side_stride, int64_t head_stride, int64_t token_stride,
                            const int64_t *slots, const int64_t *positions, const float *cos_sin, int64_t max_positions,
@@ -198,9 +188,10 @@ int EXPORT(rope_and_cache)(char *query, const char *qkv, int64_t qkv_stride, cha
     for (int64_t token = 0; token < num_tokens; token++)
         if (slots[token] >= num_blocks * block_size || positions[token] < 0 || positions[token] >= max_positions)
             return FF_BAD_METADATA;
-    if (dtype == FF_FLOAT32)
-        rope_tokens(&r, slots, positions, num_tokens, num_threads, FF_FLOAT32);
-    else
-        rope_tokens(&r, slots, positions, num_tokens, num_threads, FF_BFLOAT16);
+    const int threads = threads_for(num_tokens * (num_heads + 2 * num_kv_heads) * head_dim, num_threads);
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t token = 0; token < num_tokens; token++)
+        WITH_CONSTANT_DTYPE(dtype, rope_token, &r, token, slots[token], positions[token])
     return FF_OK;
 }

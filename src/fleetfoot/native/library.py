@@ -89,9 +89,10 @@ def _expose_openmp() -> None:
     """Let the library find its OpenMP functions in the runtime that torch has loaded, whatever its file is called."""
     maps = Path("/proc/self/maps")
     loaded = maps.read_text() if maps.exists() else ""
-    found = re.search(r"\S*/lib(gomp|iomp5|omp)[^/\n]*\.so[^/\n]*$", loaded, re.MULTILINE)
-    if found:
-        ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
+    runtimes = re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[^/\n]*\.so[^/\n]*)$", loaded, re.MULTILINE)
+    if runtimes:
+        # Other libraries of the process may have brought their own; torch's threads are the ones that are awake.
+        ctypes.CDLL(max(runtimes, key=lambda path: "/torch/" in path), mode=ctypes.RTLD_GLOBAL)
 
 
 def supported_variants() -> tuple[str, ...]:

@@ -27,14 +27,16 @@
 #define BAND 12  /* blocks of rows that are taken through all panels together: their x stays in the second-level cache */
 #define SPAN 72  /* blocks whose rows of x are arranged at once: a bound on memory */
 
-/* Units of a panel that stay in the first-level cache while all rows of a band pass over them: more where there are many
- * rows, since sums are put aside in between; fewer where memory is what one waits for. */
-#define DEPTH_OF_MANY_BLOCKS 128
-#define DEPTH_OF_FEW_BLOCKS 64
+/* How much of a panel stays in the first-level cache while all rows of a band pass over it: more where there are many
+ * rows, since sums are put aside in between; fewer where memory is what one waits for. In units. */
+#define UNIT_BYTES (4 * PANEL)
+#define DEPTH_OF_MANY_BLOCKS (16384 / UNIT_BYTES)
+#define DEPTH_OF_FEW_BLOCKS (8192 / UNIT_BYTES)
 
-/* How many units ahead of its use the weight is asked for. */
-#define AHEAD 128
-#define WIDE_AHEAD 16
+/* How long before its use the weight is asked for, in units. */
+#define AHEAD (16384 / UNIT_BYTES)
+#define WIDE_AHEAD (2048 / UNIT_BYTES)
+#define CACHE_LINE 64
 
 /* Keeps the compiler from gathering all factors of a step first, for which there are not registers enough. */
 #if defined(__x86_64__)
@@ -113,6 +115,22 @@ INLINE void write_sums(const layer *l, const block *b, int64_t output, vf sum[MA
     }
 }
 
+/* Adds one unit of the weight, or one half of its pairs, times its factors x [rows]. */
+INLINE void multiply_step(const layer *l, const uint32_t *x, const uint32_t *weight, vf sum[MAX_ROWS][WIDE * VECTORS],
+                          int half, int dtype, const int panels, const int rows) {
+    vf w[WIDE * VECTORS];
+    UNROLL
+    for (int v = 0; v < panels * VECTORS; v++)
+        w[v] = load_weight(weight + v / VECTORS * l->units * PANEL + v % VECTORS * VL, half, dtype);
+    UNROLL
+    for (int r = 0; r < rows; r++)
+        UNROLL
+        for (int v = 0; v < panels * VECTORS; v++) {
+            sum[r][v] = multiply_unit(x[r], w[v], sum[r][v], dtype);
+            IN_ORDER(sum[r][v]);
+        }
+}
+
 /* One block of rows against units first .. last of `panels` panels from `panel` on. Between two parts of a panel the sums
  * wait in sums [rows, PANEL]; whole panels need none. */
 INLINE void multiply_block(const layer *l, const block *b, float *sums, int64_t panel, int64_t first, int64_t last,
@@ -126,25 +144,13 @@ INLINE void multiply_block(const layer *l, const block *b, float *sums, int64_t 
         for (int v = 0; v < panels * VECTORS; v++) sum[r][v] = first ? load_f32(sums + r * PANEL + v * VL) : splat(0.0f);
     for (int64_t unit = first; unit < last; unit++) {
         UNROLL
-        for (int v = 0; v < panels * VECTORS; v++) {
+        for (int v = 0; v < panels * VECTORS; v += 4 * VL < CACHE_LINE ? VECTORS : 1) {
             const int64_t later = unit + (panels == 1 ? AHEAD : WIDE_AHEAD);
             __builtin_prefetch(weight + (v / VECTORS * l->units + later) * PANEL + v % VECTORS * VL);
         }
-        UNROLL
-        for (int half = 0; half < width; half++) {
-            const uint32_t *x = b->x + (unit * width + half) * rows;
-            vf w[WIDE * VECTORS];
-            UNROLL
-            for (int v = 0; v < panels * VECTORS; v++)
-                w[v] = load_weight(weight + (v / VECTORS * l->units + unit) * PANEL + v % VECTORS * VL, half, dtype);
-            UNROLL
-            for (int r = 0; r < rows; r++)
-                UNROLL
-                for (int v = 0; v < panels * VECTORS; v++) {
-                    sum[r][v] = multiply_unit(x[r], w[v], sum[r][v], dtype);
-                    IN_ORDER(sum[r][v]);
-                }
-        }
+        const uint32_t *x = b->x + unit * width * rows;
+        multiply_step(l, x, weight + unit * PANEL, sum, 0, dtype, panels, rows);
+        if (width == 2) multiply_step(l, x + rows, weight + unit * PANEL, sum, 1, dtype, panels, rows);
     }
     if (last == l->units) {
         write_sums(l, b, panel * PANEL, sum, dtype, panels, rows);
@@ -226,7 +232,7 @@ INLINE void multiply_blocks(const layer *l, const block *blocks, int num_blocks,
 INLINE int64_t arranged_units(const layer *l, int dtype) { return x_is_widened(dtype) ? 2 * l->units : l->units; }
 
 /* Rows first .. last of x, at most SPAN blocks. */
-INLINE void multiply_span(const layer *l, int64_t first, int64_t last, uint32_t *arranged, int num_threads, int dtype) {
+static void multiply_span(const layer *l, int64_t first, int64_t last, uint32_t *arranged, int num_threads, int dtype) {
     const int64_t rows = last - first, num_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
     const int64_t share = (l->num_panels + (int64_t)num_threads * CHUNKS_PER_THREAD - 1) /
                           (num_threads * CHUNKS_PER_THREAD);
@@ -249,13 +255,13 @@ INLINE void multiply_span(const layer *l, int64_t first, int64_t last, uint32_t 
         for (int64_t i = 0; i < num_blocks; i += BAND) {
 #pragma omp for schedule(dynamic) nowait
             for (int64_t panel = 0; panel < l->num_panels; panel += chunk)
-                multiply_blocks(l, blocks + i, (int)smallest(BAND, num_blocks - i), panel,
-                                smallest(panel + chunk, l->num_panels), dtype);
+                WITH_CONSTANT_DTYPE(dtype, multiply_blocks, l, blocks + i, (int)smallest(BAND, num_blocks - i), panel,
+                                    smallest(panel + chunk, l->num_panels))
         }
     }
 }
 
-INLINE int multiply(const layer *l, int num_threads, int dtype) {
+static int multiply(const layer *l, int num_threads, int dtype) {
     const int64_t span = smallest(l->num_rows, SPAN * MAX_ROWS);
     const int threads = l->num_outputs * l->units * l->num_rows < SERIAL_WORK ? 1 : num_threads;
     uint32_t *arranged = NULL;
@@ -269,20 +275,12 @@ INLINE int multiply(const layer *l, int num_threads, int dtype) {
     return FF_OK;
 }
 
-static __attribute__((noinline)) int multiply_f32(const layer *l, int num_threads) {
-    return multiply(l, num_threads, FF_FLOAT32);
-}
-
-static __attribute__((noinline)) int multiply_bf16(const layer *l, int num_threads) {
-    return multiply(l, num_threads, FF_BFLOAT16);
-}
-
 /* y [num_rows, num_outputs], contiguous, = x W^T + bias; rows of x lie x_stride units apart. */
 int EXPORT(linear)(char *y, const uint32_t *x, int64_t x_stride, const uint32_t *packed, const char *bias,
                    int64_t num_rows, int64_t num_outputs, int64_t units, int dtype, int num_threads) {
     const layer l = {.y = y, .x = x, .packed = packed, .bias = bias, .x_stride = x_stride, .num_rows = num_rows,
                      .num_outputs = num_outputs, .units = units, .num_panels = (num_outputs + PANEL - 1) / PANEL};
-    return dtype == FF_FLOAT32 ? multiply_f32(&l, num_threads) : multiply_bf16(&l, num_threads);
+    return multiply(&l, num_threads, dtype);
 }
 
 /* --- packing --------------------------------------------------------------------------------------------------- */

@@ -242,7 +242,7 @@ INLINE void gumbel_item(const batch *b, const best *highest, best *drawn, int64_
                               first_bar(&d, highest[row]), dtype);
 }
 
-INLINE int choose(batch *b, int num_threads, int dtype) {
+static int choose(batch *b, int num_threads, int dtype) {
     const int64_t items = b->num_rows * b->spans;
     best *highest = malloc((size_t)(items + b->num_rows) * sizeof(best));
     if (!highest) return FF_NO_MEMORY;
@@ -252,12 +252,13 @@ INLINE int choose(batch *b, int num_threads, int dtype) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < items; item++) argmax_item(b, item, dtype);
+        for (int64_t item = 0; item < items; item++) WITH_CONSTANT_DTYPE(dtype, argmax_item, b, item)
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < b->num_rows; row++) highest[row] = merged(b, row);
         if (b->temperatures) {
 #pragma omp for schedule(dynamic)
-            for (int64_t item = 0; item < items; item++) gumbel_item(b, highest, b->found, item, dtype);
+            for (int64_t item = 0; item < items; item++)
+                WITH_CONSTANT_DTYPE(dtype, gumbel_item, b, highest, b->found, item)
         }
     }
     for (int64_t row = 0; row < b->num_rows; row++)
@@ -276,6 +277,5 @@ int EXPORT(choose_tokens)(int64_t *tokens, const char *logits, int64_t stride, i
                .positions = positions, .stride = stride, .num_rows = num_rows, .vocab_size = vocab_size,
                .spans = (vocab_size + SPAN - 1) / SPAN};
     if (num_rows == 0) return FF_OK;
-    if (dtype == FF_FLOAT32) return choose(&b, num_threads, FF_FLOAT32);
-    return choose(&b, num_threads, FF_BFLOAT16);
+    return choose(&b, num_threads, dtype);
 }

@@ -45,6 +45,16 @@ typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 
 enum { FF_FLOAT32 = 0, FF_BFLOAT16 = 1 };
 
+/* Calls name(..., dtype) with the dtype as a constant. The body of a parallel region is a function of its own, in which a
+ * dtype that came from outside is none. */
+#define WITH_CONSTANT_DTYPE(dtype, name, ...)  \
+    {                                          \
+        if (dtype == FF_FLOAT32)               \
+            name(__VA_ARGS__, FF_FLOAT32);     \
+        else                                   \
+            name(__VA_ARGS__, FF_BFLOAT16);    \
+    }
+
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 
@@ -162,21 +172,35 @@ INLINE void store_one(void *base, int64_t index, float x, int dtype) {
 
 INLINE int64_t element_size(int dtype) { return dtype == FF_BFLOAT16 ? 2 : 4; }
 
+typedef float quad_float __attribute__((vector_size(16)));
+
+/* Four lanes out of VL: the upper half is added to the lower, or the larger of both taken, until four are left. */
+INLINE quad_float fold_to_four(vf x, const int adds) {
+#if VL == 16
+    const __m256 low = _mm512_castps512_ps256((__m512)x), high = _mm512_extractf32x8_ps((__m512)x, 1);
+    const __m256 eight = adds ? _mm256_add_ps(low, high) : _mm256_max_ps(low, high);
+#elif VL == 8
+    const __m256 eight = (__m256)x;
+#endif
+#if VL >= 8
+    const __m128 first = _mm256_castps256_ps128(eight), second = _mm256_extractf128_ps(eight, 1);
+    return (quad_float)(adds ? _mm_add_ps(first, second) : _mm_max_ps(first, second));
+#else
+    (void)adds;
+    return (quad_float)x;
+#endif
+}
+
 /* Sum of the lanes, pairwise and always in the same order. */
 INLINE float sum_lanes(vf x) {
-    float lane[VL];
-    memcpy(lane, &x, sizeof x);
-    for (int width = VL / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-    return lane[0];
+    const quad_float four = fold_to_four(x, 1);
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 INLINE float max_lanes(vf x) {
-    float lane[VL];
-    memcpy(lane, &x, sizeof x);
-    for (int width = VL / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-    return lane[0];
+    const quad_float four = fold_to_four(x, 0);
+    const float even = four[0] > four[2] ? four[0] : four[2], odd = four[1] > four[3] ? four[1] : four[3];
+    return even > odd ? even : odd;
 }
 
 /* 2^x for x <= 127, to about 1e-7 relative; 0 below 2^-126; NaN stays NaN.

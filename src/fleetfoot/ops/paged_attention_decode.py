@@ -145,6 +145,7 @@ def paged_attention_decode(
         block_tables.stride(0),
         scale * math.log2(math.e),
         0 if window is None else window,
+        tiling.min_tiles,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -152,7 +153,6 @@ def paged_attention_decode(
         block_size=block_size,
         rows=rows,
         tile=tiling.tile,
-        min_tiles=tiling.min_tiles,
         has_window=window is not None,
         requests_tile=next(step for step in (*_REQUESTS_STEPS, next_power_of_2(num_reqs)) if step >= num_reqs),
         num_warps=tiling.num_warps,
@@ -191,6 +191,7 @@ def _paged_attention_decode_kernel(
     table_stride,
     scale_log2,
     window,
+    min_tiles,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -198,7 +199,6 @@ def _paged_attention_decode_kernel(
     block_size: tl.constexpr,
     rows: tl.constexpr,
     tile: tl.constexpr,
-    min_tiles: tl.constexpr,
     has_window: tl.constexpr,
     requests_tile: tl.constexpr,
 ):
@@ -248,10 +248,14 @@ def _paged_attention_decode_kernel(
         m = tl.full([rows], -1.0e30, tl.float32)
         l = tl.zeros([rows], tl.float32)
         acc = tl.zeros([rows, padded_dim], tl.float32)
+        position = (first_tile + begin) * tile + position_in_tile
+        next_block = tl.load(table_ptr + position // block_size, mask=position < seq_len, other=0)
         for tile_index in tl.range(first_tile + begin, first_tile + stop):
             position = tile_index * tile + position_in_tile
             is_position = position < seq_len
-            block_id = tl.load(table_ptr + position // block_size, mask=is_position, other=0)
+            block_id = next_block
+            next_position = position + tile
+            next_block = tl.load(table_ptr + next_position // block_size, mask=next_position < seq_len, other=0)
             offset = block_id.to(tl.int64) * block_stride + (position % block_size) * head_dim
             k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
             mask = is_position[:, None] & is_column[None, :]
@@ -292,10 +296,10 @@ def _paged_attention_decode_kernel(
                 acc = tl.zeros([rows, padded_dim], tl.float32)
                 for other in tl.range(first_program, last_program + 1, loop_unroll_factor=4):
                     piece = other * 2 + (other == first_program).to(tl.int32)
-                    piece_m = tl.load(stats_ptr + piece * (2 * rows) + row, mask=is_row, other=-1.0e30)
-                    piece_l = tl.load(stats_ptr + piece * (2 * rows) + rows + row, mask=is_row, other=0.0)
+                    piece_m = tl.load(stats_ptr + piece * (2 * rows) + row, mask=is_row, other=-1.0e30, cache_modifier=".cg")
+                    piece_l = tl.load(stats_ptr + piece * (2 * rows) + rows + row, mask=is_row, other=0.0, cache_modifier=".cg")
                     piece_ptrs = pieces_ptr + (piece * rows + row[:, None]) * padded_dim + column[None, :]
-                    piece_acc = tl.load(piece_ptrs, mask=is_row[:, None], other=0.0)
+                    piece_acc = tl.load(piece_ptrs, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
                     m_new = tl.maximum(m, piece_m)
                     alpha = tl.exp2(m - m_new)
                     beta = tl.exp2(piece_m - m_new)

@@ -24,9 +24,9 @@ class TritonKernel:
     It may call other functions that are decorated in the same way.
     """
 
-    def __init__(self, function: Callable[..., Any], specialize: bool) -> None:
+    def __init__(self, function: Callable[..., Any], specialize: bool, unspecialized: tuple[str, ...] = ()) -> None:
         self._function = function
-        self._specialize = specialize
+        self._unspecialized = unspecialized if specialize else self._runtime_parameters()
         self.__doc__ = function.__doc__
         self.__name__ = function.__name__
 
@@ -48,22 +48,25 @@ class TritonKernel:
         for name in self._function.__code__.co_names:
             if isinstance(scope.get(name), TritonKernel):
                 scope[name] = scope[name].jit
-        return triton.jit(self._function, do_not_specialize=[] if self._specialize else self._runtime_parameters())
+        return triton.jit(self._function, do_not_specialize=list(self._unspecialized))
 
-    def _runtime_parameters(self) -> list[str]:
+    def _runtime_parameters(self) -> tuple[str, ...]:
         parameters = inspect.signature(self._function).parameters.values()
-        return [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
+        return tuple(parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation))
 
 
-def triton_kernel(*, specialize: bool = True) -> Callable[[Callable[..., Any]], TritonKernel]:
+def triton_kernel(
+    *, specialize: bool = True, unspecialized: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], TritonKernel]:
     """Decorate a Triton kernel, or a device function that kernels call, without importing Triton.
 
     Args:
         specialize: True lets Triton compile the kernel anew for integers that are 1 or divisible by 16 and for pointers
             that are aligned to 16 bytes, which wide loads need. False: one compilation serves every integer and
             pointer, so that no step meets a compiler because its batch has another size.
+        unspecialized: parameters of a kernel that is specialized which are not: those that vary with the batch.
     """
-    return lambda function: TritonKernel(function, specialize)
+    return lambda function: TritonKernel(function, specialize, unspecialized)
 
 
 def cdiv(count: int, size: int) -> int:

@@ -1,0 +1,208 @@
+"""Choosing one token per row of logits on a GPU, in two or three launches whose grids depend on shapes alone.
+
+The vocabulary is cut, so that one row keeps the whole chip busy. A candidate is one int64 that compares as argmax does:
+its score in the upper half, as an integer of the same order (NaN above all, both zeros alike), and its index in the
+lower half, the lowest above. So a piece of a row is one maximum, and a row is the maximum of its pieces, in any order.
+
+    row_max   the best logit of each piece
+    draw      random rows: the best of score + noise of each piece, where score = (logit - highest) / temperature
+    pick      the best of each row's pieces
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fleetfoot.ops.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.ops.triton_support import cdiv, next_power_of_2, triton_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_TILE = 2048
+"""Tokens in a piece."""
+
+
+def choose_tokens_triton(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor | None = None,
+    invalid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `choose_tokens_torch`. Launches alone: no synchronisation, and no count that a graph could not hold.
+
+    Raises:
+        ValueError: the vocabulary is empty, or its stride is not 1.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size == 0 or (num_rows > 0 and logits.stride(1) != 1):
+        raise ValueError(
+            f"choose_tokens: logits {list(logits.shape)} with strides {logits.stride()} must have a vocabulary, "
+            "contiguous in memory"
+        )
+    device = logits.device
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return token_ids
+    pieces = cdiv(vocab_size, _TILE)
+    highest = torch.empty((num_rows, pieces), dtype=torch.int64, device=device)
+    overlap = can_overlap(device)
+    options = launch_options(overlap)
+    grid, width = (num_rows, pieces), next_power_of_2(pieces)
+    _row_max_kernel[grid](highest, logits, logits.stride(0), vocab_size, tile=_TILE, overlap=overlap, **options)
+    best = highest
+    if temperatures is not None and seeds is not None and positions is not None:
+        best = torch.empty_like(highest)
+        _draw_kernel[grid](
+            best,
+            highest,
+            logits,
+            temperatures,
+            seeds,
+            positions,
+            token_ids if rows is None else rows,
+            logits.stride(0),
+            vocab_size,
+            has_rows=rows is not None,
+            pieces=pieces,
+            pieces_tile=width,
+            tile=_TILE,
+            overlap=overlap,
+            **options,
+        )
+    _pick_kernel[(num_rows,)](
+        token_ids,
+        token_ids if invalid is None else invalid,
+        best,
+        logits,
+        logits.stride(0),
+        has_invalid=invalid is not None,
+        pieces=pieces,
+        pieces_tile=width,
+        overlap=overlap,
+        num_warps=1,
+        **options,
+    )
+    return token_ids
+
+
+@triton_kernel()
+def pack_candidates(value, index):
+    """int64 of the order of argmax: by ``value`` (float32), NaN the highest, then by the lowest ``index``."""
+    value = tl.where(value == 0.0, 0.0, value)  # -0.0 equals 0.0
+    bits = value.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = tl.where(value != value, 0x7FFFFFFF, key)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton_kernel()
+def candidate_index(candidate):
+    return 0x7FFFFFFF - (candidate & 0xFFFFFFFF)
+
+
+@triton_kernel()
+def candidate_value(candidate):
+    """float32; NaN for NaN."""
+    key = (candidate >> 32).to(tl.int32)
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton_kernel()
+def gumbel_noise(seed, position, index, tile: tl.constexpr):
+    """The noise of ``tile`` tokens from the multiple of 4 ``index`` on: `fleetfoot.sampling.gumbel_noise`, stream 0."""
+    block = index // 4 + tl.arange(0, tile // 4)
+    zero = tl.zeros_like(block)
+    word0, word1, word2, word3 = tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
+    word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))  # [tile]
+    uniform = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton_kernel()
+def _row_max_kernel(highest_ptr, logits_ptr, row_stride, vocab_size, tile: tl.constexpr, overlap: tl.constexpr):
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * tile + tl.arange(0, tile)
+    # A place behind the vocabulary loses against every token: -inf, and the highest index.
+    logit = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    best = tl.max(pack_candidates(logit, index), axis=0)
+    tl.store(highest_ptr + row * tl.num_programs(1) + tl.program_id(1), best)
+
+
+@triton_kernel()
+def _draw_kernel(
+    best_ptr,
+    highest_ptr,
+    logits_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    positions_ptr,
+    rows_ptr,
+    row_stride,
+    vocab_size,
+    has_rows: tl.constexpr,
+    pieces: tl.constexpr,
+    pieces_tile: tl.constexpr,
+    tile: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    request = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    row = request
+    if has_rows:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
+
+    of_row = tl.arange(0, pieces_tile)
+    smallest = -0x7FFFFFFFFFFFFFFF - 1
+    candidates = tl.load(highest_ptr + request * pieces + of_row, mask=of_row < pieces, other=smallest)
+    highest = candidate_value(tl.max(candidates, axis=0))
+    best = tl.load(highest_ptr + request * pieces + piece)
+    is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # not of NaN either
+    if is_random:
+        index = piece * tile + tl.arange(0, tile)
+        logit_ptr = logits_ptr + request * row_stride + index
+        logit = tl.load(logit_ptr, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+        score = tl.div_rn(logit - highest, temperature)
+        best = tl.max(pack_candidates(score, index), axis=0)
+        # The noise spans less than 19.46: a piece that is so far behind cannot hold the winner, and needs no noise.
+        if candidate_value(best) > -19.46:
+            seed = tl.load(seeds_ptr + row)
+            position = tl.load(positions_ptr + request)
+            noise = gumbel_noise(seed, position, piece * tile, tile)
+            best = tl.max(pack_candidates(score + noise, index), axis=0)
+    tl.store(best_ptr + request * pieces + piece, best)
+
+
+@triton_kernel()
+def _pick_kernel(
+    token_ids_ptr,
+    invalid_ptr,
+    best_ptr,
+    logits_ptr,
+    row_stride,
+    has_invalid: tl.constexpr,
+    pieces: tl.constexpr,
+    pieces_tile: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    of_row = tl.arange(0, pieces_tile)
+    smallest = -0x7FFFFFFFFFFFFFFF - 1
+    candidates = tl.load(best_ptr + row * pieces + of_row, mask=of_row < pieces, other=smallest)
+    token_id = candidate_index(tl.max(candidates, axis=0))
+    tl.store(token_ids_ptr + row, token_id)
+    if has_invalid:
+        logit = tl.load(logits_ptr + row * row_stride + token_id).to(tl.float32)
+        tl.store(invalid_ptr + row, (tl.abs(logit) < float("inf")) == 0)

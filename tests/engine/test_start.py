@@ -1,0 +1,146 @@
+"""Engines that cannot start say why: settings, missing or broken files, unknown models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.engines import TEXT_MODEL, change_weights
+
+from fleetfoot import LLM, AsyncLLM, SamplingParams
+
+MAX_LEN = TEXT_MODEL["max_position_embeddings"]
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+def test_an_unknown_keyword_is_named_with_its_neighbours(owner: Any, text_model: Path) -> None:
+    with pytest.raises(
+        TypeError, match=r"unknown keyword 'max_model_length'; did you mean 'max_model_len'\?"
+    ) as caught:
+        owner(str(text_model), max_model_length=7)
+    assert owner.__name__ in str(caught.value)
+    with pytest.raises(TypeError, match=r"unknown keyword 'xyz'; it takes model, tokenizer"):
+        owner(str(text_model), xyz=1)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"dtype": "float8"}, ValueError, r"dtype is 'float8'; it can be auto, bfloat16, float16, float32"),
+        ({"device": "tpu"}, ValueError, "device is 'tpu'; it can be auto, cpu, cuda"),
+        ({"runner": "v3"}, ValueError, "runner is 'v3'; it can be auto, v1, v2"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0; it must be at least 1"),
+        ({"max_num_seqs": True}, TypeError, "max_num_seqs is True, a bool"),
+        ({"max_num_seqs": "8"}, TypeError, "max_num_seqs is '8', a str; it must be int"),
+        ({"block_size": -16}, ValueError, "block_size is -16"),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization is 1.5"),
+        ({"gpu_memory_utilization": float("nan")}, TypeError, "gpu_memory_utilization is nan"),
+        ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; it must fit in 64 bits"),
+        ({"max_num_batched_tokens": 3}, ValueError, r"max_num_batched_tokens is 3.*set max_num_seqs=3"),
+        ({"max_model_len": MAX_LEN + 1}, ValueError, rf"max_model_len is {MAX_LEN + 1}.*at most {MAX_LEN}"),
+        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size is 2"),
+        ({"num_gpu_blocks_override": 0}, ValueError, "num_gpu_blocks_override is 0"),
+        ({"num_gpu_blocks_override": 10**13}, ValueError, r"10,000,000,000,000 blocks.*num_gpu_blocks_override"),
+        ({"kv_cache_memory_bytes": 100}, ValueError, r"one takes 8,192 bytes and 100 are left"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 20},
+            ValueError,
+            r"max_num_batched_tokens is 20.*enable_chunked_prefill=True",
+        ),
+        ({"skip_tokenizer_init": True, "tokenizer": "x"}, ValueError, "skip_tokenizer_init"),
+        ({"tokenizer": "/no/such/folder"}, FileNotFoundError, "/no/such/folder"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_cannot_work(
+    keywords: dict[str, Any], error: type[Exception], message: str, text_model: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(str(text_model), **{"device": "cpu", "max_num_seqs": 4, **keywords})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu(text_model: Path) -> None:
+    with pytest.raises(ValueError, match="device is 'cuda', but torch finds no GPU here"):
+        LLM(str(text_model), device="cuda")
+
+
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+def test_models_that_are_not_there(owner: Any, text_model: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="'/no/such/model': no such folder"):
+        owner("/no/such/model")
+    with pytest.raises(FileNotFoundError, match="is a file; give the folder"):
+        owner(text_model / "config.json")
+    with pytest.raises(TypeError, match="model is 5, a int; it must be str"):
+        owner(5)
+
+
+def _write_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json in"),
+    "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+    "architecture": (
+        lambda folder: _write_config(folder, architectures=["GPT2LMHeadModel"]),
+        r"architectures is \['GPT2LMHeadModel'\]; supported architectures: LlamaForCausalLM, MistralForCausalLM",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no \*.safetensors in"),
+    "weights cut": (
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
+        "not a whole safetensors file",
+    ),
+    "no safetensors": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"PK\x03\x04"),
+        "not a whole safetensors file",
+    ),
+    "tensor missing": (
+        lambda folder: change_weights(folder, lambda weights: weights.pop("model.norm.weight")),
+        r"1 missing\n.*model.norm.weight: wanted \[64\]",
+    ),
+    "tensor too many": (
+        lambda folder: change_weights(folder, lambda weights: weights.update(extra=torch.zeros(3))),
+        r"1 unexpected\n.*extra: found \[3\]",
+    ),
+    "misshapen": (
+        lambda folder: _write_config(folder, vocab_size=100),
+        r"2 misshapen\n.*found \[2048, 64\], wanted \[100, 64\]",
+    ),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        r"no tokenizer.json.*skip_tokenizer_init=True",
+    ),
+    "tokenizer not JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not a file"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_checkpoints(name: str, text_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(text_model, folder)
+    change, message = BROKEN[name]
+    change(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        LLM(folder, device="cpu", max_num_seqs=4)
+
+
+def test_token_ids_need_no_tokenizer_and_dummy_weights_no_files(text_model: Path, tmp_path: Path) -> None:
+    shutil.copy(text_model / "config.json", tmp_path)
+    with LLM(tmp_path, device="cpu", load_format="dummy", skip_tokenizer_init=True, max_num_seqs=4) as llm:
+        (output,) = llm.generate({"prompt_token_ids": [5, 6]}, GREEDY, use_tqdm=False)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].text, output.prompt) == (4, "", None)
+        for params in ({"stop": ["a"]}, {"bad_words": ["a"]}):
+            with pytest.raises(ValueError, match="needs a tokenizer"):
+                llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(**params), use_tqdm=False)
+        with pytest.raises(ValueError, match=r"no tokenizer.*prompt_token_ids"):
+            llm.generate("text", GREEDY, use_tqdm=False)
+        with pytest.raises(ValueError, match="no tokenizer"):
+            llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
