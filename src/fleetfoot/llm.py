@@ -36,7 +36,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
         if model is not None:
-            keywords["model"] = os.fspath(model) if isinstance(model, os.PathLike) else model
+            keywords["model"] = model
         self.config = EngineConfig.from_keywords(keywords, owner="LLM")
         self.llm_engine = LLMEngine.from_config(self.config)
         self._num_requests = 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from tests.helpers.engines import run_requests
 
 from fleetfoot import (
@@ -259,3 +260,22 @@ def test_prompts_of_any_text(llm: LLM) -> None:
     for number, text in enumerate(texts):
         assert outputs[str(number)].prompt == text
         assert outputs[str(number)].outputs[0].token_ids
+
+
+def test_paths_and_torch_dtypes_are_taken_as_they_come(text_model: Path) -> None:
+    with LLM(text_model, tokenizer=text_model, dtype=torch.float32, max_num_seqs=2) as llm:
+        assert llm.config.dtype == "float32"
+        assert llm.config.model == llm.config.tokenizer == str(text_model)
+        output = llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)[0]
+    metrics = output.metrics
+    assert metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts <= metrics.last_token_ts
+
+
+def test_the_tokenizer_answers_to_the_names_that_scripts_know(text_model: Path) -> None:
+    with LLM(text_model, max_num_seqs=2) as llm:
+        tokenizer = llm.get_tokenizer()
+    messages = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.apply_chat_template(messages, tokenize=True) == tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer("Hello")["input_ids"] == tokenizer.encode("Hello")
+    assert len(tokenizer) == tokenizer.vocab_size

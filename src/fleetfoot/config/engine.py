@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -150,7 +151,16 @@ class EngineConfig:
         for name in keywords:
             if name not in known:
                 raise unknown_keyword(owner, name, known)
-        return cls(**keywords)
+        return cls(**{name: _plain(value) for name, value in keywords.items()})
+
+
+def _plain(value: Any) -> Any:
+    """A path, or a dtype of torch, as the string that the field holds; scripts pass either."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__ == "torch" and str(value).startswith("torch."):
+        return str(value).removeprefix("torch.")
+    return value
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:

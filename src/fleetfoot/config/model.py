@@ -93,9 +93,18 @@ def load_model_config(folder: str | Path) -> ModelConfig:
     from fleetfoot.config.parsing import parse_model_config  # one screen of field names, kept apart from the record
 
     path = Path(folder)
-    config = _read_json(path / "config.json", required=True)
+    config = read_config_json(path)
     generation = _read_json(path / "generation_config.json", required=False)
     return parse_model_config(config, generation, source=str(path / "config.json"))
+
+
+def read_config_json(folder: str | Path) -> dict[str, Any]:
+    """The object in ``config.json``, as it stands.
+
+    Raises:
+        ConfigError: the file is missing or holds no JSON object.
+    """
+    return _read_json(Path(folder) / "config.json", required=True)
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
         if model is not None:
-            keywords["model"] = os.fspath(model) if isinstance(model, os.PathLike) else model
+            keywords["model"] = model
         config = EngineConfig.from_keywords(keywords, owner="AsyncLLM")
         self._start(LLMEngine.from_config(config))
 

@@ -38,9 +38,12 @@ def build_parts(config: EngineConfig) -> EngineParts:
     """Plan, load, and take memory.
 
     Raises:
-        ValueError: settings, model and machine do not fit together.
+        ValueError: settings, model and machine do not fit together, or ask for what no runner supports.
     """
     plan = resolve_plan(config, Machine.detect())
+    plan.decision.check()
+    for warning in plan.warnings:
+        logger.warning(warning)
     for reason in plan.reasons:
         logger.info(reason)
     tokenizer = None if plan.tokenizer_path is None else _load_tokenizer(plan.tokenizer_path)

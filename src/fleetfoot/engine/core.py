@@ -89,6 +89,9 @@ class EngineCore:
         if scheduler_output is None:
             return False
         scheduled = self.clock()
+        for new in scheduler_output.new_requests:
+            request = self.scheduler.requests[new.request_id]
+            request.scheduled_ts = request.scheduled_ts or scheduled
         self.executor.execute_model(scheduler_output)
         pending = self.executor.sample_tokens(None)
         self._queue.append((scheduler_output, pending, scheduled - begin, self.clock() - scheduled))

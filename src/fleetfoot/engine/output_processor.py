@@ -245,6 +245,7 @@ class OutputProcessor:
         """Up to date: what can be summed up when it is asked for is not counted with each token."""
         metrics = state.metrics
         metrics.num_generation_tokens = sum(len(sequence.token_ids) for sequence in state.sequences)
+        metrics.scheduled_ts = min(sequence.request.scheduled_ts for sequence in state.sequences)
         metrics.last_token_ts = max(sequence.last_token_ts for sequence in state.sequences)
         return metrics
 

@@ -23,7 +23,7 @@ class StepStats:
     execute_s: float
     """In the runner: on a CPU the computation itself, on a GPU the queueing of it (and waiting, if not overlapped)."""
     update_s: float
-    """Taking in tokens: the scheduler's update, text, outputs."""
+    """Taking in tokens: the scheduler's update. What users are owed is made after the step."""
 
     @property
     def host_s(self) -> float:

@@ -55,6 +55,7 @@ class Request:
         "priority",
         "request_id",
         "row",
+        "scheduled_ts",
         "seed",
         "sequence_number",
         "status",
@@ -100,6 +101,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self.sequence_number = 0  # order of arrival, set by the scheduler
         self.row = -1  # of the runner's state, while running
+        self.scheduled_ts = 0.0  # when it was first scheduled, by the engine's clock
         self.num_tokens = self.num_prompt_tokens
         self.num_computed = 0
         self.num_in_flight = 0  # steps queued and not yet retired that hold this request

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import tokenizers
 
@@ -160,21 +160,41 @@ class Tokenizer:
         """The bytes that one token stands for; b"" for an id that the tokenizer does not know."""
         return self.pieces.token_bytes(token_id)
 
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        """``{"input_ids": ...}``, for scripts that know transformers' tokenizers."""
+        return {"input_ids": self.encode(text, add_special_tokens)}
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[True], **kwargs: Any
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False] = False, **kwargs: Any
+    ) -> str: ...
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = False,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         **kwargs: Any,
-    ) -> str:
+    ) -> str | list[int]:
         """Renders a conversation as the prompt that the model was trained on.
 
         Args:
             messages: `{"role": ..., "content": ...}` dicts; content is a str or a list of
                 `{"type": "text", "text": ...}` parts.
+            tokenize: Whether to return token ids instead of text. The template writes BOS itself; none is added.
             add_generation_prompt: Whether the prompt ends with the beginning of an assistant message.
             tools: JSON schemas of the tools that the model may call.
             documents: `{"title": ..., "text": ...}` dicts for templates that take them.
@@ -189,7 +209,7 @@ class Tokenizer:
                 message says which, and where.
         """
         template = self._compile(self._select_chat_template(chat_template, with_tools=tools is not None))
-        return template.render(
+        text = template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -197,10 +217,11 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables={**self.special_tokens, **kwargs},
         )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def apply_chat_template_ids(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of `apply_chat_template(messages, **kwargs)`. The template writes BOS itself; none is added."""
-        return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
+        return self.apply_chat_template(messages, tokenize=True, **kwargs)
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
