@@ -144,6 +144,9 @@ def test_packing_releases_the_plain_weight() -> None:
     assert alive() is None
 
 
-def test_select_ops() -> None:
+def test_select_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleetfoot.ops.select.find_spec", lambda name: object() if name == "triton" else None)
+    assert select_ops("cuda").name == "triton"
+    monkeypatch.setattr("fleetfoot.ops.select.find_spec", lambda name: None)
     assert select_ops("cuda").name == "torch"
     assert select_ops("cpu", native=False).name == "torch"

@@ -47,6 +47,27 @@ def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: Collection[
         group.add_argument(_OTHER_FLAGS.get(field.name, flag_of(field.name)), **options)
 
 
+class _OneModel(argparse.Action):
+    """Stores the model, which may be given as an argument or as a flag."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, value)
+        if before != value:
+            parser.error(f"two models are given, {before!r} and {value!r}; leave one out")
+        setattr(namespace, self.dest, value)
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """``MODEL`` as an argument, and as ``--model``: leave out the field ``model`` of `add_engine_arguments` then."""
+    field = next(field for field in dataclasses.fields(EngineConfig) if field.name == "model")
+    text = help_text(field.metadata["help"], field.default)
+    options: dict[str, Any] = {"action": _OneModel, "default": argparse.SUPPRESS, "help": text}
+    parser.add_argument(_PREFIX + field.name, nargs="?", metavar="MODEL", **options)
+    parser.add_argument("--model", dest=_PREFIX + field.name, metavar="NAME", **options)
+
+
 def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """The settings that the user gave.
 

@@ -19,6 +19,8 @@ class Command:
     run: Callable[[argparse.Namespace], int] | None = None
     """Does the work and returns the exit code; None where `add_arguments` adds commands that do."""
     epilog: str | None = None
+    positional: str = ""
+    """What stands before the flags in the usage."""
 
 
 class UsageError(Exception):
@@ -46,6 +48,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
     )
     command.add_arguments(parser)
     if command.run is not None:
-        parser.usage = f"{parser.prog} [FLAG ...]"  # all of them would fill the screen before each error
+        parser.usage = (
+            f"{parser.prog} {command.positional}[FLAG ...]"  # all of them would fill the screen before each error
+        )
         parser.add_argument("--verbose", action="store_true", help="log what happens, and show tracebacks of errors")
         parser.set_defaults(run=command.run, parser=parser)

@@ -50,7 +50,7 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[S
         from fleetfoot.engine.engine import LLMEngine
 
         parts = build_parts(config)
-    engine = LLMEngine(parts.core, parts.admission, parts.tokenizer)
+    engine = LLMEngine(parts.core, parts.admission, parts.tokenizer, plan=parts.plan)
     try:
         yield StartedEngine(engine, parts.plan, parts.layout, time.perf_counter() - begin)
     finally:

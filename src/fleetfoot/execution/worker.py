@@ -11,8 +11,6 @@ from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.attention.select import select_attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.ops.select import select_ops
-from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.memory import activation_bytes, kv_budget
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.load import ModelLoader
@@ -55,26 +53,43 @@ class Worker:
         with _Phase("weights"):
             self.runner.load_model()
         with _Phase("KV cache"):
-            budget = kv_budget(self.plan, self._free_bytes())
-            layout = KVLayout.of(self.plan.model, budget.num_blocks, self.plan.config.block_size, self.plan.dtype)
+            layout = KVLayout.of(self.plan.model, self._num_blocks(), self.plan.config.block_size, self.plan.dtype)
             try:
                 self.runner.initialize_kv_cache(layout)
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise ValueError(
                     f"no memory for a KV cache of {layout.num_blocks:,} blocks ({layout.num_bytes:,} bytes, from "
-                    f"{budget.reason}) and the state of max_num_seqs={self.plan.config.max_num_seqs:,} requests: "
-                    f"{error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
+                    f"{self.plan.memory.kv_reason}) and the state of max_num_seqs={self.plan.config.max_num_seqs:,} "
+                    f"requests: {error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
                 ) from error
         with _Phase("warm-up"):
             self.runner.warm_up()
         return layout
 
-    def _free_bytes(self) -> int:
-        if self.device.type == "cpu":
-            return Machine.detect().cpu_memory_bytes
+    def _num_blocks(self) -> int:
+        """The plan's number of KV blocks, or fewer where a GPU turns out to have less to give than the plan saw."""
+        memory, config = self.plan.memory, self.plan.config
+        if self.device.type == "cpu" or config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
+            return memory.num_blocks
         free, total = torch.cuda.mem_get_info(self.device)
-        may_use = int(total * self.plan.config.gpu_memory_utilization)
-        return may_use - (total - free) - activation_bytes(self.plan)
+        fitting = memory.fitting_blocks(total - free)
+        if fitting >= memory.num_blocks:
+            return memory.num_blocks
+        if fitting < 1:
+            raise ValueError(
+                f"no KV block fits: {total - free:,} of the GPU's {total:,} bytes are taken after loading, where the "
+                f"plan counts on {memory.footprint.taken_by_loading:,}; end what else runs on the GPU, or raise "
+                f"gpu_memory_utilization (now {config.gpu_memory_utilization})"
+            )
+        logger.warning(
+            "the KV cache gets %d blocks instead of the planned %d: %d bytes of the GPU are taken after loading, where "
+            "the plan counts on %d",
+            fitting,
+            memory.num_blocks,
+            total - free,
+            memory.footprint.taken_by_loading,
+        )
+        return fitting
 
     def shutdown(self) -> None:
         self.runner.shutdown()

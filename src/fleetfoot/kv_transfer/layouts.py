@@ -67,5 +67,6 @@ def _ask_class(name: str, module_path: str) -> ConnectorLayouts:
         return ConnectorLayouts(name, frozenset(), f"cannot be imported from {module_path} ({error})")
     declared = getattr(connector, DECLARATION, None)
     if declared is None:
-        return ConnectorLayouts(name, frozenset(), f"does not say which KV layouts it accepts (it has no {DECLARATION})")
+        remark = f"does not say which KV layouts it accepts (it has no {DECLARATION})"
+        return ConnectorLayouts(name, frozenset(), remark)
     return ConnectorLayouts(name, frozenset(declared))

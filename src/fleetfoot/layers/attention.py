@@ -59,7 +59,8 @@ class Attention:
         """``cos_sin``: the table of `rotary_table`, shared by all layers."""
         parts = (("q_proj", heads.q_size), ("k_proj", heads.kv_size), ("v_proj", heads.kv_size))
         self.qkv = Linear(context, config.hidden_size, parts, config.qkv_bias)
-        self.o = Linear(context, heads.q_size, (("o_proj", config.hidden_size),), config.o_bias)
+        o_part = (("o_proj", config.hidden_size),)
+        self.o = Linear(context, heads.q_size, o_part, config.o_bias, context.ops.prepare_residual_linear)
         self.q_norm = RMSNorm(context, heads.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(context, heads.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self._cos_sin = cos_sin
@@ -73,7 +74,10 @@ class Attention:
     def __call__(
         self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """``hidden [num_tokens, hidden_size]`` -> the same shape; writes the tokens' K and V to ``kv_cache``."""
+        """``hidden [num_tokens, hidden_size]`` -> the same shape, or partial sums of it for the norm that follows.
+
+        Writes the tokens' K and V to ``kv_cache``.
+        """
         qkv = self.qkv(hidden)  # [num_tokens, q_size + 2 * kv_size]
         query = self._rope_and_cache(
             qkv,

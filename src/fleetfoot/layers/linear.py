@@ -9,22 +9,34 @@ import torch
 
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.ops.linear import PreparedLinear
+from fleetfoot.ops.opset import PrepareLinear
 from fleetfoot.weights.slots import WeightSlot
 
 
 class Linear:
     """``x [n, in_features]`` -> ``x @ weight.T + bias [n, sum of the parts]``.
 
-    The weight lies plain while values are being written to its slots. `finish_loading` then hands it to
-    `OpSet.prepare_linear`, which may rearrange it, and lets go of the plain one. A slot that is opened later gets the
-    plain values back, and the next `finish_loading` puts them in the place of the prepared ones.
+    The weight lies plain while values are being written to its slots. `finish_loading` then hands it to the operation
+    that prepares it, which may rearrange it, and lets go of the plain one. A slot that is opened later gets the plain
+    values back, and the next `finish_loading` puts them in the place of the prepared ones.
     """
 
-    __slots__ = ("_bias", "_context", "_parts", "_prepared", "_shape", "_weight")
+    __slots__ = ("_bias", "_parts", "_prepare", "_prepared", "_shape", "_weight")
 
-    def __init__(self, context: ModelContext, in_features: int, parts: Sequence[tuple[str, int]], bias: bool) -> None:
-        """``parts``: the name of each fused layer in the checkpoint with its number of output features."""
-        self._context = context
+    def __init__(
+        self,
+        context: ModelContext,
+        in_features: int,
+        parts: Sequence[tuple[str, int]],
+        bias: bool,
+        prepare: PrepareLinear | None = None,
+    ) -> None:
+        """Args:
+        parts: the name of each fused layer in the checkpoint with its number of output features.
+        prepare: the operation that makes the layer, which may give its result another form; None:
+            ``OpSet.prepare_linear``.
+        """
+        self._prepare = context.ops.prepare_linear if prepare is None else prepare
         self._parts = tuple(parts)
         self._shape = (sum(rows for _, rows in parts), in_features)
         self._weight: torch.Tensor | None = torch.empty(self._shape, dtype=context.dtype, device=context.device)
@@ -50,7 +62,7 @@ class Linear:
         if self._weight is None:  # nothing was opened since; a bias is written where it is used
             return
         if self._prepared is None:
-            self._prepared = self._context.ops.prepare_linear(self._weight, self._bias)
+            self._prepared = self._prepare(self._weight, self._bias)
         else:
             self._prepared.replace(self._weight)
         self._weight = None

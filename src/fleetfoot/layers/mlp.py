@@ -15,17 +15,17 @@ from fleetfoot.weights.slots import WeightSlot
 class MLP:
     """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, gate and up in one product."""
 
-    __slots__ = ("_silu_and_mul", "down", "gate_up")
+    __slots__ = ("down", "gate_up")
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        size = config.intermediate_size
-        self.gate_up = Linear(context, config.hidden_size, (("gate_proj", size), ("up_proj", size)), config.mlp_bias)
-        self.down = Linear(context, size, (("down_proj", config.hidden_size),), config.mlp_bias)
-        self._silu_and_mul = context.ops.silu_and_mul
+        hidden_size, size = config.hidden_size, config.intermediate_size
+        gate_up, down = (("gate_proj", size), ("up_proj", size)), (("down_proj", hidden_size),)
+        self.gate_up = Linear(context, hidden_size, gate_up, config.mlp_bias, context.ops.prepare_gate_up)
+        self.down = Linear(context, size, down, config.mlp_bias, context.ops.prepare_residual_linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [num_tokens, hidden_size]`` -> the same shape."""
-        return self.down(self._silu_and_mul(self.gate_up(x)))
+        """``x [num_tokens, hidden_size]`` -> the same shape, or partial sums of it for the norm that follows."""
+        return self.down(self.gate_up(x))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.gate_up.weight_slots(prefix)

@@ -26,7 +26,10 @@ class RMSNorm:
         return self._rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``; no residual yet: ``(norm(x), x)``."""
+        """``(norm(x + residual), x + residual)``; no residual yet: ``(norm(x), x)``.
+
+        ``x``: ``[num_tokens, size]``, or the partial sums of it that a layer of ``prepare_residual_linear`` may give.
+        """
         if residual is None:
             return self._rms_norm(x, self.weight, self.eps), x
         return self._add_rms_norm(x, residual, self.weight, self.eps)

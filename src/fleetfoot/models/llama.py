@@ -15,6 +15,7 @@ from fleetfoot.layers.mlp import MLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.ops.rms_norm import sum_parts
 from fleetfoot.weights.slots import WeightSlot
 
 
@@ -39,7 +40,7 @@ class DecoderLayer:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(hidden, residual)``, both ``[num_tokens, hidden_size]``, whose sum is the layer's output."""
+        """``(hidden, residual)``, whose sum ``[num_tokens, hidden_size]`` is the layer's output: see `RMSNorm.add`."""
         hidden, residual = self.attention_norm.add(hidden, residual)
         hidden = self.attention(hidden, positions, kv_cache, metadata)
         hidden, residual = self.mlp_norm.add(hidden, residual)
@@ -100,7 +101,7 @@ class LlamaForCausalLM:
             hidden, residual = layer(hidden, residual, positions, kv_cache, metadata)
         assert residual is not None
         if self._norm is None:
-            return IntermediateTensors(hidden, residual)
+            return IntermediateTensors(sum_parts(hidden, residual), residual)
         return self._norm.add(hidden, residual)[0]
 
     def _enter(

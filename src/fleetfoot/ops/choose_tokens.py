@@ -12,6 +12,9 @@ def choose_tokens_torch(
     temperatures: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor | None = None,
+    invalid: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token for each row of ``logits [n, vocab]``, which stay as they are.
 
@@ -19,17 +22,39 @@ def choose_tokens_torch(
         temperatures: ``[n]`` float32. Rows above 0 draw from ``softmax(logits / temperature)``; None or 0: the argmax,
             the lowest index among equals.
         seeds: ``[n]`` int64, 64-bit patterns; wanted if there are temperatures, as is ``positions [n]`` int64.
+        rows: ``[n]``: entry ``rows[i]`` of ``temperatures`` and ``seeds``, which may be longer, is that of row ``i``.
+            -1: the row is padding, and its token means nothing.
+        invalid: written, ``[n]`` bool: whether the chosen logit is NaN or infinite.
 
     Returns:
         ``[n]`` int64. In a row that holds NaN the token's own logit is NaN, and in a row that holds +inf it is +inf: a
         caller who looks at the chosen logits finds every row that means nothing.
     """
+    if rows is not None and temperatures is not None and seeds is not None:
+        temperatures, seeds = temperatures[rows], seeds[rows]
     token_ids = logits.argmax(dim=-1)
-    if temperatures is None or seeds is None or positions is None:
-        return token_ids
+    if temperatures is not None and seeds is not None and positions is not None:
+        _draw(token_ids, logits, temperatures, seeds, positions)
+    if invalid is not None:
+        mark_invalid(logits, token_ids, invalid)
+    return token_ids
+
+
+def mark_invalid(logits: torch.Tensor, token_ids: torch.Tensor, invalid: torch.Tensor) -> None:
+    """Write to ``invalid [n]`` (bool) whether the logit of each row's token is NaN or infinite."""
+    torch.logical_not(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite(), out=invalid)
+
+
+def _draw(
+    token_ids: torch.Tensor,
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Replace the argmaxes ``token_ids [n]`` of random rows."""
     highest = logits.gather(1, token_ids.unsqueeze(1)).float()  # [n, 1]
     random = ((temperatures > 0) & highest.isfinite().squeeze(1)).nonzero().squeeze(1)
     if len(random) > 0:
         scores = logits[random].float().sub_(highest[random]).div_(temperatures[random].unsqueeze(1))
         token_ids[random] = gumbel_argmax(scores, seeds[random], positions[random])
-    return token_ids

@@ -1,10 +1,10 @@
-"""Kernels that start while the one before them still runs: programmatic dependent launch, on NVIDIA GPUs from Hopper on.
+"""Kernels that start while the one before still runs: programmatic dependent launch, on NVIDIA GPUs from Hopper on.
 
 A decode step is a chain of kernels of a few microseconds each. Launched one after the other, memory idles at every
 joint: the last programs finish, the next kernel starts, its first loads take a microsecond to arrive. Here every kernel
 says at its start that the next one may be launched (`launch_dependents`). That one's programs take the places that are
-still free, fetch what does not depend on the step, which is weights, and wait at `wait_for_inputs` until everything that
-ran before has finished and can be read.
+still free, fetch what does not depend on the step, which is weights, and wait at `wait_for_inputs` until everything
+that ran before has finished and can be read.
 
 The rules for a kernel that is launched so:
 

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from fleetfoot.native.library import DTYPES, Kernels, NativeUnavailableError, check_status, load_kernels
-from fleetfoot.ops.choose_tokens import choose_tokens_torch
+from fleetfoot.ops.choose_tokens import choose_tokens_torch, mark_invalid
+from fleetfoot.ops.gated_linear import gated
 from fleetfoot.ops.native_linear import prepare_linear_native
 from fleetfoot.ops.opset import OpSet
 from fleetfoot.ops.rms_norm import add_rms_norm_torch, rms_norm_torch
@@ -31,13 +32,16 @@ def native_ops(variant: str | None = None) -> OpSet:
     """
     kernels = load_kernels(variant)
     ops = _NativeOps(kernels)
+    prepare_linear = partial(prepare_linear_native, kernels=kernels)
     return OpSet(
         name="native",
         rms_norm=ops.rms_norm,
         add_rms_norm=ops.add_rms_norm,
         silu_and_mul=ops.silu_and_mul,
         rope_and_cache=ops.rope_and_cache,
-        prepare_linear=partial(prepare_linear_native, kernels=kernels),
+        prepare_linear=prepare_linear,
+        prepare_gate_up=gated(prepare_linear, ops.silu_and_mul),
+        prepare_residual_linear=prepare_linear,
         choose_tokens=ops.choose_tokens,
     )
 
@@ -180,12 +184,17 @@ class _NativeOps:
         temperatures: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        *,
+        rows: torch.Tensor | None = None,
+        invalid: torch.Tensor | None = None,
     ) -> torch.Tensor:
         code = DTYPES.get(logits.dtype)
         num_rows, vocab_size = logits.shape
         stride = logits.stride()
         if code is None or stride[1] != 1 or vocab_size == 0:
-            return choose_tokens_torch(logits, temperatures, seeds, positions)
+            return choose_tokens_torch(logits, temperatures, seeds, positions, rows=rows, invalid=invalid)
+        if rows is not None and temperatures is not None and seeds is not None:
+            temperatures, seeds = temperatures[rows], seeds[rows]
         per_row: list[int | None] = [None, None, None]
         if temperatures is not None and seeds is not None and positions is not None:
             if (
@@ -211,6 +220,8 @@ class _NativeOps:
         )
         if status:
             check_status(status, "choose_tokens")
+        if invalid is not None:
+            mark_invalid(logits, token_ids, invalid)
         return token_ids
 
 

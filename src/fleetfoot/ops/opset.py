@@ -50,6 +50,9 @@ class ChooseTokens(Protocol):
         temperatures: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        *,
+        rows: torch.Tensor | None = None,
+        invalid: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -61,7 +64,8 @@ class OpSet:
     rms_norm: RMSNorm
     """``x [num_tokens, hidden]`` -> the same shape, normalised in float32, times ``weight [hidden]``."""
     add_rms_norm: AddRMSNorm
-    """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first."""
+    """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first. ``x`` may
+    be what a layer of ``prepare_residual_linear`` gave: ``[splits, num_tokens, hidden]`` float32, to be summed."""
     silu_and_mul: SiluAndMul
     """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
     rope_and_cache: RopeAndCache
@@ -71,6 +75,12 @@ class OpSet:
     return ``query [num_tokens, num_heads, head_dim]``."""
     prepare_linear: PrepareLinear
     """Arrange ``weight [out, in]`` once for the device; the result maps ``x [n, in]`` -> ``[n, out]``."""
+    prepare_gate_up: PrepareLinear
+    """The same for a weight that is gate above up: it maps ``x [n, in]`` -> ``silu(gate) * up [n, out / 2]``."""
+    prepare_residual_linear: PrepareLinear
+    """The same for a layer whose output goes to ``add_rms_norm`` and nowhere else: it may be partial sums."""
     choose_tokens: ChooseTokens
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw from ``softmax(logits / temperature)`` for rows
-    whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for."""
+    whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for. With ``rows
+    [n]``, entry ``rows[i]`` of ``temperatures`` and ``seeds`` is row ``i``'s; -1: any token will do. ``invalid [n]``
+    bool is written where it is given: the chosen logit is NaN or infinite."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 64
 """Most query heads per KV head times query tokens per request."""
 _MIN_ROWS = 16  # the least M of the tensor cores
+_MERGED_FLOATS = 4096  # loaded at once by a merging program: 32 registers of a thread
 _REQUESTS_STEPS = (16, 256, 4096)
 
 
@@ -124,12 +125,13 @@ def paged_attention_decode(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
-    rows = max(_MIN_ROWS, next_power_of_2(group * max_query_len))
+    stored_rows = next_power_of_2(group * max_query_len)
+    rows = max(_MIN_ROWS, stored_rows)
     padded_dim = max(16, next_power_of_2(head_dim))
     if tiling is None:
         tiling = choose_decode_tiling(rows, padded_dim, query.element_size())
     num_programs = workspace.num_programs(tiling)
-    pieces, arrivals = workspace.reserve(num_programs * 2 * rows * (padded_dim + 2), num_reqs * num_kv_heads)
+    pieces, arrivals = workspace.reserve(num_programs * 2 * stored_rows * (padded_dim + 2), num_reqs * num_kv_heads)
     _paged_attention_decode_kernel[(num_programs,)](
         query,
         kv_cache,
@@ -152,6 +154,8 @@ def paged_attention_decode(
         padded_dim=padded_dim,
         block_size=block_size,
         rows=rows,
+        stored_rows=stored_rows,
+        merge_tile=max(1, min(32, _MERGED_FLOATS // (stored_rows * padded_dim))),
         tile=tiling.tile,
         has_window=window is not None,
         requests_tile=next(step for step in (*_REQUESTS_STEPS, next_power_of_2(num_reqs)) if step >= num_reqs),
@@ -173,6 +177,55 @@ def _first_tile(seq_len, window, max_query_len: tl.constexpr, tile: tl.constexpr
 def _count_tiles(seq_len, first_tile, tile: tl.constexpr):
     """At least one: a padding request has zeros to write."""
     return tl.maximum((seq_len + tile - 1) // tile - first_tile, 1)
+
+
+@triton_kernel(specialize=False)
+def _merge(
+    out_ptr,
+    pieces_ptr,
+    stats_ptr,
+    first_program,
+    last_program,
+    query_begin,
+    query_len,
+    kv_head,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    stored_rows: tl.constexpr,
+    merge_tile: tl.constexpr,
+):
+    """Merge the pieces of a pair, ``merge_tile`` of them at once, so that their loads are in flight together."""
+    row = tl.arange(0, stored_rows)
+    column = tl.arange(0, padded_dim)
+    token = row // group
+    is_row = token < query_len
+    m = tl.full([stored_rows], -1.0e30, tl.float32)
+    l = tl.zeros([stored_rows], tl.float32)
+    acc = tl.zeros([stored_rows, padded_dim], tl.float32)
+    for begin in tl.range(first_program, last_program + 1, merge_tile, num_stages=1):
+        program = begin + tl.arange(0, merge_tile)
+        is_piece = (program <= last_program)[:, None] & is_row[None, :]
+        piece_row = (program * 2 + (program == first_program).to(tl.int32))[:, None] * stored_rows + row[None, :]
+        stat_row = piece_row + (program * 2 + (program == first_program).to(tl.int32))[:, None] * stored_rows
+        piece_m = tl.load(stats_ptr + stat_row, mask=is_piece, other=-1.0e30, cache_modifier=".cg")
+        piece_l = tl.load(stats_ptr + stat_row + stored_rows, mask=is_piece, other=0.0, cache_modifier=".cg")
+        piece_ptrs = pieces_ptr + piece_row[:, :, None] * padded_dim + column[None, None, :]
+        piece_ptrs = tl.multiple_of(piece_ptrs, (1, 1, 16))
+        piece_acc = tl.load(piece_ptrs, mask=is_piece[:, :, None], other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(piece_m, 0))
+        alpha = tl.exp2(m - m_new)
+        beta = tl.exp2(piece_m - m_new[None, :])  # [merge_tile, stored_rows]
+        l = l * alpha + tl.sum(piece_l * beta, 0)
+        acc = acc * alpha[:, None] + tl.sum(piece_acc * beta[:, :, None], 0)
+        m = m_new
+    result = acc / tl.where(l > 0, l, 1.0)[:, None]
+    head = kv_head * group + row % group
+    token_offset = (query_begin + token).to(tl.int64) * (num_kv_heads * group * head_dim)
+    out_ptrs = tl.multiple_of(out_ptr + (token_offset + head * head_dim)[:, None] + column[None, :], (1, 16))
+    mask = is_row[:, None] & (column < head_dim)[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton_kernel(specialize=False)
@@ -198,6 +251,8 @@ def _paged_attention_decode_kernel(
     padded_dim: tl.constexpr,
     block_size: tl.constexpr,
     rows: tl.constexpr,
+    stored_rows: tl.constexpr,
+    merge_tile: tl.constexpr,
     tile: tl.constexpr,
     has_window: tl.constexpr,
     requests_tile: tl.constexpr,
@@ -246,7 +301,7 @@ def _paged_attention_decode_kernel(
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
         head_ptr = kv_ptr + kv_head * (block_size * head_dim)
         m = tl.full([rows], -1.0e30, tl.float32)
-        l = tl.zeros([rows], tl.float32)
+        sums = tl.zeros([rows, tile], tl.float32)  # of the weights, over the tiles; over positions at the end
         acc = tl.zeros([rows, padded_dim], tl.float32)
         position = (first_tile + begin) * tile + position_in_tile
         next_block = tl.load(table_ptr + position // block_size, mask=position < seq_len, other=0)
@@ -268,50 +323,52 @@ def _paged_attention_decode_kernel(
             m_new = tl.maximum(m, tl.max(scores, 1))
             p = tl.exp2(scores - m_new[:, None])
             alpha = tl.exp2(m - m_new)
-            l = l * alpha + tl.sum(p, 1)
+            sums = sums * alpha[:, None] + p
             v_ptrs = tl.multiple_of(k_ptrs + num_kv_heads * block_size * head_dim, (1, 16))
             v = tl.load(v_ptrs, mask=mask, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
             m = m_new
 
-        is_last = True
-        if (begin > 0) | (stop < count):
-            # A piece of a pair. One that begins a pair is its program's last, any other its program's first.
-            piece = program * 2 + (begin == 0).to(tl.int32)
-            stats_ptr = pieces_ptr + tl.num_programs(0) * (2 * rows * padded_dim)
-            piece_ptrs = pieces_ptr + (piece * rows + row[:, None]) * padded_dim + column[None, :]
-            tl.store(piece_ptrs, acc, mask=is_row[:, None])
-            tl.store(stats_ptr + piece * (2 * rows) + row, m, mask=is_row)
-            tl.store(stats_ptr + piece * (2 * rows) + rows + row, l, mask=is_row)
-            pair_begin = request_begin + kv_head * count
-            first_program = pair_begin // stretch
-            last_program = (pair_begin + count - 1) // stretch
-            arrivals_of_pair = arrivals_ptr + request * num_kv_heads + kv_head
-            tl.debug_barrier()  # every thread's part of the piece is written before one of them says so
-            is_last = tl.atomic_add(arrivals_of_pair, 1, sem="acq_rel") == last_program - first_program
-            if is_last:
-                tl.store(arrivals_of_pair, 0)
-                m = tl.full([rows], -1.0e30, tl.float32)
-                l = tl.zeros([rows], tl.float32)
-                acc = tl.zeros([rows, padded_dim], tl.float32)
-                for other in tl.range(first_program, last_program + 1, loop_unroll_factor=4):
-                    piece = other * 2 + (other == first_program).to(tl.int32)
-                    piece_m = tl.load(stats_ptr + piece * (2 * rows) + row, mask=is_row, other=-1.0e30, cache_modifier=".cg")
-                    piece_l = tl.load(stats_ptr + piece * (2 * rows) + rows + row, mask=is_row, other=0.0, cache_modifier=".cg")
-                    piece_ptrs = pieces_ptr + (piece * rows + row[:, None]) * padded_dim + column[None, :]
-                    piece_acc = tl.load(piece_ptrs, mask=is_row[:, None], other=0.0, cache_modifier=".cg")
-                    m_new = tl.maximum(m, piece_m)
-                    alpha = tl.exp2(m - m_new)
-                    beta = tl.exp2(piece_m - m_new)
-                    l = l * alpha + piece_l * beta
-                    acc = acc * alpha[:, None] + piece_acc * beta[:, None]
-                    m = m_new
-        if is_last:
+        l = tl.sum(sums, 1)
+
+        if (begin == 0) & (stop == count):
             result = acc / tl.where(l > 0, l, 1.0)[:, None]
             token_offset = (query_begin + token).to(tl.int64) * (num_kv_heads * group * head_dim)
             out_ptrs = out_ptr + (token_offset + head * head_dim)[:, None] + column[None, :]
             out_ptrs = tl.multiple_of(out_ptrs, (1, 16))
             tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+        else:
+            # A piece of a pair. One that begins a pair is its program's last, any other its program's first.
+            piece = program * 2 + (begin == 0).to(tl.int32)
+            stats_ptr = pieces_ptr + tl.num_programs(0) * (2 * stored_rows * padded_dim)
+            piece_ptrs = pieces_ptr + (piece * stored_rows + row[:, None]) * padded_dim + column[None, :]
+            piece_ptrs = tl.multiple_of(piece_ptrs, (1, 16))
+            tl.store(piece_ptrs, acc, mask=is_row[:, None])
+            tl.store(stats_ptr + piece * (2 * stored_rows) + row, m, mask=is_row)
+            tl.store(stats_ptr + piece * (2 * stored_rows) + stored_rows + row, l, mask=is_row)
+            pair_begin = request_begin + kv_head * count
+            first_program = pair_begin // stretch
+            last_program = (pair_begin + count - 1) // stretch
+            arrivals_of_pair = arrivals_ptr + request * num_kv_heads + kv_head
+            tl.debug_barrier()  # every thread's part of the piece is written before one of them says so
+            if tl.atomic_add(arrivals_of_pair, 1, sem="acq_rel") == last_program - first_program:
+                tl.store(arrivals_of_pair, 0)
+                _merge(
+                    out_ptr,
+                    pieces_ptr,
+                    stats_ptr,
+                    first_program,
+                    last_program,
+                    query_begin,
+                    query_len,
+                    kv_head,
+                    num_kv_heads,
+                    group,
+                    head_dim,
+                    padded_dim,
+                    stored_rows,
+                    merge_tile,
+                )
 
         at += stop - begin
         if at == request_begin + count * num_kv_heads:

@@ -68,7 +68,7 @@ def _launch(
         residual,
         weight,
         eps,
-        num_rows * size,
+        num_rows,
         size,
         num_parts=num_parts,
         has_residual=has_residual,
@@ -79,7 +79,7 @@ def _launch(
     )
 
 
-@triton_kernel(unspecialized=("part_stride",))
+@triton_kernel(unspecialized=("num_rows",))
 def _rms_norm_kernel(
     output_ptr,
     total_ptr,
@@ -87,7 +87,7 @@ def _rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     eps,
-    part_stride,
+    num_rows,
     size,
     num_parts: tl.constexpr,
     has_residual: tl.constexpr,
@@ -100,12 +100,10 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)  # [tile], like all below
     wait_for_inputs(overlap)
     offset = tl.program_id(0).to(tl.int64) * size + column
-    if num_parts == 0:
-        value = tl.load(x_ptr + offset, mask=in_row, other=0.0)
-    else:
-        value = tl.load(x_ptr + offset, mask=in_row, other=0.0)
+    value = tl.load(x_ptr + offset, mask=in_row, other=0.0)
+    if num_parts > 0:
         for part in tl.static_range(1, num_parts):
-            value += tl.load(x_ptr + part * part_stride.to(tl.int64) + offset, mask=in_row, other=0.0)
+            value += tl.load(x_ptr + part * num_rows.to(tl.int64) * size + offset, mask=in_row, other=0.0)
         value = value.to(output_ptr.dtype.element_ty)
     if has_residual:
         residual = tl.load(residual_ptr + offset, mask=in_row, other=0.0)

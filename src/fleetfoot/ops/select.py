@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from fleetfoot.ops.native_ops import native_available, native_ops
 from fleetfoot.ops.opset import OpSet
 from fleetfoot.ops.torch_ops import torch_ops
+from fleetfoot.ops.triton_ops import triton_ops
 
 
 def select_ops(device_type: str, *, native: bool = True) -> OpSet:
@@ -15,4 +18,6 @@ def select_ops(device_type: str, *, native: bool = True) -> OpSet:
     """
     if device_type == "cpu" and native and native_available()[0]:
         return native_ops()
+    if device_type == "cuda" and find_spec("triton") is not None:
+        return triton_ops()
     return torch_ops()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleetfoot.ops.choose_tokens import choose_tokens_torch
+from fleetfoot.ops.gated_linear import gated
 from fleetfoot.ops.linear import prepare_linear_torch
 from fleetfoot.ops.opset import OpSet
 from fleetfoot.ops.rms_norm import add_rms_norm_torch, rms_norm_torch
@@ -18,5 +19,7 @@ def torch_ops() -> OpSet:
         silu_and_mul=silu_and_mul_torch,
         rope_and_cache=rope_and_cache_torch,
         prepare_linear=prepare_linear_torch,
+        prepare_gate_up=gated(prepare_linear_torch, silu_and_mul_torch),
+        prepare_residual_linear=prepare_linear_torch,
         choose_tokens=choose_tokens_torch,
     )

@@ -26,7 +26,7 @@ class TritonKernel:
 
     def __init__(self, function: Callable[..., Any], specialize: bool, unspecialized: tuple[str, ...] = ()) -> None:
         self._function = function
-        self._unspecialized = unspecialized if specialize else self._runtime_parameters()
+        self.unspecialized = unspecialized if specialize else self._runtime_parameters()
         self.__doc__ = function.__doc__
         self.__name__ = function.__name__
 
@@ -48,7 +48,7 @@ class TritonKernel:
         for name in self._function.__code__.co_names:
             if isinstance(scope.get(name), TritonKernel):
                 scope[name] = scope[name].jit
-        return triton.jit(self._function, do_not_specialize=list(self._unspecialized))
+        return triton.jit(self._function, do_not_specialize=list(self.unspecialized))
 
     def _runtime_parameters(self) -> tuple[str, ...]:
         parameters = inspect.signature(self._function).parameters.values()

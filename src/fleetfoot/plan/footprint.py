@@ -1,6 +1,7 @@
 """How many bytes each part of an engine takes on its device, from shapes alone. No torch.
 
-Weights, KV and the runner's state are exact. Activations, scratch and graphs are upper estimates.
+Weights, KV and the runner's state are exact. Activations, scratch, graphs and the driver are upper estimates: on an
+H100, an 8B Llama's engine with the torch operations reserved 2.6 GiB for its largest steps, where these say 2.9.
 """
 
 from __future__ import annotations
@@ -8,22 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.plan.backends import Backends
 from fleetfoot.plan.graphs import CaptureTable
 
 MIB = 1 << 20
-DRIVER_BYTES = 640 * MIB
+DRIVER_BYTES = 832 * MIB
 """What a GPU's driver, torch's context, cuBLAS workspaces and compiled kernels take before anything is allocated."""
 
 _INT32, _INT64, _FLOAT32 = 4, 8, 4
 _STATE_FIELDS = 13
 """int32 in a row of V2's RequestState that the host writes: eleven fields and a seed of two."""
 _NUM_SLOTS_OF_HEADER = 8
-_SCRATCH_ELEMENTS = 1 << 24
-"""Logits that sampling works on at once on a GPU (`fleetfoot.sampling.gumbel.rows_per_chunk`)."""
+_SCRATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits that sampling works on at once (`fleetfoot.sampling.gumbel.rows_per_chunk`)."""
 _SCRATCH_BYTES_PER_ELEMENT = 48
 """Of a chunk: sorted values, their indices, sums and masks, or the integers that noise is made of."""
-_SDPA_ELEMENTS = 1 << 22
-"""Gathered elements and mask entries of the torch attention backend, which works in pieces of this size."""
+_SDPA_GATHERED, _SDPA_MASK = 1 << 22, 1 << 21
+"""Most elements that the torch attention backend gathers of K for decodes, and of a piece of a prefill's mask."""
 _GRAPH_BYTES_PER_LAYER = 96 * 1024
 """Of one captured graph: a dozen kernels a layer, each with its node and its arguments."""
 
@@ -41,6 +43,7 @@ class EngineShape:
     max_num_seqs: int
     max_num_batched_tokens: int
     capture_table: CaptureTable
+    backends: Backends
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,9 @@ class Footprint:
 
     driver: int
     weights: int
+    rotary_table: int
     runner_state: int
-    """Rows, block tables, the inputs of a step, the staging buffer and the rotary table."""
+    """Rows, block tables, the inputs of a step and the staging buffer."""
     activations: int
     sampling_scratch: int
     graphs: int
@@ -60,6 +64,7 @@ class Footprint:
         return cls(
             driver=DRIVER_BYTES if shape.device == "cuda" else 0,
             weights=weight_bytes(shape),
+            rotary_table=shape.max_model_len * shape.model.head_dim * _FLOAT32,
             runner_state=runner_state_bytes(shape),
             activations=activation_bytes(shape),
             sampling_scratch=sampling_scratch_bytes(shape),
@@ -67,15 +72,13 @@ class Footprint:
         )
 
     @property
+    def taken_by_loading(self) -> int:
+        """What is taken once the weights are loaded, before there is a KV cache."""
+        return self.driver + self.weights + self.rotary_table
+
+    @property
     def total(self) -> int:
-        return (
-            self.driver
-            + self.weights
-            + self.runner_state
-            + self.activations
-            + self.sampling_scratch
-            + self.graphs
-        )
+        return self.taken_by_loading + self.runner_state + self.activations + self.sampling_scratch + self.graphs
 
 
 def kv_block_bytes(shape: EngineShape) -> int:
@@ -97,34 +100,35 @@ def weight_bytes(shape: EngineShape) -> int:
 
 
 def runner_state_bytes(shape: EngineShape) -> int:
-    rotary = shape.max_model_len * shape.model.head_dim * _FLOAT32
     reqs, tokens = shape.max_num_seqs, shape.max_num_batched_tokens
     table = reqs * -(-shape.max_model_len // shape.block_size) * _INT32
     # input ids, positions and slots of each token; a row number too
-    inputs = tokens * (3 * _INT64 + _INT32) + (reqs + 1) * 3 * _INT32
+    inputs = tokens * (3 * _INT64 + _INT32) + reqs * 3 * _INT32
     if shape.runner == "v1":
-        return rotary + table + inputs
+        return table + inputs
     rows = reqs * _STATE_FIELDS * _INT32 + reqs * _INT32  # and the last sampled token
     max_writes = tokens + shape.max_model_len + reqs * (_STATE_FIELDS + 2)
     staging = (_NUM_SLOTS_OF_HEADER + 2 * reqs + 1 + 2 * max_writes) * _INT32
-    return rotary + 2 * table + inputs + rows + staging
+    return 2 * table + inputs + rows + staging
 
 
 def activation_bytes(shape: EngineShape) -> int:
     """An upper estimate of a step's forward pass: the residual stream beside the widest part of a layer."""
-    model, tokens = shape.model, shape.max_num_batched_tokens
+    model, size = shape.model, DTYPE_BYTES[shape.dtype]
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = 3 * query + 2 * kv + model.hidden_size
-    mlp = 3 * model.intermediate_size + model.hidden_size
-    stream = 3 * model.hidden_size  # the sum, a layer's input and its output
-    step = tokens * (stream + max(attention, mlp)) * DTYPE_BYTES[shape.dtype]
-    return step + _attention_scratch_bytes(shape)
+    stream = 4 * model.hidden_size * size
+    attention = (3 * query + 2 * kv) * size
+    # the torch twin of silu_and_mul computes in float32, a tensor for each of its three steps
+    product = 3 * _FLOAT32 if shape.backends.ops == "torch" else size
+    mlp = model.intermediate_size * (2 * size + product)
+    tokens = shape.max_num_batched_tokens
+    return tokens * stream + max(tokens * mlp, tokens * attention + _attention_scratch_bytes(shape))
 
 
 def sampling_scratch_bytes(shape: EngineShape) -> int:
     """Logits as the model gives them and in float32, and the temporaries of the rows that are worked on at once."""
     logits = shape.max_num_seqs * shape.model.vocab_size
-    at_once = min(logits, max(_SCRATCH_ELEMENTS, shape.model.vocab_size))
+    at_once = min(logits, max(_SCRATCH_ELEMENTS[shape.device], shape.model.vocab_size))
     return logits * (DTYPE_BYTES[shape.dtype] + _FLOAT32) + at_once * _SCRATCH_BYTES_PER_ELEMENT
 
 
@@ -140,6 +144,11 @@ def graph_bytes(shape: EngineShape) -> int:
 
 
 def _attention_scratch_bytes(shape: EngineShape) -> int:
-    """Of the torch backend: K and V of one sequence gathered out of their blocks, and pieces of bounded size."""
-    kv = 2 * shape.model.num_kv_heads * shape.model.head_dim * shape.max_model_len
-    return (kv + 4 * _SDPA_ELEMENTS) * DTYPE_BYTES[shape.dtype]
+    """Of the torch backend: K and V of one sequence, gathered and repeated for each query head, and the scores of a
+    piece of a prefill in float32 and as probabilities."""
+    if shape.backends.attention != "sdpa":
+        return 0
+    model, size = shape.model, DTYPE_BYTES[shape.dtype]
+    gathered = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * shape.max_model_len * size
+    scores = _SDPA_MASK * model.num_heads * (_FLOAT32 + size)
+    return max(gathered + scores, 4 * _SDPA_GATHERED * size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
@@ -25,18 +25,29 @@ class Machine:
     has_native: bool = False
     """Whether Fleetfoot's own CPU kernels were built."""
 
+    def memory_bytes(self, device: str) -> int:
+        """What a device (``cpu`` or ``cuda``) has."""
+        return self.cpu_memory_bytes if device == "cpu" else self.gpu_memory_bytes
+
+    @classmethod
+    def without_gpu(cls) -> Machine:
+        """This machine as if it had no GPU."""
+        return cls(_available_memory(), has_native=_has_native())
+
     @classmethod
     def detect(cls) -> Machine:
-        """This machine. Imports torch where there may be a GPU, for torch alone knows which it can use."""
-        memory, native = _available_memory(), _has_native()
-        if not may_have_gpu():
-            return cls(memory, has_native=native)
+        """This machine. Torch alone knows which GPU it can use; it is imported only where there may be one."""
+        here = cls.without_gpu()
+        if "torch" not in sys.modules and not may_have_gpu():
+            return here
         import torch
 
         if not torch.cuda.is_available():
-            return cls(memory, has_native=native)
+            return here
         properties = torch.cuda.get_device_properties(0)
-        return cls(memory, properties.name, properties.total_memory, has_triton(), native)
+        return replace(
+            here, gpu_name=properties.name, gpu_memory_bytes=properties.total_memory, has_triton=has_triton()
+        )
 
 
 def may_have_gpu() -> bool:

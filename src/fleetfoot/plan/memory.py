@@ -1,66 +1,142 @@
-"""How many KV blocks fit."""
+"""The memory plan: how a device's memory is shared out, and how many KV blocks fit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleetfoot.config.model import DTYPE_BYTES
-from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.plan.footprint import EngineShape, Footprint, kv_block_bytes, state_block_bytes
 
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4
-"""Most of a CPU's free memory that the KV cache may come to take."""
+"""Most of a CPU's memory beside the weights that the KV cache may come to take."""
 CPU_KV_LIMIT = 4 * GIB
 """And never more than this, unless kv_cache_memory_bytes says so."""
 
 
 @dataclass(frozen=True, slots=True)
-class KVBudget:
+class MemoryPlan:
+    """What each part of the engine takes. Sizes in bytes."""
+
+    total: int
+    """The device's memory; on a CPU, what programs can still take."""
+    budget: int
+    """What the engine may use of it: gpu_memory_utilization's share; all on a CPU, or where the KV's size is given."""
+    footprint: Footprint
     num_blocks: int
-    num_bytes: int
-    reason: str
+    block_size: int
+    """Tokens in a block."""
+    bytes_per_block: int
+    """KV of one block over all layers."""
+    state_bytes_per_block: int
+    kv_reason: str
+    """What decided on ``num_blocks``."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_cache(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def runner_state(self) -> int:
+        return self.footprint.runner_state + self.num_blocks * self.state_bytes_per_block
+
+    @property
+    def left(self) -> int:
+        """What the budget leaves."""
+        return self.budget - sum(self.parts().values())
+
+    def parts(self) -> dict[str, int]:
+        """Every part by its name; with what is left they add up to the budget."""
+        footprint = self.footprint
+        return {
+            "weights": footprint.weights,
+            "kv_cache": self.kv_cache,
+            "graphs": footprint.graphs,
+            "activations": footprint.activations,
+            "runner_state": self.runner_state,
+            "rotary_table": footprint.rotary_table,
+            "sampling_scratch": footprint.sampling_scratch,
+            "driver": footprint.driver,
+        }
+
+    def fitting_blocks(self, taken: int) -> int:
+        """How many blocks fit if ``taken`` bytes are in use once the weights are loaded."""
+        still_to_come = self.footprint.total - self.footprint.taken_by_loading
+        return (self.budget - taken - still_to_come) // (self.bytes_per_block + self.state_bytes_per_block)
+
+    def concurrency(self, num_tokens: int, max_num_seqs: int) -> int:
+        """How many requests of this length run at the same time without preemption."""
+        return min(max_num_seqs, self.num_blocks // -(-num_tokens // self.block_size))
 
 
-def bytes_per_block(plan: EnginePlan) -> int:
-    """Bytes of one KV block over all layers."""
-    return plan.model.kv_bytes_per_token(plan.dtype) * plan.config.block_size
+def share_out(config: EngineConfig, shape: EngineShape, total: int) -> tuple[MemoryPlan, str]:
+    """Share out ``total`` bytes of a device.
 
-
-def kv_budget(plan: EnginePlan, free_bytes: int) -> KVBudget:
-    """How many blocks the KV cache gets.
-
-    Args:
-        free_bytes: what weights and activations leave, within the share that the engine may use.
-
-    Raises:
-        ValueError: not even one block fits; the message has the bytes and the settings that would help.
+    Returns:
+        The plan, and why it does not work; empty if it does.
     """
-    config, block_bytes = plan.config, bytes_per_block(plan)
-    if config.num_gpu_blocks_override is not None:
-        blocks = config.num_gpu_blocks_override
-        return KVBudget(blocks, blocks * block_bytes, "num_gpu_blocks_override")
-    # more than every request at its longest can never be used
-    useful = -(-plan.max_model_len // config.block_size) * config.max_num_seqs
-    if config.kv_cache_memory_bytes is not None:
-        free_bytes, reason = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
-    elif plan.device == "cpu":
-        free_bytes, reason = min(int(free_bytes * CPU_KV_SHARE), CPU_KV_LIMIT), "a share of the free memory"
-    else:
-        reason = "what gpu_memory_utilization leaves"
-    blocks = min(free_bytes // block_bytes, useful)
-    if blocks < 1:
-        raise ValueError(
-            f"no KV block fits: one takes {block_bytes:,} bytes and {max(0, free_bytes):,} are left ({reason}); "
-            f"set kv_cache_memory_bytes to at least {block_bytes * 64:,}, or raise gpu_memory_utilization "
-            f"(now {config.gpu_memory_utilization})"
+    footprint = Footprint.of(shape)
+    block, state = kv_block_bytes(shape), state_block_bytes(shape)
+    # who says how large the KV cache is may use all there is
+    is_share = shape.device == "cuda" and not is_kv_given(config)
+    budget = int(total * config.gpu_memory_utilization) if is_share else total
+    room = budget - footprint.total
+    blocks, reason = _num_blocks(config, shape, total, room)
+    plan = MemoryPlan(total, budget, footprint, blocks, shape.block_size, block, state, reason)
+    return plan, _problem(config, shape, plan)
+
+
+def _problem(config: EngineConfig, shape: EngineShape, plan: MemoryPlan) -> str:
+    """Why the plan does not work; empty if it does."""
+    blocks, block, footprint = plan.num_blocks, plan.bytes_per_block, plan.footprint
+    is_given = is_kv_given(config)
+    if footprint.total > plan.budget or (blocks < 1 and not is_given):
+        return (
+            f"the model does not fit: {plan.budget:,} bytes can be used, its weights take {footprint.weights:,} and "
+            f"what runs it {footprint.total - footprint.weights:,}, which leaves no room for KV (a block takes "
+            f"{block:,})"
         )
-    return KVBudget(blocks, blocks * block_bytes, reason)
+    if blocks < 1:
+        given = config.kv_cache_memory_bytes
+        return f"no KV block fits: one takes {block:,} bytes and {given:,} are left ({plan.kv_reason})"
+    if plan.left < 0:
+        return (
+            f"a KV cache of {blocks:,} blocks ({plan.kv_cache:,} bytes, from {plan.kv_reason}) does not fit: with all "
+            f"else it would take {plan.budget - plan.left:,} bytes, and there are {plan.budget:,}"
+        )
+    if plan.num_tokens < shape.max_model_len and not is_given:
+        wanted = "max_model_len is" if config.max_model_len is not None else "a request needs at least"
+        return (
+            f"{wanted} {shape.max_model_len:,}, but the KV cache has room for {plan.num_tokens:,} tokens "
+            f"({plan.kv_cache:,} bytes, {plan.kv_reason})"
+        )
+    return ""
 
 
-def activation_bytes(plan: EnginePlan) -> int:
-    """An upper estimate of what a step takes beside weights and KV: the widest layer's activations, and logits."""
-    model = plan.model
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    per_token = 4 * model.hidden_size + 2 * heads + 3 * model.intermediate_size
-    logits = 4 * plan.config.max_num_seqs * model.vocab_size * 4  # float32, and what sampling keeps beside them
-    return plan.max_num_batched_tokens * per_token * DTYPE_BYTES[plan.dtype] * 2 + logits
+def is_kv_given(config: EngineConfig) -> bool:
+    """Whether the settings say how large the KV cache is."""
+    return config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None
+
+
+def _num_blocks(config: EngineConfig, shape: EngineShape, total: int, room: int) -> tuple[int, str]:
+    """Blocks of the KV cache, and what decided on them."""
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override, "num_gpu_blocks_override"
+    # more than every request at its longest can never be used
+    useful = -(-shape.max_model_len // shape.block_size) * shape.max_num_seqs
+    block = kv_block_bytes(shape)
+    if config.kv_cache_memory_bytes is not None:
+        return min(config.kv_cache_memory_bytes // block, useful), "kv_cache_memory_bytes"
+    if shape.device == "cpu":
+        share = min(int((total - Footprint.of(shape).weights) * CPU_KV_SHARE), CPU_KV_LIMIT)
+        blocks, reason = min(share // block, room // (block + state_block_bytes(shape))), "a share of the free memory"
+    else:
+        blocks, reason = room // (block + state_block_bytes(shape)), "what gpu_memory_utilization leaves"
+    if blocks >= useful:
+        return useful, "as much as max_num_seqs requests of max_model_len can use"
+    return max(0, blocks), reason

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
 from fleetfoot.kv_transfer.layouts import OFFLOADING_CONNECTOR, V2_LAYOUT, connector_layouts
 from fleetfoot.plan.features import Unsupported, unsupported_features, wanted_features
 from fleetfoot.plan.traits import ModelTraits
@@ -117,10 +118,12 @@ def decide(situation: Situation) -> Decision:
     if refusal is not None:
         return decision("v1", f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {refusal.rstrip('.')}")
     if situation.model.architecture not in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES:
+        is_loadable = situation.model.architecture in SUPPORTED_ARCHITECTURES
         return decision(
             "v1",
             f"{situation.model.architecture} is not one of the architectures that Model Runner V2 is the default of "
-            f"({', '.join(DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)}); use_v2_model_runner=True would choose it",
+            f"({', '.join(DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)})"
+            f"{'; use_v2_model_runner=True would choose it' * is_loadable}",
         )
     if situation.config.task != "generate":
         return decision("v1", f"the task is {situation.config.task}, and Model Runner V2 is for generate alone")

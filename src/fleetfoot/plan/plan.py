@@ -7,7 +7,12 @@ from pathlib import Path
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.plan.backends import Backends
+from fleetfoot.plan.features import Unsupported
 from fleetfoot.plan.graphs import CaptureTable
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.memory import MemoryPlan
+from fleetfoot.plan.oracle import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +20,7 @@ class EnginePlan:
     """Immutable; everything that depends on a choice reads it here."""
 
     config: EngineConfig
+    machine: Machine
     model: ModelConfig
     model_path: Path
     tokenizer_path: Path | None
@@ -22,13 +28,53 @@ class EnginePlan:
     device: str
     """``cpu`` or ``cuda``."""
     dtype: str
-    runner: str
-    """``v1`` or ``v2``."""
-    reasons: tuple[str, ...]
-    """Why that runner, in sentences."""
+    decision: Decision
+    """Which model runner, and why."""
+    backends: Backends
+    """Attention and operations of the model's layers."""
+    kv_layout: str
+    """Name of the KV cache's layout (`fleetfoot.kv_transfer.layouts`)."""
     max_model_len: int
+    """What was asked for; else the model's own limit, or as much of it as there is room for."""
     max_num_batched_tokens: int
     async_scheduling: bool
     """Whether step N+1 is scheduled before the tokens of step N are known."""
     capture_table: CaptureTable
     """The batch shapes that are captured as graphs."""
+    memory: MemoryPlan
+
+    @property
+    def runner(self) -> str:
+        """``v1`` or ``v2``."""
+        return self.decision.runner
+
+    @property
+    def use_v2_model_runner(self) -> bool:
+        return self.decision.runner == "v2"
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the runner is the user's choice."""
+        return self.decision.explicit
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why that runner, in sentences."""
+        return self.decision.reasons
+
+    @property
+    def unsupported(self) -> tuple[Unsupported, ...]:
+        """What is on and Model Runner V2 lacks."""
+        return self.decision.unsupported
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should hear about when an engine starts."""
+        limit = self.model.max_position_embeddings
+        if self.config.max_model_len is not None or self.max_model_len >= limit:
+            return self.decision.warnings
+        shorter = (
+            f"There is no room for KV of the model's {limit:,} positions: requests are limited to "
+            f"{self.max_model_len:,} tokens."
+        )
+        return (*self.decision.warnings, shorter)

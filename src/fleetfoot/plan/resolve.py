@@ -2,62 +2,140 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
-from fleetfoot.config.model import ModelConfig, load_model_config
+from fleetfoot.config.model import ModelConfig, load_model_config, read_config_json
+from fleetfoot.kv_transfer.layouts import V2_LAYOUT
+from fleetfoot.plan.backends import choose_backends
+from fleetfoot.plan.fit import Device, fit_engine
+from fleetfoot.plan.footprint import EngineShape
 from fleetfoot.plan.graphs import CaptureTable
 from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.memory import MemoryPlan
+from fleetfoot.plan.oracle import Decision, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.traits import ModelTraits
 from fleetfoot.weights.hub import resolve_model
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
-def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
+def resolve_plan(
+    config: EngineConfig,
+    machine: Machine,
+    *,
+    environ: Mapping[str, str] | None = None,
+    config_only: bool = False,
+) -> EnginePlan:
     """Decide everything that can be decided before any memory is taken.
+
+    Args:
+        environ: environment variables; None: the process's own.
+        config_only: nothing will be loaded, so no more than ``config.json`` is downloaded, and no tokenizer.
 
     Raises:
         ValueError: settings that do not go together, with the model or with the machine.
+        FileNotFoundError: there is no such model.
     """
-    model_path = find_model(config.model, config.revision)
+    model_path = find_model(config.model, config.revision, config_only=config_only)
     model = load_model_config(model_path)
-    device = _device(config, machine)
-    dtype = _dtype(config, model, device)
-    max_model_len = _max_model_len(config, model)
-    budget = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device], config.max_num_seqs)
-    if not config.enable_chunked_prefill and budget < max_model_len:
-        if config.max_num_batched_tokens is not None:
-            raise ValueError(
-                f"max_num_batched_tokens is {budget}, but without chunked prefill a step must hold a whole prompt of "
-                f"max_model_len {max_model_len}; raise it, lower max_model_len, or set enable_chunked_prefill=True"
-            )
-        budget = max_model_len
-    runner = "v2" if config.runner == "v2" else "v1"
-    reason = "you asked for it" if config.runner == "v1" else "it is the runner that this version has"
+    device = choose_device(config, machine)
+    traits = ModelTraits.of(read_config_json(model_path), model)
+    decision = resolve_runner(config, traits, machine, environ)
+    shape, memory = _fit(config, model, machine, device, decision.runner)
     return EnginePlan(
         config=config,
+        machine=machine,
         model=model,
         model_path=model_path,
-        tokenizer_path=_tokenizer_path(config, model_path),
+        tokenizer_path=None if config_only else _tokenizer_path(config, model_path),
         device=device,
-        dtype=dtype,
-        runner=runner,
-        reasons=(f"Model Runner V1 runs: {reason}.",),
-        max_model_len=max_model_len,
-        max_num_batched_tokens=budget,
-        async_scheduling=_async_scheduling(config, runner, device),
-        capture_table=CaptureTable.of(
+        dtype=shape.dtype,
+        decision=decision,
+        backends=shape.backends,
+        kv_layout=V2_LAYOUT,  # V1 keeps its KV in the same one
+        max_model_len=shape.max_model_len,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        async_scheduling=_async_scheduling(config, decision.runner, device),
+        capture_table=shape.capture_table,
+        memory=memory,
+    )
+
+
+def resolve_runner(
+    config: EngineConfig, model: ModelTraits, machine: Machine, environ: Mapping[str, str] | None = None
+) -> Decision:
+    """The runner alone, also for models that no runner can load.
+
+    Raises:
+        ValueError: the environment variable holds neither 0 nor 1, or there is no such device.
+    """
+    choice = explicit_choice(config, environ)
+    return decide(Situation(config, model, choose_device(config, machine), machine.has_triton, choice))
+
+
+def find_model(name: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+    """The folder of a model: the embedded one by its name, a local path, or a hub id."""
+    if name == EMBEDDED_MODEL and not Path(name).exists():
+        return embedded_model_path()
+    return resolve_model(name, revision, config_only=config_only)
+
+
+def choose_device(config: EngineConfig, machine: Machine) -> str:
+    """``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: a GPU was asked for and there is none.
+    """
+    if config.device == "auto":
+        return "cuda" if machine.gpu_memory_bytes else "cpu"
+    if config.device == "cuda" and not machine.gpu_memory_bytes:
+        raise ValueError("device is 'cuda', but torch finds no GPU here; use device='cpu' or 'auto'")
+    return config.device
+
+
+def _fit(
+    config: EngineConfig, model: ModelConfig, machine: Machine, device: str, runner: str
+) -> tuple[EngineShape, MemoryPlan]:
+    dtype, backends = _dtype(config, model, device), choose_backends(device, machine)
+
+    def make_shape(config: EngineConfig, max_model_len: int) -> EngineShape:
+        budget = _max_num_batched_tokens(config, device, max_model_len)
+        return EngineShape(
+            model=model,
+            dtype=dtype,
             device=device,
-            enforce_eager=config.enforce_eager or runner == "v1",
+            runner=runner,
+            block_size=config.block_size,
+            max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
-        ),
-    )
+            capture_table=CaptureTable.of(
+                device=device,
+                enforce_eager=config.enforce_eager or runner == "v1",
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=budget,
+            ),
+            backends=backends,
+        )
+
+    make_shape(config, _max_model_len(config, model))  # settings that do not go together are refused first
+    return fit_engine(config, Device(machine.memory_bytes(device), make_shape, model.max_position_embeddings))
+
+
+def _max_num_batched_tokens(config: EngineConfig, device: str, max_model_len: int) -> int:
+    budget = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device], config.max_num_seqs)
+    if config.enable_chunked_prefill or budget >= max_model_len:
+        return budget
+    if config.max_num_batched_tokens is not None:
+        raise ValueError(
+            f"max_num_batched_tokens is {budget}, but without chunked prefill a step must hold a whole prompt of "
+            f"max_model_len {max_model_len}; raise it, lower max_model_len, or set enable_chunked_prefill=True"
+        )
+    return max_model_len
 
 
 def _async_scheduling(config: EngineConfig, runner: str, device: str) -> bool:
@@ -66,27 +144,12 @@ def _async_scheduling(config: EngineConfig, runner: str, device: str) -> bool:
     return runner == "v2" and device != "cpu"  # a CPU that computes cannot schedule at the same time
 
 
-def find_model(name: str, revision: str | None = None) -> Path:
-    """The folder of a model: the embedded one by its name, a local path, or a hub id."""
-    if name == EMBEDDED_MODEL and not Path(name).exists():
-        return embedded_model_path()
-    return resolve_model(name, revision)
-
-
 def _tokenizer_path(config: EngineConfig, model_path: Path) -> Path | None:
     if config.skip_tokenizer_init:
         if config.tokenizer is not None:
             raise ValueError(f"tokenizer is {config.tokenizer!r}, but skip_tokenizer_init is set; leave one out")
         return None
     return model_path if config.tokenizer is None else find_model(config.tokenizer)
-
-
-def _device(config: EngineConfig, machine: Machine) -> str:
-    if config.device == "auto":
-        return "cuda" if machine.gpu_memory_bytes else "cpu"
-    if config.device == "cuda" and not machine.gpu_memory_bytes:
-        raise ValueError("device is 'cuda', but torch finds no GPU here; use device='cpu' or 'auto'")
-    return config.device
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:

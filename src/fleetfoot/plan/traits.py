@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
 
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Each of these is a size that only models with state-space, linear attention or mixed layers have.
@@ -46,6 +47,12 @@ class ModelTraits:
             is_hybrid=_is_hybrid(fields),
             has_windows=model is not None and any(window is not None for window in model.layer_windows),
         )
+
+    @property
+    def is_of_another_kind(self) -> bool:
+        """Whether no runner could load it whatever its other fields say."""
+        special = self.quantization is not None or self.has_experts or self.is_hybrid
+        return special or self.architecture not in SUPPORTED_ARCHITECTURES
 
 
 def _architecture(content: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_CONFIGS = ["config.json", "generation_config.json"]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights once more, in their publishers' own layouts
 
 
@@ -16,7 +17,7 @@ class ModelNotFoundError(FileNotFoundError):
     """A model is neither a local folder nor to be had from the hub; the message says what was tried."""
 
 
-def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
+def resolve_model(path_or_id: str | Path, revision: str | None = None, *, config_only: bool = False) -> Path:
     """The folder of a model, downloaded from the Hugging Face hub if it is not a local one.
 
     A name that can only be a path (it is absolute, starts with ``.`` or ``~``, or stands in an existing folder) is
@@ -24,6 +25,7 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
 
     Args:
         revision: a branch, tag or commit on the hub; without effect, but for a warning, on a local folder.
+        config_only: download no more than says what the model is.
 
     Raises:
         ModelNotFoundError: says what was tried and why it failed.
@@ -45,7 +47,7 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
             f"model {name!r}: no such folder in {path.parent.absolute()} (which exists, so that this is not taken for "
             "a hub id; for the hub's model, start from a folder without it)"
         )
-    return _download(name, revision)
+    return _download(name, revision, _CONFIGS if config_only else _ALLOWED)
 
 
 def _is_written_as_path(name: str) -> bool:
@@ -53,11 +55,11 @@ def _is_written_as_path(name: str) -> bool:
     return name.startswith((".", "~", "/")) or name.count("/") > 1
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED)
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
     except Exception as error:  # which types a failed request raises has changed with the hub's releases
         at = "" if revision is None else f" at revision {revision!r}"
         raise ModelNotFoundError(

@@ -12,7 +12,7 @@ CAPABILITIES: Mapping[Feature, Support] = {
     Feature.HYBRID_LAYERS: Support("Every layer must be attention over the paged KV cache."),
     Feature.SLIDING_WINDOW: YES,
     Feature.POOLING: Support("Each step ends in logits and tokens; hidden states are not handed out."),
-    Feature.GRAPHS: Support("Its table of shapes is dispatched to, but nothing is replayed: each step runs eagerly."),
+    Feature.GRAPHS: YES,
     Feature.TORCH_COMPILE: Support("Its operations are chosen by hand, and no model is passed through torch.compile."),
     Feature.ASYNC_SCHEDULING: YES,
     Feature.TENSOR_PARALLELISM: Support("The weights of a layer lie on one device."),

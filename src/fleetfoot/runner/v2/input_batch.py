@@ -106,9 +106,7 @@ class InputBuffers:
             max_query_len=shape.max_query_len,
             max_seq_len=self._max_model_len,  # a bound: the lengths themselves are on the device
         )
-        return InputBatch(
-            shape, rows, staging.idx_mapping[reqs], query_start_loc, self._input_ids[tokens], metadata
-        )
+        return InputBatch(shape, rows, staging.idx_mapping[reqs], query_start_loc, self._input_ids[tokens], metadata)
 
     def fill(self, batch: InputBatch) -> None:
         """Queue the scatter of the host's writes and the gathering of the step's inputs."""

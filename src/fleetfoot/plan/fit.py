@@ -1,0 +1,204 @@
+"""Whether an engine fits in its device's memory, how long requests can be there, and with which settings it would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.plan.footprint import EngineShape, Footprint, kv_block_bytes, state_block_bytes
+from fleetfoot.plan.memory import CPU_KV_LIMIT, CPU_KV_SHARE, GIB, MemoryPlan, is_kv_given, share_out
+
+LEAST_CONTEXT = 256
+"""Tokens of a request for which there must be room where nobody says how long requests are."""
+_MOST_UTILIZATION = 0.98
+"""The largest gpu_memory_utilization that is ever advised."""
+_LEAST_TOKENS = 256
+"""The smallest max_num_batched_tokens that is ever advised."""
+
+ShapeMaker = Callable[[EngineConfig, int], EngineShape]
+"""The shape of an engine with these settings and a max_model_len."""
+
+
+class MemoryPlanError(ValueError):
+    """The model does not fit; the message has the bytes, and the settings with which it would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What everything must fit in."""
+
+    total: int
+    """Bytes."""
+    make_shape: ShapeMaker
+    max_positions: int
+    """The longest max_model_len that the model allows."""
+
+
+def fit_engine(config: EngineConfig, device: Device) -> tuple[EngineShape, MemoryPlan]:
+    """The engine's shape and its memory plan.
+
+    A ``max_model_len`` that was asked for must fit. Where nobody asked, it is the model's own limit, or as much of it
+    as fits.
+
+    Raises:
+        MemoryPlanError: it does not fit.
+    """
+    shape, plan, problem = _try(config, device)
+    if problem:
+        remedies = "".join(f"\n  - {remedy}" for remedy in _remedies(config, device))
+        raise MemoryPlanError(problem + ("; what would work:" + remedies if remedies else ""))
+    return shape, plan
+
+
+def _try(config: EngineConfig, device: Device) -> tuple[EngineShape, MemoryPlan, str]:
+    """Shape, plan, and why they do not work; empty if they do."""
+    length = config.max_model_len or _longest(config, device) or _least_context(device)
+    shape = device.make_shape(config, length)
+    return shape, *share_out(config, shape, device.total)
+
+
+def _least_context(device: Device) -> int:
+    return min(LEAST_CONTEXT, device.max_positions)
+
+
+def _longest(config: EngineConfig, device: Device) -> int | None:
+    """The longest max_model_len that the KV cache has room for; None: none that is worth while has."""
+
+    def fits(length: int) -> bool:
+        return not share_out(config, device.make_shape(config, length), device.total)[1]
+
+    most, size = device.max_positions, config.block_size
+    if is_kv_given(config):
+        given = share_out(config, device.make_shape(config, most), device.total)[0].num_tokens
+        return min(most, given) or None
+    if fits(most):
+        return most
+    # lengths in blocks: the first fits, the last does not
+    low, high = -(-_least_context(device) // size), -(-most // size)
+    if not fits(min(low * size, most)):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * size) else (low, middle)
+    return min(low * size, most)
+
+
+# --- what would help -------------------------------------------------------------------------------------------------
+
+
+def _remedies(config: EngineConfig, device: Device) -> Iterator[str]:
+    """Settings, each of which would make it fit by itself (or, where none does, all together), and the memory with
+    which it fits as it is."""
+    shape = _try(config, device)[0]
+    changes: list[tuple[str, Iterable[Any]]] = [
+        ("num_gpu_blocks_override", _fewer_blocks(config, shape, device.total)),
+        ("kv_cache_memory_bytes", _other_kv_sizes(config, shape, device.total)),
+        ("gpu_memory_utilization", _higher_utilizations(config) if shape.device == "cuda" else ()),
+        ("max_model_len", _shorter(config, device)),
+        ("max_num_batched_tokens", _halves(shape.max_num_batched_tokens, _least_tokens(config, device, _LEAST_TOKENS))),
+        ("max_num_seqs", _halves(shape.max_num_seqs, 1)),
+        ("enforce_eager", (True,) if shape.capture_table.keys else ()),
+    ]
+    found = False
+    for name, values in changes:
+        for value in values:
+            if not _try(replace(config, **{name: value}), device)[2]:
+                found = True
+                yield _setting(name, value)
+                break
+        if found and is_kv_given(config):
+            break  # the KV cache was made too large or too small, and nothing else is amiss
+    if not found:
+        yield from _together(config, shape, device)
+    needed = _needed(config, shape)
+    if needed is not None:
+        yield f"{needed / GIB:.2f} GiB of {'' if shape.device == 'cpu' else 'GPU '}memory, or more"
+
+
+def _together(config: EngineConfig, shape: EngineShape, device: Device) -> Iterator[str]:
+    """Settings that take little, one after the other until it fits; nothing if it never does."""
+    chosen: list[str] = []
+    little: list[tuple[str, list[Any]]] = [
+        ("max_num_seqs", list(_halves(shape.max_num_seqs, 16))),
+        ("max_num_batched_tokens", list(_halves(shape.max_num_batched_tokens, _least_tokens(config, device, 2048)))),
+        ("gpu_memory_utilization", _higher_utilizations(config) if shape.device == "cuda" else []),
+    ]
+    for name, values in little:
+        if values:
+            config = replace(config, **{name: values[-1]})
+            chosen.append(_setting(name, values[-1]))
+        if not _try(config, device)[2]:
+            yield " and ".join(chosen)
+            return
+        for length in _shorter(config, device):
+            yield " and ".join([*chosen, _setting("max_model_len", length)])
+            return
+
+
+def _setting(name: str, value: Any) -> str:
+    return f"{name}={value} (--{name.replace('_', '-')}{'' if value is True else f' {value}'})"
+
+
+def _shorter(config: EngineConfig, device: Device) -> list[int]:
+    """The longest that fits, if a longer one was asked for."""
+    if config.max_model_len is None or is_kv_given(config):
+        return []
+    longest = _longest(config, device)
+    return [] if longest is None or longest >= config.max_model_len else [longest]
+
+
+def _higher_utilizations(config: EngineConfig) -> list[float]:
+    first = int(config.gpu_memory_utilization * 100) + 1
+    return [percent / 100 for percent in range(first, int(_MOST_UTILIZATION * 100) + 1)]
+
+
+def _fewer_blocks(config: EngineConfig, shape: EngineShape, total: int) -> list[int]:
+    """The most that fit, if it is they who are too many."""
+    if config.num_gpu_blocks_override is None:
+        return []
+    fitting = (total - Footprint.of(shape).total) // (kv_block_bytes(shape) + state_block_bytes(shape))
+    return [fitting] if fitting >= 1 else []
+
+
+def _other_kv_sizes(config: EngineConfig, shape: EngineShape, total: int) -> list[int]:
+    """Room for the longest request where it was too small, and for what fits where it was too large."""
+    if config.num_gpu_blocks_override is not None:
+        return []
+    if config.kv_cache_memory_bytes is None and (shape.device == "cuda" or config.max_model_len is None):
+        return []
+    block, state = kv_block_bytes(shape), state_block_bytes(shape)
+    fitting = max(0, total - Footprint.of(shape).total) // (block + state)
+    longest = -(-shape.max_model_len // shape.block_size)
+    is_too_small = config.kv_cache_memory_bytes is None or config.kv_cache_memory_bytes < block
+    return [min(longest if is_too_small else fitting, fitting) * block] if fitting >= 1 else []
+
+
+def _halves(value: int, least: int) -> Iterator[int]:
+    while (value := value // 2) >= least:
+        yield value
+
+
+def _least_tokens(config: EngineConfig, device: Device, least: int) -> int:
+    """The fewest tokens that a step must hold."""
+    whole = 0 if config.enable_chunked_prefill else config.max_model_len or device.max_positions
+    return max(least, config.max_num_seqs, whole)
+
+
+def _needed(config: EngineConfig, shape: EngineShape) -> int | None:
+    """The least memory with which it fits as it is; None: no memory is enough."""
+    footprint, block, state = Footprint.of(shape), kv_block_bytes(shape), state_block_bytes(shape)
+    if config.num_gpu_blocks_override is not None:
+        return footprint.total + config.num_gpu_blocks_override * (block + state)
+    if config.kv_cache_memory_bytes is not None:
+        given = config.kv_cache_memory_bytes // block
+        return footprint.total + given * (block + state) if given else None
+    blocks = -(-shape.max_model_len // shape.block_size)
+    needed = footprint.total + blocks * (block + state)
+    if shape.device == "cpu":
+        if blocks * block > CPU_KV_LIMIT:
+            return None
+        return max(needed, footprint.weights + math.ceil(blocks * block / CPU_KV_SHARE))
+    return math.ceil(needed / config.gpu_memory_utilization)

@@ -1,0 +1,103 @@
+"""A plan as plain data, for `fleetfoot plan --json` and its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetfoot.kv_transfer.layouts import LAYOUT_DIMENSIONS
+from fleetfoot.plan.oracle import Decision
+from fleetfoot.plan.plan import EnginePlan
+
+
+def plan_report(plan: EnginePlan) -> dict[str, Any]:
+    """Everything that was decided. Sizes in bytes, lengths in tokens. `fleetfoot plan --help` describes the keys."""
+    report = decision_report(plan.decision, architecture=plan.model.architecture, device=plan.device)
+    return report | {
+        "warnings": list(plan.warnings),
+        "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
+        "dtype": plan.dtype,
+        "num_parameters": plan.model.num_parameters,
+        "attention_backend": plan.backends.attention,
+        "ops": plan.backends.ops,
+        "async_scheduling": plan.async_scheduling,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.config.max_num_seqs,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "graphs": _graphs(plan),
+        "kv_layout": _kv_layout(plan),
+        "memory": _memory(plan),
+        "capacity": _capacity(plan),
+    }
+
+
+def decision_report(decision: Decision, *, architecture: str, device: str, problem: str = "") -> dict[str, Any]:
+    """The choice of a runner, which there is also for a model that cannot be run; ``problem`` says why it cannot."""
+    problems = [problem] if problem else []
+    problems += [str(feature) for feature in decision.missing]
+    return {
+        "model_runner": decision.runner,
+        "explicit": decision.explicit,
+        "reasons": list(decision.reasons),
+        "unsupported": [feature.name for feature in decision.unsupported],
+        "runnable": not problems,
+        "problems": problems,
+        "advice": decision.advice or None,
+        "warnings": list(decision.warnings),
+        "architecture": architecture,
+        "device": device,
+        "attention_backend": None,
+        "graphs": None,
+        "kv_layout": None,
+        "memory": None,
+        "capacity": None,
+    }
+
+
+def _graphs(plan: EnginePlan) -> dict[str, Any]:
+    table = plan.capture_table
+    return {
+        "num_shapes": len(table.keys),
+        "decode": list(table.decode),
+        "num_drafts": table.num_drafts,
+        "uniform": list(table.uniform),
+        "mixed": list(table.mixed),
+        "captured_at_start": min(table.eager_capture, len(table.keys)),
+        "is_captured": bool(table.keys) and plan.backends.is_capturable,
+    }
+
+
+def _kv_layout(plan: EnginePlan) -> dict[str, Any]:
+    model, memory = plan.model, plan.memory
+    return {
+        "name": plan.kv_layout,
+        "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
+        "shape": [memory.num_blocks, 2, model.num_kv_heads, memory.block_size, model.head_dim],
+        "num_layers": model.num_layers,
+        "dtype": plan.dtype,
+        "bytes_per_block": memory.bytes_per_block,
+    }
+
+
+def _memory(plan: EnginePlan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        "total": memory.total,
+        "budget": memory.budget,
+        **memory.parts(),
+        "left": memory.left,
+        "num_blocks": memory.num_blocks,
+        "block_size": memory.block_size,
+        "num_tokens": memory.num_tokens,
+        "kv_cache_is": memory.kv_reason,
+    }
+
+
+def _capacity(plan: EnginePlan) -> dict[str, Any]:
+    memory, most = plan.memory, plan.config.max_num_seqs
+    longest = min(plan.max_model_len, memory.num_tokens)
+    return {
+        "longest_context": longest,
+        "requests_at_longest_context": memory.concurrency(longest, most),
+        "requests_at_max_model_len": memory.concurrency(plan.max_model_len, most),
+        "context_at_max_num_seqs": min(plan.max_model_len, memory.num_blocks // most * memory.block_size),
+    }

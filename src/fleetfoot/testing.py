@@ -1,0 +1,94 @@
+"""Helpers for the tests of programs that use Fleetfoot."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+from fleetfoot.config import env
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.resolve import resolve_plan
+
+
+class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"):`, `@force_runner("v1")`
+    """Every engine that starts in this block, or in the decorated function, runs on this model runner.
+
+    It wins over whatever ``FLEETFOOT_USE_V2_MODEL_RUNNER`` holds, which it sets, for child processes too, and restores
+    at the end. Settings of an engine that ask for the other runner are an error there. And it has to have had an
+    effect: a block in which no engine of this process has started ends with an AssertionError, unless it ends with an
+    exception of its own. What runs in the end, the engine reports::
+
+        with force_runner("v1"):
+            with LLM(model) as llm:
+                assert llm.llm_engine.runner_name == "v1"
+
+    Blocks may be nested; an engine counts for the innermost one. Decorated functions may be ``async``.
+
+    Args:
+        runner: ``v1`` or ``v2``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+
+    def __init__(self, runner: str) -> None:
+        if runner not in ("v1", "v2"):
+            raise ValueError(f"runner is {runner!r}; it can be 'v1' or 'v2'")
+        self.runner = runner
+        self.plans: list[EnginePlan] = []
+        """Of the engines that have started in the block."""
+        self._undo: ExitStack | None = None
+
+    def __enter__(self) -> force_runner:
+        if self._undo is not None:
+            raise RuntimeError("this force_runner is in use already; make another one for a block inside of it")
+        self.plans = []
+        self._undo = ExitStack()
+        self._undo.enter_context(env.variable(env.USE_V2_MODEL_RUNNER, str(int(self.runner == "v2"))))
+        # the one place where engines get their plans: there it shows whether one has started, and with what
+        self._undo.enter_context(mock.patch("fleetfoot.engine.build.resolve_plan", self._resolve_plan))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._undo is not None:
+            self._undo.close()
+            self._undo = None
+        if error is None and not self.plans:
+            raise AssertionError(f"force_runner({self.runner!r}) had no effect: no engine has started in its block")
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def async_forced(*args: Any, **kwargs: Any) -> Any:
+                with force_runner(self.runner):
+                    return await function(*args, **kwargs)
+
+            return async_forced
+
+        @functools.wraps(function)
+        def forced(*args: Any, **kwargs: Any) -> Any:
+            with force_runner(self.runner):
+                return function(*args, **kwargs)
+
+        return forced
+
+    def _resolve_plan(self, config: EngineConfig, machine: Machine) -> EnginePlan:
+        # said once more, as the block may have changed the environment
+        plan = resolve_plan(config, machine, environ={env.USE_V2_MODEL_RUNNER: str(int(self.runner == "v2"))})
+        if plan.runner != self.runner:
+            raise ValueError(
+                f"force_runner({self.runner!r}) is in effect, and the engine would run on {plan.runner!r}: "
+                f"{' '.join(plan.reasons)} Leave that setting out, or use force_runner({plan.runner!r})"
+            )
+        self.plans.append(plan)
+        return plan

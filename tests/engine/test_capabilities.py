@@ -1,0 +1,438 @@
+"""Each line of the runners' capabilities, held against a tiny model: what is declared runs, what is not is refused.
+
+The tests are made from the tables. A feature that is newly declared has to be given a case here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.checkpoints import make_checkpoint, reference_logits
+from tests.helpers.engines import (
+    TEXT_MODEL,
+    ScriptedExecutor,
+    make_engine,
+    prompt_of,
+    run_requests,
+    scripted_engine,
+)
+from tests.helpers.recording_device import RecordingDevice
+
+from fleetfoot import LLM, LLMEngine, SamplingParams
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.attention.sdpa import SDPABackend
+from fleetfoot.config.fields import ConfigError
+from fleetfoot.config.model import load_model_config
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.ops.select import select_ops
+from fleetfoot.outputs import CompletionOutput
+from fleetfoot.plan.features import CAPABILITIES
+from fleetfoot.plan.graphs import CaptureTable
+from fleetfoot.plan.oracle import UnsupportedFeatureError
+from fleetfoot.runner.features import Feature, Support
+from fleetfoot.runner.load import ModelLoader
+from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.scheduler.request import Request
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+
+DECLARED = [
+    pytest.param(runner, feature, id=f"{runner}-{feature.name}")
+    for runner, declared in CAPABILITIES.items()
+    for feature, support in declared.items()
+    if support.is_supported
+]
+REFUSED = [
+    pytest.param(runner, feature, id=f"{runner}-{feature.name}")
+    for runner, declared in CAPABILITIES.items()
+    for feature, support in declared.items()
+    if not support.is_supported
+]
+VOCAB = TEXT_MODEL["vocab_size"]
+PROMPT = prompt_of(21, VOCAB, seed=1)
+OTHERS = [prompt_of(length, VOCAB, seed=length) for length in (3, 9, 30, 34)]
+NUM_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A runner to try, with a tiny model and the same model in `transformers`."""
+
+    runner: str
+    folder: Path
+    reference: Any
+    tmp_path: Path
+
+    def engine(self, folder: Path | None = None, **settings: Any) -> LLMEngine:
+        made = make_engine(folder or self.folder, runner=self.runner, dtype="float32", **settings)
+        assert made.runner_name == self.runner  # what really runs
+        return made
+
+    def run(self, prompts: list[list[int]], params: SamplingParams, **settings: Any) -> list[CompletionOutput]:
+        """All of them together, in a new engine."""
+        engine = self.engine(**settings)
+        outputs = run_requests(engine, {str(i): (prompt, params) for i, prompt in enumerate(prompts)})
+        engine.shutdown()
+        return [outputs[str(i)].outputs[0] for i in range(len(prompts))]
+
+    def expected(self, prompt: list[int], edit: Callable[[torch.Tensor, list[int]], None] | None = None) -> list[int]:
+        """Greedy tokens of the reference; ``edit`` changes the logits, given the output so far."""
+        return greedy(self.reference, prompt, edit)
+
+
+def greedy(
+    reference: Any, prompt: list[int], edit: Callable[[torch.Tensor, list[int]], None] | None = None
+) -> list[int]:
+    output: list[int] = []
+    while len(output) < NUM_TOKENS:
+        logits = reference_logits(reference, prompt + output)[-1].clone()
+        if edit is not None:
+            edit(logits, output)
+        output.append(int(logits.argmax()))
+    return output
+
+
+def wishes(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **more})
+
+
+@pytest.fixture(scope="module")
+def subjects(text_checkpoint: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
+    return {name: Subject(name, *text_checkpoint, tmp_path_factory.mktemp(name)) for name in CAPABILITIES}
+
+
+# --- what is declared -----------------------------------------------------------------------------------------------
+
+
+def sliding_window(subject: Subject) -> None:
+    folder = subject.tmp_path / "window"
+    reference = make_checkpoint(folder, "mistral", **{**TEXT_MODEL, "sliding_window": 8})
+    engine = subject.engine(folder, skip_tokenizer_init=True)
+    outputs = run_requests(engine, {str(len(prompt)): (prompt, wishes()) for prompt in (PROMPT, *OTHERS)})
+    for prompt in (PROMPT, *OTHERS):
+        assert outputs[str(len(prompt))].outputs[0].token_ids == greedy(reference, prompt)
+    whole = make_checkpoint(subject.tmp_path / "whole", "mistral", **{**TEXT_MODEL, "sliding_window": None})
+    assert greedy(whole, PROMPT) != greedy(reference, PROMPT)  # the window counts
+
+
+def graphs(subject: Subject) -> None:
+    """A device that plays graphs by running their work again: the tokens are those of eager steps."""
+    assert subject.runner == "v2"
+    eager, captured = RecordingDevice(), RecordingDevice(has_graphs=True)
+    assert run_v2(subject.folder, eager) == run_v2(subject.folder, captured) == subject.expected(PROMPT)
+    assert captured.counts["replay"] >= NUM_TOKENS
+    assert eager.counts["replay"] == 0
+
+
+def run_v2(folder: Path, device: RecordingDevice) -> list[int]:
+    class CapturableAttention(SDPABackend):
+        is_capturable = True
+
+    model = load_model_config(folder)
+    context = ModelContext(select_ops("cpu"), CapturableAttention(), torch.float32, torch.device("cpu"))
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    table = CaptureTable.of(device="cuda", enforce_eager=False, **limits)
+    runner = ModelRunnerV2(
+        ModelLoader(model, context, folder), max_model_len=64, capture_table=table, device=device, **limits
+    )
+    runner.load_model()
+    runner.initialize_kv_cache(KVLayout.of(model, 16, 8, "float32"))
+    runner.warm_up()
+    device.counts.clear()
+    scheduler = Scheduler(SchedulerConfig(16, 8, **limits))
+    request = Request("r", list(PROMPT), wishes(), max_tokens=NUM_TOKENS, seed=0)
+    scheduler.add_request(request)
+    while (output := scheduler.schedule()) is not None:
+        runner.execute_model(output)
+        scheduler.update(output, runner.sample_tokens(None).get())
+    return request.token_ids[len(PROMPT) :]
+
+
+def async_scheduling(subject: Subject) -> None:
+    engine = subject.engine(async_scheduling=True)
+    assert engine.plan.async_scheduling
+    for number, prompt in enumerate((PROMPT, *OTHERS)):
+        engine.add_request(str(number), prompt, wishes(stop_token_ids=[subject.expected(PROMPT)[4]]))
+    assert engine.step() == []  # the second step is queued before the tokens of the first are taken in
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
+    assert outputs["0"] == subject.expected(PROMPT)[:5]  # what was computed beyond the stop is gone
+    for number, prompt in enumerate(OTHERS, start=1):
+        expected = subject.expected(prompt)
+        assert outputs[str(number)] == expected[: len(outputs[str(number)])]
+
+
+def chunked_prefill(subject: Subject) -> None:
+    engine = subject.engine(max_num_seqs=2, max_num_batched_tokens=8, enable_prefix_caching=False)
+    (output,) = run_requests(engine, {"r": (PROMPT, wishes())}).values()
+    assert output.outputs[0].token_ids == subject.expected(PROMPT)
+    assert [step.num_tokens for step in engine.stats_collector.steps][:3] == [8, 8, 5]
+    whole = subject.engine(enable_chunked_prefill=False, max_model_len=64)
+    assert run_requests(whole, {"r": (PROMPT, wishes())})["r"].outputs[0].token_ids == subject.expected(PROMPT)
+    assert [step.num_tokens for step in whole.stats_collector.steps][:2] == [21, 1]
+
+
+def prefix_caching(subject: Subject) -> None:
+    engine = subject.engine(block_size=4)
+    first = run_requests(engine, {"r": (PROMPT, wishes())})["r"]
+    longer = PROMPT + first.outputs[0].token_ids[:5]
+    again = run_requests(engine, {"r": (longer, wishes())})["r"]
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 24)
+    assert first.outputs[0].token_ids == subject.expected(PROMPT)
+    assert again.outputs[0].token_ids == subject.expected(longer)
+
+
+def preemption(subject: Subject) -> None:
+    engine = subject.engine(num_gpu_blocks_override=20, block_size=4)
+    prompts = [PROMPT, *OTHERS]
+    outputs = run_requests(engine, {str(i): (prompt, wishes()) for i, prompt in enumerate(prompts)})
+    assert engine.stats().scheduler.num_preemptions > 0
+    assert [outputs[str(i)].outputs[0].token_ids for i in range(5)] == [subject.expected(p) for p in prompts]
+
+
+def priority_scheduling(subject: Subject) -> None:
+    engine = subject.engine(scheduling_policy="priority", max_num_seqs=1)
+    for number, prompt in enumerate(OTHERS):
+        engine.add_request(str(number), prompt, wishes(), priority=-number)
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [output for output in engine.step() if output.finished]
+    assert [output.request_id for output in finished] == ["3", "2", "1", "0"]
+    assert [output.outputs[0].token_ids for output in finished] == [subject.expected(p) for p in OTHERS[::-1]]
+
+
+def sampling(subject: Subject) -> None:
+    """Sampled tokens are in the sets that the filters leave, and depend on the seed."""
+
+    def allowed(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
+        probabilities = (logits / params.temperature).softmax(-1)
+        keep = probabilities >= params.min_p * probabilities.max()
+        if params.top_k:
+            keep &= probabilities >= probabilities.sort(descending=True).values[params.top_k - 1]
+        ordered, order = (probabilities * keep).sort(descending=True)
+        before = (ordered / ordered.sum()).cumsum(0) - ordered / ordered.sum()
+        keep[order[before >= params.top_p]] = False
+        return keep
+
+    seen = []
+    for filters in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}):
+        for seed in (1, 2):
+            params = wishes(temperature=1.3, seed=seed, **filters)
+            outputs = [output.token_ids for output in subject.run([PROMPT, *OTHERS], params)]
+            assert subject.run([PROMPT], params)[0].token_ids == outputs[0]  # alone
+            for prompt, output in zip((PROMPT, *OTHERS), outputs, strict=True):
+                logits = reference_logits(subject.reference, prompt + output)[len(prompt) - 1 : -1]
+                assert all(allowed(params, row)[token] for row, token in zip(logits, output, strict=True))
+            seen.append(outputs)
+    assert all(outputs != other for i, outputs in enumerate(seen) for other in seen[:i])
+    assert subject.run([PROMPT], wishes(temperature=2.0, top_k=1, seed=3))[0].token_ids == subject.expected(PROMPT)
+
+
+def penalties(subject: Subject) -> None:
+    few = [PROMPT[3], PROMPT[9], 90, 1000]  # so few that tokens come again, out of the prompt too
+
+    def restrict(logits: torch.Tensor, output: list[int]) -> None:
+        logits[[token for token in range(VOCAB) if token not in few]] = -torch.inf
+
+    def penalize(logits: torch.Tensor, output: list[int]) -> None:
+        restrict(logits, output)
+        known = sorted({*PROMPT, *output})
+        logits[known] = torch.where(logits[known] > 0, logits[known] / 1.3, logits[known] * 1.3)
+        for token in set(output):
+            logits[token] -= 0.7 * output.count(token) + 1.1
+
+    expected = subject.expected(PROMPT, penalize)
+    assert expected != subject.expected(PROMPT, restrict)
+    params = wishes(allowed_token_ids=few, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=1.1)
+    assert subject.run([PROMPT], params)[0].token_ids == expected
+
+
+def logit_bias(subject: Subject) -> None:
+    plain = subject.expected(PROMPT)
+
+    def edit(logits: torch.Tensor, output: list[int]) -> None:
+        logits[plain[1]] -= 5.0
+        logits[77] += 2.0
+
+    def restrict(logits: torch.Tensor, output: list[int]) -> None:
+        logits[[token for token in range(VOCAB) if token not in (5, 90, 1000)]] = -torch.inf
+
+    for params, change in (
+        (wishes(logit_bias={plain[1]: -5.0, 77: 2.0}), edit),
+        (wishes(allowed_token_ids=[5, 90, 1000]), restrict),
+    ):
+        expected = subject.expected(PROMPT, change)
+        assert expected != plain
+        assert subject.run([PROMPT], params)[0].token_ids == expected
+
+
+def bad_words(subject: Subject) -> None:
+    engine = subject.engine()
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    plain = subject.expected(PROMPT)
+    word = tokenizer.decode([plain[2]])
+    assert tokenizer.encode(word, add_special_tokens=False) == [plain[2]]
+    banned = run_requests(engine, {"r": (PROMPT, wishes(bad_words=[word]))})["r"].outputs[0].token_ids
+    assert banned[:2] == plain[:2] and plain[2] not in banned
+    stops = {"stop_token_ids": [plain[1]], "ignore_eos": False}
+    early = run_requests(engine, {"r": (PROMPT, wishes(**stops))})["r"].outputs[0]
+    late = run_requests(engine, {"r": (PROMPT, wishes(**stops, min_tokens=6))})["r"].outputs[0]
+    assert early.token_ids == plain[:2] and early.stop_reason == plain[1]
+    assert len(late.token_ids) >= 6 and plain[1] not in late.token_ids[:5]
+
+
+def logprobs(subject: Subject) -> None:
+    for output, prompt in zip(subject.run([PROMPT, *OTHERS], wishes(logprobs=4)), [PROMPT, *OTHERS], strict=True):
+        rows = reference_logits(subject.reference, prompt + output.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)
+        assert output.logprobs is not None
+        for entry, row, token in zip(output.logprobs, rows, output.token_ids, strict=True):
+            assert list(entry) == row.topk(4).indices.tolist()
+            assert next(iter(entry)) == token and entry[token].rank == 1
+            for candidate, chance in entry.items():
+                assert chance.logprob == pytest.approx(row[candidate].item(), abs=1e-4)
+
+
+def prompt_logprobs(subject: Subject) -> None:
+    engine = subject.engine(max_num_seqs=2, max_num_batched_tokens=8)  # in chunks
+    output = run_requests(engine, {"r": (PROMPT, wishes(prompt_logprobs=3))})["r"]
+    rows = reference_logits(subject.reference, PROMPT).log_softmax(-1)
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(PROMPT)
+    for entry, row, token in zip(output.prompt_logprobs[1:], rows[:-1], PROMPT[1:], strict=True):
+        assert entry is not None and set(entry) == {token, *row.topk(3).indices.tolist()}
+        for candidate, chance in entry.items():
+            assert chance.logprob == pytest.approx(row[candidate].item(), abs=1e-4)
+        assert entry[token].rank == 1 + int((row > row[token]).sum())
+
+
+CASES: dict[Feature, Callable[[Subject], None]] = {
+    Feature.SLIDING_WINDOW: sliding_window,
+    Feature.GRAPHS: graphs,
+    Feature.ASYNC_SCHEDULING: async_scheduling,
+    Feature.CHUNKED_PREFILL: chunked_prefill,
+    Feature.PREFIX_CACHING: prefix_caching,
+    Feature.PREEMPTION: preemption,
+    Feature.PRIORITY_SCHEDULING: priority_scheduling,
+    Feature.SAMPLING: sampling,
+    Feature.PENALTIES: penalties,
+    Feature.LOGIT_BIAS: logit_bias,
+    Feature.BAD_WORDS: bad_words,
+    Feature.LOGPROBS: logprobs,
+    Feature.PROMPT_LOGPROBS: prompt_logprobs,
+}
+
+
+@pytest.mark.parametrize(("runner", "feature"), DECLARED)
+def test_what_is_declared_runs(runner: str, feature: Feature, subjects: dict[str, Subject]) -> None:
+    assert feature in CASES, f"{feature.name} is declared by {runner}, and nothing here runs it"
+    CASES[feature](subjects[runner])
+
+
+# --- what is not ----------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[Feature, dict[str, Any]] = {
+    Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},
+    Feature.POOLING: {"task": "embed"},
+    Feature.TORCH_COMPILE: {"compilation_config": {"mode": 1}},
+    Feature.TENSOR_PARALLELISM: {"tensor_parallel_size": 2},
+    Feature.PIPELINE_PARALLELISM: {"pipeline_parallel_size": 2},
+    Feature.PREFILL_CONTEXT_PARALLELISM: {"prefill_context_parallel_size": 2},
+    Feature.SPECULATIVE_NGRAM: {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    Feature.SPECULATIVE_DRAFT_MODEL: {"speculative_config": {"model": "a/draft", "num_speculative_tokens": 3}},
+    Feature.SPECULATIVE_EAGLE: {
+        "speculative_config": {"method": "eagle", "model": "a/head", "num_speculative_tokens": 3}
+    },
+    Feature.SLEEP: {"enable_sleep_mode": True},
+    Feature.KV_CONNECTOR: {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
+    Feature.KV_OFFLOADING: {"kv_offloading_size": 1.0},
+    Feature.PROMPT_EMBEDDINGS: {"enable_prompt_embeds": True},
+    Feature.LORA: {"enable_lora": True},
+}
+"""Features that an engine is asked for."""
+
+MODELS: dict[Feature, dict[str, Any]] = {
+    Feature.QUANTIZED_WEIGHTS: {"quantization_config": {"quant_method": "fp8"}},
+    Feature.MIXTURE_OF_EXPERTS: {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
+    Feature.HYBRID_LAYERS: {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16},
+}
+"""Features that a model asks for, by fields of its config.json."""
+
+REQUESTS: dict[Feature, str] = {
+    Feature.LOGITS_PROCESSORS: "logits_processors",
+    Feature.STRUCTURED_OUTPUTS: "structured_outputs",
+}
+"""Features that a request would ask for, by the name that it would have in SamplingParams."""
+
+CALLS: dict[Feature, tuple[str, ...]] = {
+    Feature.LIVE_WEIGHTS: ("update_config", "reload_weights", "apply_sparse_weight_patches"),
+    Feature.SLEEP: ("sleep", "wake_up"),
+}
+"""Features that are methods of LLM."""
+
+
+@pytest.mark.parametrize(("runner", "feature"), REFUSED)
+def test_what_is_not_declared_is_refused(runner: str, feature: Feature, text_model: Path, tmp_path: Path) -> None:
+    if feature is Feature.GRAPHS:  # no setting demands them: the plan has none
+        plan = make_engine(text_model, runner=runner).plan
+        assert plan.capture_table.keys == ()
+        return
+    ways = [table for table in (SETTINGS, MODELS, REQUESTS, CALLS) if feature in table]
+    assert ways, f"{feature.name} is not declared by {runner}, and nothing here asks for it"
+    if feature in SETTINGS:
+        why = CAPABILITIES[runner][feature].why_not
+        with pytest.raises(UnsupportedFeatureError) as caught:
+            make_engine(text_model, runner=runner, **SETTINGS[feature])
+        assert f"- {feature.value} (" in str(caught.value) and why in str(caught.value)
+        assert f"Model Runner {runner.upper()} is to run (runner is '{runner}')" in str(caught.value)
+    if feature in MODELS:
+        changed = _changed_model(text_model, tmp_path, MODELS[feature])
+        with pytest.raises(ConfigError, match=str(changed)):
+            make_engine(changed, runner=runner)
+    if feature in REQUESTS:
+        with pytest.raises(TypeError, match=f"unknown keyword '{REQUESTS[feature]}'"):
+            SamplingParams(**{REQUESTS[feature]: object()})
+    for name in CALLS.get(feature, ()):
+        assert not hasattr(LLM, name)
+
+
+def _changed_model(folder: Path, to: Path, fields: dict[str, Any]) -> Path:
+    (to / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | fields))
+    return to
+
+
+def test_what_v2_lacks_and_v1_has_is_one_warning_and_v1(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for feature in (Feature.PREFIX_CACHING, Feature.CHUNKED_PREFILL):
+        monkeypatch.setitem(CAPABILITIES["v2"], feature, Support("Not today."))  # type: ignore[arg-type]
+    monkeypatch.delenv("FLEETFOOT_USE_V2_MODEL_RUNNER", raising=False)
+    engine = make_engine(text_model)
+    assert (engine.runner_name, engine.plan.runner, engine.plan.explicit) == ("v1", "v1", False)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "prefix caching" in warning and "chunked prefill" in warning
+    assert make_engine(text_model, enable_prefix_caching=False, enable_chunked_prefill=False).runner_name == "v2"
+
+
+def test_an_engine_put_together_by_hand_has_no_plan() -> None:
+    with pytest.raises(ValueError, match="put together from parts: there is no plan"):
+        _ = scripted_engine(ScriptedExecutor()).plan
+
+
+def test_there_is_no_case_for_what_nobody_declares() -> None:
+    declared = {
+        feature for table in CAPABILITIES.values() for feature, support in table.items() if support.is_supported
+    }
+    assert set(CASES) == declared
+
+
+@pytest.mark.parametrize("prompt", [{"prompt_embeds": torch.zeros(2, 64)}, {"prompt_token_ids": [5], "lora": "x"}])
+def test_a_prompt_that_asks_for_more_is_refused(prompt: Any, text_model: Path) -> None:
+    with LLM(str(text_model), device="cpu", max_num_seqs=2) as llm, pytest.raises(ValueError, match="has no field"):
+        llm.generate(prompt, use_tqdm=False)

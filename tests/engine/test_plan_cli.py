@@ -1,0 +1,411 @@
+"""`fleetfoot plan`: the decision and the memory of a dozen configurations, from config.json alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetfoot import LLM
+from fleetfoot.cli.main import main
+from fleetfoot.cli.plan import make_report
+from fleetfoot.cli.sizes import readable, size_in_bytes
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.env import USE_V2_MODEL_RUNNER
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.report import plan_report
+
+Streams = pytest.CaptureFixture[str]
+
+GIB = 1 << 30
+H100 = ["--device", "cuda", "--gpu-memory", "80GiB", "--gpu-name", "NVIDIA H100"]
+KEYS = {"model_runner", "explicit", "reasons", "unsupported", "attention_backend", "kv_layout", "graphs", "memory"}
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+STRANGER = '{"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_module_path": "no.such.module"}'
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(USE_V2_MODEL_RUNNER, raising=False)
+
+
+def config_folder(folder: Path, **changes: Any) -> str:
+    """A model that is a config.json and nothing else."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B | changes))
+    return str(folder)
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> str:
+    return config_folder(tmp_path / "llama-8b")
+
+
+def plan(capsys: Streams, *flags: str) -> dict[str, Any]:
+    assert main(["plan", "--json", *flags]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""  # what there is to warn of is in the object
+    report: dict[str, Any] = json.loads(out, parse_constant=pytest.fail)
+    assert report.keys() >= KEYS
+    assert all(sentence.endswith(".") for sentence in report["reasons"])
+    assert report["runnable"] == (not report["problems"])
+    return report
+
+
+# --- the decision ---------------------------------------------------------------------------------------------------
+
+DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, bool, list[str], str]] = {
+    "cpu": (["--device", "cpu"], {}, "v2", False, [], "default of LlamaForCausalLM"),
+    "gpu": (H100, {}, "v2", False, [], "default of LlamaForCausalLM"),
+    "gpu-without-triton": ([*H100, "--no-triton"], {}, "v1", False, [], "Triton"),
+    "cpu-without-triton": (["--device", "cpu", "--no-triton"], {}, "v2", False, [], "default of"),
+    "mistral": (H100, {"architectures": ["MistralForCausalLM"]}, "v2", False, [], "default of MistralForCausalLM"),
+    "qwen3": (H100, {"architectures": ["Qwen3ForCausalLM"]}, "v2", False, [], "default of Qwen3ForCausalLM"),
+    "qwen2": (H100, {"architectures": ["Qwen2ForCausalLM"]}, "v1", False, [], "not one of the architectures"),
+    "qwen2-v2": ([*H100, "--runner", "v2"], {"architectures": ["Qwen2ForCausalLM"]}, "v2", True, [], "'v2'"),
+    "asked-v1": ([*H100, "--no-use-v2-model-runner"], {}, "v1", True, [], "use_v2_model_runner is False"),
+    "lora": ([*H100, "--enable-lora"], {}, "v1", False, ["LoRA adapters"], "does not support LoRA adapters"),
+    "lora-v2": ([*H100, "--enable-lora", "--use-v2-model-runner"], {}, "v2", True, ["LoRA adapters"], "is True"),
+    "ngram": ([*H100, "--speculative-config", NGRAM], {}, "v1", False, ["speculative decoding with n-grams"], "ngram"),
+    "nixl": ([*H100, "--kv-transfer-config", NIXL], {}, "v1", False, ["KV connectors"], "KV connectors"),
+    "stranger": (
+        [*H100, "--kv-transfer-config", STRANGER],
+        {},
+        "v1",
+        False,
+        ["KV connectors", "Model Runner V2's KV layout"],
+        "Stranger cannot be imported from no.such.module",
+    ),
+    "inactive": ([*H100, "--kv-transfer-config", "{}"], {}, "v2", False, [], "default of"),
+    "offloading": ([*H100, "--kv-offloading-size", "4"], {}, "v1", False, ["KV offloading"], "KV offloading"),
+    "pooling": ([*H100, "--task", "embed"], {}, "v1", False, ["pooling tasks"], "the task is embed"),
+    "tensor-parallel": ([*H100, "--tensor-parallel-size", "2"], {}, "v1", False, ["tensor parallelism"], "is 2"),
+    "quantized": (
+        H100,
+        {"quantization_config": {"quant_method": "fp8"}},
+        "v1",
+        False,
+        ["quantized weights"],
+        "weights are quantized, fp8",
+    ),
+    "experts": (
+        H100,
+        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
+        "v1",
+        False,
+        ["mixture of experts"],
+        "MixtralForCausalLM is not one of",
+    ),
+    "hybrid": (
+        H100,
+        {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16, "num_experts": 16},
+        "v1",
+        False,
+        ["mixture of experts", "hybrid or state-space layers"],
+        "JambaForCausalLM is not one of",
+    ),
+    "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", False, [], "GPT2LMHeadModel is not one of"),
+}
+
+
+@pytest.mark.parametrize("case", DECISIONS)
+def test_the_decision(case: str, capsys: Streams, tmp_path: Path) -> None:
+    flags, fields, runner, explicit, unsupported, reason = DECISIONS[case]
+    report = plan(capsys, config_folder(tmp_path / "model", **fields), *flags)
+    assert (report["model_runner"], report["explicit"]) == (runner, explicit)
+    assert report["unsupported"] == unsupported
+    assert reason in report["reasons"][0]
+    assert report["runnable"] == (not unsupported and case != "other")
+    can_be_loaded = case not in ("quantized", "experts", "hybrid", "other")
+    assert (report["memory"] is not None) == can_be_loaded
+    for name in unsupported:
+        if name != "Model Runner V2's KV layout":
+            assert any(problem.startswith(f"{name} (") for problem in report["problems"])
+
+
+@pytest.mark.parametrize(("value", "runner"), [("0", "v1"), ("1", "v2")])
+def test_the_environment_is_told(value: str, runner: str, capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USE_V2_MODEL_RUNNER, value)
+    report = plan(capsys)
+    assert (report["model_runner"], report["explicit"]) == (runner, True)
+    assert f"{USE_V2_MODEL_RUNNER} is {value}" in report["reasons"][0]
+    other = "v1" if runner == "v2" else "v2"
+    assert plan(capsys, "--runner", other)["model_runner"] == other
+
+
+def test_what_the_embedded_model_gets(capsys: Streams) -> None:
+    report = plan(capsys, "--device", "cpu", "--cpu-memory", "16GiB")
+    assert (report["architecture"], report["num_parameters"]) == ("LlamaForCausalLM", 3_542_208)
+    assert report["memory"]["total"] == 16 * GIB
+    assert report["graphs"]["num_shapes"] == 0
+    assert report == plan(capsys, "story-llama", "--device", "cpu", "--cpu-memory", "16GiB")
+    assert report == plan(capsys, "--model", "story-llama", "--device", "cpu", "--cpu-memory", "16GiB")
+
+
+def test_a_plan_for_this_machine_is_what_an_engine_does(capsys: Streams) -> None:
+    flags = ["--max-num-seqs", "3", "--max-model-len", "500", "--block-size", "8"]
+    report = plan(capsys, "--device", "cpu", *flags)
+    with LLM(device="cpu", max_num_seqs=3, max_model_len=500, block_size=8, skip_tokenizer_init=True) as llm:
+        engine = llm.llm_engine
+        assert engine.runner_name == report["model_runner"]
+        assert engine.core.scheduler.config.num_blocks == report["memory"]["num_blocks"] == 3 * 63
+        assert engine.admission.max_model_len == report["max_model_len"] == 500
+        theirs = plan_report(engine.plan)
+    for name in ("total", "budget", "left"):  # what is free changes all the time
+        del report["memory"][name], theirs["memory"][name]
+    assert theirs == report
+
+
+# --- graphs, layout, memory -----------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_a_gpu(capsys: Streams, llama_8b: str) -> None:
+    report = plan(capsys, llama_8b, *H100)
+    memory = report["memory"]
+    parts = ["weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"]
+    parts += ["driver", "left"]
+    assert memory["total"] == 80 * GIB and memory["budget"] == 72 * GIB
+    assert sum(memory[part] for part in parts) == memory["budget"]
+    assert all(isinstance(memory[part], int) and memory[part] > 0 for part in parts)
+    assert memory["weights"] == 2 * 8_030_261_248 == 2 * report["num_parameters"]
+    assert memory["kv_cache"] == memory["num_blocks"] * report["kv_layout"]["bytes_per_block"]
+    assert memory["num_tokens"] == memory["num_blocks"] * 16
+    assert report["kv_layout"]["shape"] == [memory["num_blocks"], 2, 8, 16, 128]
+    assert report["kv_layout"]["name"] == "block-contiguous-hnd"
+    capacity = report["capacity"]
+    assert capacity["longest_context"] == 131072
+    assert capacity["requests_at_max_model_len"] == memory["num_blocks"] // (131072 // 16) >= 2
+    assert capacity["context_at_max_num_seqs"] * 256 <= memory["num_tokens"]
+    assert (report["gpu_name"], report["device"], report["dtype"]) == ("NVIDIA H100", "cuda", "bfloat16")
+
+
+def test_the_capture_table(capsys: Streams, llama_8b: str) -> None:
+    graphs = plan(capsys, llama_8b, *H100, "--max-num-seqs", "24")["graphs"]
+    assert graphs["decode"] == [1, 2, 4, 8, 16, 24]
+    assert graphs["mixed"] == [16, 32, 64, 128, 256, 512]
+    assert (graphs["uniform"], graphs["num_drafts"], graphs["num_shapes"]) == ([], 0, 12)
+    for flags in (["--enforce-eager"], ["--runner", "v1"]):
+        report = plan(capsys, llama_8b, *H100, *flags)
+        assert report["graphs"]["num_shapes"] == report["memory"]["graphs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "change"),
+    [
+        (["--gpu-memory-utilization", "0.5"], lambda before, after: after["budget"] == 40 * GIB),
+        (["--max-num-seqs", "512"], lambda before, after: after["sampling_scratch"] > before["sampling_scratch"]),
+        (["--max-num-batched-tokens", "32768"], lambda before, after: after["activations"] > before["activations"]),
+        (["--block-size", "32"], lambda before, after: after["block_size"] == 32),
+        (["--num-gpu-blocks-override", "77"], lambda before, after: after["num_blocks"] == 77),
+        (["--kv-cache-memory-bytes", str(GIB)], lambda before, after: after["kv_cache"] == GIB),
+        (["--dtype", "float32"], lambda before, after: after["weights"] == 2 * before["weights"]),
+        (["--max-model-len", "4096"], lambda before, after: after["runner_state"] < before["runner_state"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_every_flag_counts(flags: list[str], change: Any, capsys: Streams, llama_8b: str) -> None:
+    before = plan(capsys, llama_8b, *H100)["memory"]
+    assert change(before, plan(capsys, llama_8b, *H100, *flags)["memory"])
+
+
+def test_a_length_that_nobody_asked_for_is_cut_to_what_fits(capsys: Streams, llama_8b: str) -> None:
+    report = plan(capsys, llama_8b, "--gpu-memory", "24GiB")
+    assert 256 < report["max_model_len"] <= report["memory"]["num_tokens"] < 131072
+    assert report["capacity"]["longest_context"] == report["max_model_len"]
+    assert report["warnings"] == [
+        "There is no room for KV of the model's 131,072 positions: requests are limited to "
+        f"{report['max_model_len']:,} tokens."
+    ]
+
+
+@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--gpu-name", "H100"], ["--device", "cuda", "--no-triton"]])
+def test_a_gpu_of_unknown_size(
+    flags: list[str], capsys: Streams, llama_8b: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "detect", Machine.without_gpu)
+    report = plan(capsys, llama_8b, *flags)
+    assert (report["device"], report["memory"]["total"]) == ("cuda", 80 * GIB)
+    assert report["warnings"][-1] == "no GPU is here and --gpu-memory is not given: 80GiB is assumed."
+
+
+def test_an_asserted_gpu_has_triton_and_this_machine_has_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine(GIB, "mine", 10 * GIB, has_triton=False)
+    monkeypatch.setattr(Machine, "detect", lambda: here)
+    for flags, runner in (([], "v1"), (["--triton"], "v2"), (["--gpu-memory", "9GiB"], "v2")):
+        machine = dataclasses.replace(here, has_triton=bool(flags))
+        assert make_report(EngineConfig(), machine)["model_runner"] == runner
+        assert main(["plan", "--json", *flags]) == 0
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_says_what_the_object_says(capsys: Streams, llama_8b: str) -> None:
+    report = plan(capsys, llama_8b, *H100)
+    assert main(["plan", llama_8b, *H100]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    words = " ".join(out.split())
+    for part in ("weights", "kv_cache", "activations", "runner_state", "sampling_scratch", "driver", "left"):
+        assert f"{report['memory'][part]:,} bytes" in words
+    for text in (
+        "model runner V2",
+        report["reasons"][0],
+        "V2 lacks nothing that is on",
+        f"attention {report['attention_backend']}",
+        "KV layout block-contiguous-hnd: [num_blocks",
+        f"graphs {report['graphs']['num_shapes']} shapes",
+        "decode: 1, 2, 4, 8-256 by 8 requests",
+        "mixed: 16, 32, 64, 128, 256, 512 tokens",
+        "72.00 GiB to use, of 80.00 GiB",
+        "longest context 131,072 tokens, 3 such requests at a time",
+        "cuda (NVIDIA H100), 80.00 GiB",
+    ):
+        assert text in words
+
+
+def test_the_text_of_an_engine_that_would_not_start(capsys: Streams, llama_8b: str) -> None:
+    assert main(["plan", llama_8b, *H100, "--enable-lora", "--runner", "v2"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "model runner V2 (you chose it)" in words and "V2 lacks LoRA adapters" in words
+    assert "NOT RUNNABLE LoRA adapters (enable_lora is on): " in words
+    assert "No model runner supports all of it" in words
+
+
+def test_warnings_go_to_stderr(capsys: Streams, llama_8b: str) -> None:
+    assert main(["plan", llama_8b, "--gpu-memory", "24GiB"]) == 0
+    assert "fleetfoot plan: warning: There is no room for KV of the model's 131,072" in capsys.readouterr().err
+
+
+# --- what cannot be planned -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "messages"),
+    [
+        (["/no/such/model"], ["'/no/such/model': no such folder"]),
+        (["MODEL", "--model", "another"], ["two models are given", "leave one out"]),
+        (["MODEL", "--gpu-memory", "12GiB"], ["the model does not fit", "GiB of GPU memory, or more"]),
+        (
+            ["MODEL", "--gpu-memory", "24GiB", "--max-model-len", "131072"],
+            ["max_model_len is 131,072, but the KV cache has room for", "(--max-model-len "],
+        ),
+        (["MODEL", "--device", "cpu", "--cpu-memory", "8GiB"], ["the model does not fit", "GiB of memory, or more"]),
+        (["MODEL", "--max-model-len", "999999"], ["set max_model_len to at most 131072"]),
+        (["--gpu-memory", "80GiB", "--device", "cpu"], ["--device is cpu"]),
+        (["--gpu-memory", "much"], ["'much' is no size; write 80GiB"]),
+        (["--gpu-memory", "0"], ["'0' is no size"]),
+        (["--runner", "v2", "--no-use-v2-model-runner"], ["runner is 'v2' and use_v2_model_runner is False"]),
+        (["--kv-transfer-config", "{"], ["kv_transfer_config is not JSON"]),
+        (["--speculative-config", '{"method": "magic", "num_speculative_tokens": 1}'], ["method is 'magic'"]),
+        (["--prompt", "x"], ["unknown argument '--prompt'"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned(flags: list[str], messages: list[str], capsys: Streams, llama_8b: str) -> None:
+    assert main(["plan", *[llama_8b if flag == "MODEL" else flag for flag in flags]]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "Traceback" not in err
+    assert "fleetfoot plan: error: " in err
+    for message in messages:
+        assert message in err
+
+
+def test_a_gpu_that_is_a_little_too_small_gets_flags_that_would_do(capsys: Streams, llama_8b: str) -> None:
+    assert main(["plan", llama_8b, "--gpu-memory", "10GiB"]) == 2
+    enough = re.search(r"- ([\d.]+) GiB of GPU memory, or more", capsys.readouterr().err)
+    assert enough is not None
+    assert main(["plan", llama_8b, "--gpu-memory", f"{float(enough[1]) + 0.01}GiB"]) == 0
+    capsys.readouterr()
+    size = f"{float(enough[1]) - 0.1}GiB"
+    assert main(["plan", llama_8b, "--gpu-memory", size]) == 2
+    advice = re.findall(r"\((--[^)]*)\)$", capsys.readouterr().err, re.MULTILINE)
+    assert {flag.split()[0] for flag in advice} >= {"--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"}
+    for flag in advice:
+        assert main(["plan", llama_8b, "--gpu-memory", size, *flag.split()]) == 0
+
+
+def test_a_wrong_variable_is_a_usage_error(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(USE_V2_MODEL_RUNNER, "true")
+    assert main(["plan", "--runner", "v1"]) == 2
+    assert f"{USE_V2_MODEL_RUNNER} is 'true'; it can be 0" in capsys.readouterr().err
+
+
+def test_a_config_that_is_wrong_is_an_error_and_no_decision(capsys: Streams, tmp_path: Path) -> None:
+    assert main(["plan", config_folder(tmp_path / "model", hidden_size="wide")]) == 2
+    assert "hidden_size is 'wide'" in capsys.readouterr().err
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    """Nor numpy, a tokenizer or the hub, whether the plan is for this machine (where there is no GPU) or another."""
+    model = config_folder(tmp_path / "model")
+    script = f"""
+import sys
+from fleetfoot.cli.main import main
+calls = [[{model!r}, "--device", "cpu", "--cpu-memory", "64GiB"], ["--gpu-memory", "1GiB"],
+         ["--json", "--device", "cpu", "--enable-lora"], [{model!r}, "--gpu-memory", "1GiB"]]
+codes = [main(["plan", *call]) for call in calls]
+heavy = [name for name in ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2") if name in sys.modules]
+sys.exit(f"{{codes}} {{heavy}}" if codes != [0, 2, 0, 2] or heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_more_than_the_config_is_downloaded(capsys: Streams, llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append({"name": name, **options})
+        return llama_8b
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    report = plan(capsys, "some/model", *H100, "--revision", "main", "--tokenizer", "another/model")
+    assert report["num_parameters"] == 8_030_261_248
+    (call,) = asked
+    assert (call["name"], call["revision"]) == ("some/model", "main")
+    assert call["allow_patterns"] == ["config.json", "generation_config.json"]
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * GIB), ("80gb", 80 * 10**9), ("1.5 MiB", 3 << 19), ("2K", 2048), ("12345", 12345), ("7B", 7)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.0 MiB"),
+        (80 * GIB, "80.00 GiB"),
+        (-GIB, "-1.00 GiB"),
+    ],
+)
+def test_readable_sizes(size: int, text: str) -> None:
+    assert readable(size) == text

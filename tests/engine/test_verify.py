@@ -1,0 +1,233 @@
+"""`fleetfoot verify`: both runners agree, and where one is made to stray, the place is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetfoot import LLMEngine
+from fleetfoot.cli import verify
+from fleetfoot.cli.main import main
+from fleetfoot.cli.verify_compare import compare
+from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.sampling.logprob import Logprob
+from fleetfoot.scheduler.output import ModelRunnerOutput
+
+Streams = pytest.CaptureFixture[str]
+
+ASSETS = Path(__file__).parent.parent / "assets"
+SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "700", "--max-tokens", "6"]
+WAYS = ["greedy", "seeded", "filtered", "penalized"]
+
+
+def run(capsys: Streams, *flags: str, code: int = 0) -> dict[str, Any]:
+    assert main(["verify", "--json", *SMALL, *flags]) == code
+    report: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    return report
+
+
+def stray(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[ModelRunnerOutput], None]) -> None:
+    """Change what Model Runner V2 yields in one step that samples, warm-up left out."""
+    sample_tokens, count = ModelRunnerV2.sample_tokens, iter(range(1, 10_000))
+
+    class Changed:
+        def __init__(self, pending: Any) -> None:
+            self._pending = pending
+
+        def get(self) -> ModelRunnerOutput:
+            output = self._pending.get()
+            if output.sampled_token_ids and next(count) == step:
+                change(output)
+            return output
+
+    monkeypatch.setattr(ModelRunnerV2, "sample_tokens", lambda self, grammar: Changed(sample_tokens(self, grammar)))
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        (None, []),
+        (None, ["--dtype", "float32", "--max-num-seqs", "3", "--max-num-batched-tokens", "24"]),
+        (str(ASSETS / "story-qwen3"), ["--dtype", "float32"]),
+        (str(ASSETS / "story-mistral"), ["--dtype", "float32", "--async-scheduling"]),
+    ],
+)
+def test_the_runners_agree(model: str | None, flags: list[str], capsys: Streams) -> None:
+    report = run(capsys, *([] if model is None else [model]), *flags)
+    assert report["equal"] is True
+    assert (report["first_difference"], report["differences"]) == (None, [])
+    assert report["runners"] == ["v1", "v2"]  # what really ran
+    assert report["model"] == (model or "story-llama")
+    assert report["dtype"] == ("float32" if flags else "bfloat16")
+    assert (report["num_prompts"], report["num_requests"], report["max_tokens"]) == (8, 32, 6)
+    assert report["num_equal_tokens"] == 32 * 6
+    assert [request["sampling"] for request in report["requests"]] == WAYS * 8
+    assert [request["num_prompt_tokens"] for request in report["requests"][::4]] == list(verify.PROMPT_LENGTHS)
+    prompt_positions = sum(verify.PROMPT_LENGTHS) - 8
+    assert report["num_logprobs"] > 15 * (32 * 6 + prompt_positions)
+    assert abs(report["largest_logprob_difference"]["difference"]) < 1e-5
+
+
+def test_the_prefix_cache_is_met(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    hits: list[int] = []
+    shutdown = LLMEngine.shutdown
+
+    def spy(self: LLMEngine) -> None:
+        hits.append(self.stats().scheduler.prefix_cache_hits)
+        shutdown(self)
+
+    monkeypatch.setattr(LLMEngine, "shutdown", spy)
+    run(capsys)
+    assert len(hits) == 2 and hits[0] == hits[1] > 0
+
+
+def test_a_token_that_differs_is_named(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens: list[int] = []
+
+    def change(output: ModelRunnerOutput) -> None:
+        tokens.append(output.sampled_token_ids[0][0])
+        output.sampled_token_ids[0][0] ^= 1
+
+    stray(monkeypatch, 3, change)
+    report = run(capsys, code=1)
+    assert report["equal"] is False
+    (difference,) = report["differences"]
+    assert difference == report["first_difference"]
+    assert (difference["request"], difference["position"]) == (0, 2)
+    assert (difference["v1_token"], difference["v2_token"]) == (tokens[0], tokens[0] ^ 1)
+    assert difference["v1_gap"] == difference["v2_gap"] > 0
+    assert difference["error"] is None
+    assert report["num_equal_tokens"] == 32 * 6 - 4
+
+    tokens.clear()
+    stray(monkeypatch, 3, change)
+    assert main(["verify", *SMALL]) == 1
+    out = capsys.readouterr().out
+    assert "32 requests on cpu in bfloat16: 1 of them differ (188 tokens are equal)." in out
+    assert "first: request 0 (prompt 0 of 1 token, greedy), output token 2: V1 " in out
+    assert "the two most probable logprobs are apart by " in out
+
+
+def test_a_logit_that_differs_is_named(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(output: ModelRunnerOutput) -> None:
+        output.logprobs[1][0].logprobs[1] += 0.25  # of the most probable token
+
+    stray(monkeypatch, 2, change)
+    report = run(capsys)
+    assert report["equal"] is True
+    largest = report["largest_logprob_difference"]
+    assert largest["difference"] == pytest.approx(0.25)
+    assert (largest["request"], largest["position"]) == (1, 1 + 1)  # of prompt and output together
+    assert main(["verify", *SMALL]) == 0
+    assert "all 192 tokens are equal." in capsys.readouterr().out
+
+
+def test_a_request_that_fails_in_one_runner_differs(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    stray(monkeypatch, 4, lambda output: output.invalid.update({0: "logits that are not numbers"}))
+    (difference,) = run(capsys, code=1)["differences"]
+    assert (difference["request"], difference["position"], difference["v2_token"]) == (0, 3, None)
+    assert "not numbers" in difference["error"]
+
+
+def test_prompts_of_ones_own(capsys: Streams, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt": "Once upon a time"}\n')
+    report = run(capsys, "--prompts-file", str(path))
+    assert report["equal"] and report["num_prompts"] == 2
+    assert report["requests"][0] == {"prompt": 0, "num_prompt_tokens": 3, "sampling": "greedy"}
+    assert report["requests"][7]["sampling"] == "penalized"
+
+
+def test_prompts_are_cut_to_the_room_there_is(capsys: Streams) -> None:
+    report = run(capsys, "--max-model-len", "20")
+    assert report["equal"]
+    assert [request["num_prompt_tokens"] for request in report["requests"][::4]] == [1, 2, 7, 14, 14, 14, 14, 14]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1"),
+        (["--max-model-len", "6"], "--max-tokens is 6, which leaves no room for a prompt"),
+        (["--runner", "v1"], "unknown argument '--runner'"),
+        (["--use-v2-model-runner"], "unknown argument '--use-v2-model-runner'"),
+        (["--prompts-file", "/no/such/file"], "No such file"),
+        (["/no/such/model"], "no such folder"),
+        (["--enable-lora"], "LoRA adapters (enable_lora is on): "),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_verified(flags: list[str], message: str, capsys: Streams) -> None:
+    assert main(["verify", *SMALL, *flags]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and out == "" and "Traceback" not in err
+
+
+# --- the comparison -------------------------------------------------------------------------------------------------
+
+
+def output(
+    token_ids: list[int], logprobs: list[dict[int, float]] | None = None, prompt: list[int] | None = None, **more: Any
+) -> RequestOutput:
+    entries = None if logprobs is None else [{t: Logprob(p) for t, p in entry.items()} for entry in logprobs]
+    completion = CompletionOutput(0, "", token_ids, logprobs=entries, **{"finish_reason": "length", **more})
+    return RequestOutput("r", None, prompt or [1], [completion], finished=True)
+
+
+def test_nothing_to_compare() -> None:
+    comparison = compare([], [])
+    assert (comparison.first, comparison.largest) == (None, None)
+    assert comparison.as_json()["equal"] is True
+
+
+def test_the_first_difference_is_the_earliest() -> None:
+    v1 = [output([1, 2, 3]), output([1, 2, 3]), output([4, 5, 6]), output([4, 5, 6])]
+    v2 = [output([1, 2, 9]), output([1, 2, 3]), output([4, 7, 6]), output([4, 7, 6])]
+    comparison = compare(v1, v2)
+    assert [(d.request, d.position, d.tokens) for d in comparison.differences] == [
+        (0, 2, (3, 9)),
+        (2, 1, (5, 7)),
+        (3, 1, (5, 7)),
+    ]
+    assert comparison.first == comparison.differences[1]
+    assert comparison.num_tokens == 2 + 3 + 1 + 1
+
+
+def test_an_output_that_ends_early_differs_there() -> None:
+    (difference,) = compare([output([1, 2, 3])], [output([1, 2], finish_reason="stop")]).differences
+    assert (difference.position, difference.tokens) == (2, (3, None))
+    (difference,) = compare([output([1, 2])], [output([1, 2], finish_reason="stop")]).differences
+    assert (difference.position, difference.tokens) == (2, (None, None))
+
+
+def test_logprobs_count_up_to_the_first_difference_and_no_further() -> None:
+    v1 = [output([1, 2, 3], [{1: -0.5, 7: -2.0}, {2: -1.0, 9: -1.5}, {3: -0.1}], prompt=[8, 8])]
+    v2 = [output([1, 9, 3], [{1: -0.5, 6: -2.0}, {9: -1.0, 2: -1.25}, {3: -9.9}], prompt=[8, 8])]
+    comparison = compare(v1, v2)
+    assert comparison.num_logprobs == 3
+    assert comparison.largest is not None
+    assert (comparison.largest.token, comparison.largest.position) == (9, 3)
+    assert comparison.largest.difference == pytest.approx(0.5)
+    (difference,) = comparison.differences
+    assert difference.gaps == (pytest.approx(0.5), pytest.approx(0.25))
+
+
+def test_a_logprob_that_is_no_number_is_the_largest() -> None:
+    v1 = [output([1, 2], [{1: -0.5}, {2: -0.5}])]
+    v2 = [output([1, 2], [{1: float("nan")}, {2: -0.25}])]
+    comparison = compare(v1, v2)
+    assert comparison.largest is not None and comparison.largest.position == 1
+    assert comparison.as_json()["largest_logprob_difference"]["difference"] is None
+    infinite = [output([1], [{1: 0.0, 2: -math.inf}])]
+    same = compare(infinite, infinite).largest
+    assert same is not None and same.difference == 0

@@ -1,0 +1,181 @@
+"""The Triton operations compiled: against float64 and the twins, in graphs, and overlapping one another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tests.helpers.ops_checks import (
+    TRITON,
+    TWINS,
+    check_choices,
+    check_rms_norm,
+    check_rope_and_cache,
+    check_silu_and_mul,
+    linear_error,
+    random_logits,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 1024), (3, 100), (64, 4096), (2, 12288), (16384, 1024)])
+def test_rms_norm(dtype: torch.dtype, num_rows: int, size: int) -> None:
+    check_rms_norm(dtype, num_rows, size, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 3072), (7, 1001), (16384, 512)])
+def test_silu_and_mul(dtype: torch.dtype, num_rows: int, width: int) -> None:
+    check_silu_and_mul(dtype, num_rows, width, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("num_tokens", [1, 33, 700])
+def test_rope_and_cache(dtype: torch.dtype, norm: bool, head_dim: int, num_tokens: int) -> None:
+    check_rope_and_cache(dtype, num_tokens, head_dim, norm, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151936), (5, 5), (64, 32003), (3, 262144)])
+@pytest.mark.parametrize("spread", [0.2, 4.0])
+def test_choose_tokens(dtype: torch.dtype, num_rows: int, vocab_size: int, spread: float) -> None:
+    check_choices(random_logits(num_rows, vocab_size, dtype, spread), "cuda")
+
+
+def test_choose_tokens_from_rows_without_a_highest_logit() -> None:
+    logits = random_logits(5, 10000, torch.bfloat16, 1.0)
+    logits[0, 9000], logits[0, 10] = float("nan"), float("inf")
+    logits[1, [7, 9001]] = float("inf")
+    logits[2] = -float("inf")
+    logits[3] = -float("inf")
+    logits[3, 9999] = -5.0
+    check_choices(logits, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 16, 17, 33, 64, 65])
+@pytest.mark.parametrize(
+    "shape", [(4096, 1024), (1000, 2048), (1024, 3072), (6144, 4096), (2048, 8192), (1152, 896), (640, 1000), (40, 72)]
+)
+def test_linear(dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> None:
+    bound = 0.6 * torch.finfo(dtype).eps
+    for gated, bias in ((False, False), (False, True), (True, False), (True, True)):
+        error = linear_error(dtype, (num_rows, *shape), gated=gated, bias=bias, device="cuda", may_split=not gated)
+        # A gate is rounded twice more on its way.
+        assert error < (4 if gated else 1) * bound, (gated, bias)
+
+
+def test_a_weight_past_32_bits() -> None:
+    """The last rows of a head with more than 2**31 elements."""
+    out, inputs = 160_000, 16_384
+    if torch.cuda.mem_get_info()[0] < 3 * out * inputs:
+        pytest.skip(f"needs {3 * out * inputs / 2**30:.0f} GiB of GPU memory")
+    weight = torch.empty(out, inputs, dtype=torch.bfloat16, device="cuda").normal_(std=inputs**-0.5)
+    for num_rows in (1, 16):
+        x = torch.randn(num_rows, inputs, device="cuda").bfloat16()
+        actual = TRITON.prepare_linear(weight)(x)[:, -1000:]
+        expected = x.double() @ weight[-1000:].double().T
+        assert float((actual.double() - expected).norm() / expected.norm()) < 4e-3
+
+
+class Chain:
+    """Some decoder layers without attention, whose kernels all overlap."""
+
+    def __init__(self, hidden: int, intermediate: int, num_layers: int) -> None:
+        def weight(out: int, inputs: int) -> torch.Tensor:
+            return (torch.randn(out, inputs, device="cuda") * inputs**-0.5).bfloat16()
+
+        self.norm = torch.rand(hidden, device="cuda").bfloat16()
+        self.layers = [
+            (
+                TRITON.prepare_linear(weight(hidden + 2 * 128, hidden)),
+                TRITON.prepare_residual_linear(weight(hidden, hidden)),
+                TRITON.prepare_gate_up(weight(2 * intermediate, hidden)),
+                TRITON.prepare_residual_linear(weight(hidden, intermediate)),
+            )
+            for _ in range(num_layers)
+        ]
+        self.head = TRITON.prepare_linear(weight(5000, hidden))
+        self.heads = hidden // 128
+        self.cos_sin = torch.rand(64, 128, device="cuda")
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows = len(x)
+        slots, positions = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda") % 64
+        cache = torch.zeros(8, 2, 1, 16, 128, dtype=x.dtype, device="cuda")
+        normed, residual = TRITON.rms_norm(x, self.norm, 1e-6), x
+        for qkv, o, gate_up, down in self.layers:
+            query = TRITON.rope_and_cache(
+                qkv(normed), cache, slots, positions, self.cos_sin, self.heads, self.norm[:128], None, 1e-6
+            )
+            normed, residual = TRITON.add_rms_norm(o(query.flatten(1)), residual, self.norm, 1e-6)
+            normed, residual = TRITON.add_rms_norm(down(gate_up(normed)), residual, self.norm, 1e-6)
+        logits = self.head(normed)
+        tokens = TRITON.choose_tokens(logits, torch.ones(rows, device="cuda"), positions, positions)
+        return logits, cache, tokens
+
+
+@pytest.fixture
+def without_overlap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    def stop() -> None:
+        for module in list(sys.modules.values()):
+            if module.__name__.startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
+                monkeypatch.setattr(module, "can_overlap", lambda device: False)
+
+    return stop
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 16, 40, 64, 70])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (2048, 8192)])
+def test_a_graph_of_overlapping_kernels(
+    num_rows: int, hidden: int, intermediate: int, without_overlap: Callable[[], None]
+) -> None:
+    """Replayed back to back, it computes what the kernels do one after the other, bit for bit."""
+    chain, x = Chain(hidden, intermediate, 5), torch.zeros(num_rows, hidden, device="cuda").bfloat16()
+    inputs = [torch.randn(num_rows, hidden, device="cuda").bfloat16() for _ in range(8)]
+    chain(inputs[0])  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = chain(x)
+    results = []
+    for value in inputs * 4:
+        x.copy_(value)
+        graph.replay()
+        results.append([output.clone() for output in outputs])
+    without_overlap()
+    for index, value in enumerate(inputs * 4):
+        for actual, expected in zip(results[index], chain(value), strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_no_synchronisation() -> None:
+    """Every operation can be queued while the device is busy."""
+    chain, x = Chain(1024, 3072, 1), torch.randn(3, 1024, device="cuda").bfloat16()
+    chain(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        chain(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_twins_run_on_the_device_too() -> None:
+    x, weight = torch.randn(3, 64, device="cuda").bfloat16(), torch.rand(64, device="cuda").bfloat16()
+    torch.testing.assert_close(TRITON.rms_norm(x, weight, 1e-6), TWINS.rms_norm(x, weight, 1e-6))

@@ -1,0 +1,147 @@
+"""Checks of the Triton operations against float64 arithmetic and their torch twins, on a GPU or in the interpreter.
+
+The interpreter cuts float32 off where it makes bfloat16 of it, so one bit more is allowed there than rounding takes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fleetfoot.ops.linear_triton import Tiling, TritonLinear
+from fleetfoot.ops.torch_ops import torch_ops
+from fleetfoot.ops.triton_ops import triton_ops
+
+TRITON, TWINS = triton_ops(), torch_ops()
+EPS = 1e-6
+
+
+def bits(dtype: torch.dtype, device: str) -> float:
+    """The relative error of a result that was rounded once, and of its sums."""
+    step = torch.finfo(dtype).eps
+    return max(2 * step if device == "cpu" else step, 1e-5)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """``actual`` is ``expected`` (float64) up to one rounding, and finite where that is."""
+    assert actual.shape == expected.shape
+    tolerance = bits(actual.dtype, actual.device.type)
+    torch.testing.assert_close(
+        actual.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance / 8, equal_nan=True
+    )
+
+
+def rms_norm_64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x64 = x.double()
+    return x64 / (x64.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def check_rms_norm(dtype: torch.dtype, num_rows: int, size: int, device: str) -> None:
+    x = torch.randn(num_rows, size, device=device).to(dtype)
+    residual = 20 * torch.randn(num_rows, size, device=device).to(dtype)
+    weight = torch.rand(size, device=device).to(dtype)
+    assert_near(TRITON.rms_norm(x, weight, EPS), rms_norm_64(x, weight))
+    normed, total = TRITON.add_rms_norm(x, residual, weight, EPS)
+    assert_near(total, x.double() + residual.double())
+    assert_near(normed, rms_norm_64(total, weight))
+    parts = torch.randn(3, num_rows, size, device=device)
+    normed, total = TRITON.add_rms_norm(parts, residual, weight, EPS)
+    near = 2 * bits(dtype, device) * residual.double().abs().max()
+    assert float((total.double() - parts.double().sum(0) - residual.double()).abs().max()) <= near
+    assert_near(normed, rms_norm_64(total, weight))
+
+
+def check_silu_and_mul(dtype: torch.dtype, num_rows: int, width: int, device: str) -> None:
+    gate_up = torch.cat((torch.linspace(-40, 40, width).repeat(num_rows, 1), torch.randn(num_rows, width)), dim=1)
+    gate_up = gate_up.to(device, dtype)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    assert_near(TRITON.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+
+
+def check_rope_and_cache(dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool, device: str) -> None:
+    num_heads, num_kv_heads, block_size, num_blocks = 6, 2, 16, num_tokens // 8 + 2
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = torch.randn(num_tokens, width + 16, device=device).to(dtype)[:, :width]  # rows lie further apart
+    slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
+    slots[num_tokens // 2] = -1
+    positions = torch.randint(0, 512, (num_tokens,), device=device)
+    angles = torch.outer(torch.arange(512.0, device=device), 1 / (1.5 ** torch.arange(head_dim // 2, device=device)))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    norms = (torch.rand(head_dim, device=device).to(dtype), torch.rand(head_dim, device=device).to(dtype))
+    q_norm, k_norm = norms if norm else (None, None)
+    cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype, device=device)
+    expected_cache = cache.double().cpu()
+    expected = TWINS.rope_and_cache(
+        qkv.double().cpu(),
+        expected_cache,
+        slots.cpu(),
+        positions.cpu(),
+        cos_sin.cpu(),
+        num_heads,
+        None if q_norm is None else q_norm.cpu(),
+        None if k_norm is None else k_norm.cpu(),
+        EPS,
+    )
+    query = TRITON.rope_and_cache(qkv, cache, slots, positions, cos_sin, num_heads, q_norm, k_norm, EPS)
+    assert_near(query, expected)
+    assert_near(cache, expected_cache)
+
+
+def linear_error(
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    *,
+    gated: bool,
+    bias: bool,
+    device: str,
+    tiling: Tiling | None = None,
+    may_split: bool = False,
+) -> float:
+    """The relative error, in norm, of a layer of ``shape`` (rows, outputs, inputs) with random weights.
+
+    Args:
+        tiling: None: what the layer chooses by itself.
+    """
+    num_rows, num_outputs, num_inputs = shape
+    scale = 2 if gated else 1
+    weight = (torch.randn(num_outputs * scale, num_inputs, device=device) * num_inputs**-0.5).to(dtype)
+    offset = torch.randn(num_outputs * scale, device=device).to(dtype) if bias else None
+    x = torch.randn(num_rows, num_inputs + 16, device=device).to(dtype)[:, :num_inputs]
+    layer = TritonLinear(weight, offset, gated=gated, may_split=may_split)
+    actual = layer(x) if tiling is None else layer.launch(x, tiling)
+    if actual.ndim == 3:
+        assert may_split or tiling is not None
+        actual = actual.double().sum(0)
+    assert actual.shape == (num_rows, num_outputs)
+    expected = x.double() @ weight.double().T
+    if offset is not None:
+        expected += offset.double()
+    if gated:
+        gate, up = expected.to(dtype).double().chunk(2, dim=1)
+        expected = F.silu(gate) * up
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, spread: float) -> torch.Tensor:
+    return (torch.randn(num_rows, vocab_size) * spread).to(dtype)
+
+
+def check_choices(logits: torch.Tensor, device: str) -> None:
+    """Greedy and drawn tokens are those of the twin on a CPU."""
+    num_rows = len(logits)
+    temperatures = torch.tensor([0.0, 0.7, 1.0, 3.0]).repeat(num_rows)[: num_rows + 2]
+    seeds = torch.arange(num_rows + 2) * 0x9E3779B97F4A7C15 % 2**63 - 2**62
+    positions = torch.arange(num_rows) * 37 + 1
+    rows = torch.arange(num_rows, dtype=torch.int32) + 2
+    invalid, expected_invalid = (
+        torch.empty(num_rows, dtype=torch.bool, device=device),
+        torch.empty(num_rows, dtype=torch.bool),
+    )
+    on_device = [tensor.to(device) for tensor in (logits, temperatures, seeds, positions, rows)]
+    assert TRITON.choose_tokens(on_device[0]).tolist() == TWINS.choose_tokens(logits).tolist()
+    expected = TWINS.choose_tokens(logits, temperatures, seeds, positions, rows=rows, invalid=expected_invalid).tolist()
+    actual = TRITON.choose_tokens(*on_device[:4], rows=on_device[4], invalid=invalid)
+    assert actual.tolist() == expected
+    assert invalid.tolist() == expected_invalid.tolist()
+    direct = TRITON.choose_tokens(on_device[0], on_device[1][2:], on_device[2][2:], on_device[3])
+    assert direct.tolist() == expected

@@ -1,0 +1,324 @@
+"""The memory plan: its bytes are those that are taken, its parts add up, and what it advises fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.attention.select import select_attention
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.execution.worker import Worker
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.models.registry import model_class
+from fleetfoot.ops.select import select_ops
+from fleetfoot.plan.backends import choose_backends
+from fleetfoot.plan.fit import Device, MemoryPlanError, fit_engine
+from fleetfoot.plan.footprint import (
+    EngineShape,
+    Footprint,
+    kv_block_bytes,
+    runner_state_bytes,
+    state_block_bytes,
+    weight_bytes,
+)
+from fleetfoot.plan.graphs import CaptureTable
+from fleetfoot.plan.machine import Machine, has_triton
+from fleetfoot.plan.memory import GIB, MemoryPlan
+from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.runner.v2.device import CpuDevice
+from fleetfoot.runner.v2.input_batch import InputBuffers
+from fleetfoot.runner.v2.state import DeviceState
+
+SMALL = ModelConfig("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
+LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
+TINYLLAMA = ModelConfig("LlamaForCausalLM", 32000, 2048, 5632, 22, 32, 4, 64, 2048, dtype="bfloat16")
+PARTS = ("weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch", "driver")
+
+
+def shape_of(
+    model: ModelConfig = LLAMA_8B,
+    device: str = "cuda",
+    config: EngineConfig | None = None,
+    runner: str = "v2",
+    max_model_len: int | None = None,
+) -> EngineShape:
+    config = config or EngineConfig()
+    tokens = config.max_num_batched_tokens or (8192 if device == "cuda" else 2048)
+    return EngineShape(
+        model=model,
+        dtype=model.dtype,
+        device=device,
+        runner=runner,
+        block_size=config.block_size,
+        max_model_len=max_model_len or config.max_model_len or model.max_position_embeddings,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        capture_table=CaptureTable.of(
+            device=device,
+            enforce_eager=config.enforce_eager or runner == "v1",
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=tokens,
+        ),
+        backends=choose_backends(device, Machine(0, has_native=True, has_triton=True)),
+    )
+
+
+def fitted_engine(
+    total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", runner: str = "v2", **settings: Any
+) -> tuple[EngineShape, MemoryPlan]:
+    def make_shape(config: EngineConfig, max_model_len: int) -> EngineShape:
+        return shape_of(model, device, config, runner, max_model_len)
+
+    return fit_engine(EngineConfig(**settings), Device(total, make_shape, model.max_position_embeddings))
+
+
+def fitted(total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", **settings: Any) -> MemoryPlan:
+    return fitted_engine(total, model, device, **settings)[1]
+
+
+# --- the bytes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+        {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_weights_are_what_the_model_holds(changes: dict[str, Any], device: str) -> None:
+    model = dataclasses.replace(SMALL, **changes)
+    context = ModelContext(
+        select_ops("cpu"), select_attention("cpu"), getattr(torch, model.dtype), torch.device("meta")
+    )
+    slots = list(model_class(model.architecture)(model, context).weight_slots())
+    held = sum(slot.destination().nbytes for slot in slots)
+    packed_again = SMALL.vocab_size * SMALL.hidden_size * DTYPE_BYTES[model.dtype] * model.tie_word_embeddings
+    expected = held + (packed_again if device == "cpu" else 0)
+    assert weight_bytes(shape_of(model, device)) == expected
+
+
+@pytest.mark.parametrize(("seqs", "tokens", "length", "block_size"), [(3, 16, 40, 8), (64, 512, 256, 16)])
+def test_the_state_of_v2_is_what_it_allocates(seqs: int, tokens: int, length: int, block_size: int) -> None:
+    config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length, block_size=block_size)
+    shape, num_blocks = shape_of(SMALL, "cpu", config), 10
+    state = DeviceState(
+        CpuDevice(),
+        max_num_seqs=seqs,
+        max_model_len=length,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_batched_tokens=tokens,
+    )
+    buffers = InputBuffers(state, seqs, tokens, length)
+    tensors = [state.arena.flat, state.requests.last_sampled, state.requests.draft_tokens, state.staging.on_device]
+    tensors += [value for value in vars(buffers).values() if isinstance(value, torch.Tensor)]
+    ones_and_zeros = 2 * 4 * seqs
+    allocated = sum(tensor.nbytes for tensor in tensors) + ones_and_zeros
+    assert runner_state_bytes(shape) + num_blocks * state_block_bytes(shape) == allocated
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kv_cache_is_what_its_layout_takes(dtype: str) -> None:
+    model = dataclasses.replace(SMALL, dtype=dtype)
+    plan = fitted(GIB, model, "cpu", block_size=4)
+    layout = KVLayout.of(model, plan.num_blocks, 4, dtype)
+    assert plan.kv_cache == layout.num_bytes
+    assert (
+        plan.bytes_per_block
+        == layout.bytes_per_block
+        == kv_block_bytes(shape_of(model, "cpu", EngineConfig(block_size=4)))
+    )
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_parts_add_up(device: str, runner: str) -> None:
+    plan = fitted_engine(80 * GIB, LLAMA_8B, device, runner)[1]
+    assert tuple(plan.parts()) == PARTS
+    assert sum(plan.parts().values()) + plan.left == plan.budget
+    assert plan.budget == (80 * GIB if device == "cpu" else int(80 * GIB * 0.9))
+    assert all(size >= 0 for size in plan.parts().values()) and plan.left >= 0
+    assert plan.num_tokens == plan.num_blocks * 16
+    assert (plan.parts()["graphs"] > 0) == (device == "cuda" and runner == "v2")
+    assert (plan.parts()["driver"] > 0) == (device == "cuda")
+
+
+def test_a_gpu_is_filled() -> None:
+    plan = fitted(80 * GIB)
+    assert plan.left < plan.bytes_per_block + plan.state_bytes_per_block
+    assert plan.kv_reason == "what gpu_memory_utilization leaves"
+    more = fitted(80 * GIB, gpu_memory_utilization=0.95)
+    assert more.budget - plan.budget == pytest.approx(0.05 * 80 * GIB, abs=2)
+    assert more.num_blocks > plan.num_blocks
+
+
+def test_no_more_than_can_be_used() -> None:
+    plan = fitted(80 * GIB, TINYLLAMA, max_num_seqs=8, max_model_len=1000)
+    assert plan.num_blocks == 8 * 63
+    assert "as much as max_num_seqs requests" in plan.kv_reason
+    assert plan.concurrency(1000, 8) == 8 == plan.concurrency(10, 8)
+
+
+def test_a_cpu_gives_a_share_and_never_more_than_its_limit() -> None:
+    weights = weight_bytes(shape_of(LLAMA_8B, "cpu"))  # of 15 GiB
+    plan = fitted(20 * GIB, device="cpu")
+    assert 0 <= int((20 * GIB - weights) * 0.4) - plan.kv_cache < plan.bytes_per_block
+    assert fitted(200 * GIB, device="cpu").kv_cache == 4 * GIB
+    asked = fitted(200 * GIB, device="cpu", kv_cache_memory_bytes=10 * GIB)
+    assert (asked.kv_cache, asked.kv_reason) == (10 * GIB, "kv_cache_memory_bytes")
+    assert fitted(200 * GIB, device="cpu", num_gpu_blocks_override=7).num_blocks == 7
+
+
+def test_the_models_own_length_need_not_fit_but_one_that_was_asked_for_must() -> None:
+    for total, settings in ((24, {}), (30, {"max_num_seqs": 4}), (80, {"num_gpu_blocks_override": 40})):
+        shape, plan = fitted_engine(total * GIB, **settings)
+        assert 256 <= shape.max_model_len <= plan.num_tokens < LLAMA_8B.max_position_embeddings
+        if not settings:  # the longest: one block more has no room
+            with pytest.raises(MemoryPlanError):
+                fitted_engine(total * GIB, max_model_len=shape.max_model_len + 16)
+        fitted_engine(total * GIB, **settings, max_model_len=shape.max_model_len)
+    assert fitted_engine(80 * GIB)[0].max_model_len == LLAMA_8B.max_position_embeddings
+    with pytest.raises(MemoryPlanError, match=r"max_model_len is 131,072, but the KV cache has room for [\d,]+ tokens"):
+        fitted(24 * GIB, max_model_len=131072)
+
+
+# --- a GPU that has less to give than was planned -------------------------------------------------------------------
+
+
+def test_blocks_that_fit_after_loading() -> None:
+    plan = fitted(80 * GIB)
+    assert plan.fitting_blocks(plan.footprint.taken_by_loading) == plan.num_blocks
+    assert plan.fitting_blocks(plan.footprint.taken_by_loading - GIB) > plan.num_blocks  # the worker keeps to the plan
+    assert plan.fitting_blocks(plan.footprint.taken_by_loading + GIB) == plan.num_blocks - round(
+        GIB / (plan.bytes_per_block + plan.state_bytes_per_block) + 0.5
+    )
+    assert plan.fitting_blocks(plan.budget) < 1
+
+
+def test_the_worker_takes_what_was_planned() -> None:
+    machine = Machine(3 * GIB, has_native=Machine.detect().has_native)
+    plan = resolve_plan(EngineConfig(max_num_seqs=4, skip_tokenizer_init=True), machine, environ={})
+    layout = Worker(plan).start()
+    assert layout.num_blocks == plan.memory.num_blocks == 4 * 128
+    assert layout.num_bytes == plan.memory.kv_cache
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_plan_names_the_backends_that_are_taken(device: str) -> None:
+    """They are chosen by name in the plan, without torch, and as objects when the worker starts."""
+    here = Machine(0, has_triton=has_triton(), has_native=Machine.without_gpu().has_native)
+    chosen, attention = choose_backends(device, here), select_attention(device)
+    assert (chosen.attention, chosen.ops) == (attention.name, select_ops(device).name)
+    assert chosen.is_capturable == attention.is_capturable
+
+
+def test_backends_of_machines_that_lack_something() -> None:
+    assert choose_backends("cpu", Machine(0, has_native=False)).ops == "torch"
+    assert choose_backends("cuda", Machine(0, has_native=True, has_triton=False)).ops == "torch"
+
+
+# --- what would help ------------------------------------------------------------------------------------------------
+
+SETTING = re.compile(r"(\w+)=([\d.]+|True) \(--([a-z-]+)(?: [\d.]+)?\)")
+
+
+def remedies_of(error: MemoryPlanError) -> list[str]:
+    _, *lines = str(error).split("\n  - ")
+    return lines
+
+
+def assert_each_works(error: MemoryPlanError, model: ModelConfig, device: str, total: int, **settings: Any) -> None:
+    """Every line of advice, taken for what it says, makes a plan."""
+    for line in remedies_of(error):
+        memory = re.fullmatch(r"([\d.]+) GiB of (GPU )?memory, or more", line)
+        if memory:
+            fitted(int((float(memory[1]) + 0.01) * GIB), model, device, **settings)
+            continue
+        found = SETTING.findall(line)
+        assert found, line
+        changed = dict(settings)
+        for name, value, flag in found:
+            assert flag == name.replace("_", "-")
+            changed[name] = True if value == "True" else float(value) if "." in value else int(value)
+        fitted(total, model, device, **changed)
+
+
+ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enforce_eager"}
+
+
+@pytest.mark.parametrize(
+    ("total", "device", "settings", "advised"),
+    [
+        (-0.2, "cuda", {}, ALL),
+        (-0.2, "cuda", {"max_model_len": 10000}, {*ALL, "max_model_len"}),
+        (-0.2, "cuda", {"enforce_eager": True}, ALL - {"enforce_eager"}),
+        (18, "cuda", {}, {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs"}),  # together
+        (20, "cuda", {"max_model_len": 131072}, {"max_num_seqs", "max_model_len"}),
+        (10, "cuda", {}, set()),
+        (8, "cpu", {}, set()),
+        (64, "cpu", {"max_model_len": 131072}, {"kv_cache_memory_bytes", "max_model_len"}),
+        (80, "cuda", {"num_gpu_blocks_override": 10**6}, {"num_gpu_blocks_override"}),
+        (80, "cuda", {"kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
+        (80, "cuda", {"kv_cache_memory_bytes": 10}, {"kv_cache_memory_bytes"}),
+        (64, "cpu", {"kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
+    ],
+    ids=str,
+)
+def test_a_plan_that_does_not_fit_says_what_would(
+    total: float, device: str, settings: dict[str, Any], advised: set[str]
+) -> None:
+    """A negative ``total``: so much less than the least that is enough."""
+    num_bytes = int((total if total > 0 else least_gib(**settings) + total) * GIB)
+    with pytest.raises(MemoryPlanError) as caught:
+        fitted(num_bytes, LLAMA_8B, device, **settings)
+    named = {name for line in remedies_of(caught.value) for name, _, _ in SETTING.findall(line)}
+    assert advised <= named and bool(advised) == bool(named)
+    assert_each_works(caught.value, LLAMA_8B, device, num_bytes, **settings)
+
+
+def least_gib(**settings: Any) -> float:
+    """The GPU memory that is enough, as the advice for one that is far too small has it."""
+    with pytest.raises(MemoryPlanError) as caught:
+        fitted(GIB, **settings)
+    (line,) = remedies_of(caught.value)
+    return float(line.split()[0])
+
+
+@given(
+    model=st.sampled_from([LLAMA_8B, TINYLLAMA]),
+    device=st.sampled_from(["cpu", "cuda"]),
+    total=st.integers(1, 48),
+    max_model_len=st.sampled_from([None, 512, 2048]),
+    max_num_seqs=st.sampled_from([1, 64, 512]),
+    enable_chunked_prefill=st.just(True),
+    kv_cache_memory_bytes=st.sampled_from([None, None, 1, GIB, 100 * GIB]),
+    enforce_eager=st.booleans(),
+)
+def test_whatever_the_memory(model: ModelConfig, device: str, total: int, **settings: Any) -> None:
+    try:
+        shape, plan = fitted_engine(total * GIB, model, device, **settings)
+    except MemoryPlanError as error:
+        assert_each_works(error, model, device, total * GIB, **settings)
+    else:
+        assert plan.num_blocks >= 1
+        assert plan.left >= 0
+        assert plan.budget - plan.left == sum(plan.parts().values()) <= total * GIB
+        assert Footprint.of(shape) == plan.footprint
+        asked = settings["max_model_len"]
+        assert shape.max_model_len == asked if asked else shape.max_model_len <= plan.num_tokens
+        assert asked is None or asked <= plan.num_tokens or settings["kv_cache_memory_bytes"] is not None
+        longer, _ = fitted_engine((total + 8) * GIB, model, device, **settings)
+        assert longer.max_model_len >= shape.max_model_len

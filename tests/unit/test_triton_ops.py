@@ -1,0 +1,281 @@
+"""The Triton operations in the interpreter, the rules by which they are launched, and their compilation for a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.ops_checks import (
+    TRITON,
+    TWINS,
+    check_choices,
+    check_rms_norm,
+    check_rope_and_cache,
+    check_silu_and_mul,
+    linear_error,
+    random_logits,
+)
+
+from fleetfoot.ops.linear_staged_triton import StagedTiling
+from fleetfoot.ops.linear_streamed_triton import StreamedTiling
+from fleetfoot.ops.linear_tiled_triton import TiledTiling
+from fleetfoot.ops.linear_triton import Tiling, TritonLinear, choose_tiling
+from fleetfoot.ops.rms_norm_triton import MAX_SIZE
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+REPOSITORY = Path(__file__).parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+if HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.helpers.interpreter import mend_interpreter
+
+    mend_interpreter()
+
+interpreted = pytest.mark.skipif(
+    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton's interpreter; on a GPU, tests/gpu runs such cases compiled",
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 100)])
+def test_rms_norm(dtype: torch.dtype, num_rows: int, size: int) -> None:
+    check_rms_norm(dtype, num_rows, size, "cpu")
+
+
+@interpreted
+def test_rms_norm_of_many_dimensions_and_of_nothing() -> None:
+    x, weight = torch.randn(2, 3, 4, 32).transpose(1, 2), torch.rand(32)
+    torch.testing.assert_close(TRITON.rms_norm(x, weight, 1e-5), TWINS.rms_norm(x, weight, 1e-5))
+    assert TRITON.rms_norm(torch.empty(0, 32), weight, 1e-5).shape == (0, 32)
+
+
+def test_rows_too_long_for_a_program_go_to_the_twin() -> None:
+    x, weight = torch.randn(1, MAX_SIZE + 1), torch.rand(MAX_SIZE + 1)
+    assert torch.equal(TRITON.rms_norm(x, weight, 1e-5), TWINS.rms_norm(x, weight, 1e-5))
+    for actual, expected in zip(
+        TRITON.add_rms_norm(x, x, weight, 1e-5), TWINS.add_rms_norm(x, x, weight, 1e-5), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+def test_the_twin_adds_up_partial_sums() -> None:
+    parts, residual, weight = torch.randn(3, 2, 8), torch.randn(2, 8).bfloat16(), torch.rand(8).bfloat16()
+    for actual, expected in zip(
+        TWINS.add_rms_norm(parts, residual, weight, 1e-5),
+        TWINS.add_rms_norm(parts.sum(0).bfloat16(), residual, weight, 1e-5),
+        strict=True,
+    ):
+        assert torch.equal(actual, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    check_silu_and_mul(dtype, 3, 50, "cpu")
+
+
+def test_silu_and_mul_wants_two_halves() -> None:
+    with pytest.raises(ValueError, match=r"\[2, 7\] must have an even number of columns"):
+        TRITON.silu_and_mul(torch.zeros(2, 7))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_rope_and_cache(dtype: torch.dtype, norm: bool, head_dim: int) -> None:
+    check_rope_and_cache(dtype, 5, head_dim, norm, "cpu")
+
+
+@interpreted
+def test_values_are_copied_whatever_they_hold() -> None:
+    qkv = torch.randn(1, 3 * 8)
+    qkv[0, 16:20] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+    cache = torch.zeros(1, 2, 1, 4, 8)
+    TRITON.rope_and_cache(qkv, cache, torch.tensor([2]), torch.tensor([1]), torch.rand(4, 8), 1, None, None, 1e-6)
+    assert torch.equal(cache[0, 1, 0, 2].view(torch.int32), qkv[0, 16:].view(torch.int32))
+
+
+def test_rope_and_cache_refuses_what_does_not_fit() -> None:
+    cache, index = torch.zeros(1, 2, 1, 4, 8), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"qkv \[2, 32\] with strides"):
+        TRITON.rope_and_cache(torch.zeros(2, 32), cache, index, index, torch.zeros(4, 8), 1, None, None, 1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab_size", "spread"), [(5, 1.0), (2048, 0.1), (5003, 4.0)])
+def test_choose_tokens(dtype: torch.dtype, vocab_size: int, spread: float) -> None:
+    logits = random_logits(6, vocab_size, dtype, spread)
+    logits[1] = logits[1].round()  # ties
+    check_choices(logits, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_choose_tokens_from_rows_without_a_highest_logit(dtype: torch.dtype) -> None:
+    logits = random_logits(6, 3000, dtype, 1.0)
+    logits[0, 2500], logits[0, 10] = float("nan"), float("inf")
+    logits[1, [7, 2900]] = float("inf")
+    logits[2] = -float("inf")
+    logits[3] = -float("inf")
+    logits[3, 2999] = -5.0
+    logits[4] = torch.where(torch.arange(3000) % 2 == 1, 0.0, -0.0)
+    check_choices(logits, "cpu")
+
+
+def test_choose_tokens_refuses_strides() -> None:
+    with pytest.raises(ValueError, match="contiguous in memory"):
+        TRITON.choose_tokens(torch.zeros(4, 4).T)
+    assert TRITON.choose_tokens(torch.zeros(0, 4)).shape == (0,)
+
+
+TILINGS: list[tuple[int, Tiling]] = [
+    (1, StagedTiling(inputs=16, num_chunks=3, row_tile=1)),
+    (3, StagedTiling(inputs=16, num_chunks=3, row_tile=8, num_warps=4)),
+    (1, StreamedTiling(outputs=16, num_stages=3, row_tile=1, inputs=32)),
+    (8, StreamedTiling(outputs=32, num_stages=2, row_tile=8, inputs=16)),
+    (9, TiledTiling(row_tile=16, num_stages=3, inputs=64)),
+    (12, TiledTiling(row_tile=16, num_stages=3, splits=2, inputs=64)),
+    (33, TiledTiling(row_tile=64, num_stages=3, splits=4, inputs=32)),
+]
+
+
+@interpreted
+@pytest.mark.parametrize(("num_rows", "tiling"), TILINGS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear(num_rows: int, tiling: Tiling, bias: bool, gated: bool) -> None:
+    """36 outputs: not whole tiles; 192 inputs: not whole chunks for some."""
+    if gated and isinstance(tiling, TiledTiling) and tiling.splits > 1:
+        pytest.skip("a gate needs its whole sums")
+    shape = (num_rows, 36, 192)
+    assert linear_error(torch.float16, shape, gated=gated, bias=bias, device="cpu", tiling=tiling) < 1e-3
+
+
+@interpreted
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17])
+def test_linear_chooses(num_rows: int) -> None:
+    for shape in ((num_rows, 64, 256), (num_rows, 3000, 64)):
+        error = linear_error(torch.bfloat16, shape, gated=False, bias=False, device="cpu", may_split=True)
+        assert error < 1e-2
+
+
+@pytest.mark.parametrize("num_rows", [0, 65])
+@pytest.mark.parametrize("gated", [False, True])
+def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) -> None:
+    weight, bias = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
+    assert choose_tiling(num_rows, 64, 32, gated=gated, may_split=True, num_sms=132) is None
+    x = torch.randn(num_rows, 32).bfloat16()
+    if gated and num_rows and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the gate needs Triton's interpreter")
+    layer = TritonLinear(weight, bias, gated=gated)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    if gated:
+        expected = TWINS.silu_and_mul(expected)
+    torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=1e-3)
+
+
+def test_float32_is_for_the_library() -> None:
+    weight, x = torch.randn(64, 32), torch.randn(3, 32)
+    assert torch.equal(TRITON.prepare_linear(weight)(x), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("shape", "gated", "may_split", "kind"),
+    [
+        ((1, 4096, 1024), False, False, StagedTiling),  # Qwen3-0.6B: qkv
+        ((8, 1024, 3072), False, True, StagedTiling),  # its down
+        ((1, 151936, 1024), False, False, StreamedTiling),  # its head
+        ((1, 14336, 4096), True, False, StreamedTiling),  # Llama-3.1-8B: gate and up
+        ((8, 4096, 14336), False, True, StreamedTiling),  # its down
+        ((1, 4096, 2560), False, False, StagedTiling),  # an odd number of chunks
+        ((1, 4096, 1000), False, False, StreamedTiling),  # no chunks at all
+        ((16, 4096, 4096), False, True, TiledTiling),
+        ((64, 151936, 1024), False, False, TiledTiling),
+        ((64, 256, 1024), False, False, type(None)),  # too few tiles to read with
+        ((1, 8, 1024), False, False, type(None)),
+        ((1, 1024, 1023), False, False, type(None)),  # rows that are not aligned
+    ],
+)
+def test_choose_tiling(shape: tuple[int, int, int], gated: bool, may_split: bool, kind: type) -> None:
+    tiling = choose_tiling(*shape, gated=gated, may_split=may_split, num_sms=132)
+    assert isinstance(tiling, kind)
+    if isinstance(tiling, StagedTiling):
+        assert tiling.inputs * tiling.num_warps * tiling.num_chunks == shape[2]
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("num_inputs", [512, 896, 1536, 2048, 3584, 4096, 8192, 14336])
+@pytest.mark.parametrize("num_outputs", [512, 1024, 4096, 14336, 151936])
+def test_tilings_fit_in_shared_memory(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    for gated in (False, True):
+        tiling = choose_tiling(num_rows, num_outputs, num_inputs, gated=gated, may_split=not gated, num_sms=132)
+        weights = 2 if gated else 1
+        if isinstance(tiling, StagedTiling):
+            elements = (weights * tiling.outputs + tiling.row_tile) * num_inputs
+        elif isinstance(tiling, StreamedTiling):
+            stage = (weights * tiling.outputs + tiling.row_tile) * tiling.inputs * tiling.num_warps
+            elements = (tiling.num_stages - 1) * stage
+        elif tiling is not None:
+            elements = (tiling.outputs + tiling.row_tile) * tiling.inputs * tiling.num_stages
+            assert not gated or tiling.splits == 1
+        else:
+            continue
+        assert elements * 2 <= 190 * 1024
+
+
+def test_replace_writes_in_place() -> None:
+    """A captured graph reads the weight where it was."""
+    weight, other = torch.randn(32, 16).bfloat16(), torch.randn(32, 16).bfloat16()
+    layer = TRITON.prepare_linear(weight)
+    layer.replace(other)
+    assert layer.weight() is weight
+    assert torch.equal(weight, other)
+    with pytest.raises(ValueError, match="cannot replace"):
+        layer.replace(other[:4])
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's compiler")
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    arguments = [sys.executable, "-m", "tests.helpers.compile_op_kernels"]
+    result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    compiled = {line.split(":")[0] for line in result.stdout.splitlines()}
+    assert compiled == {
+        "_rms_norm_kernel",
+        "_silu_and_mul_kernel",
+        "_rope_and_cache_kernel",
+        "_row_max_kernel",
+        "_draw_kernel",
+        "_pick_kernel",
+        "_linear_staged_kernel",
+        "_linear_streamed_kernel",
+        "_linear_tiled_kernel",
+    }
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    script = """
+import sys
+sys.modules["triton"] = None  # any import of it fails
+from fleetfoot.ops.triton_ops import triton_ops
+from fleetfoot.ops.select import select_ops
+print(triton_ops().name, select_ops("cpu", native=False).name)
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.stdout == "triton torch\n", result.stderr
