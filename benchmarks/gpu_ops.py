@@ -63,15 +63,19 @@ MODELS = [
 ]
 
 
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
+    return PlainLinear(weight, bias)
+
+
 def library_ops() -> OpSet:
     """The Triton operations, but for the linear layers."""
     ops = triton_ops()
     return replace(
         ops,
         name="library",
-        prepare_linear=PlainLinear,
-        prepare_gate_up=gated(PlainLinear, ops.silu_and_mul),
-        prepare_residual_linear=PlainLinear,
+        prepare_linear=plain_linear,
+        prepare_gate_up=gated(plain_linear, ops.silu_and_mul),
+        prepare_residual_linear=plain_linear,
     )
 
 

@@ -24,6 +24,7 @@ from fleetfoot.plan.report import plan_report
 Streams = pytest.CaptureFixture[str]
 
 GIB = 1 << 30
+CPU = ["--device", "cpu", "--cpu-memory", "64GiB"]
 H100 = ["--device", "cuda", "--gpu-memory", "80GiB", "--gpu-name", "NVIDIA H100"]
 KEYS = {"model_runner", "explicit", "reasons", "unsupported", "attention_backend", "kv_layout", "graphs", "memory"}
 LLAMA_8B: dict[str, Any] = {
@@ -73,10 +74,10 @@ def plan(capsys: Streams, *flags: str) -> dict[str, Any]:
 # --- the decision ---------------------------------------------------------------------------------------------------
 
 DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, bool, list[str], str]] = {
-    "cpu": (["--device", "cpu"], {}, "v2", False, [], "default of LlamaForCausalLM"),
+    "cpu": (CPU, {}, "v2", False, [], "default of LlamaForCausalLM"),
     "gpu": (H100, {}, "v2", False, [], "default of LlamaForCausalLM"),
     "gpu-without-triton": ([*H100, "--no-triton"], {}, "v1", False, [], "Triton"),
-    "cpu-without-triton": (["--device", "cpu", "--no-triton"], {}, "v2", False, [], "default of"),
+    "cpu-without-triton": ([*CPU, "--no-triton"], {}, "v2", False, [], "default of"),
     "mistral": (H100, {"architectures": ["MistralForCausalLM"]}, "v2", False, [], "default of MistralForCausalLM"),
     "qwen3": (H100, {"architectures": ["Qwen3ForCausalLM"]}, "v2", False, [], "default of Qwen3ForCausalLM"),
     "qwen2": (H100, {"architectures": ["Qwen2ForCausalLM"]}, "v1", False, [], "not one of the architectures"),

@@ -1,6 +1,6 @@
 """Attention of a few query tokens per request over the paged KV cache: decodes, and decodes with drafts.
 
-A decode step reads every K and V of the batch once, so it is as fast as memory is, if every multiprocessor reads all the
+A decode step reads every K and V of the batch once: it is as fast as memory is, if every multiprocessor reads all the
 time. Lengths are ragged and known to the device alone, so the work is cut there: the tiles of all (request, KV head)
 pairs stand in one line, each program takes an equal stretch of it (Stream-K, Osama et al., 2023), and where a stretch
 ends within a pair, the pieces are merged by their log-sum-exp (Flash-Decoding, Dao et al., 2023). The program that
@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fleetfoot.ops.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.ops.gpu_limits import gpu_limits
+from fleetfoot.ops.paged_attention_pieces import DecodeWorkspace, merge_pieces, store_piece
 from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
@@ -45,52 +48,18 @@ class DecodeTiling:
     num_stages: int
 
 
-def choose_decode_tiling(rows: int, padded_dim: int, element_size: int) -> DecodeTiling:
-    """By the bytes of a tile of K: enough of them in flight, in all programs of a multiprocessor, to saturate memory."""
-    tile = max(16, min(64, 64 * 256 // (padded_dim * element_size)))
-    return DecodeTiling(tile=tile, min_tiles=4, programs_per_sm=2, num_warps=4, num_stages=4)
+def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_bytes: int) -> DecodeTiling:
+    """Tiles of K and V of 32 KB, two in flight for each program, so that two programs saturate a multiprocessor.
 
-
-class DecodeWorkspace:
-    """Memory for the pieces of cut pairs, and a count for each pair of how many of its pieces have been written.
-
-    Kernels find every count at 0 and leave it at 0, so one workspace serves all layers, as long as they run one after
-    the other. Buffers that were outgrown are kept: captured graphs may still use them.
+    Args:
+        rows: of the query tile. padded_dim: head_dim, rounded up to a power of 2.
+        shared_bytes: most shared memory of a program.
     """
-
-    def __init__(self, device: torch.device, num_programs: int | None = None) -> None:
-        """``num_programs``: programs in a launch; None: as many as the tiling wants on this device."""
-        self._num_programs = num_programs
-        self._num_sms = 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-        self._pieces = torch.empty(0, dtype=torch.float32, device=device)
-        self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
-        self._outgrown: list[torch.Tensor] = []
-
-    def num_programs(self, tiling: DecodeTiling) -> int:
-        return self._num_programs or self._num_sms * tiling.programs_per_sm
-
-    def reserve(self, num_floats: int, num_counts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two buffers, with room for so much.
-
-        Raises:
-            RuntimeError: they are too small, and a graph is being captured, in which they cannot grow.
-        """
-        if num_floats > self._pieces.numel():
-            self._outgrown.append(self._pieces)
-            self._pieces = self._grown(self._pieces, num_floats)
-        if num_counts > self._arrivals.numel():
-            self._outgrown.append(self._arrivals)
-            self._arrivals = self._grown(self._arrivals, num_counts)
-        return self._pieces, self._arrivals
-
-    @staticmethod
-    def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
-        if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the decode kernel's workspace holds {buffer.numel()} elements and this capture wants {size}: "
-                "run a step of this shape once before capturing it"
-            )
-        return torch.zeros(next_power_of_2(size), dtype=buffer.dtype, device=buffer.device)
+    row_bytes = padded_dim * element_size
+    tile, num_stages = max(16, min(128, 16384 // row_bytes)), 3
+    while tile > 16 and (rows + 2 * num_stages * tile) * row_bytes > shared_bytes:
+        tile //= 2
+    return DecodeTiling(tile=tile, min_tiles=1, programs_per_sm=2, num_warps=4, num_stages=num_stages)
 
 
 def paged_attention_decode(
@@ -118,20 +87,22 @@ def paged_attention_decode(
         scale: factor on the dot products, > 0.
         window: how many of the last positions a token sees, itself included; None: all.
         max_query_len: bound on the query tokens of a request; times num_heads / num_kv_heads at most `MAX_ROWS`.
-        out: written, ``[num_tokens, num_heads, head_dim]`` contiguous, for the tokens of all requests; zeros for those
-            of padding requests.
+        out: written, ``[num_tokens, num_heads, head_dim]`` contiguous, from the first request's first token to the end;
+            zeros for tokens of padding requests and for those behind the last request's.
     """
     num_reqs = seq_lens.shape[0]
-    num_heads, head_dim = query.shape[1:]
+    num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
     stored_rows = next_power_of_2(group * max_query_len)
     rows = max(_MIN_ROWS, stored_rows)
     padded_dim = max(16, next_power_of_2(head_dim))
     if tiling is None:
-        tiling = choose_decode_tiling(rows, padded_dim, query.element_size())
-    num_programs = workspace.num_programs(tiling)
+        shared_bytes = gpu_limits(query.device).shared_bytes
+        tiling = choose_decode_tiling(rows, padded_dim, query.element_size(), shared_bytes)
+    num_programs = workspace.num_programs(tiling.programs_per_sm)
     pieces, arrivals = workspace.reserve(num_programs * 2 * stored_rows * (padded_dim + 2), num_reqs * num_kv_heads)
+    overlap = can_overlap(query.device)
     _paged_attention_decode_kernel[(num_programs,)](
         query,
         kv_cache,
@@ -142,6 +113,7 @@ def paged_attention_decode(
         seq_lens,
         block_tables,
         num_reqs,
+        num_tokens,
         query.stride(0),
         kv_cache.stride(0),
         block_tables.stride(0),
@@ -159,8 +131,10 @@ def paged_attention_decode(
         tile=tiling.tile,
         has_window=window is not None,
         requests_tile=next(step for step in (*_REQUESTS_STEPS, next_power_of_2(num_reqs)) if step >= num_reqs),
+        overlap=overlap,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **launch_options(overlap),
     )
 
 
@@ -180,51 +154,26 @@ def _count_tiles(seq_len, first_tile, tile: tl.constexpr):
 
 
 @triton_kernel(specialize=False)
-def _merge(
+def _store_rows(
     out_ptr,
-    pieces_ptr,
-    stats_ptr,
-    first_program,
-    last_program,
+    result,
     query_begin,
     query_len,
     kv_head,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
+    num_rows: tl.constexpr,
     padded_dim: tl.constexpr,
-    stored_rows: tl.constexpr,
-    merge_tile: tl.constexpr,
 ):
-    """Merge the pieces of a pair, ``merge_tile`` of them at once, so that their loads are in flight together."""
-    row = tl.arange(0, stored_rows)
+    """Write ``result`` ``[num_rows, padded_dim]``, whose rows are query heads within query tokens."""
+    row = tl.arange(0, num_rows)
     column = tl.arange(0, padded_dim)
     token = row // group
-    is_row = token < query_len
-    m = tl.full([stored_rows], -1.0e30, tl.float32)
-    l = tl.zeros([stored_rows], tl.float32)
-    acc = tl.zeros([stored_rows, padded_dim], tl.float32)
-    for begin in tl.range(first_program, last_program + 1, merge_tile, num_stages=1):
-        program = begin + tl.arange(0, merge_tile)
-        is_piece = (program <= last_program)[:, None] & is_row[None, :]
-        piece_row = (program * 2 + (program == first_program).to(tl.int32))[:, None] * stored_rows + row[None, :]
-        stat_row = piece_row + (program * 2 + (program == first_program).to(tl.int32))[:, None] * stored_rows
-        piece_m = tl.load(stats_ptr + stat_row, mask=is_piece, other=-1.0e30, cache_modifier=".cg")
-        piece_l = tl.load(stats_ptr + stat_row + stored_rows, mask=is_piece, other=0.0, cache_modifier=".cg")
-        piece_ptrs = pieces_ptr + piece_row[:, :, None] * padded_dim + column[None, None, :]
-        piece_ptrs = tl.multiple_of(piece_ptrs, (1, 1, 16))
-        piece_acc = tl.load(piece_ptrs, mask=is_piece[:, :, None], other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(piece_m, 0))
-        alpha = tl.exp2(m - m_new)
-        beta = tl.exp2(piece_m - m_new[None, :])  # [merge_tile, stored_rows]
-        l = l * alpha + tl.sum(piece_l * beta, 0)
-        acc = acc * alpha[:, None] + tl.sum(piece_acc * beta[:, :, None], 0)
-        m = m_new
-    result = acc / tl.where(l > 0, l, 1.0)[:, None]
-    head = kv_head * group + row % group
     token_offset = (query_begin + token).to(tl.int64) * (num_kv_heads * group * head_dim)
-    out_ptrs = tl.multiple_of(out_ptr + (token_offset + head * head_dim)[:, None] + column[None, :], (1, 16))
-    mask = is_row[:, None] & (column < head_dim)[None, :]
+    head_offset = (kv_head * group + row % group) * head_dim
+    out_ptrs = tl.multiple_of(out_ptr + (token_offset + head_offset)[:, None] + column[None, :], (1, 16))
+    mask = (token < query_len)[:, None] & (column < head_dim)[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -239,6 +188,7 @@ def _paged_attention_decode_kernel(
     seq_lens_ptr,
     block_tables_ptr,
     num_reqs,
+    num_tokens,
     query_stride,
     block_stride,
     table_stride,
@@ -256,12 +206,16 @@ def _paged_attention_decode_kernel(
     tile: tl.constexpr,
     has_window: tl.constexpr,
     requests_tile: tl.constexpr,
+    overlap: tl.constexpr,
 ):
+    launch_dependents(overlap)
     program = tl.program_id(0)
     max_query_len: tl.constexpr = rows // group
 
-    # The line of tiles: request by request, within it head by head. Where each request ends, and this program's stretch.
+    # The line of tiles: request by request, and within it head by head. Where requests end; this program's stretch.
     index = tl.arange(0, requests_tile)
+    wait_for_inputs(overlap)
+    behind = tl.load(query_start_loc_ptr + num_reqs) + program  # the first token without a request is program 0's
     lens = tl.load(seq_lens_ptr + index, mask=index < num_reqs, other=0)
     counts = _count_tiles(lens, _first_tile(lens, window, max_query_len, tile, has_window), tile) * num_kv_heads
     counts = tl.where(index < num_reqs, counts, 0)
@@ -300,19 +254,21 @@ def _paged_attention_decode_kernel(
 
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
         head_ptr = kv_ptr + kv_head * (block_size * head_dim)
-        m = tl.full([rows], -1.0e30, tl.float32)
-        sums = tl.zeros([rows, tile], tl.float32)  # of the weights, over the tiles; over positions at the end
+        top = tl.full([rows], -1.0e30, tl.float32)  # below any score, and finite: the difference of two is not NaN
+        weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over a tile's positions at the end
         acc = tl.zeros([rows, padded_dim], tl.float32)
+        # Block ids are read one tile ahead: the address of K must not wait for them.
         position = (first_tile + begin) * tile + position_in_tile
         next_block = tl.load(table_ptr + position // block_size, mask=position < seq_len, other=0)
         for tile_index in tl.range(first_tile + begin, first_tile + stop):
             position = tile_index * tile + position_in_tile
             is_position = position < seq_len
-            block_id = next_block
+            block = next_block
             next_position = position + tile
             next_block = tl.load(table_ptr + next_position // block_size, mask=next_position < seq_len, other=0)
-            offset = block_id.to(tl.int64) * block_stride + (position % block_size) * head_dim
+            offset = block.to(tl.int64) * block_stride + (position % block_size) * head_dim
             k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
+            # What no row sees must be cleared, not only hidden: it may be NaN, and 0 * NaN is NaN.
             mask = is_position[:, None] & is_column[None, :]
             k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
             scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
@@ -320,32 +276,26 @@ def _paged_attention_decode_kernel(
             if has_window:
                 visible &= position[None, :] > row_position[:, None] - window
             scores = tl.where(visible, scores, float("-inf"))
-            m_new = tl.maximum(m, tl.max(scores, 1))
-            p = tl.exp2(scores - m_new[:, None])
-            alpha = tl.exp2(m - m_new)
-            sums = sums * alpha[:, None] + p
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            p = tl.exp2(scores - new_top[:, None])
+            kept = tl.exp2(top - new_top)
+            weights = weights * kept[:, None] + p
             v_ptrs = tl.multiple_of(k_ptrs + num_kv_heads * block_size * head_dim, (1, 16))
             v = tl.load(v_ptrs, mask=mask, other=0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-            m = m_new
-
-        l = tl.sum(sums, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
+            top = new_top
+        total = tl.sum(weights, 1)
 
         if (begin == 0) & (stop == count):
-            result = acc / tl.where(l > 0, l, 1.0)[:, None]
-            token_offset = (query_begin + token).to(tl.int64) * (num_kv_heads * group * head_dim)
-            out_ptrs = out_ptr + (token_offset + head * head_dim)[:, None] + column[None, :]
-            out_ptrs = tl.multiple_of(out_ptrs, (1, 16))
-            tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+            result = acc / tl.where(total > 0, total, 1.0)[:, None]
+            _store_rows(
+                out_ptr, result, query_begin, query_len, kv_head, num_kv_heads, group, head_dim, rows, padded_dim
+            )
         else:
-            # A piece of a pair. One that begins a pair is its program's last, any other its program's first.
-            piece = program * 2 + (begin == 0).to(tl.int32)
+            # A piece of the pair. One that begins a pair is its program's last, any other its program's first.
             stats_ptr = pieces_ptr + tl.num_programs(0) * (2 * stored_rows * padded_dim)
-            piece_ptrs = pieces_ptr + (piece * stored_rows + row[:, None]) * padded_dim + column[None, :]
-            piece_ptrs = tl.multiple_of(piece_ptrs, (1, 16))
-            tl.store(piece_ptrs, acc, mask=is_row[:, None])
-            tl.store(stats_ptr + piece * (2 * stored_rows) + row, m, mask=is_row)
-            tl.store(stats_ptr + piece * (2 * stored_rows) + stored_rows + row, l, mask=is_row)
+            piece = program * 2 + (begin == 0).to(tl.int32)
+            store_piece(pieces_ptr, stats_ptr, piece, top, total, acc, is_row, rows, padded_dim, stored_rows)
             pair_begin = request_begin + kv_head * count
             first_program = pair_begin // stretch
             last_program = (pair_begin + count - 1) // stretch
@@ -353,24 +303,40 @@ def _paged_attention_decode_kernel(
             tl.debug_barrier()  # every thread's part of the piece is written before one of them says so
             if tl.atomic_add(arrivals_of_pair, 1, sem="acq_rel") == last_program - first_program:
                 tl.store(arrivals_of_pair, 0)
-                _merge(
-                    out_ptr,
+                is_stored_row = tl.arange(0, stored_rows) // group < query_len
+                result = merge_pieces(
                     pieces_ptr,
                     stats_ptr,
                     first_program,
                     last_program,
+                    is_stored_row,
+                    padded_dim,
+                    stored_rows,
+                    merge_tile,
+                )
+                _store_rows(
+                    out_ptr,
+                    result,
                     query_begin,
                     query_len,
                     kv_head,
                     num_kv_heads,
                     group,
                     head_dim,
-                    padded_dim,
                     stored_rows,
-                    merge_tile,
+                    padded_dim,
                 )
 
         at += stop - begin
         if at == request_begin + count * num_kv_heads:
             request_begin = at
             request += 1
+
+    while behind < num_tokens:
+        for kv_head in tl.range(0, num_kv_heads, num_stages=1):
+            stored_row = tl.arange(0, stored_rows)
+            head_offset = (kv_head * group + stored_row)[:, None] * head_dim + column[None, :]
+            out_ptrs = out_ptr + behind.to(tl.int64) * (num_kv_heads * group * head_dim) + head_offset
+            mask = (stored_row < group)[:, None] & is_column[None, :]
+            tl.store(out_ptrs, tl.zeros([stored_rows, padded_dim], out_ptr.dtype.element_ty), mask=mask)
+        behind += tl.num_programs(0)

@@ -1,0 +1,29 @@
+"""What the attention kernels' launches are cut to: multiprocessors and shared memory of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GPULimits:
+    num_sms: int
+    shared_bytes: int
+    """Most shared memory of a program."""
+    capability: tuple[int, int]
+
+
+@cache
+def gpu_limits(device: torch.device) -> GPULimits:
+    """The limits of ``device``; for a CPU, where kernels are interpreted, those of a small made-up GPU."""
+    if device.type != "cuda":
+        return GPULimits(num_sms=4, shared_bytes=100 * 1024, capability=(0, 0))
+    properties = torch.cuda.get_device_properties(device)
+    return GPULimits(
+        num_sms=properties.multi_processor_count,
+        shared_bytes=properties.shared_memory_per_block_optin,
+        capability=(properties.major, properties.minor),
+    )

@@ -1,0 +1,122 @@
+"""The pieces of a (request, KV head) pair that several programs of the decode kernel worked on, and their merging.
+
+A piece is what attention over some of the pair's positions yields: for each row the largest score, the sum of the
+weights relative to it, and the weighted sum of V (Flash-Decoding, Dao et al., 2023).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fleetfoot.ops.gpu_limits import gpu_limits
+from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+class DecodeWorkspace:
+    """Memory for the pieces of cut pairs, and a count for each pair of how many of its pieces have been written.
+
+    Kernels find every count at 0 and leave it at 0, so one workspace serves all layers, as long as they run one after
+    the other. Buffers that were outgrown are kept: captured graphs may still use them.
+    """
+
+    def __init__(self, device: torch.device, num_programs: int | None = None) -> None:
+        """``num_programs``: programs in a launch; None: as many as the tiling wants on this device."""
+        self._num_programs = num_programs
+        self._num_sms = gpu_limits(device).num_sms
+        self._pieces = torch.empty(0, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
+        self._outgrown: list[torch.Tensor] = []
+
+    def num_programs(self, programs_per_sm: int) -> int:
+        return self._num_programs or self._num_sms * programs_per_sm
+
+    def reserve(self, num_floats: int, num_counts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two buffers, with room for so much.
+
+        Raises:
+            RuntimeError: they are too small, and a graph is being captured, in which they cannot grow.
+        """
+        if num_floats > self._pieces.numel():
+            self._outgrown.append(self._pieces)
+            self._pieces = self._grown(self._pieces, num_floats)
+        if num_counts > self._arrivals.numel():
+            self._outgrown.append(self._arrivals)
+            self._arrivals = self._grown(self._arrivals, num_counts)
+        return self._pieces, self._arrivals
+
+    @staticmethod
+    def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
+        if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the decode kernel's workspace holds {buffer.numel()} elements and this capture wants {size}: "
+                "run a step of this shape once before capturing it"
+            )
+        return torch.zeros(next_power_of_2(size), dtype=buffer.dtype, device=buffer.device)
+
+
+@triton_kernel(specialize=False)
+def store_piece(
+    pieces_ptr,
+    stats_ptr,
+    piece,
+    top,
+    total,
+    acc,
+    is_row,
+    rows: tl.constexpr,
+    padded_dim: tl.constexpr,
+    stored_rows: tl.constexpr,
+):
+    """Write ``top``, ``total`` ``[rows]`` and ``acc`` ``[rows, padded_dim]``, of which ``stored_rows`` may be valid."""
+    row = tl.arange(0, rows)
+    column = tl.arange(0, padded_dim)
+    piece_ptrs = pieces_ptr + (piece * stored_rows + row[:, None]) * padded_dim + column[None, :]
+    tl.store(tl.multiple_of(piece_ptrs, (1, 16)), acc, mask=is_row[:, None])
+    tl.store(stats_ptr + piece * (2 * stored_rows) + row, top, mask=is_row)
+    tl.store(stats_ptr + piece * (2 * stored_rows) + stored_rows + row, total, mask=is_row)
+
+
+@triton_kernel(specialize=False)
+def merge_pieces(
+    pieces_ptr,
+    stats_ptr,
+    first_program,
+    last_program,
+    is_row,
+    padded_dim: tl.constexpr,
+    stored_rows: tl.constexpr,
+    merge_tile: tl.constexpr,
+):
+    """``[stored_rows, padded_dim]``: attention over all positions of a pair, from the pieces of some programs.
+
+    It reads ``merge_tile`` pieces at once, so that their loads are in flight together. A program's piece stands at
+    2 * program, or behind it if the piece begins the pair.
+    """
+    row = tl.arange(0, stored_rows)
+    column = tl.arange(0, padded_dim)
+    top = tl.full([stored_rows], -1.0e30, tl.float32)
+    total = tl.zeros([stored_rows], tl.float32)
+    acc = tl.zeros([stored_rows, padded_dim], tl.float32)
+    for begin in tl.range(first_program, last_program + 1, merge_tile, num_stages=1):
+        program = begin + tl.arange(0, merge_tile)
+        is_piece = (program <= last_program)[:, None] & is_row[None, :]
+        piece = (program * 2 + (program == first_program).to(tl.int32))[:, None]
+        stat_ptrs = stats_ptr + piece * (2 * stored_rows) + row[None, :]
+        piece_top = tl.load(stat_ptrs, mask=is_piece, other=-1.0e30, cache_modifier=".cg")
+        piece_total = tl.load(stat_ptrs + stored_rows, mask=is_piece, other=0.0, cache_modifier=".cg")
+        piece_row = piece * stored_rows + row[None, :]  # [merge_tile, stored_rows]
+        piece_ptrs = pieces_ptr + piece_row[:, :, None] * padded_dim + column[None, None, :]
+        piece_ptrs = tl.multiple_of(piece_ptrs, (1, 1, 16))
+        piece_acc = tl.load(piece_ptrs, mask=is_piece[:, :, None], other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(piece_top, 0))
+        kept = tl.exp2(top - new_top)
+        taken = tl.exp2(piece_top - new_top[None, :])
+        total = total * kept + tl.sum(piece_total * taken, 0)
+        acc = acc * kept[:, None] + tl.sum(piece_acc * taken[:, :, None], 0)
+        top = new_top
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
