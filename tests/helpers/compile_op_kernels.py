@@ -15,7 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fleetfoot.ops.linear_triton import TritonLinear
+from fleetfoot.ops.linear_staged_triton import StagedTiling
+from fleetfoot.ops.linear_streamed_triton import StreamedTiling
+from fleetfoot.ops.linear_tiled_triton import TiledTiling
+from fleetfoot.ops.linear_triton import Tiling, TritonLinear
 from fleetfoot.ops.triton_ops import triton_ops
 from fleetfoot.ops.triton_support import TritonKernel
 
@@ -61,8 +64,13 @@ def main() -> None:
     ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), zeros(2), zeros(2), angles, 4, norm, norm, 1e-6)
     temperatures, rows, invalid = empty(2, dtype=torch.float32), zeros(2, dtype=torch.int32), empty(2, dtype=torch.bool)
     ops.choose_tokens(empty(2, 40000), temperatures, zeros(2), zeros(2), rows=rows, invalid=invalid)
-    for num_rows, num_outputs, num_inputs in ((8, 1024, 1024), (1, 1024, 8192), (40, 4096, 1024)):
-        TritonLinear(empty(num_outputs * 2, num_inputs), None, gated=True)(empty(num_rows, num_inputs))
+    tilings: tuple[tuple[int, Tiling], ...] = (
+        (8, StagedTiling(inputs=256, num_chunks=1, row_tile=8)),
+        (1, StreamedTiling(outputs=16, num_stages=4, row_tile=1)),
+        (40, TiledTiling(row_tile=64, num_stages=3)),
+    )
+    for num_rows, tiling in tilings:
+        TritonLinear(empty(256, 1024), None, gated=True).launch(empty(num_rows, 1024), tiling)
 
 
 if __name__ == "__main__":

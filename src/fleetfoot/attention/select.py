@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from fleetfoot.attention.backend import AttentionBackend
 from fleetfoot.attention.sdpa import SDPABackend
 
@@ -15,4 +17,8 @@ def select_attention(device_type: str) -> AttentionBackend:
             from fleetfoot.attention.native import NativeBackend
 
             return NativeBackend()
+    if device_type == "cuda" and find_spec("triton") is not None:
+        from fleetfoot.attention.triton import TritonBackend
+
+        return TritonBackend()
     return SDPABackend()

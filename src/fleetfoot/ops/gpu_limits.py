@@ -27,3 +27,20 @@ def gpu_limits(device: torch.device) -> GPULimits:
         shared_bytes=properties.shared_memory_per_block_optin,
         capability=(properties.major, properties.minor),
     )
+
+
+def fit_tile(rows: int, tile: int, row_bytes: int, shared_bytes: int) -> tuple[int, int]:
+    """The KV positions in a tile, at most ``tile``, and the pipeline's stages that fit in shared memory.
+
+    Args:
+        rows: of the query tile, which is there, too. row_bytes: of a head in K, V or Q.
+    """
+    stages = 3
+    while (rows + 2 * stages * tile) * row_bytes > shared_bytes:
+        if tile > 16:
+            tile //= 2
+        elif stages > 1:
+            stages -= 1
+        else:
+            break
+    return tile, stages

@@ -25,7 +25,7 @@ from fleetfoot.ops.triton_support import cdiv, triton_kernel
 if TYPE_CHECKING:
     import triton.language as tl
 
-_PREFETCHED = 1024
+_PREFETCHED = 512
 """Inputs of each row of the weight that are brought to L2 while the kernel before still runs."""
 
 

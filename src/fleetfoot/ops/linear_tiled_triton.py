@@ -1,4 +1,4 @@
-"""9 to 64 rows: tiles of 64 outputs by all rows, with the inputs split over programs where outputs are few.
+"""From 9 rows on: tiles of 64 outputs by 16 to 128 rows, with the inputs split over programs where tiles are few.
 
 Outputs are the M of the tensor cores (64 is the least that Hopper's wgmma takes), and the rows of the input their N.
 The partial sums of a split are left to whoever reads the output next, which costs less than a second kernel or a wait.
@@ -33,7 +33,7 @@ class TiledTiling:
     """How the kernel is compiled and launched."""
 
     row_tile: int
-    """Rows of the input, rounded up: 16, 32 or 64."""
+    """Rows of the input in a tile: 16, 32, 64 or 128."""
     num_stages: int
     splits: int = 1
     """Programs that share a tile of outputs, each with a stretch of the inputs."""
@@ -62,7 +62,7 @@ def linear_tiled(
     stretch = cdiv(cdiv(num_inputs, tiling.splits), tiling.inputs) * tiling.inputs
     overlap = can_overlap(x.device)
     outputs = tiling.outputs // 2 if gated else tiling.outputs
-    _linear_tiled_kernel[(cdiv(num_outputs, outputs), tiling.splits)](
+    _linear_tiled_kernel[(cdiv(num_outputs, outputs), cdiv(num_rows, tiling.row_tile), tiling.splits)](
         output,
         x,
         weight,
@@ -109,7 +109,7 @@ def _linear_tiled_kernel(
 ):
     launch_dependents(overlap)
     first = tl.program_id(0) * outputs
-    split = tl.program_id(1)
+    split = tl.program_id(2)
     num_valid = tl.minimum(outputs, num_outputs - first)
     begin = split * stretch
     if not whole_chunks:
@@ -128,9 +128,9 @@ def _linear_tiled_kernel(
     if gated:
         weight_row += (tile_row // outputs) * up_distance
     column = tl.arange(0, inputs)
-    row = tl.arange(0, row_tile)
+    row = tl.program_id(1) * row_tile + tl.arange(0, row_tile)
     weight_ptrs = tile_ptr + weight_row[:, None] + column[None, :]  # [tile_rows, inputs]
-    x_ptrs = x_ptr + begin + row[None, :] * x_stride + column[:, None]  # [inputs, row_tile]
+    x_ptrs = x_ptr + begin + row[None, :].to(tl.int64) * x_stride + column[:, None]  # [inputs, row_tile]
     is_row = row[None, :] < num_rows
     sums = tl.zeros((tile_rows, row_tile), tl.float32)
     wait_for_inputs(overlap)

@@ -6,11 +6,13 @@ many rows, leave much of the memory's bandwidth unused: on an H100, one row, 1.4
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
+from fleetfoot.ops.gpu_limits import GPULimits, gpu_limits
 from fleetfoot.ops.linear import PreparedLinear, check_replacement
 from fleetfoot.ops.linear_staged_triton import StagedTiling, linear_staged
 from fleetfoot.ops.linear_streamed_triton import StreamedTiling, linear_streamed
@@ -19,7 +21,11 @@ from fleetfoot.ops.silu_and_mul_triton import silu_and_mul_triton
 from fleetfoot.ops.triton_support import cdiv, next_power_of_2
 
 MAX_ROWS = 64
-"""With more rows than this the library is as fast."""
+"""With more rows than this the library multiplies large weights as fast."""
+_MAX_ROWS_SMALL = 256
+"""With more rows than this it does so with any weight."""
+_SMALL_BYTES = 16 << 20
+"""A weight that memory gives in 5 microseconds: what a joint between two kernels costs counts."""
 _STAGED_BYTES = 100 * 1024
 """Most bytes of the weight for a program that stages them: two such programs fit a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
@@ -29,20 +35,42 @@ Tiling = StagedTiling | StreamedTiling | TiledTiling
 
 @lru_cache(maxsize=4096)
 def choose_tiling(
-    num_rows: int, num_outputs: int, num_inputs: int, *, gated: bool, may_split: bool, num_sms: int
+    num_rows: int, num_outputs: int, num_inputs: int, *, gated: bool, may_split: bool, limits: GPULimits
 ) -> Tiling | None:
     """Which kernel serves this product, and how; None: the library's.
 
     Args:
         num_outputs: of the result: half the rows of the weight if it is gated.
         may_split: partial sums will do.
-        num_sms: multiprocessors of the device.
     """
-    if not 0 < num_rows <= MAX_ROWS or num_outputs < 16 or num_inputs % 8:
+    is_small = num_outputs * num_inputs * (4 if gated else 2) <= _SMALL_BYTES
+    max_rows = _MAX_ROWS_SMALL if is_small else MAX_ROWS
+    if not 0 < num_rows <= max_rows or num_outputs < 16 or num_inputs % 8:
         return None
     if num_rows <= 8:
-        return _few_rows(num_rows, num_outputs, num_inputs, gated, num_sms)
-    return _some_rows(num_rows, num_outputs, num_inputs, gated, may_split, num_sms)
+        tiling: Tiling | None = _few_rows(num_rows, num_outputs, num_inputs, gated, limits.num_sms)
+    else:
+        tiling = _some_rows(num_rows, num_outputs, num_inputs, gated, may_split, limits.num_sms)
+    return None if tiling is None else _fitted(tiling, gated, limits.shared_bytes)
+
+
+def shared_bytes(tiling: Tiling, gated: bool) -> int:
+    """About how much shared memory a program takes."""
+    if isinstance(tiling, TiledTiling):
+        return (tiling.outputs + tiling.row_tile) * tiling.inputs * tiling.num_stages * 2
+    chunk_bytes = (tiling.outputs * (2 if gated else 1) + tiling.row_tile) * tiling.inputs * tiling.num_warps * 2
+    return chunk_bytes * (tiling.num_chunks if isinstance(tiling, StagedTiling) else tiling.num_stages)
+
+
+def _fitted(tiling: Tiling, gated: bool, available_bytes: int) -> Tiling | None:
+    """The tiling with as many of its stages as fit a program."""
+    if isinstance(tiling, StagedTiling):
+        if shared_bytes(tiling, gated) <= available_bytes:
+            return tiling
+        tiling = StreamedTiling(outputs=16, num_stages=4, row_tile=tiling.row_tile)
+    while shared_bytes(tiling, gated) > available_bytes and tiling.num_stages > 2:
+        tiling = replace(tiling, num_stages=tiling.num_stages - 1)
+    return tiling if shared_bytes(tiling, gated) <= available_bytes else None
 
 
 def _few_rows(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num_sms: int) -> Tiling:
@@ -56,8 +84,10 @@ def _few_rows(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num
         warps = 8 if chunk == 1024 and num_inputs >= 2048 and row_tile == 1 else 4
         return StagedTiling(chunk // warps, num_inputs // chunk, row_tile, num_warps=warps)
     if row_tile == 1:
-        return StreamedTiling(outputs=16, num_stages=5 if gated else 6, row_tile=row_tile)
-    if not gated and cdiv(num_outputs, 32) <= num_sms:  # each program has a multiprocessor to itself
+        # A program that has a multiprocessor to itself wants deep stages; else two should fit, unless gated.
+        has_own = cdiv(num_outputs, 16) <= num_sms and not gated
+        return StreamedTiling(outputs=16, num_stages=8 if has_own else 6, row_tile=row_tile)
+    if not gated and cdiv(num_outputs, 32) <= num_sms:
         return StreamedTiling(outputs=32, num_stages=4, row_tile=row_tile)
     return StreamedTiling(outputs=16, num_stages=3 if gated else 4, row_tile=row_tile)
 
@@ -65,16 +95,16 @@ def _few_rows(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num
 def _some_rows(
     num_rows: int, num_outputs: int, num_inputs: int, gated: bool, may_split: bool, num_sms: int
 ) -> Tiling | None:
-    row_tile = max(16, next_power_of_2(num_rows))
-    num_tiles = cdiv(num_outputs, 32 if gated else 64)
+    row_tile = max(16, min(128, next_power_of_2(num_rows)))
+    num_tiles = cdiv(num_outputs, 32 if gated else 64) * cdiv(num_rows, row_tile)
     splits = 1
-    if may_split and num_tiles <= num_sms // 2:
-        splits = 2 if num_tiles >= 32 else min(8, next_power_of_2(cdiv(num_inputs, 512)))
+    while may_split and splits < 8 and num_tiles * splits * 2 <= num_sms and num_inputs >= splits * 512:
+        splits *= 2
     if num_tiles * splits < num_sms // 3:
         return None
     # One program on a multiprocessor wants deep stages; where there are several for each, two should fit.
     one_each = num_tiles * splits <= num_sms
-    stages = {16: (6, 4), 32: (6, 4), 64: (4, 3)}[row_tile]
+    stages = {16: (6, 4), 32: (6, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
     return TiledTiling(row_tile, stages[0] if one_each else stages[1], splits)
 
 
@@ -85,15 +115,10 @@ def _power_of_2_divisor(number: int, most: int) -> int:
     return divisor
 
 
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 class TritonLinear:
     """The weight as it came, read by the kernel that suits the number of rows, which the host knows."""
 
-    __slots__ = ("_bias", "_gated", "_may_split", "_num_sms", "_weight")
+    __slots__ = ("_bias", "_gated", "_limits", "_may_split", "_weight")
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, may_split: bool = False
@@ -106,7 +131,7 @@ class TritonLinear:
         self._bias = None if bias is None else bias.contiguous()
         self._gated = gated
         self._may_split = may_split
-        self._num_sms = _num_sms(weight.device)
+        self._limits = gpu_limits(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         num_rows = x.shape[0]
@@ -121,7 +146,7 @@ class TritonLinear:
             num_inputs,
             gated=self._gated,
             may_split=self._may_split,
-            num_sms=self._num_sms,
+            limits=self._limits,
         )
         if tiling is None:
             return self._by_library(x)

@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.ops.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
-from fleetfoot.ops.gpu_limits import gpu_limits
-from fleetfoot.ops.paged_attention_pieces import DecodeWorkspace, merge_pieces, store_piece
+from fleetfoot.ops.gpu_limits import fit_tile, gpu_limits
+from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace, merge_pieces, store_piece
 from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 MAX_ROWS = 64
-"""Most query heads per KV head times query tokens per request."""
-_MIN_ROWS = 16  # the least M of the tensor cores
+"""Most query heads per KV head times query tokens per request; see `most_rows`."""
+MIN_ROWS = 16
+"""Rows that are computed where there are fewer: the tensor cores' least."""
 _MERGED_FLOATS = 4096  # loaded at once by a merging program: 32 registers of a thread
+_LEAST_COUNTS = 1 << 16
 _REQUESTS_STEPS = (16, 256, 4096)
 
 
@@ -56,10 +58,13 @@ def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_b
         shared_bytes: most shared memory of a program.
     """
     row_bytes = padded_dim * element_size
-    tile, num_stages = max(16, min(128, 16384 // row_bytes)), 3
-    while tile > 16 and (rows + 2 * num_stages * tile) * row_bytes > shared_bytes:
-        tile //= 2
+    tile, num_stages = fit_tile(rows, max(16, min(128, 16384 // row_bytes)), row_bytes, shared_bytes)
     return DecodeTiling(tile=tile, min_tiles=1, programs_per_sm=2, num_warps=4, num_stages=num_stages)
+
+
+def most_rows(head_dim: int) -> int:
+    """Most query heads per KV head times query tokens per request whose accumulator the registers hold."""
+    return MAX_ROWS if head_dim <= 128 else MAX_ROWS // 2
 
 
 def paged_attention_decode(
@@ -72,7 +77,7 @@ def paged_attention_decode(
     window: int | None,
     max_query_len: int,
     *,
-    workspace: DecodeWorkspace,
+    workspace: AttentionWorkspace,
     out: torch.Tensor,
     tiling: DecodeTiling | None = None,
 ) -> None:
@@ -86,7 +91,8 @@ def paged_attention_decode(
         block_tables: ``[num_reqs, max_blocks]`` int32.
         scale: factor on the dot products, > 0.
         window: how many of the last positions a token sees, itself included; None: all.
-        max_query_len: bound on the query tokens of a request; times num_heads / num_kv_heads at most `MAX_ROWS`.
+        max_query_len: bound on the query tokens of a request; times num_heads / num_kv_heads at most
+            `most_rows`.
         out: written, ``[num_tokens, num_heads, head_dim]`` contiguous, from the first request's first token to the end;
             zeros for tokens of padding requests and for those behind the last request's.
     """
@@ -95,13 +101,15 @@ def paged_attention_decode(
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
     stored_rows = next_power_of_2(group * max_query_len)
-    rows = max(_MIN_ROWS, stored_rows)
+    rows = max(MIN_ROWS, stored_rows)
     padded_dim = max(16, next_power_of_2(head_dim))
     if tiling is None:
         shared_bytes = gpu_limits(query.device).shared_bytes
         tiling = choose_decode_tiling(rows, padded_dim, query.element_size(), shared_bytes)
     num_programs = workspace.num_programs(tiling.programs_per_sm)
-    pieces, arrivals = workspace.reserve(num_programs * 2 * stored_rows * (padded_dim + 2), num_reqs * num_kv_heads)
+    # Room for the most rows at once, so that no later shape outgrows it.
+    most_floats = num_programs * 2 * MAX_ROWS * (padded_dim + 2)
+    pieces, arrivals = workspace.reserve(most_floats, max(_LEAST_COUNTS, num_reqs * num_kv_heads))
     overlap = can_overlap(query.device)
     _paged_attention_decode_kernel[(num_programs,)](
         query,

@@ -17,46 +17,48 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-class DecodeWorkspace:
-    """Memory for the pieces of cut pairs, and a count for each pair of how many of its pieces have been written.
+class AttentionWorkspace:
+    """Device memory that the kernels share: pieces, a count of the pieces written for each pair, and a counter.
 
-    Kernels find every count at 0 and leave it at 0, so one workspace serves all layers, as long as they run one after
-    the other. Buffers that were outgrown are kept: captured graphs may still use them.
+    Kernels find the counts and the counter at 0 and leave them at 0, so one workspace serves all layers, as long as
+    they run one after the other. Buffers that were outgrown are kept: captured graphs may still use them.
     """
 
     def __init__(self, device: torch.device, num_programs: int | None = None) -> None:
-        """``num_programs``: programs in a launch; None: as many as the tiling wants on this device."""
+        """``num_programs``: programs in a launch of the decode kernel; None: as many as its tiling wants."""
         self._num_programs = num_programs
         self._num_sms = gpu_limits(device).num_sms
         self._pieces = torch.empty(0, dtype=torch.float32, device=device)
-        self._arrivals = torch.zeros(0, dtype=torch.int32, device=device)
+        self._arrivals = torch.empty(0, dtype=torch.int32, device=device)
         self._outgrown: list[torch.Tensor] = []
+        self.counter = _zeros(1, self._arrivals)
+        """``[1]`` int32, for a kernel whose programs draw their work."""
 
     def num_programs(self, programs_per_sm: int) -> int:
         return self._num_programs or self._num_sms * programs_per_sm
 
     def reserve(self, num_floats: int, num_counts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two buffers, with room for so much.
+        """The memory of the pieces, float32, and the counts, int32, at least so long.
 
         Raises:
-            RuntimeError: they are too small, and a graph is being captured, in which they cannot grow.
+            RuntimeError: they are shorter, and a graph is being captured, in which they cannot grow.
         """
         if num_floats > self._pieces.numel():
             self._outgrown.append(self._pieces)
-            self._pieces = self._grown(self._pieces, num_floats)
+            self._pieces = _zeros(num_floats, self._pieces)
         if num_counts > self._arrivals.numel():
             self._outgrown.append(self._arrivals)
-            self._arrivals = self._grown(self._arrivals, num_counts)
+            self._arrivals = _zeros(next_power_of_2(num_counts), self._arrivals)
         return self._pieces, self._arrivals
 
-    @staticmethod
-    def _grown(buffer: torch.Tensor, size: int) -> torch.Tensor:
-        if buffer.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the decode kernel's workspace holds {buffer.numel()} elements and this capture wants {size}: "
-                "run a step of this shape once before capturing it"
-            )
-        return torch.zeros(next_power_of_2(size), dtype=buffer.dtype, device=buffer.device)
+
+def _zeros(size: int, like: torch.Tensor) -> torch.Tensor:
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"attention's workspace would have to grow to {size} elements within a graph that is being captured, where "
+            "its zeros are not written: run a step of this shape once before capturing it"
+        )
+    return torch.zeros(size, dtype=like.dtype, device=like.device)
 
 
 @triton_kernel(specialize=False)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.ops.gpu_limits import gpu_limits
+from fleetfoot.ops.gpu_limits import fit_tile, gpu_limits
 from fleetfoot.ops.prepare.upper_bound import search_steps
 from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
 
@@ -48,9 +48,7 @@ def choose_prefill_tiling(group: int, padded_dim: int, element_size: int, shared
     rows = max(16, min(128, 32768 // row_bytes))
     num_warps = 4 if padded_dim <= 64 or rows < 128 else 8
     rows = max(rows, next_power_of_2(group))
-    tile, num_stages = max(16, min(64, 16384 // row_bytes)), 3
-    while tile > 16 and (rows + 2 * num_stages * tile) * row_bytes > shared_bytes:
-        tile //= 2
+    tile, num_stages = fit_tile(rows, max(16, min(64, 16384 // row_bytes)), row_bytes, shared_bytes)
     return PrefillTiling(rows, tile, num_warps, num_stages)
 
 

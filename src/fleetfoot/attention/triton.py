@@ -1,0 +1,162 @@
+"""Attention over the paged KV cache in Triton, for GPUs."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.attention.sdpa import SDPABackend
+from fleetfoot.ops.gpu_limits import gpu_limits
+from fleetfoot.ops.paged_attention_decode import MIN_ROWS, most_rows, paged_attention_decode
+from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
+from fleetfoot.ops.paged_attention_prefill import paged_attention_prefill
+
+MAX_HEAD_DIM = 256
+_ALIGNMENT = 16  # bytes: the width of a load
+_GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is young, and its interface may change
+
+
+class TritonBackend:
+    """Decodes, and requests with few query tokens, by one kernel; prompts and their chunks by another.
+
+    Nothing waits for the host, and no launch depends on a length, so that graphs can hold it: the grids follow from
+    shapes and from ``num_decodes`` and ``max_query_len``. What the kernels do not serve goes to `SDPABackend`, which
+    graphs cannot hold.
+    """
+
+    name = "triton"
+    is_capturable = True
+
+    def __init__(self) -> None:
+        self._workspaces: dict[torch.device, AttentionWorkspace] = {}
+        self._fallback = SDPABackend()
+
+    @staticmethod
+    def serves(head_dim: int, group: int, dtype: torch.dtype) -> bool:
+        """Whether the kernels take this shape; ``group``: query heads of a KV head."""
+        is_type = dtype in (torch.bfloat16, torch.float16, torch.float32)
+        is_head_dim = head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
+        return is_type and is_head_dim and group <= most_rows(head_dim)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`. Query tokens that belong to no request come back as zeros.
+
+        Raises:
+            ValueError: tensors that do not fit together or are not aligned, or a scale that is not positive.
+            RuntimeError: the first call, which takes memory, within a graph that is being captured.
+        """
+        num_heads, head_dim = query.shape[1:]
+        group = num_heads // kv_cache.shape[2]
+        if not self.serves(head_dim, group, query.dtype):
+            return self._fallback.forward(query, kv_cache, metadata, scale, window)
+        _check(query, kv_cache, scale)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        workspace = self._workspace(query.device)
+        # One launch for all where the decodes' tile has rows for everyone: they are computed in any case.
+        rows = metadata.max_query_len * group
+        num_decodes = 0 if metadata.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
+        if num_decodes:
+            paged_attention_decode(
+                query[:num_decodes],
+                kv_cache,
+                metadata.query_start_loc[: num_decodes + 1],
+                metadata.seq_lens[:num_decodes],
+                metadata.block_tables[:num_decodes],
+                scale,
+                window,
+                1,
+                workspace=workspace,
+                out=out[:num_decodes],
+            )
+        if query.shape[0] > num_decodes:
+            rest = (
+                query,
+                kv_cache,
+                metadata.query_start_loc[num_decodes:],
+                metadata.seq_lens[num_decodes:],
+                metadata.block_tables[num_decodes:],
+                scale,
+                window,
+            )
+            if rows <= most_rows(head_dim):
+                paged_attention_decode(*rest, metadata.max_query_len, workspace=workspace, out=out)
+            else:
+                self._prefill(*rest, workspace.counter, out)
+        return out
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        scale: float,
+        window: int | None,
+        counter: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        arguments = (query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window)
+        hopper = _hopper_kernel(query.device)
+        if hopper is not None and hopper.serves(query, kv_cache):
+            hopper.paged_attention_prefill_hopper(*arguments, counter=counter, out=out)
+        else:
+            paged_attention_prefill(*arguments, out=out)
+
+    def _workspace(self, device: torch.device) -> AttentionWorkspace:
+        workspace = self._workspaces.get(device)
+        if workspace is None:
+            workspace = self._workspaces[device] = AttentionWorkspace(device)
+        return workspace
+
+
+@cache
+def _hopper_kernel(device: torch.device) -> ModuleType | None:
+    """The module of the Hopper prefill kernel, where the GPU is one and Triton is a version that it was tested with."""
+    if torch.version.hip is not None or gpu_limits(device).capability != (9, 0):
+        return None
+    import triton
+
+    if not triton.__version__.startswith(_GLUON_VERSIONS):
+        return None
+    from fleetfoot.ops import paged_attention_prefill_hopper
+
+    return paged_attention_prefill_hopper
+
+
+def _check(query: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:
+    num_heads, head_dim = query.shape[1:]
+    _, kinds, num_kv_heads, block_size, kv_head_dim = kv_cache.shape
+    element_size = query.element_size()
+    addresses = (
+        query.data_ptr(),
+        kv_cache.data_ptr(),
+        query.stride(0) * element_size,
+        kv_cache.stride(0) * element_size,
+    )
+    if (
+        kv_cache.dtype != query.dtype
+        or kinds != 2
+        or head_dim != kv_head_dim
+        or num_heads % num_kv_heads
+        or query.stride()[1:] != (head_dim, 1)
+        or kv_cache.stride()[1:] != (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
+        or any(address % _ALIGNMENT for address in addresses)
+    ):
+        raise ValueError(
+            f"query {list(query.shape)} {query.dtype} with strides {query.stride()} does not go with a KV cache "
+            f"{list(kv_cache.shape)} {kv_cache.dtype} with strides {kv_cache.stride()}, or one of them is not aligned "
+            f"to {_ALIGNMENT} bytes"
+        )
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}: it must be positive")

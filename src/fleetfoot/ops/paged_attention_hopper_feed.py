@@ -1,0 +1,276 @@
+"""The warps that feed `fleetfoot.ops.paged_attention_prefill_hopper`: one draws its items, one loads K and V.
+
+This module imports Triton.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
+
+# Fields that describe an item to all roles, in 32-bit words of shared memory.
+NUM_TILES = gl.constexpr(0)  # 0: there are no more items
+FIRST_TILE = gl.constexpr(1)
+FIRST_POSITION = gl.constexpr(2)
+KV_END = gl.constexpr(3)
+FIRST_TOKEN = gl.constexpr(4)
+NUM_TOKENS = gl.constexpr(5)
+KV_HEAD = gl.constexpr(6)
+REQUEST = gl.constexpr(7)
+NUM_FIELDS = gl.constexpr(8)
+
+
+@gluon.jit
+def get_field(items, slot, field: gl.constexpr, num_warps: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    return gl.sum(items.index(slot * NUM_FIELDS + field).load(layout), 0)
+
+
+@gluon.jit
+def _put_field(items, slot, field: gl.constexpr, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    items.index(slot * NUM_FIELDS + field).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def _find_request(query_start_loc_ptr, num_reqs, slot, tile_tokens: gl.constexpr):
+    """The last request whose first slot is at most ``slot``; ``num_reqs`` stands for the tokens behind the last one."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    width: gl.constexpr = 128
+    first = gl.load(query_start_loc_ptr)
+    count = 0
+    begin = 0
+    while begin <= num_reqs:
+        request = begin + gl.arange(0, width, layout)
+        starts = gl.load(query_start_loc_ptr + request, mask=request <= num_reqs, other=0)
+        first_slot = (starts - first) // tile_tokens + request
+        count += gl.sum(((first_slot <= slot) & (request <= num_reqs)).to(gl.int32), 0)
+        begin += width
+    return count - 1
+
+
+@gluon.jit
+def schedule(
+    query_ptr,
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    counter_ptr,
+    queries,
+    slots,
+    num_reqs,
+    num_tokens,
+    num_items,
+    query_stride,
+    window,
+    num_kv_heads: gl.constexpr,
+    group: gl.constexpr,
+    head_dim: gl.constexpr,
+    rows: gl.constexpr,
+    tile: gl.constexpr,
+    has_window: gl.constexpr,
+):
+    """Draw items, describe them in one of two slots, and fetch their queries."""
+    items, described, filled, free = slots
+    tile_tokens: gl.constexpr = rows // group
+    parts: gl.constexpr = head_dim // 64
+    # 16 rows of 64 columns of a group's queries: they lie together in shared memory.
+    piece_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    pieces = queries._reinterpret(queries.dtype, [rows // 8 * parts, 16, 64], piece_layout)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+    query_stride = gl.multiple_of(query_stride, 8)
+    first = gl.load(query_start_loc_ptr)
+    count = 0
+    drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    while drawn < num_items:
+        # From the back, where a prompt's tiles see the most: long work first leaves a short end.
+        item = num_items - 1 - drawn
+        request = _find_request(query_start_loc_ptr, num_reqs, item // num_kv_heads, tile_tokens)
+        is_request = request < num_reqs
+        query_begin = gl.load(query_start_loc_ptr + request)
+        query_end = gl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
+        seq_len = gl.load(seq_lens_ptr + request, mask=is_request, other=0)
+        drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        query_end = gl.where(is_request, query_end, num_tokens)
+        query_len = query_end - query_begin
+        first_slot = (query_begin - first) // tile_tokens + request
+        end_slot = (query_end - first) // tile_tokens + request + 1
+        num_slots = gl.where(is_request, end_slot, num_items // num_kv_heads) - first_slot
+        kv_head = (item - first_slot * num_kv_heads) // num_slots
+        first_token = (item - first_slot * num_kv_heads) % num_slots * tile_tokens
+        if first_token < query_len:
+            slot = count % 2
+            first_position = seq_len - query_len + first_token
+            kv_end = gl.maximum(gl.minimum(first_position + tile_tokens, seq_len), 0)
+            first_tile = 0
+            if has_window:
+                first_tile = gl.maximum(first_position + 1 - window, 0) // tile
+            mbarrier.wait(free.index(slot), ((count // 2) & 1) ^ 1)
+            _put_field(items, slot, NUM_TILES, gl.maximum((kv_end + tile - 1) // tile - first_tile, 1))
+            _put_field(items, slot, FIRST_TILE, first_tile)
+            _put_field(items, slot, FIRST_POSITION, first_position)
+            _put_field(items, slot, KV_END, kv_end)
+            _put_field(items, slot, FIRST_TOKEN, query_begin + first_token)
+            _put_field(items, slot, NUM_TOKENS, query_len - first_token)
+            _put_field(items, slot, KV_HEAD, kv_head)
+            _put_field(items, slot, REQUEST, request)
+            gl.thread_barrier()
+            mbarrier.arrive(described.index(slot), count=1)
+            for piece in range(rows // 16):
+                row = piece * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+                token = first_token + row // group
+                head = kv_head * group + row % group
+                offset = (query_begin + token).to(gl.int64) * query_stride + head * head_dim
+                is_row = gl.expand_dims((token < query_len) & (row < tile_tokens * group), 1)
+                index = slot * (rows // 16) * parts + piece // 4 * 4 * parts + piece % 4
+                for part in gl.static_range(parts):
+                    pointers = query_ptr + gl.expand_dims(offset + part * 64, 1) + column
+                    pointers = gl.multiple_of(pointers, [1, 16])
+                    async_copy.async_copy_global_to_shared(pieces.index(index + part * 4), pointers, mask=is_row)
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(filled.index(slot), count=1)
+            count += 1
+    # Every program draws once in vain. The one that draws last leaves the counter as it was found.
+    if drawn == num_items + gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
+    slot = count % 2
+    mbarrier.wait(free.index(slot), ((count // 2) & 1) ^ 1)
+    _put_field(items, slot, NUM_TILES, 0)
+    gl.thread_barrier()
+    mbarrier.arrive(described.index(slot), count=1)
+    mbarrier.arrive(filled.index(slot), count=1)
+
+
+@gluon.jit
+def _block_ids(table_ptr, begin, kv_end, piece_rows: gl.constexpr, tile: gl.constexpr, block_size: gl.constexpr):
+    """The block of each piece of a tile that begins at position ``begin``; 0 for pieces from ``kv_end`` on."""
+    blocks = ()
+    for piece in gl.static_range(tile // piece_rows):
+        position = begin + piece * piece_rows
+        blocks = blocks + (gl.load(table_ptr + position // block_size, mask=position < kv_end, other=0),)  # noqa: RUF005
+    return blocks
+
+
+@gluon.jit
+def _copy_tile(
+    rows_of_cache,
+    pieces,
+    stage,
+    barrier,
+    blocks,
+    begin,
+    kv_end,
+    kind_and_head,
+    num_rows,
+    rows_per_block,
+    parts: gl.constexpr,
+    piece_rows: gl.constexpr,
+    tile: gl.constexpr,
+    block_size: gl.constexpr,
+):
+    """Start the copies of a tile of K or V. Pieces from ``kv_end`` on lie behind the cache and are filled with 0."""
+    num_pieces: gl.constexpr = tile // piece_rows
+    for piece in gl.static_range(num_pieces):
+        position = begin + piece * piece_rows
+        row = blocks[piece] * rows_per_block + kind_and_head * block_size + position % block_size
+        row = gl.where(position < kv_end, row, num_rows)
+        for part in gl.static_range(parts):
+            target = pieces.index((stage * parts + part) * num_pieces + piece)
+            tma.async_copy_global_to_shared(rows_of_cache, [row, part * 64], barrier, target)
+
+
+@gluon.jit
+def _clear_rows(values, stage, first_row, end_row, head_dim: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr):
+    """Write 0 over the rows ``first_row`` up to ``end_row``, a multiple of 8, of a tile of V."""
+    parts: gl.constexpr = head_dim // 64
+    view_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    views = values._reinterpret(values.dtype, [stages * parts * (tile // 8), 8, 64], view_layout)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for eight in range(first_row // 8, end_row // 8):
+        keep = gl.expand_dims(eight * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout)) < first_row, 1)
+        for part in gl.static_range(parts):
+            view = views.index((stage * parts + part) * (tile // 8) + eight)
+            rows = view.load(layout)
+            view.store(gl.where(keep, rows, gl.zeros_like(rows)))
+
+
+@gluon.jit
+def load(
+    rows_of_cache,
+    block_tables_ptr,
+    slots,
+    key_stages,
+    value_stages,
+    num_rows,
+    rows_per_block,
+    table_stride,
+    num_kv_heads: gl.constexpr,
+    head_dim: gl.constexpr,
+    block_size: gl.constexpr,
+    tile: gl.constexpr,
+    stages: gl.constexpr,
+):
+    """Fill the stages with the items' tiles of K and V, as they become free."""
+    items, described, _, free = slots
+    keys, k_filled, k_free = key_stages
+    values, v_filled, v_free = value_stages
+    piece_rows: gl.constexpr = min(block_size, tile)
+    parts: gl.constexpr = head_dim // 64
+    num_pieces: gl.constexpr = stages * parts * (tile // piece_rows)
+    piece_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    k_pieces = keys._reinterpret(keys.dtype, [num_pieces, piece_rows, 64], piece_layout)
+    v_pieces = values._reinterpret(keys.dtype, [num_pieces, piece_rows, 64], piece_layout)
+    count = 0
+    step = 0
+    num_ends = 0
+    mbarrier.wait(described.index(0), 0)
+    num_tiles = get_field(items, 0, NUM_TILES, 1)
+    while num_tiles > 0:
+        slot = count % 2
+        first_tile = get_field(items, slot, FIRST_TILE, 1)
+        seq_len = get_field(items, slot, FIRST_POSITION, 1) + get_field(items, slot, NUM_TOKENS, 1)
+        kv_end = get_field(items, slot, KV_END, 1)
+        kv_head = get_field(items, slot, KV_HEAD, 1)
+        request = get_field(items, slot, REQUEST, 1)
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(slot), count=1)
+        table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
+        blocks = _block_ids(table_ptr, first_tile * tile, kv_end, piece_rows, tile, block_size)
+        for index in range(num_tiles):
+            stage = step % stages
+            phase = (step // stages) & 1
+            begin = (first_tile + index) * tile
+            next_blocks = _block_ids(table_ptr, begin + tile, kv_end, piece_rows, tile, block_size)
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_filled.index(stage), tile * head_dim * 2)
+            _copy_tile(
+                rows_of_cache, k_pieces, stage, k_filled.index(stage), blocks, begin, kv_end, kv_head,
+                num_rows, rows_per_block, parts, piece_rows, tile, block_size,
+            )  # fmt: skip
+            # The piece that holds kv_end may reach past the sequence. What is there may be NaN, which a weight of 0
+            # does not hide: this warp waits for such a tile itself, at a barrier behind the stages', and clears it.
+            piece_end = (kv_end + piece_rows - 1) // piece_rows * piece_rows
+            is_end = (begin + tile > kv_end) & (piece_end > seq_len)
+            barrier = v_filled.index(gl.where(is_end, stages, stage))
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            mbarrier.expect(barrier, tile * head_dim * 2)
+            _copy_tile(
+                rows_of_cache, v_pieces, stage, barrier, blocks, begin, kv_end, num_kv_heads + kv_head,
+                num_rows, rows_per_block, parts, piece_rows, tile, block_size,
+            )  # fmt: skip
+            if is_end:
+                mbarrier.wait(barrier, num_ends & 1)
+                num_ends += 1
+                _clear_rows(values, stage, kv_end - begin, piece_end - begin, head_dim, tile, stages)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(v_filled.index(stage), count=1)
+            blocks = next_blocks
+            step += 1
+        count += 1
+        mbarrier.wait(described.index(count % 2), (count // 2) & 1)
+        num_tiles = get_field(items, count % 2, NUM_TILES, 1)

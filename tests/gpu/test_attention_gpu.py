@@ -1,0 +1,194 @@
+"""The attention kernels, compiled: against the torch backend, in graphs, and with addresses past 32 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.attention_batches import Batch, Requests, make_batch, relative_error
+
+from fleetfoot.attention import triton as triton_module
+from fleetfoot.attention.triton import TritonBackend
+from fleetfoot.ops.paged_attention_prefill import paged_attention_prefill
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BOUND = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+DECODES: Requests = [(1, 100), (1, 1), (1, 0), (1, 5000), (1, 16), (1, 17), (1, 1024), (1, 0)]
+DRAFTS: Requests = [(3, 100), (3, 3), (2, 900), (1, 0), (3, 4097)]
+MIXED: Requests = [
+    (1, 5),
+    (1, 2049),
+    (1, 64),
+    (5, 77),
+    (300, 300),
+    (130, 1030),
+    (7, 7),
+    (128, 128),
+    (1, 40),
+    (333, 4000),
+]
+HEADS = [(8, 8), (8, 4), (12, 4), (32, 8), (14, 2), (16, 2), (16, 1)]
+
+
+def check(batch: Batch, window: int | None = None, backend: TritonBackend | None = None) -> None:
+    backend = backend or TritonBackend()
+    expected = batch.expected(window)
+    scale = batch.query.shape[2] ** -0.5
+    for _ in range(2):  # what a launch leaves behind must suit the next one
+        # Memory that is taken again holds what was in it: poison.
+        del_me = torch.full_like(batch.query, float("nan"))
+        del del_me
+        actual = backend.forward(batch.query, batch.kv_cache, batch.metadata, scale, window)
+        assert actual.dtype == batch.query.dtype
+        assert relative_error(actual, expected) < BOUND[batch.query.dtype]
+        assert not actual[expected.abs().sum((1, 2)) == 0].any()
+
+
+def cuda_batch(requests: Requests, heads: tuple[int, int] = (8, 2), **shape: Any) -> Batch:
+    num_heads, num_kv_heads = heads
+    shape = {"head_dim": 128, "dtype": torch.bfloat16} | shape
+    return make_batch(requests, num_heads=num_heads, num_kv_heads=num_kv_heads, device="cuda", **shape)
+
+
+@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_head_shapes(requests: Requests, heads: tuple[int, int], head_dim: int) -> None:
+    check(cuda_batch(_served_by_twin(requests), heads, head_dim=head_dim, behind=3))
+
+
+@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_types(requests: Requests, dtype: torch.dtype, head_dim: int) -> None:
+    check(cuda_batch(_served_by_twin(requests), dtype=dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+@pytest.mark.parametrize("head_dim", [16, 80, 96, 256])
+def test_other_head_sizes(requests: Requests, head_dim: int) -> None:
+    check(cuda_batch(_served_by_twin(requests), head_dim=head_dim))
+
+
+@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("window", [None, 1, 100, 1000])
+def test_block_sizes_and_windows(requests: Requests, block_size: int, window: int | None) -> None:
+    check(cuda_batch(_served_by_twin(requests), block_size=block_size), window)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_plain_prefill_kernel_where_hopper_has_its_own(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(triton_module, "_hopper_kernel", lambda device: None)
+    for head_dim in (64, 128):
+        check(cuda_batch(MIXED, (32, 8), head_dim=head_dim, behind=70), window)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 16, 17, 256, 300])
+def test_many_requests(num_reqs: int) -> None:
+    check(cuda_batch([(1, 1 + 37 * row % 700) for row in range(num_reqs)]))
+    check(cuda_batch([(1 + 29 * row % 50, 50 + 37 * row % 300) for row in range(num_reqs)], num_decodes=0))
+
+
+def test_one_decode_in_a_graph_for_all_lengths() -> None:
+    backend = TritonBackend()
+    batch = cuda_batch([(1, 4000)] * 6, (32, 8))
+    metadata, scale = batch.metadata, 128**-0.5
+    backend.forward(batch.query, batch.kv_cache, metadata, scale, None)  # compiles, and takes its memory
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = backend.forward(batch.query, batch.kv_cache, metadata, scale, None)
+    for lengths in ([4000] * 6, [1, 0, 3999, 64, 65, 0], [5, 2000, 0, 0, 0, 0]):
+        metadata.seq_lens.copy_(torch.tensor(lengths))
+        actual.fill_(float("nan"))
+        graph.replay()
+        # What lies behind a length now is a request's own, and finite; the twin gets the same.
+        assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
+
+
+def test_one_mixed_batch_in_a_graph_for_all_lengths() -> None:
+    backend = TritonBackend()
+    batch = cuda_batch([(1, 600), (1, 600), (40, 600), (30, 600), (0, 600)], (32, 8), behind=10)
+    metadata, scale = batch.metadata, 128**-0.5
+    backend.forward(batch.query, batch.kv_cache, metadata, scale, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = backend.forward(batch.query, batch.kv_cache, metadata, scale, None)
+    for query_lens, lengths in (
+        ([1, 1, 40, 30, 0], [600, 1, 40, 600, 0]),
+        ([1, 1, 7, 2, 55], [6, 599, 300, 2, 300]),
+        ([1, 1, 0, 0, 0], [1, 1, 0, 0, 0]),
+    ):
+        metadata.query_start_loc[1:].copy_(torch.tensor(query_lens).cumsum(0))
+        metadata.seq_lens.copy_(torch.tensor(lengths))
+        actual.fill_(float("nan"))
+        graph.replay()
+        assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
+
+
+def test_the_first_call_may_not_be_captured() -> None:
+    backend, batch = TritonBackend(), cuda_batch([(1, 40)])
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="run a step of this shape once before capturing it"),
+        torch.cuda.graph(graph),
+    ):
+        backend.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, None)
+
+
+def test_one_compilation_serves_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step meets a compiler because its batch has another size."""
+    import triton
+
+    backend = TritonBackend()
+
+    def run(*requests: Requests) -> None:
+        for each in requests:
+            batch = cuda_batch(each)
+            backend.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, None)
+
+    run([(1, 40)], [(1, 30)] * 17, [(100, 200)], [(1, 3), (16, 20)])
+    compiled: list[Any] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **event: compiled.append(event["repr"]))
+    run([(1, 1)] * 16, [(1, 4000)] * 256, [(1, 40), (1000, 1000), (17, 16 + 17)], [(16, 16)] * 5, [(1, 1), (13, 14)])
+    assert compiled == []
+
+
+@pytest.mark.parametrize("requests", [[(1, 40)], [(8, 40)], [(40, 40)]])
+def test_a_cache_past_32_bits(requests: Requests) -> None:
+    batch = cuda_batch(requests, (32, 8))
+    block_elements = batch.kv_cache[0].numel()
+    num_blocks = 2**31 // block_elements + 64
+    if torch.cuda.mem_get_info()[0] < 3 * num_blocks * block_elements:
+        pytest.skip(f"needs {3 * num_blocks * block_elements / 2**30:.0f} GiB of GPU memory")
+    expected = batch.expected()
+    cache = torch.empty(num_blocks, *batch.kv_cache.shape[1:], dtype=torch.bfloat16, device="cuda")
+    few = batch.kv_cache.shape[0]
+    cache[-few:] = batch.kv_cache
+    batch.kv_cache = cache
+    used = -(-requests[0][1] // 16)
+    batch.metadata.block_tables[:, :used] += num_blocks - few
+    actual = TritonBackend().forward(batch.query, cache, batch.metadata, 128**-0.5, None)
+    assert relative_error(actual, expected) < BOUND[torch.bfloat16]
+
+
+def test_plain_and_hopper_kernels_agree_on_a_long_prompt() -> None:
+    batch = cuda_batch([(8192, 8192)], (16, 8))
+    metadata, scale = batch.metadata, 128**-0.5
+    actual = TritonBackend().forward(batch.query, batch.kv_cache, metadata, scale, None)
+    plain = torch.full_like(actual, float("nan"))
+    tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
+    paged_attention_prefill(*tensors, scale, None, out=plain)
+    assert relative_error(actual, plain) < BOUND[torch.bfloat16]
+    assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
+
+
+def _served_by_twin(requests: Requests) -> Requests:
+    """The twin takes padding requests among the decodes alone."""
+    is_decode = all(query_len == 1 for query_len, _ in requests)
+    return requests if is_decode else [request if request[1] else (0, 0) for request in requests]

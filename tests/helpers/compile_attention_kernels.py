@@ -1,0 +1,85 @@
+"""Compiles the attention kernels for an H100, on any machine: run as a module, without ``TRITON_INTERPRET``.
+
+Prints a line for each: its name and the bytes of stack that a thread takes, which are registers that spilled.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+from fleetfoot.ops import gpu_limits, paged_attention_decode, paged_attention_prefill, paged_attention_prefill_hopper
+from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
+from fleetfoot.ops.triton_support import TritonKernel
+from tests.helpers.attention_batches import make_batch
+
+H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+
+
+def stack_bytes(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", usage.stdout + usage.stderr)
+    assert found is not None
+    return found[1]
+
+
+def compile_for_h100(name: str, function: Any, source: type, arguments: tuple[Any, ...], keywords: Any) -> None:
+    options = {option: keywords.pop(option) for option in OPTIONS if option in keywords}
+    values = dict(zip(function.arg_names, arguments, strict=False)) | keywords
+    types = {
+        argument: "constexpr" if argument in keywords else triton.runtime.jit.mangle_type(values[argument])
+        for argument in function.arg_names
+    }
+    compiled = triton.compile(source(function, types, keywords), target=GPUTarget("cuda", 90, 32), options=options)
+    print(name, stack_bytes(compiled.asm["cubin"]))
+
+
+def compile_triton(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[..., None]:
+    """What `TritonKernel.__getitem__` gives here: a launch that compiles for the types of its arguments."""
+    return lambda *arguments, **keywords: compile_for_h100(kernel.__name__, kernel.jit, ASTSource, arguments, keywords)
+
+
+def compile_gluon(kernel: GluonJITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+    return lambda *arguments, **keywords: compile_for_h100(kernel.__name__, kernel, GluonASTSource, arguments, keywords)
+
+
+def main() -> None:
+    shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+    workspace = AttentionWorkspace(torch.device("cpu"))
+    for head_dim in (128, 64):
+        batch = make_batch([(1, 5)], **shape | {"head_dim": head_dim})
+        metadata, out = batch.metadata, torch.empty_like(batch.query)
+        tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
+        if head_dim == 128:
+            paged_attention_decode.paged_attention_decode(*tensors, 0.1, None, 1, workspace=workspace, out=out)
+            paged_attention_prefill.paged_attention_prefill(*tensors, 0.1, None, out=out)
+        hopper = paged_attention_prefill_hopper.paged_attention_prefill_hopper
+        hopper(*tensors, 0.1, None, counter=workspace.counter, out=out)
+
+
+if __name__ == "__main__":
+    with (
+        patch.object(TritonKernel, "__getitem__", compile_triton),
+        patch.object(GluonJITFunction, "__getitem__", compile_gluon),
+        patch.object(gpu_limits, "gpu_limits", lambda device: H100),
+        patch.object(paged_attention_decode, "gpu_limits", lambda device: H100),
+        patch.object(paged_attention_decode, "can_overlap", lambda device: True),
+        patch.object(paged_attention_prefill, "gpu_limits", lambda device: H100),
+    ):
+        main()

@@ -1,0 +1,302 @@
+"""The Triton attention kernels, interpreted, against the torch backend, and compiled for a GPU that is not here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.attention_batches import Batch, Requests, make_batch, relative_error
+from tests.helpers.interpreter import mend_interpreter
+
+from fleetfoot.attention import triton as triton_module
+from fleetfoot.attention.sdpa import SDPABackend
+from fleetfoot.attention.triton import TritonBackend
+from fleetfoot.ops.paged_attention_decode import (
+    MAX_ROWS,
+    DecodeTiling,
+    choose_decode_tiling,
+    most_rows,
+    paged_attention_decode,
+)
+from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
+from fleetfoot.ops.paged_attention_prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+REPOSITORY = Path(__file__).parents[2]
+BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+DECODES: Requests = [(1, 50), (1, 1), (1, 0), (1, 130), (1, 16), (1, 17)]
+MIXED: Requests = [(1, 5), (1, 40), (3, 3), (33, 80), (1, 7), (17, 17)]
+
+interpreted = pytest.mark.skipif(
+    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton's interpreter; on a GPU, tests/gpu holds the kernels against the twin",
+)
+
+
+@pytest.fixture(autouse=True)
+def _mended() -> None:
+    if HAS_TRITON:
+        mend_interpreter()
+
+
+def check(actual: torch.Tensor, batch: Batch, window: int | None = None) -> None:
+    expected = batch.expected(window)
+    assert actual.shape == expected.shape
+    assert actual.dtype == batch.query.dtype
+    assert relative_error(actual, expected) < BOUND[batch.query.dtype]
+    assert not actual[expected.abs().sum((1, 2)) == 0].any()
+
+
+def check_decode(
+    batch: Batch, window: int | None = None, *, num_programs: int = 5, tiling: DecodeTiling | None = None
+) -> None:
+    """Twice, since the first launch must leave the workspace as the second wants it."""
+    metadata, workspace = batch.metadata, AttentionWorkspace(torch.device("cpu"), num_programs)
+    for _ in range(2):
+        out = torch.full(batch.query.shape, float("nan"), dtype=batch.query.dtype)
+        paged_attention_decode(
+            batch.query,
+            batch.kv_cache,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            batch.query.shape[2] ** -0.5,
+            window,
+            metadata.max_query_len,
+            workspace=workspace,
+            out=out,
+            tiling=tiling or DecodeTiling(tile=16, min_tiles=1, programs_per_sm=2, num_warps=4, num_stages=3),
+        )
+        check(out, batch, window)
+
+
+def check_prefill(batch: Batch, window: int | None = None, *, tiling: PrefillTiling | None = None) -> None:
+    metadata = batch.metadata
+    out = torch.full(batch.query.shape, float("nan"), dtype=batch.query.dtype)
+    paged_attention_prefill(
+        batch.query,
+        batch.kv_cache,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        metadata.block_tables,
+        batch.query.shape[2] ** -0.5,
+        window,
+        out=out,
+        tiling=tiling or PrefillTiling(rows=32, tile=16, num_warps=4, num_stages=3),
+    )
+    check(out, batch, window)
+
+
+@interpreted
+@pytest.mark.parametrize("num_programs", [1, 3, 40])
+@pytest.mark.parametrize("window", [None, 20])
+def test_decodes_cut_anywhere(num_programs: int, window: int | None) -> None:
+    """From one program for all pairs to more programs than tiles."""
+    check_decode(make_batch(DECODES), window, num_programs=num_programs)
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 64), ((3, 1), 80), ((9, 3), 96), ((16, 1), 128), ((8, 2), 8)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_decode_head_shapes(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    check_decode(
+        make_batch([(1, 70), (1, 3)], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=dtype)
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("query_len", [2, 5])
+@pytest.mark.parametrize("window", [None, 9])
+def test_decodes_with_drafts(query_len: int, window: int | None) -> None:
+    requests = [(query_len, 60), (query_len, query_len), (1, 3), (query_len, 33), (0, 0)]
+    check_decode(make_batch(requests, num_heads=6, behind=query_len), window, num_programs=6)
+
+
+@interpreted
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_block_sizes(block_size: int) -> None:
+    check_decode(make_batch([(1, 60), (1, 129), (1, 64)], block_size=block_size))
+    check_prefill(make_batch([(20, 70), (30, 30)], block_size=block_size))
+
+
+@interpreted
+@pytest.mark.parametrize("window", [None, 1, 11])
+@pytest.mark.parametrize("num_heads", [2, 6])
+def test_mixed_batch_by_prefill_kernel(window: int | None, num_heads: int) -> None:
+    check_prefill(make_batch(MIXED, num_heads=num_heads, behind=3), window)
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "head_dim"), [((2, 2), 64), ((7, 1), 80), ((16, 1), 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_prefill_head_shapes(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    check_prefill(
+        make_batch([(20, 50), (18, 18)], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, dtype=dtype)
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("behind", [1, 50])
+def test_tokens_behind_the_last_request_are_zero(behind: int) -> None:
+    check_prefill(make_batch([(20, 50), (0, 0)], behind=behind))
+    check_decode(make_batch([(1, 50), (1, 0)], behind=behind))
+
+
+@interpreted
+@given(
+    requests=st.lists(
+        st.integers(1, 60).flatmap(lambda seq_len: st.tuples(st.integers(1, seq_len), st.just(seq_len))),
+        min_size=1,
+        max_size=5,
+    ),
+    window=st.none() | st.integers(1, 70),
+    data=st.data(),
+)
+@settings(max_examples=8, deadline=None)
+def test_ragged_batches(requests: Requests, window: int | None, data: st.DataObject) -> None:
+    batch = make_batch(requests, block_size=16)
+    check_prefill(batch, window)
+    if batch.metadata.max_query_len * 2 <= MAX_ROWS:
+        check_decode(batch, window, num_programs=data.draw(st.integers(1, 30), label="num_programs"))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "requests",
+    [
+        pytest.param([(1, 30), (1, 1)], id="decodes"),
+        pytest.param([(1, 30), (1, 9), (6, 20)], id="one launch for all"),
+        pytest.param([(1, 30), (1, 9), (20, 40), (3, 3)], id="decodes, then short requests"),
+        pytest.param([(1, 30), (1, 9), (40, 70), (33, 33)], id="decodes, then prompts"),
+        pytest.param([(40, 70)], id="a prompt"),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 12])
+def test_backend_splits_the_batch(requests: Requests, window: int | None) -> None:
+    batch = make_batch(requests, behind=2)
+    check(TritonBackend().forward(batch.query, batch.kv_cache, batch.metadata, 16**-0.5, window), batch, window)
+
+
+@interpreted
+def test_a_query_that_is_a_slice_of_the_fused_projection() -> None:
+    batch = make_batch(MIXED)
+    expected = batch.expected()
+    batch.query = torch.cat((batch.query, torch.full_like(batch.query, float("nan"))), dim=1)[:, :4]
+    actual = TritonBackend().forward(batch.query, batch.kv_cache, batch.metadata, 16**-0.5, None)
+    assert relative_error(actual, expected) < BOUND[torch.float32]
+
+
+@interpreted
+def test_blocks_that_lie_apart() -> None:
+    """The layers of a block may share its piece of memory."""
+    batch = make_batch(MIXED)
+    expected = batch.expected()
+    batch.kv_cache = torch.stack((batch.kv_cache, torch.full_like(batch.kv_cache, float("nan"))), dim=1)[:, 0]
+    actual = TritonBackend().forward(batch.query, batch.kv_cache, batch.metadata, 16**-0.5, None)
+    assert relative_error(actual, expected) < BOUND[torch.float32]
+
+
+def test_other_shapes_go_to_torch() -> None:
+    batch = make_batch(MIXED, head_dim=12)
+    actual = TritonBackend().forward(batch.query, batch.kv_cache, batch.metadata, 0.25, None)
+    expected = SDPABackend().forward(batch.query, batch.kv_cache, batch.metadata, 0.25, None)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "dtype", "is_served"),
+    [
+        (128, 4, torch.bfloat16, True),
+        (256, 32, torch.float16, True),
+        (80, 1, torch.float32, True),
+        (256, 33, torch.float16, False),
+        (128, 71, torch.bfloat16, False),
+        (100, 1, torch.bfloat16, False),
+        (512, 1, torch.bfloat16, False),
+        (128, 4, torch.float64, False),
+    ],
+)
+def test_what_is_served(head_dim: int, group: int, dtype: torch.dtype, is_served: bool) -> None:
+    assert TritonBackend.serves(head_dim, group, dtype) == is_served
+
+
+def test_tensors_that_do_not_fit_are_named() -> None:
+    batch = make_batch([(1, 5)])
+    backend = TritonBackend()
+    with pytest.raises(ValueError, match=r"query \[1, 4, 16\] torch.float32 .* does not go with a KV cache"):
+        backend.forward(batch.query, batch.kv_cache.half(), batch.metadata, 0.25, None)
+    shifted = torch.cat((torch.zeros(1), batch.query.flatten()))[1:].view(batch.query.shape)
+    with pytest.raises(ValueError, match="not aligned to 16 bytes"):
+        backend.forward(shifted, batch.kv_cache, batch.metadata, 0.25, None)
+    with pytest.raises(ValueError, match="scale is 0"):
+        backend.forward(batch.query, batch.kv_cache, batch.metadata, 0, None)
+
+
+@pytest.mark.parametrize("shared_bytes", [99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 16, 64])
+def test_tiles_fit_in_shared_memory(shared_bytes: int, element_size: int, head_dim: int, group: int) -> None:
+    """Three stages of K and V beside Q, which is what the compiler may take for two that are in flight."""
+    row_bytes = head_dim * element_size
+    rows = min(max(16, group), most_rows(head_dim))
+    for chosen_rows, tile, stages in (
+        (lambda t: (t.rows, t.tile, t.num_stages))(
+            choose_prefill_tiling(rows, head_dim, element_size, shared_bytes),
+        ),
+        (lambda t: (rows, t.tile, t.num_stages))(choose_decode_tiling(rows, head_dim, element_size, shared_bytes)),
+    ):
+        assert (chosen_rows + 2 * stages * tile) * row_bytes <= shared_bytes
+        assert tile >= 16
+        assert chosen_rows >= rows
+
+
+def test_a_workspace_does_not_grow_while_a_graph_is_captured() -> None:
+    class OnDevice:
+        is_cuda = True
+
+    from fleetfoot.ops import paged_attention_pieces
+
+    with (
+        patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        pytest.raises(RuntimeError, match=r"grow to 64 elements .* run a step of this shape once before capturing it"),
+    ):
+        paged_attention_pieces._zeros(64, OnDevice())  # type: ignore[arg-type]
+
+
+def test_another_version_of_triton_gets_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_module, "gpu_limits", lambda device: type("Limits", (), {"capability": (9, 0)}))
+    monkeypatch.setitem(sys.modules, "triton", type("Triton", (), {"__version__": "4.0.0"}))
+    assert triton_module._hopper_kernel.__wrapped__(torch.device("cpu")) is None
+
+
+def run_python(*arguments: str) -> str:
+    """The output of a Python process that is not told to interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_the_backend_needs_no_triton() -> None:
+    script = "import sys; sys.modules['triton'] = None; import fleetfoot.attention.triton; print('done')"
+    assert run_python("-c", script) == "done\n"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's compiler")
+def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No register spills: the line of a kernel ends in the bytes of its stack."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = run_python("-m", "tests.helpers.compile_attention_kernels").splitlines()
+    assert len(compiled) == 4
+    assert all(line.endswith(" 0") for line in compiled), compiled
