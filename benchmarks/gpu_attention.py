@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/gpu_attention.py [--heads 32] [--kv-heads 8] [--head-dim 128] [--block-size 16] [--decode] ...
 
-A decode's bytes are its K and V, read once, and the bandwidth is that of a large copy, reads plus writes, measured in the
+A decode's bytes are its K and V, read once, and the bandwidth is that of a large copy, reads plus writes, in the
 same run. Decodes run in a graph over as many caches as the layers of a model, so that none is left in the L2 cache. A
 prefill's operations are those of the scores and of the weighted sum, for the positions that each token sees.
 """

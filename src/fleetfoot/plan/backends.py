@@ -25,5 +25,5 @@ def choose_backends(device: str, machine: Machine) -> Backends:
     if device == "cpu" and machine.has_native:
         return Backends(attention="native", ops="native")
     if device == "cuda" and machine.has_triton:
-        return Backends(attention="sdpa", ops="triton")
+        return Backends(attention="triton", ops="triton")
     return Backends(attention="sdpa", ops="torch")
