@@ -33,8 +33,8 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.ops.select import select_ops
 from fleetfoot.outputs import CompletionOutput
 from fleetfoot.plan.features import CAPABILITIES
-from fleetfoot.plan.graphs import CaptureTable
 from fleetfoot.plan.oracle import UnsupportedFeatureError
+from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.features import Feature, Support
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.runner import ModelRunnerV2

@@ -1,4 +1,4 @@
-"""One truth: whatever the runner, the overlap, the cache and the company, a request's tokens are those it gets alone."""
+"""One truth: whatever the runner, the overlap, the cache and the company, a request gets the tokens it gets alone."""
 
 from __future__ import annotations
 

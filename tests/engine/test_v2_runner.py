@@ -16,7 +16,7 @@ from fleetfoot.attention.select import select_attention
 from fleetfoot.config.model import load_model_config
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.ops.select import select_ops
-from fleetfoot.plan.graphs import CaptureTable
+from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.staging import HEADER_SIZE

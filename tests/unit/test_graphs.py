@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetfoot.plan.graphs import CaptureTable, GraphKey, decode_sizes
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey, decode_sizes
 from fleetfoot.runner.v2.graphs import GraphManager
 from fleetfoot.scheduler.output import SchedulerOutput
 

@@ -29,10 +29,10 @@ from fleetfoot.plan.footprint import (
     state_block_bytes,
     weight_bytes,
 )
-from fleetfoot.plan.graphs import CaptureTable
 from fleetfoot.plan.machine import Machine, has_triton
 from fleetfoot.plan.memory import GIB, MemoryPlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.input_batch import InputBuffers
 from fleetfoot.runner.v2.state import DeviceState

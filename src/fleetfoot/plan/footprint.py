@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.plan.backends import Backends
-from fleetfoot.plan.graphs import CaptureTable
+from fleetfoot.runner.capture_table import CaptureTable
 
 MIB = 1 << 20
 DRIVER_BYTES = 832 * MIB

@@ -9,10 +9,10 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.plan.backends import Backends
 from fleetfoot.plan.features import Unsupported
-from fleetfoot.plan.graphs import CaptureTable
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision
+from fleetfoot.runner.capture_table import CaptureTable
 
 
 @dataclass(frozen=True, slots=True)

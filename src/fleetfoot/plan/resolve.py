@@ -12,12 +12,12 @@ from fleetfoot.kv_transfer.layouts import V2_LAYOUT
 from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.fit import Device, fit_engine
 from fleetfoot.plan.footprint import EngineShape
-from fleetfoot.plan.graphs import CaptureTable
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.traits import ModelTraits
+from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.weights.hub import resolve_model
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from fleetfoot.plan.graphs import CaptureTable, GraphKey
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey
 from fleetfoot.runner.v2.device import Capture
 from fleetfoot.runner.v2.input_batch import BatchShape
 from fleetfoot.scheduler.output import SchedulerOutput
-
 
 CaptureMaker = Callable[[GraphKey], Capture]
 """Captures a shape. Called at most once for each key."""

@@ -21,7 +21,7 @@ from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.ops.prepare.post_update import post_update
-from fleetfoot.plan.graphs import CaptureTable, GraphKey
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey
 from fleetfoot.runner.contract import ExecuteModelState
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.async_output import AsyncOutput
@@ -200,7 +200,7 @@ class ModelRunnerV2:
         )
 
     def _logits(self, batch: InputBatch, hidden: torch.Tensor, num_sampled: int) -> torch.Tensor:
-        """``hidden [padded_tokens, hidden_size]`` -> ``[num_sampled, vocab_size]`` of the first requests' last tokens."""
+        """Of the first requests' last tokens: ``[padded_tokens, hidden_size]`` -> ``[num_sampled, vocab_size]``."""
         assert self._model is not None
         if not batch.shape.is_decode:  # in a pure decode the hidden states lie as they are wanted
             last_tokens = (batch.query_start_loc[1 : num_sampled + 1] - 1).clamp_(min=0)
