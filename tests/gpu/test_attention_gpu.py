@@ -40,9 +40,9 @@ def check(batch: Batch, window: int | None = None, backend: TritonBackend | None
     expected = batch.expected(window)
     scale = batch.query.shape[2] ** -0.5
     for _ in range(2):  # what a launch leaves behind must suit the next one
-        # Memory that is taken again holds what was in it: poison.
-        del_me = torch.full_like(batch.query, float("nan"))
-        del del_me
+        # The output is memory that is taken again, and holds what was in it: poison.
+        poison = torch.full_like(batch.query, float("nan"))
+        del poison
         actual = backend.forward(batch.query, batch.kv_cache, batch.metadata, scale, window)
         assert actual.dtype == batch.query.dtype
         assert relative_error(actual, expected) < BOUND[batch.query.dtype]
@@ -138,6 +138,7 @@ def test_the_first_call_may_not_be_captured() -> None:
         pytest.raises(RuntimeError, match="run a step of this shape once before capturing it"),
         torch.cuda.graph(graph),
     ):
+        batch.query.add_(1)  # an empty graph would be a warning
         backend.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, None)
 
 

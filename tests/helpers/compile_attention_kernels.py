@@ -62,15 +62,13 @@ def compile_gluon(kernel: GluonJITFunction, grid: tuple[int, ...]) -> Callable[.
 def main() -> None:
     shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
     workspace = AttentionWorkspace(torch.device("cpu"))
-    for head_dim in (128, 64):
-        batch = make_batch([(1, 5)], **shape | {"head_dim": head_dim})
-        metadata, out = batch.metadata, torch.empty_like(batch.query)
-        tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-        if head_dim == 128:
-            paged_attention_decode.paged_attention_decode(*tensors, 0.1, None, 1, workspace=workspace, out=out)
-            paged_attention_prefill.paged_attention_prefill(*tensors, 0.1, None, out=out)
-        hopper = paged_attention_prefill_hopper.paged_attention_prefill_hopper
-        hopper(*tensors, 0.1, None, counter=workspace.counter, out=out)
+    batch = make_batch([(1, 5)], **shape)
+    metadata, out = batch.metadata, torch.empty_like(batch.query)
+    tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
+    paged_attention_decode.paged_attention_decode(*tensors, 0.1, None, 1, workspace=workspace, out=out)
+    paged_attention_prefill.paged_attention_prefill(*tensors, 0.1, None, out=out)
+    hopper = paged_attention_prefill_hopper.paged_attention_prefill_hopper
+    hopper(*tensors, 0.1, None, counter=workspace.counter, out=out)
 
 
 if __name__ == "__main__":

@@ -302,5 +302,5 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """No register spills: the line of a kernel ends in the bytes of its stack."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = run_python("-m", "tests.helpers.compile_attention_kernels").splitlines()
-    assert len(compiled) == 4
+    assert len(compiled) == 3
     assert all(line.endswith(" 0") for line in compiled), compiled

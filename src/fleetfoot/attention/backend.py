@@ -14,7 +14,7 @@ class AttentionBackend(Protocol):
 
     name: str
     is_capturable: bool
-    """Whether `forward` only queues work whose shape follows from its arguments' shapes, so that a graph can hold it."""
+    """Whether `forward` only queues work that follows from its arguments' shapes, so that a graph can hold it."""
 
     def forward(
         self,

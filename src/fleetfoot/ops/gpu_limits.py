@@ -24,7 +24,8 @@ def gpu_limits(device: torch.device) -> GPULimits:
     properties = torch.cuda.get_device_properties(device)
     return GPULimits(
         num_sms=properties.multi_processor_count,
-        shared_bytes=properties.shared_memory_per_block_optin,
+        # What a program may ask for beyond the default; not every platform tells it apart.
+        shared_bytes=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         capability=(properties.major, properties.minor),
     )
 

@@ -59,7 +59,7 @@ def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_b
     """
     row_bytes = padded_dim * element_size
     tile, num_stages = fit_tile(rows, max(16, min(128, 16384 // row_bytes)), row_bytes, shared_bytes)
-    return DecodeTiling(tile=tile, min_tiles=1, programs_per_sm=2, num_warps=4, num_stages=num_stages)
+    return DecodeTiling(tile=tile, min_tiles=2, programs_per_sm=2, num_warps=4, num_stages=num_stages)
 
 
 def most_rows(head_dim: int) -> int:

@@ -151,7 +151,8 @@ def _block_ids(table_ptr, begin, kv_end, piece_rows: gl.constexpr, tile: gl.cons
     blocks = ()
     for piece in gl.static_range(tile // piece_rows):
         position = begin + piece * piece_rows
-        blocks = blocks + (gl.load(table_ptr + position // block_size, mask=position < kv_end, other=0),)  # noqa: RUF005
+        block = gl.load(table_ptr + position // block_size, mask=position < kv_end, other=0)
+        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
     return blocks
 
 

@@ -1,11 +1,11 @@
 """Causal attention of prompts over the paged KV cache for Hopper GPUs: warps with roles, in Gluon.
 
-What `fleetfoot.ops.paged_attention_prefill` computes, for 16-bit types and head sizes of 64 and 128. Its programs stay
+What `fleetfoot.ops.paged_attention_prefill` computes, for 16-bit types and heads of 128 elements. Its programs stay
 on their multiprocessor and draw items, a tile of query tokens for one KV head, until there are none left. In a program
 
 - one warp *schedules*: it draws the items, says what they are, and fetches their queries, an item ahead;
 - one warp *loads* K and V, block by block, through the tensor memory accelerator, some tiles ahead;
-- two or three groups of four warps *attend*, 64 rows of the item each. While the tensor cores multiply the weights of
+- two groups of four warps *attend*, 64 rows of the item each. While the tensor cores multiply the weights of
   one tile with V, a group computes the weights of the next (FlashAttention-3, Shah et al., 2024).
 
 They meet at barriers in shared memory. Gluon, which places data and waits by hand, has no interpreter: the kernel is
@@ -42,7 +42,7 @@ from fleetfoot.ops.paged_attention_hopper_feed import (
 )
 
 _TILE = 128  # KV positions
-_GROUP_ROWS = 64  # rows of the tensor cores' instruction for four warps
+_ROWS = 128  # query heads of a KV head within query tokens: 64 for each of two groups of warps
 
 
 def serves(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
@@ -51,8 +51,8 @@ def serves(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     block_size, head_dim = kv_cache.shape[3:]
     return (
         query.dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (64, 128)
-        and group <= _GROUP_ROWS
+        and head_dim == 128
+        and group <= 64
         and block_size >= 8
         and block_size & (block_size - 1) == 0
         and kv_cache.stride(0) % head_dim == 0
@@ -86,9 +86,7 @@ def paged_attention_prefill_hopper(
     rows_of_cache = TensorDescriptor(
         kv_cache, [num_rows, head_dim], [head_dim, 1], [min(block_size, _TILE), 64], layout
     )
-    num_groups = 3 if head_dim == 64 else 2
-    rows = num_groups * _GROUP_ROWS
-    num_items = (num_tokens // (rows // group) + num_reqs + 1) * num_kv_heads
+    num_items = (num_tokens // (_ROWS // group) + num_reqs + 1) * num_kv_heads
     _paged_attention_prefill_kernel[(gpu_limits(query.device).num_sms,)](
         query,
         rows_of_cache,
@@ -110,9 +108,9 @@ def paged_attention_prefill_hopper(
         group=group,
         head_dim=head_dim,
         block_size=block_size,
-        rows=rows,
+        rows=_ROWS,
         tile=_TILE,
-        stages=3 if head_dim == 64 else 2,
+        stages=2,
         has_window=window is not None,
         num_warps=4,
     )
@@ -309,33 +307,19 @@ def _paged_attention_prefill_kernel(
     mbarrier.init(v_filled.index(stages), count=1)
     fence_async_shared()
 
-    # Registers of a thread: the groups of four warps share 512 where there are four, 504 where there are three.
+    # The last list is registers of a thread: the three groups of four warps share 504, and the first gets the rest.
     slots = (items, described, filled, free)
     keys = (keys, k_filled, k_free)
     values = (values, v_filled, v_free)
     # fmt: off
-    if num_groups == 3:
-        gl.warp_specialize([
-            (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 0, num_kv_heads, group, head_dim,
-                       rows, tile, stages, has_window)),
-            (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 1, num_kv_heads, group, head_dim,
-                       rows, tile, stages, has_window)),
-            (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 2, num_kv_heads, group, head_dim,
-                       rows, tile, stages, has_window)),
-            (schedule, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs, num_tokens,
-                        num_items, query_stride, window, num_kv_heads, group, head_dim, rows, tile, has_window)),
-            (load, (rows_of_cache, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
-                    num_kv_heads, head_dim, block_size, tile, stages)),
-        ], [4, 4, 1, 1], [160, 160, 32, 32])
-    else:
-        gl.warp_specialize([
-            (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 0, num_kv_heads, group, head_dim,
-                       rows, tile, stages, has_window)),
-            (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 1, num_kv_heads, group, head_dim,
-                       rows, tile, stages, has_window)),
-            (schedule, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs, num_tokens,
-                        num_items, query_stride, window, num_kv_heads, group, head_dim, rows, tile, has_window)),
-            (load, (rows_of_cache, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
-                    num_kv_heads, head_dim, block_size, tile, stages)),
-        ], [4, 1, 1], [232, 40, 40])
+    gl.warp_specialize([
+        (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 0, num_kv_heads, group, head_dim,
+                   rows, tile, stages, has_window)),
+        (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 1, num_kv_heads, group, head_dim,
+                   rows, tile, stages, has_window)),
+        (schedule, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs, num_tokens,
+                    num_items, query_stride, window, num_kv_heads, group, head_dim, rows, tile, has_window)),
+        (load, (rows_of_cache, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
+                num_kv_heads, head_dim, block_size, tile, stages)),
+    ], [4, 1, 1], [232, 40, 40])
     # fmt: on
