@@ -41,10 +41,18 @@ def workloads(vocab_size: int, seed: int) -> dict[str, tuple[list[list[int]], in
     }
 
 
+def dtype_of(model: str) -> str:
+    """The checkpoint's own, named to every engine: some take another one if left to choose."""
+    config = json.loads(Path(model, "config.json").read_text())
+    return config.get("dtype") or config["torch_dtype"]
+
+
 def fleetfoot(model: str, runner: str) -> Generate:
     from fleetfoot import LLM, SamplingParams
 
-    llm = LLM(model, device="cpu", runner=runner, skip_tokenizer_init=True, max_model_len=MAX_LEN)
+    llm = LLM(
+        model, dtype=dtype_of(model), device="cpu", runner=runner, skip_tokenizer_init=True, max_model_len=MAX_LEN
+    )
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
@@ -59,7 +67,7 @@ def vllm(model: str) -> Generate:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, skip_tokenizer_init=True, max_model_len=MAX_LEN)
+    llm = LLM(model, dtype=dtype_of(model), skip_tokenizer_init=True, max_model_len=MAX_LEN)
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
@@ -72,7 +80,7 @@ def vllm(model: str) -> Generate:
 def hugging_face(model: str) -> Generate:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype_of(model)).eval()
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         config = GenerationConfig(do_sample=False, max_new_tokens=count, eos_token_id=-1, pad_token_id=0)
