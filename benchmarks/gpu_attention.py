@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.attention.triton import TritonBackend
 
-RAGGED = [random.Random(1).randint(1024, 8192) for _ in range(64)]
+_RANDOM = random.Random(1)
+RAGGED = [_RANDOM.randint(1024, 8192) for _ in range(64)]
 DECODES: list[tuple[str, list[int]]] = [
     ("1 x 256", [256]),
     ("1 x 1024", [1024]),

@@ -25,7 +25,7 @@ from fleetfoot.ops.triton_support import TritonKernel
 from tests.helpers.attention_batches import make_batch
 
 H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
 
 
 def stack_bytes(cubin: bytes) -> str:

@@ -139,9 +139,21 @@ def test_choose_tokens_from_rows_without_a_highest_logit(dtype: torch.dtype) -> 
     check_choices(logits, "cpu")
 
 
-def test_choose_tokens_refuses_strides() -> None:
+def test_tensors_that_do_not_fit_are_refused() -> None:
+    index = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="contiguous in memory"):
         TRITON.choose_tokens(torch.zeros(4, 4).T)
+    with pytest.raises(ValueError, match="3 positions for 4 rows"):
+        TRITON.choose_tokens(torch.zeros(4, 4), torch.ones(4), index, index)
+    with pytest.raises(ValueError, match=r"x \[2, 8\], residual \[2, 8\], weight \[9\]"):
+        TRITON.rms_norm(torch.zeros(2, 8), torch.zeros(9), 1e-6)
+    with pytest.raises(ValueError, match=r"x \[2, 3, 9\], residual \[3, 8\]"):
+        TRITON.add_rms_norm(torch.zeros(2, 3, 9), torch.zeros(3, 8), torch.zeros(8), 1e-6)
+    with pytest.raises(ValueError, match=r"x \[2, 8\] torch.float32 does not go with a weight \[4, 8\] torch.bfloat16"):
+        TRITON.prepare_linear(torch.zeros(4, 8).bfloat16())(torch.zeros(2, 8))
+
+
+def test_choose_tokens_of_no_rows() -> None:
     assert TRITON.choose_tokens(torch.zeros(0, 4)).shape == (0,)
 
 

@@ -7,6 +7,9 @@ lower half, the lowest above. So a piece of a row is one maximum, and a row is t
     row_max   the best logit of each piece
     draw      random rows: the best of score + noise of each piece, where score = (logit - highest) / temperature
     pick      the best of each row's pieces
+
+Two logarithms for each token of the vocabulary would be most of a draw. They are computed roughly, by a short
+polynomial each, and exactly for the tokens that come so close to the best that they might be it: mostly one.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def choose_tokens_triton(
     """See `choose_tokens_torch`. Launches alone: no synchronisation, and no count that a graph could not hold.
 
     Raises:
-        ValueError: the vocabulary is empty, or its stride is not 1.
+        ValueError: the vocabulary is empty, its stride is not 1, or there are not as many positions as rows.
     """
     num_rows, vocab_size = logits.shape
     if vocab_size == 0 or (num_rows > 0 and logits.stride(1) != 1):
@@ -45,6 +48,8 @@ def choose_tokens_triton(
             f"choose_tokens: logits {list(logits.shape)} with strides {logits.stride()} must have a vocabulary, "
             "contiguous in memory"
         )
+    if positions is not None and len(positions) != num_rows:
+        raise ValueError(f"choose_tokens: {len(positions)} positions for {num_rows} rows of logits")
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
@@ -114,14 +119,42 @@ def candidate_value(candidate):
 
 
 @triton_kernel()
-def gumbel_noise(seed, position, index, tile: tl.constexpr):
-    """The noise of ``tile`` tokens from the multiple of 4 ``index`` on: `fleetfoot.sampling.gumbel_noise`, stream 0."""
-    block = index // 4 + tl.arange(0, tile // 4)
-    zero = tl.zeros_like(block)
-    word0, word1, word2, word3 = tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
-    word = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))  # [tile]
+def random_words(seed, position, block):
+    """The four words of ``block``'s tokens, as `fleetfoot.sampling.philox` has them for stream 0."""
+    zero = block * 0
+    return tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
+
+
+@triton_kernel()
+def exact_noise(seed, position, index):
+    """`fleetfoot.sampling.gumbel_noise` of one token."""
+    word0, word1, word2, word3 = random_words(seed, position, index // 4)
+    lane = index % 4
+    word = tl.where(lane < 2, tl.where(lane == 0, word0, word1), tl.where(lane == 2, word2, word3))
     uniform = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
     return -tl.log(-tl.log(uniform))
+
+
+@triton_kernel()
+def rough_noise(seed, position, index, tile: tl.constexpr):
+    """The noise of ``tile`` tokens from the multiple of 4 ``index`` on, within 0.01."""
+    words = random_words(seed, position, index // 4 + tl.arange(0, tile // 4))
+    word = tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))  # [tile]
+    step = (word >> 9).to(tl.float32)
+    uniform = (step + 0.5) * (1.0 / 8388608.0)
+    rest = (8388607.5 - step) * (1.0 / 8388608.0)  # 1 - uniform, exactly
+    series = rest * (1.0 + rest * (0.5 + rest * (0.31 + rest * 0.47)))  # -log(1 - rest) for rest up to a half
+    exponential = tl.where(rest < 0.5, series, -0.6931472 * rough_log2(uniform))
+    return -0.6931472 * rough_log2(exponential)
+
+
+@triton_kernel()
+def rough_log2(x):
+    """The logarithm of normal positive numbers, within 0.001."""
+    bits = x.to(tl.int32, bitcast=True)
+    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    line = bits.to(tl.float32) * (1.0 / 8388608.0) - 127.0  # exponent + fraction
+    return line + fraction * (1.0 - fraction) * (0.4427 + fraction * (0.0836 * fraction - 0.2476))
 
 
 @triton_kernel()
@@ -169,17 +202,27 @@ def _draw_kernel(
     best = tl.load(highest_ptr + request * pieces + piece)
     is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # not of NaN either
     if is_random:
-        index = piece * tile + tl.arange(0, tile)
-        logit_ptr = logits_ptr + request * row_stride + index
-        logit = tl.load(logit_ptr, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-        score = tl.div_rn(logit - highest, temperature)
-        best = tl.max(pack_candidates(score, index), axis=0)
+        score = tl.div_rn(candidate_value(best) - highest, temperature)
+        best = pack_candidates(score, candidate_index(best).to(tl.int32))
         # The noise spans less than 19.46: a piece that is so far behind cannot hold the winner, and needs no noise.
-        if candidate_value(best) > -19.46:
+        if score > -19.46:
+            logits_ptr += request * row_stride
             seed = tl.load(seeds_ptr + row)
             position = tl.load(positions_ptr + request)
-            noise = gumbel_noise(seed, position, piece * tile, tile)
-            best = tl.max(pack_candidates(score + noise, index), axis=0)
+            index = piece * tile + tl.arange(0, tile)
+            logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+            inverse = tl.minimum(1.0 / temperature, 3e38)
+            rough = (logit - highest) * inverse + rough_noise(seed, position, piece * tile, tile)
+            is_close = rough >= tl.max(rough, axis=0) - 0.0625
+            best = tl.full((), smallest, tl.int64)
+            num_close = tl.sum(is_close.to(tl.int32), axis=0)
+            while num_close > 0:
+                close = tl.min(tl.where(is_close, index, 0x7FFFFFFF), axis=0)
+                score = tl.div_rn(tl.load(logits_ptr + close).to(tl.float32) - highest, temperature)
+                exact = score + exact_noise(seed, position, close)
+                best = tl.maximum(best, pack_candidates(exact, close))
+                is_close = is_close & (index != close)
+                num_close -= 1
     tl.store(best_ptr + request * pieces + piece, best)
 
 

@@ -20,12 +20,8 @@ from fleetfoot.ops.linear_tiled_triton import TiledTiling, linear_tiled
 from fleetfoot.ops.silu_and_mul_triton import silu_and_mul_triton
 from fleetfoot.ops.triton_support import cdiv, next_power_of_2
 
-MAX_ROWS = 64
-"""With more rows than this the library multiplies large weights as fast."""
-_MAX_ROWS_SMALL = 256
-"""With more rows than this it does so with any weight."""
-_SMALL_BYTES = 16 << 20
-"""A weight that memory gives in 5 microseconds: what a joint between two kernels costs counts."""
+_MOST_BYTES = {64: 1 << 62, 128: 80 << 20, 256: 8 << 20}
+"""Up to so many rows, the largest weight that the library does not multiply as fast: measured on an H100."""
 _STAGED_BYTES = 100 * 1024
 """Most bytes of the weight for a program that stages them: two such programs fit a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
@@ -43,9 +39,9 @@ def choose_tiling(
         num_outputs: of the result: half the rows of the weight if it is gated.
         may_split: partial sums will do.
     """
-    is_small = num_outputs * num_inputs * (4 if gated else 2) <= _SMALL_BYTES
-    max_rows = _MAX_ROWS_SMALL if is_small else MAX_ROWS
-    if not 0 < num_rows <= max_rows or num_outputs < 16 or num_inputs % 8:
+    most_bytes = next((most for rows, most in _MOST_BYTES.items() if num_rows <= rows), 0)
+    weight_bytes = num_outputs * num_inputs * (4 if gated else 2)
+    if num_rows == 0 or weight_bytes > most_bytes or num_outputs < 16 or num_inputs < 16 or num_inputs % 8:
         return None
     if num_rows <= 8:
         tiling: Tiling | None = _few_rows(num_rows, num_outputs, num_inputs, gated, limits.num_sms)
@@ -134,8 +130,15 @@ class TritonLinear:
         self._limits = gpu_limits(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Raises:
+        ValueError: ``x`` is not ``[n, in]`` of the weight's dtype.
+        """
         num_rows = x.shape[0]
         num_outputs, num_inputs = self._weight.shape
+        if x.shape[1] != num_inputs or x.dtype is not self._weight.dtype:
+            raise ValueError(
+                f"x {list(x.shape)} {x.dtype} does not go with a weight {list(self._weight.shape)} {self._weight.dtype}"
+            )
         if self._gated:
             num_outputs //= 2
         if self._weight.dtype not in (torch.bfloat16, torch.float16):

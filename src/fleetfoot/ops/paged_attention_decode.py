@@ -45,13 +45,21 @@ class DecodeTiling:
     """KV positions in a tile."""
     min_tiles: int
     """Fewest tiles for a program: merging costs more than so many tiles do."""
+    full_tiles: int
+    """Tiles that every program has before a multiprocessor gets another program: merging costs by their number."""
     programs_per_sm: int
+    """Programs of a launch for each multiprocessor. As many fit there at once, so that all get the same share."""
     num_warps: int
     num_stages: int
 
+    @property
+    def max_registers(self) -> int:
+        """Of a thread, so that ``programs_per_sm`` fit in 65,536."""
+        return min(255, 65536 // (self.programs_per_sm * self.num_warps * 32) // 8 * 8)
+
 
 def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_bytes: int) -> DecodeTiling:
-    """Tiles of K and V of 32 KB, two in flight for each program, so that two programs saturate a multiprocessor.
+    """Tiles of K and V of 32 KB, two in flight for each program, so that few programs saturate a multiprocessor.
 
     Args:
         rows: of the query tile. padded_dim: head_dim, rounded up to a power of 2.
@@ -59,7 +67,12 @@ def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_b
     """
     row_bytes = padded_dim * element_size
     tile, num_stages = fit_tile(rows, max(16, min(128, 16384 // row_bytes)), row_bytes, shared_bytes)
-    return DecodeTiling(tile=tile, min_tiles=2, programs_per_sm=2, num_warps=4, num_stages=num_stages)
+    # More rows take all the registers that a thread may have.
+    most_programs = 3 if rows == MIN_ROWS else 2
+    programs_per_sm = max(1, min(most_programs, shared_bytes // ((rows + 4 * tile) * row_bytes)))
+    return DecodeTiling(
+        tile, min_tiles=2, full_tiles=8, programs_per_sm=programs_per_sm, num_warps=4, num_stages=num_stages
+    )
 
 
 def most_rows(head_dim: int) -> int:
@@ -128,6 +141,7 @@ def paged_attention_decode(
         scale * math.log2(math.e),
         0 if window is None else window,
         tiling.min_tiles,
+        tiling.full_tiles,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -138,12 +152,18 @@ def paged_attention_decode(
         merge_tile=max(1, min(32, _MERGED_FLOATS // (stored_rows * padded_dim))),
         tile=tiling.tile,
         has_window=window is not None,
+        programs_per_sm=tiling.programs_per_sm,
         requests_tile=next(step for step in (*_REQUESTS_STEPS, next_power_of_2(num_reqs)) if step >= num_reqs),
         overlap=overlap,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **_register_limit(tiling),
         **launch_options(overlap),
     )
+
+
+def _register_limit(tiling: DecodeTiling) -> dict[str, int]:
+    return {"maxnreg": tiling.max_registers} if torch.version.hip is None and tiling.max_registers < 255 else {}
 
 
 @triton_kernel(specialize=False)
@@ -203,6 +223,7 @@ def _paged_attention_decode_kernel(
     scale_log2,
     window,
     min_tiles,
+    full_tiles,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -213,6 +234,7 @@ def _paged_attention_decode_kernel(
     merge_tile: tl.constexpr,
     tile: tl.constexpr,
     has_window: tl.constexpr,
+    programs_per_sm: tl.constexpr,
     requests_tile: tl.constexpr,
     overlap: tl.constexpr,
 ):
@@ -229,7 +251,10 @@ def _paged_attention_decode_kernel(
     counts = tl.where(index < num_reqs, counts, 0)
     ends = tl.cumsum(counts, 0)  # [requests_tile]
     num_tiles = tl.sum(counts, 0)
-    stretch = tl.maximum((num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0), min_tiles)
+    num_sms = tl.maximum(tl.num_programs(0) // programs_per_sm, 1)
+    wanted = (num_tiles + num_sms * full_tiles - 1) // (num_sms * full_tiles)
+    num_used = tl.minimum(num_sms * tl.maximum(wanted, 1), tl.num_programs(0))
+    stretch = tl.maximum((num_tiles + num_used - 1) // num_used, min_tiles)
     at = program * stretch
     end = tl.minimum(at + stretch, num_tiles)
     request = tl.sum((ends <= at).to(tl.int32), 0)
@@ -345,6 +370,7 @@ def _paged_attention_decode_kernel(
             stored_row = tl.arange(0, stored_rows)
             head_offset = (kv_head * group + stored_row)[:, None] * head_dim + column[None, :]
             out_ptrs = out_ptr + behind.to(tl.int64) * (num_kv_heads * group * head_dim) + head_offset
+            out_ptrs = tl.multiple_of(out_ptrs, (1, 16))
             mask = (stored_row < group)[:, None] & is_column[None, :]
             tl.store(out_ptrs, tl.zeros([stored_rows, padded_dim], out_ptr.dtype.element_ty), mask=mask)
         behind += tl.num_programs(0)

@@ -82,7 +82,7 @@ def schedule(
     query_stride = gl.multiple_of(query_stride, 8)
     first = gl.load(query_start_loc_ptr)
     count = 0
-    drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    drawn = gl.program_id(0)  # the first item is everyone's own
     while drawn < num_items:
         # From the back, where a prompt's tiles see the most: long work first leaves a short end.
         item = num_items - 1 - drawn
@@ -91,7 +91,6 @@ def schedule(
         query_begin = gl.load(query_start_loc_ptr + request)
         query_end = gl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
         seq_len = gl.load(seq_lens_ptr + request, mask=is_request, other=0)
-        drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
         query_end = gl.where(is_request, query_end, num_tokens)
         query_len = query_end - query_begin
         first_slot = (query_begin - first) // tile_tokens + request
@@ -134,8 +133,11 @@ def schedule(
             gl.thread_barrier()
             mbarrier.arrive(filled.index(slot), count=1)
             count += 1
-    # Every program draws once in vain. The one that draws last leaves the counter as it was found.
-    if drawn == num_items + gl.num_programs(0) - 1:
+            # An item is drawn when there is a slot for it, and not before: another program may come to it sooner.
+            mbarrier.wait(free.index(count % 2), ((count // 2) & 1) ^ 1)
+        drawn = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    # One number is drawn for each item. Whoever drew the last leaves the counter as it was found.
+    if drawn == gl.num_programs(0) + num_items - 1:
         gl.store(counter_ptr, 0)
     slot = count % 2
     mbarrier.wait(free.index(slot), ((count // 2) & 1) ^ 1)

@@ -105,20 +105,21 @@ def merge_pieces(
     total = tl.zeros([stored_rows], tl.float32)
     acc = tl.zeros([stored_rows, padded_dim], tl.float32)
     for begin in tl.range(first_program, last_program + 1, merge_tile, num_stages=1):
+        # Rows first: the compiler gives warps to the first dimension, and the pieces of a row should be one thread's.
         program = begin + tl.arange(0, merge_tile)
-        is_piece = (program <= last_program)[:, None] & is_row[None, :]
-        piece = (program * 2 + (program == first_program).to(tl.int32))[:, None]
-        stat_ptrs = stats_ptr + piece * (2 * stored_rows) + row[None, :]
+        is_piece = is_row[:, None] & (program <= last_program)[None, :]
+        piece = (program * 2 + (program == first_program).to(tl.int32))[None, :]
+        stat_ptrs = stats_ptr + piece * (2 * stored_rows) + row[:, None]
         piece_top = tl.load(stat_ptrs, mask=is_piece, other=-1.0e30, cache_modifier=".cg")
         piece_total = tl.load(stat_ptrs + stored_rows, mask=is_piece, other=0.0, cache_modifier=".cg")
-        piece_row = piece * stored_rows + row[None, :]  # [merge_tile, stored_rows]
+        piece_row = piece * stored_rows + row[:, None]  # [stored_rows, merge_tile]
         piece_ptrs = pieces_ptr + piece_row[:, :, None] * padded_dim + column[None, None, :]
         piece_ptrs = tl.multiple_of(piece_ptrs, (1, 1, 16))
         piece_acc = tl.load(piece_ptrs, mask=is_piece[:, :, None], other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(piece_top, 0))
+        new_top = tl.maximum(top, tl.max(piece_top, 1))
         kept = tl.exp2(top - new_top)
-        taken = tl.exp2(piece_top - new_top[None, :])
-        total = total * kept + tl.sum(piece_total * taken, 0)
-        acc = acc * kept[:, None] + tl.sum(piece_acc * taken[:, :, None], 0)
+        taken = tl.exp2(piece_top - new_top[:, None])
+        total = total * kept + tl.sum(piece_total * taken, 1)
+        acc = acc * kept[:, None] + tl.sum(piece_acc * taken[:, :, None], 1)
         top = new_top
     return acc / tl.where(total > 0, total, 1.0)[:, None]

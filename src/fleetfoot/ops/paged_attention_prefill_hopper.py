@@ -246,8 +246,10 @@ def _attend(
         num_tiles = get_field(items, count % 2, NUM_TILES, 4)
 
 
+# Query and output are aligned, which is checked; the others may be slices that begin anywhere.
 @gluon.jit(
     do_not_specialize=[
+        "query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "counter_ptr",
         "num_reqs", "num_tokens", "num_items", "num_rows", "rows_per_block", "query_stride", "table_stride", "window",
     ]
 )  # fmt: skip

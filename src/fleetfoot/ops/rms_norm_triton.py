@@ -18,7 +18,11 @@ MAX_SIZE = 65536
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `rms_norm_torch`: ``x [..., hidden]`` -> the same shape."""
+    """See `rms_norm_torch`: ``x [..., hidden]`` -> the same shape.
+
+    Raises:
+        ValueError: the weight is of another size.
+    """
     size = x.shape[-1]
     if size > MAX_SIZE:
         return rms_norm_torch(x, weight, eps)
@@ -32,7 +36,11 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 def add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `add_rms_norm_torch`; ``x`` is like ``residual [num_tokens, hidden]``, or partial sums of it."""
+    """See `add_rms_norm_torch`; ``x`` is like ``residual [num_tokens, hidden]``, or partial sums of it.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+    """
     size = residual.shape[-1]
     if size > MAX_SIZE:
         return add_rms_norm_torch(x, residual, weight, eps)
@@ -57,6 +65,11 @@ def _launch(
     num_parts: int,
     has_residual: bool,
 ) -> None:
+    if weight.shape != (size,) or x.shape[x.ndim - residual.ndim :] != residual.shape:
+        raise ValueError(
+            f"rms_norm: tensors that do not fit together: x {list(x.shape)}, residual {list(residual.shape)}, "
+            f"weight {list(weight.shape)}"
+        )
     if num_rows == 0:
         return
     tile = next_power_of_2(size)

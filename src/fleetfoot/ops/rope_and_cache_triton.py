@@ -37,6 +37,8 @@ def rope_and_cache_triton(
     if (
         width != (num_heads + 2 * num_kv_heads) * head_dim
         or head_dim % 2
+        or len(slot_mapping) != num_tokens
+        or len(positions) != num_tokens
         or cos_sin.shape[1] != head_dim
         or qkv.stride(1) != 1
         or kv_cache.stride(4) != 1
@@ -45,7 +47,7 @@ def rope_and_cache_triton(
         raise ValueError(
             f"rope_and_cache: tensors that do not fit together: qkv {list(qkv.shape)} with strides {qkv.stride()}, "
             f"kv_cache {list(kv_cache.shape)} with strides {kv_cache.stride()}, cos_sin {list(cos_sin.shape)}, "
-            f"{num_heads} heads"
+            f"{len(slot_mapping)} slots, {len(positions)} positions, {num_heads} heads"
         )
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
