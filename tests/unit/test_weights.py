@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.slots import WeightError, WeightSlot
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.ops.torch_ops import torch_ops
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 from fleetfoot.weights.loading import load_model, reload_weights
-from fleetfoot.weights.slots import WeightError, WeightSlot
 
 Tensors = dict[str, torch.Tensor]
 

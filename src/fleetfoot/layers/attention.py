@@ -12,7 +12,7 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.norm import RMSNorm
-from fleetfoot.weights.slots import WeightSlot
+from fleetfoot.layers.slots import WeightSlot
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
+from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.ops.linear import PreparedLinear
-from fleetfoot.weights.slots import WeightSlot
 
 _HEAD = "lm_head"
 

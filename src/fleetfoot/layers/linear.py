@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.ops.linear import PreparedLinear
 from fleetfoot.ops.opset import PrepareLinear
-from fleetfoot.weights.slots import WeightSlot
 
 
 class Linear:

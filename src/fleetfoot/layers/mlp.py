@@ -9,7 +9,7 @@ import torch
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
-from fleetfoot.weights.slots import WeightSlot
+from fleetfoot.layers.slots import WeightSlot
 
 
 class MLP:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.weights.slots import WeightSlot
+from fleetfoot.layers.slots import WeightSlot
 
 
 class RMSNorm:

@@ -11,8 +11,8 @@ from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.weights.slots import WeightSlot
 
 
 class CausalLM(Protocol):

@@ -14,9 +14,9 @@ from fleetfoot.layers.embedding import Embedding, LogitsHead, TiedLogitsHead
 from fleetfoot.layers.mlp import MLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import rotary_table
+from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.ops.rms_norm import sum_parts
-from fleetfoot.weights.slots import WeightSlot
 
 
 class DecoderLayer:

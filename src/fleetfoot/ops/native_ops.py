@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -16,6 +16,7 @@ from fleetfoot.ops.rope_and_cache import rope_and_cache_torch
 from fleetfoot.ops.silu_and_mul import silu_and_mul_torch
 
 
+@cache  # asked at each step, and looking for a library that is not there costs a file access and an exception
 def native_available() -> tuple[bool, str]:
     """Whether the native operations can be used here, and why: the variant that would run, or what is missing."""
     try:

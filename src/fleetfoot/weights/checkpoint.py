@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fleetfoot.weights.slots import WeightError
+from fleetfoot.layers.slots import WeightError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

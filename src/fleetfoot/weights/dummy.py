@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fleetfoot.weights.slots import WeightSlot
+from fleetfoot.layers.slots import WeightSlot
 
 _STD = 0.02  # what these models are initialised with before they are trained
 # A CPU draws some hundred million values a second, and a model has billions: what is drawn is repeated after this many.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from fleetfoot.layers.slots import WeightError, WeightSlot
 from fleetfoot.weights.checkpoint import Checkpoint
-from fleetfoot.weights.slots import WeightError, WeightSlot
 
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _BASE_PREFIX = "model."

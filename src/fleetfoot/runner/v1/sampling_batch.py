@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from fleetfoot.runner.contract import INVALID_MESSAGE
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.sampling.logprob import RowLogprobs
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
@@ -60,8 +61,4 @@ class SamplingBatch:
 def invalid_rows(sampled: SamplerOutput) -> dict[int, str]:
     """Batch index -> what is wrong with its logits."""
     indices: Sequence[int] = sampled.invalid.nonzero().flatten().tolist()
-    message = (
-        "no token can be chosen: the model's logits are NaN or infinite (check the weights and the dtype), or the "
-        "request's allowed_token_ids, bad_words and logit_bias leave no token"
-    )
-    return {index: message for index in indices}
+    return dict.fromkeys(indices, INVALID_MESSAGE)

@@ -7,14 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fleetfoot.runner.contract import INVALID_MESSAGE
 from fleetfoot.runner.v2.device import Device, Event
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.scheduler.output import ModelRunnerOutput
-
-INVALID_MESSAGE = (
-    "no token can be chosen: the model's logits are NaN or infinite (check the weights and the dtype), or the "
-    "request's allowed_token_ids, bad_words and logit_bias leave no token"
-)
 
 
 @dataclass(slots=True)
@@ -34,7 +30,6 @@ class AsyncOutput:
     """
 
     device: Device
-    num_sampled: int
     _tokens: torch.Tensor | None = None
     _event: Event | None = None
     _logprobs: _PendingLogprobs | None = None

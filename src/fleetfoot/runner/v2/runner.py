@@ -172,7 +172,7 @@ class ModelRunnerV2:
         pending, self._pending = self._pending, None
         batch, done = pending.extra
         num_sampled = batch.shape.num_sampled
-        output = AsyncOutput(self.device, num_sampled)
+        output = AsyncOutput(self.device)
         if done.chosen is not None:  # the graph has sampled; its memory is written over by the next replay
             output.send_tokens(done.chosen[:, :num_sampled].clone())
             return output
