@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.engine.admission import Admission
@@ -71,7 +71,7 @@ def build(requests: int, max_model_len: int, runner_name: str, overlap: bool) ->
         )
     runner.load_model()
     num_blocks = requests * (max_model_len // BLOCK_SIZE + 1)
-    runner.initialize_kv_cache(KVLayout(1, num_blocks, BLOCK_SIZE, 1, 16, "float32"))
+    runner.initialize_kv_cache(KVLayout(num_blocks, BLOCK_SIZE, "float32", (LayerGroup(1, 1, 16),)))
     scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, requests, budget))
     admission = Admission(
         vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=[], tokenizer=None, max_logprobs=0, seed=0

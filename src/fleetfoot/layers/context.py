@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.attention.backend import AttentionBackend
+from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.ops.opset import OpSet
 
 
@@ -21,3 +22,5 @@ class ModelContext:
     device: torch.device
     max_positions: int | None = None
     """Rows of the rotary table: the longest sequence that will be served. None: the model's own limit."""
+    tensor_group: TensorGroup = SINGLE_TENSOR_GROUP
+    """The ranks that share each layer."""

@@ -71,7 +71,9 @@ class ModelRunner(Protocol):
         ...
 
     def sample_tokens(self, grammar_output: Any | None) -> PendingOutput:
-        """Logits, sampling and what follows it, for the step that `execute_model` queued."""
+        """Logits, sampling, verification of drafts, drafting, and then the KV connector, for the step that
+        `execute_model` queued. On a rank that is not last in its pipeline, and after an idle step, the output has
+        nothing but what the KV connector reports."""
         ...
 
     def shutdown(self) -> None:

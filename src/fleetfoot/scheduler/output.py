@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
+from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.sampling.logprob import RowLogprobs
 from fleetfoot.sampling.params import SamplingParams
 
@@ -26,14 +28,18 @@ class NewRequest:
     stop_token_ids: frozenset[int]
     """End tokens and the request's own; held back until min_tokens."""
     bad_words_token_ids: list[list[int]]
+    max_tokens_in_all: int = sys.maxsize
+    """Most tokens of prompt and output together. With drafts, a query may reach beyond the last position that is ever
+    an input, ``max_tokens_in_all - 2``: what lies there is computed for nothing and must be written nowhere."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step. Three groups of requests stand in batch order: decodes, prefills that end, prefills that go on.
 
-    A decode has one token to compute; the first ``num_sampled`` rows (decodes, and prefills that reach the end of
-    their known tokens) each yield a token.
+    A decode has one token to compute, and ``num_drafts`` more to verify; the first ``num_sampled`` rows (decodes, and
+    prefills that reach the end of their known tokens) each yield a token, or several if drafts are accepted. A step
+    without rows is idle: it only carries what the KV connector has to do, and rows that were given back.
     """
 
     step: int
@@ -52,6 +58,20 @@ class SchedulerOutput:
     """(request id, row) of rows given back since the last step: ended, or preempted. Apply before ``new_requests``."""
     finished_req_ids: set[str] = field(default_factory=set)
     """Requests that ended (preempted ones did not), for connectors."""
+    num_drafts: int = 0
+    """Draft tokens that every decode verifies in this step, behind the token sampled last; 0: none."""
+    num_to_propose: int = 0
+    """Draft tokens to propose at the end of this step for each request that samples; 0: none, though a drafter with a
+    KV cache of its own still fills it."""
+    awaited_step: int = -1
+    """The newest earlier step that sampled a token for one of ``rows`` and whose result the host had not seen when this
+    step was made: what a rank that is not last in its pipeline must have received before. -1: none."""
+    kv_connector_metadata: object | None = None
+    """What the scheduler's side of the KV connector tells the workers' side."""
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.rows
 
 
 @dataclass(slots=True)
@@ -59,7 +79,8 @@ class ModelRunnerOutput:
     """What a step yielded, in the order of `SchedulerOutput.rows`."""
 
     sampled_token_ids: list[list[int]]
-    """For each of the first ``num_sampled`` rows, the new tokens (one, or more with speculative decoding)."""
+    """For each of the first ``num_sampled`` rows, the new tokens: one, or more with accepted drafts; none where the
+    request had reached its length before (only the device knew). Empty on ranks that do not sample."""
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     """Batch index -> an entry for each new token, for requests that asked for logprobs."""
     prompt_logprobs: dict[int, tuple[int, list[RowLogprobs]]] = field(default_factory=dict)
@@ -67,6 +88,10 @@ class ModelRunnerOutput:
     predicts). The prompt's first token has none; after a preemption the same ones come again."""
     invalid: dict[int, str] = field(default_factory=dict)
     """Batch index -> why its token means nothing (logits that are not numbers)."""
+    num_drafted: list[int] = field(default_factory=list)
+    """For each decode, how many of the ``num_drafts`` were real proposals (n-gram lookup may have found fewer); empty
+    where there were none. Accepted are ``len(sampled_token_ids[i]) - 1``."""
+    kv_connector_output: KVConnectorOutput | None = None
 
     def get(self) -> ModelRunnerOutput:
         """It is here already; an asynchronous output waits for the device instead."""

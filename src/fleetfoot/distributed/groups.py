@@ -1,0 +1,68 @@
+"""The groups that a worker belongs to, as its layers and its runner see them.
+
+A worker that is alone has groups of one, whose operations are identities: nobody asks whether there is parallelism.
+`fleetfoot.distributed.torch_groups` has those that really communicate.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fleetfoot.models.intermediate import IntermediateTensors
+
+
+class TensorGroup:
+    """The ranks that share each layer. This one is a group of one."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's ``x``, the same bits on each of them; may write to ``x``."""
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[n, m]`` of each rank -> ``[n, size * m]``, in rank order."""
+        return x
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank == self.size - 1
+
+
+class PipelineGroup:
+    """The ranks that the layers are spread over, in order. This one is a group of one."""
+
+    rank = 0
+    size = 1
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank == self.size - 1
+
+    def receive(self, num_tokens: int) -> IntermediateTensors | None:
+        """What the rank before this one sent for a step of ``num_tokens``, in persistent buffers; None on the first."""
+        return None
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        """Queue the sending to the next rank; the tensors may be written over once the device has passed it."""
+        raise RuntimeError("the last rank of a pipeline has nobody to send to")
+
+    def send_packet(self, packet: torch.Tensor) -> None:
+        """From the last rank to all earlier ones: a step's sampled tokens, int32; see `SampledPacket`."""
+
+    def receive_packet(self, packet: torch.Tensor) -> None:
+        """On an earlier rank: the oldest packet that has not been received yet, into ``packet``."""
+        raise RuntimeError("a pipeline of one rank sends no packets")
+
+
+SINGLE_TENSOR_GROUP = TensorGroup()
+SINGLE_PIPELINE_GROUP = PipelineGroup()

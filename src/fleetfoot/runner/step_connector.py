@@ -1,0 +1,97 @@
+"""The KV connector inside a step: when each of its parts is called, the same on both runners.
+
+The written contract (``tests/engine/test_connector_order.py`` holds it against what happens):
+
+    execute_model   pre_forward, forward; on a rank that is not last in its pipeline, post_forward at its end
+    sample_tokens   sampling, drafting; then post_forward, on the last rank
+    an idle step    no_forward
+
+Whatever raises in between, the metadata is cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.kv_transfer.connector import WorkerConnector
+from fleetfoot.kv_transfer.output import KVConnectorOutput
+from fleetfoot.scheduler.output import SchedulerOutput
+
+
+class StepConnector:
+    """Calls a `WorkerConnector` in the right order.
+
+    Args:
+        connector: this worker's side of the connector.
+    """
+
+    def __init__(self, connector: WorkerConnector) -> None:
+        self._connector = connector
+        self._is_bound = False
+
+    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        self._connector.register_kv_caches(kv_caches, layout)
+
+    def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Before anything of the step is written to the KV cache."""
+        self._is_bound = True
+        self._connector.bind(scheduler_output.kv_connector_metadata)
+        self._connector.start()
+
+    def post_forward(self, finished_req_ids: set[str], wait_for_save: bool = True) -> KVConnectorOutput | None:
+        """After the step's last writer; ends the step for the connector."""
+        try:
+            self._connector.save()
+            if wait_for_save:
+                self._connector.wait_for_save()
+            output = self._connector.take_ended(finished_req_ids)
+            return None if output.is_empty else output
+        finally:
+            self.abandon()
+
+    def no_forward(self, scheduler_output: SchedulerOutput) -> KVConnectorOutput | None:
+        """A step without a forward pass."""
+        try:
+            self.pre_forward(scheduler_output)
+            self._connector.wait_for_progress()
+            return self.post_forward(scheduler_output.finished_req_ids, wait_for_save=False)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Clear the metadata of a step that has ended, or that raised."""
+        if self._is_bound:
+            self._is_bound = False
+            self._connector.clear()
+
+    def shutdown(self) -> None:
+        self.abandon()
+        self._connector.shutdown()
+
+
+class NoConnector(StepConnector):
+    """There is none: every call does nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        pass
+
+    def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
+        pass
+
+    def post_forward(self, finished_req_ids: set[str], wait_for_save: bool = True) -> None:
+        return None
+
+    def no_forward(self, scheduler_output: SchedulerOutput) -> None:
+        return None
+
+    def abandon(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
