@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.attention_batches import Batch, Requests, make_batch, relative_error
+from tests.helpers.attention_batches import Batch, Requests, make_batch, make_fused_batch, relative_error
 
 from fleetfoot.attention import triton as triton_module
 from fleetfoot.attention.triton import TritonBackend
@@ -193,3 +193,35 @@ def _served_by_twin(requests: Requests) -> Requests:
     """The twin takes padding requests among the decodes alone."""
     is_decode = all(query_len == 1 for query_len, _ in requests)
     return requests if is_decode else [request if request[1] else (0, 0) for request in requests]
+
+
+FUSED_DRAFTS: Requests = [(3, 100), (3, 3), (3, 900), (3, 65), (3, 4097), (3, 34)]
+
+
+@pytest.mark.parametrize("requests", [DECODES, FUSED_DRAFTS, DECODES * 40], ids=["decodes", "drafts", "many"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_norm_rotation_and_cache_write_within_the_kernel(
+    requests: Requests, heads: tuple[int, int], head_dim: int, has_norm: bool
+) -> None:
+    num_heads, num_kv_heads = heads
+    shape: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}
+    batch = make_fused_batch(requests, num_heads=num_heads, num_kv_heads=num_kv_heads, has_norm=has_norm, **shape)
+    expected, expected_cache = batch.expected()
+    arguments = (batch.qkv, batch.kv_cache, batch.metadata, num_heads, batch.rotary, head_dim**-0.5, None)
+    backend = TritonBackend()
+    actual = backend.forward_fused(*arguments)
+    live = batch.metadata.slot_mapping >= 0
+    assert relative_error(actual[live], expected[live]) < BOUND[torch.bfloat16]
+    written = ~expected_cache.isnan()
+    assert torch.equal(written, ~batch.kv_cache.isnan())
+    assert relative_error(batch.kv_cache[written], expected_cache[written]) < BOUND[torch.bfloat16]
+
+    batch.metadata.seq_lens[0] = 0  # a graph is replayed for other lengths
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backend.forward_fused(*arguments)
+    batch.metadata.seq_lens[0] = requests[0][1]
+    graph.replay()
+    assert torch.equal(captured[live], actual[live])

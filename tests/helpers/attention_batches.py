@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
 from fleetfoot.attention.sdpa import SDPABackend
+from fleetfoot.ops.rope_and_cache import rope_and_cache_torch
 
 Requests = list[tuple[int, int]]
 """``(query_len, seq_len)`` of each request; those with one query token that are decodes stand first."""
@@ -76,3 +77,85 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """``|actual - expected| / |expected|``; NaN where there is one."""
     difference = (actual.double() - expected.double()).norm()
     return float(difference / expected.double().norm())
+
+
+@dataclass
+class FusedBatch:
+    """A batch of decodes whose queries, and whose newest K and V, are still in the output of a linear layer."""
+
+    qkv: torch.Tensor
+    kv_cache: torch.Tensor
+    metadata: AttentionMetadata
+    num_heads: int
+    rotary: RotaryInputs
+
+    @property
+    def heads(self) -> torch.Tensor:
+        """``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``"""
+        return self.qkv.view(len(self.qkv), -1, self.kv_cache.shape[4])
+
+    def expected(self, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the twins compute in float32, and the cache that they leave. The batch's own cache stays as it is."""
+        cache, rotary, metadata = self.kv_cache.float(), self.rotary, self.metadata
+        query = rope_and_cache_torch(
+            self.qkv.float(),
+            cache,
+            metadata.slot_mapping,
+            metadata.positions,
+            rotary.cos_sin,
+            self.num_heads,
+            None if rotary.q_norm is None else rotary.q_norm.float(),
+            None if rotary.k_norm is None else rotary.k_norm.float(),
+            rotary.eps,
+        )
+        scale = self.kv_cache.shape[4] ** -0.5
+        return SDPABackend().forward(query, cache, metadata, scale, window), cache
+
+
+def make_fused_batch(
+    requests: Requests,
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    has_norm: bool = True,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> FusedBatch:
+    """``make_batch``, whose newest tokens are not in the cache yet. A request of length 0 pads the batch."""
+    batch = make_batch(
+        requests,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        num_decodes=len(requests) if requests[0][0] == 1 else 0,
+    )
+    block_size = batch.kv_cache.shape[3]
+    generator = torch.Generator(device=device).manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    positions, slots = [], []
+    for (query_len, seq_len), table in zip(requests, batch.metadata.block_tables.tolist(), strict=True):
+        for position in range(seq_len - query_len, seq_len):
+            positions.append(max(position, 0))
+            slots.append(table[position // block_size] * block_size + position % block_size if position >= 0 else -1)
+    metadata = replace(
+        batch.metadata,
+        positions=torch.tensor(positions, device=device),
+        slot_mapping=torch.tensor(slots, device=device),
+    )
+    written = metadata.slot_mapping[metadata.slot_mapping >= 0]
+    batch.kv_cache[written // block_size, :, :, written % block_size] = float("nan")
+    angles = torch.rand(max(positions) + 1, head_dim // 2, generator=generator, device=device) * 6.3
+    rotary = RotaryInputs(
+        torch.cat((angles.cos(), angles.sin()), 1),
+        1 + normal(head_dim) / 4 if has_norm else None,
+        1 + normal(head_dim) / 4 if has_norm else None,
+        1e-6,
+    )
+    qkv = normal(len(positions), (num_heads + 2 * num_kv_heads) * head_dim)
+    return FusedBatch(qkv, batch.kv_cache, metadata, num_heads, rotary)

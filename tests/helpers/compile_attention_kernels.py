@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from fleetfoot.ops import gpu_limits, paged_attention_decode, paged_attention_prefill, paged_attention_prefill_hopper
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
 from fleetfoot.ops.triton_support import TritonKernel
-from tests.helpers.attention_batches import make_batch
+from tests.helpers.attention_batches import make_batch, make_fused_batch
 
 H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
 OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
@@ -66,6 +66,23 @@ def main() -> None:
     metadata, out = batch.metadata, torch.empty_like(batch.query)
     tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
     paged_attention_decode.paged_attention_decode(*tensors, 0.1, None, 1, workspace=workspace, out=out)
+    for requests in ([(1, 5)], [(4, 5)]):
+        fused = make_fused_batch(requests, **shape)
+        metadata = fused.metadata
+        paged_attention_decode.paged_attention_decode(
+            fused.heads,
+            fused.kv_cache,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_tables,
+            0.1,
+            None,
+            metadata.max_query_len,
+            workspace=workspace,
+            out=fused.qkv.new_empty(len(fused.qkv), shape["num_heads"], shape["head_dim"]),
+            rotary=fused.rotary,
+            slot_mapping=metadata.slot_mapping,
+        )
     paged_attention_prefill.paged_attention_prefill(*tensors, 0.1, None, out=out)
     hopper = paged_attention_prefill_hopper.paged_attention_prefill_hopper
     hopper(*tensors, 0.1, None, counter=workspace.counter, out=out)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
 
 
 class AttentionBackend(Protocol):
@@ -30,4 +30,17 @@ class AttentionBackend(Protocol):
             scale: factor on the dot products, 1 / sqrt(head_dim) for every model here.
             window: how many of the last positions a token sees, itself included; None: all.
         """
+        ...
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,
+        num_heads: int,
+        rotary: RotaryInputs,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor | None:  # [num_tokens, num_heads, head_dim]
+        """``OpSet.rope_and_cache`` and `forward` at once; None where this batch has no kernel for that."""
         ...

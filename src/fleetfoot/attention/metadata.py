@@ -7,6 +7,18 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True, slots=True)
+class RotaryInputs:
+    """A layer's part in making queries, and K and V in the cache, of its ``qkv``; see `OpSet.rope_and_cache`."""
+
+    cos_sin: torch.Tensor
+    """``[max_positions, head_dim]`` float32, contiguous."""
+    q_norm: torch.Tensor | None
+    """``[head_dim]``; None: no norm. Likewise ``k_norm``."""
+    k_norm: torch.Tensor | None
+    eps: float
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """One step's batch. Requests stand in batch order, decodes (one query token each) first.

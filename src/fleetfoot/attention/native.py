@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.native.library import DTYPES, check_status, load_kernels
 
@@ -91,3 +91,16 @@ class NativeBackend:
         if status:
             check_status(status, "paged_attention")
         return output
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        rotary: RotaryInputs,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """See `AttentionBackend.forward_fused`: there is no such kernel here."""
+        return

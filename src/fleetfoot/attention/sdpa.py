@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
 
 # Elements of K gathered at once for a group of decodes, and of the mask of a piece of a prefill: some tens of MB.
 _MAX_GATHERED_ELEMENTS = 1 << 22
@@ -56,6 +56,19 @@ class SDPABackend:
                 keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_lens[row])
                 _prefill(query[tokens], keys, values, output[tokens], scale, window)
         return output
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        rotary: RotaryInputs,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """See `AttentionBackend.forward_fused`: there is no such kernel here."""
+        return
 
 
 def _decode_groups(seq_lens: list[int], kv_cache: torch.Tensor) -> list[tuple[int, int]]:

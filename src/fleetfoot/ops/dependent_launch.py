@@ -11,6 +11,9 @@ The rules for a kernel that is launched so:
 - Every program calls `wait_for_inputs`, and before it reads nothing but constants of the model: weights and tables that
   no kernel of the step writes. Kernels further back than the one before may be running as well.
 - Before it, a program writes nothing at all.
+- What the preparation of a step has written (lengths, block tables, slots, positions) may be read before it as well, by
+  every kernel behind the embedding or whatever else a step's forward pass begins with: that one is launched without
+  overlap, so the preparation has finished before any of them can start.
 
 A kernel that knows nothing of this may stand anywhere between them, and costs the joints on its two sides. Source: CUDA
 Programming Guide, "Programmatic Dependent Launch and Synchronization"; in a CUDA graph these become programmatic edges.
@@ -81,3 +84,21 @@ def prefetch_rows(pointer, row_bytes, num_rows, num_bytes, overlap: tl.constexpr
             is_pure=False,
             pack=1,
         )
+
+
+@triton_kernel()
+def prefetch(pointers, is_wanted, num_bytes: tl.constexpr):
+    """Ask for ``num_bytes``, a multiple of 16, at each of ``pointers [n]`` to be brought to L2. Nobody waits."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $2, 0;
+        @wanted cp.async.bulk.prefetch.L2.global [$1], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [pointers, is_wanted.to(tl.int32), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

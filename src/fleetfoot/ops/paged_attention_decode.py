@@ -9,6 +9,14 @@ arrives last merges, so there is one launch, and its grid depends on nothing but
 The query heads that share a KV head, for all query tokens of the request, are the rows of one matrix: K and V are read
 once for all of them.
 
+With `RotaryInputs` the kernel takes q, k and v as the linear layer gives them: it norms and rotates q for itself, and
+whoever works on the tile that a new token falls into norms, rotates and writes that token's K and V before reading the
+tile. That spares a launch in every layer, and its wait.
+
+Lengths and block tables are the same for all layers of a step, and are complete before its first layer begins (see
+`fleetfoot.ops.dependent_launch`), so programs find their work, and ask for their first tiles, before they wait for the
+query.
+
 `fleetfoot.attention.sdpa.SDPABackend` is the twin.
 """
 
@@ -20,7 +28,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.ops.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.attention.metadata import RotaryInputs
+from fleetfoot.ops.dependent_launch import can_overlap, launch_dependents, launch_options, prefetch, wait_for_inputs
 from fleetfoot.ops.gpu_limits import fit_tile, gpu_limits
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace, merge_pieces, store_piece
 from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
@@ -71,7 +80,7 @@ def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_b
     most_programs = 3 if rows == MIN_ROWS else 2
     programs_per_sm = max(1, min(most_programs, shared_bytes // ((rows + 4 * tile) * row_bytes)))
     return DecodeTiling(
-        tile, min_tiles=2, full_tiles=8, programs_per_sm=programs_per_sm, num_warps=4, num_stages=num_stages
+        tile, min_tiles=1, full_tiles=8, programs_per_sm=programs_per_sm, num_warps=4, num_stages=num_stages
     )
 
 
@@ -93,6 +102,8 @@ def paged_attention_decode(
     workspace: AttentionWorkspace,
     out: torch.Tensor,
     tiling: DecodeTiling | None = None,
+    rotary: RotaryInputs | None = None,
+    slot_mapping: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of the last tokens of each request.
 
@@ -108,9 +119,12 @@ def paged_attention_decode(
             `most_rows`.
         out: written, ``[num_tokens, num_heads, head_dim]`` contiguous, from the first request's first token to the end;
             zeros for tokens of padding requests and for those behind the last request's.
+        rotary: with it, ``query`` is ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``: q, k and v before norm
+            and rotation; K and V of the tokens are written to the cache.
+        slot_mapping: ``[num_tokens]`` int64, wanted with ``rotary``; a negative slot writes nothing.
     """
     num_reqs = seq_lens.shape[0]
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, num_heads, head_dim = out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
     stored_rows = next_power_of_2(group * max_query_len)
@@ -124,6 +138,8 @@ def paged_attention_decode(
     most_floats = num_programs * 2 * MAX_ROWS * (padded_dim + 2)
     pieces, arrivals = workspace.reserve(most_floats, max(_LEAST_COUNTS, num_reqs * num_kv_heads))
     overlap = can_overlap(query.device)
+    q_norm = query if rotary is None or rotary.q_norm is None else rotary.q_norm
+    k_norm = query if rotary is None or rotary.k_norm is None else rotary.k_norm
     _paged_attention_decode_kernel[(num_programs,)](
         query,
         kv_cache,
@@ -133,6 +149,11 @@ def paged_attention_decode(
         query_start_loc,
         seq_lens,
         block_tables,
+        query if rotary is None else rotary.cos_sin,
+        query if slot_mapping is None else slot_mapping,
+        q_norm,
+        k_norm,
+        0.0 if rotary is None else rotary.eps,
         num_reqs,
         num_tokens,
         query.stride(0),
@@ -152,6 +173,10 @@ def paged_attention_decode(
         merge_tile=max(1, min(32, _MERGED_FLOATS // (stored_rows * padded_dim))),
         tile=tiling.tile,
         has_window=window is not None,
+        is_fused=rotary is not None,
+        has_q_norm=rotary is not None and rotary.q_norm is not None,
+        has_k_norm=rotary is not None and rotary.k_norm is not None,
+        new_rows=next_power_of_2(max_query_len),
         programs_per_sm=tiling.programs_per_sm,
         requests_tile=next(step for step in (*_REQUESTS_STEPS, next_power_of_2(num_reqs)) if step >= num_reqs),
         overlap=overlap,
@@ -206,6 +231,49 @@ def _store_rows(
 
 
 @triton_kernel(specialize=False)
+def _angles(cos_sin_ptr, position, head_dim: tl.constexpr, padded_dim: tl.constexpr):
+    """Cosines and signed sines ``[n, padded_dim]`` for ``position [n]``: an element and its partner half a head away
+    become ``element * cos + partner * sin``."""
+    column = tl.arange(0, padded_dim)
+    half: tl.constexpr = head_dim // 2
+    is_low = column < half
+    angle_ptrs = cos_sin_ptr + tl.maximum(position, 0)[:, None] * head_dim + (column % half)[None, :]
+    is_column = (column < head_dim)[None, :]
+    cos = tl.load(angle_ptrs, mask=is_column, other=1.0)
+    sin = tl.load(angle_ptrs + half, mask=is_column, other=0.0)
+    return cos, tl.where(is_low[None, :], -sin, sin)
+
+
+@triton_kernel(specialize=False)
+def _norm_and_rotate(
+    head_ptrs,
+    is_row,
+    norm_ptr,
+    eps,
+    cos,
+    sin,
+    head_dim: tl.constexpr,
+    padded_dim: tl.constexpr,
+    has_norm: tl.constexpr,
+):
+    """``[n, padded_dim]`` float32: heads at ``head_ptrs [n]``, normed if there is a norm, and rotated."""
+    column = tl.arange(0, padded_dim)
+    half: tl.constexpr = head_dim // 2
+    partner = tl.where(column < half, column + half, column - half)
+    mask = is_row[:, None] & (column < head_dim)[None, :]
+    x = tl.load(head_ptrs[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(head_ptrs[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if has_norm:
+        is_column = column < head_dim
+        weight = tl.load(norm_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm_ptr + partner, mask=is_column, other=0.0).to(tl.float32)
+        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / head_dim + eps)
+        x = x * inverse_rms[:, None] * weight[None, :]
+        y = y * inverse_rms[:, None] * partner_weight[None, :]
+    return x * cos + y * sin
+
+
+@triton_kernel(specialize=False)
 def _paged_attention_decode_kernel(
     query_ptr,
     kv_ptr,
@@ -215,6 +283,11 @@ def _paged_attention_decode_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
     block_tables_ptr,
+    cos_sin_ptr,
+    slot_mapping_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
     num_reqs,
     num_tokens,
     query_stride,
@@ -234,6 +307,10 @@ def _paged_attention_decode_kernel(
     merge_tile: tl.constexpr,
     tile: tl.constexpr,
     has_window: tl.constexpr,
+    is_fused: tl.constexpr,
+    has_q_norm: tl.constexpr,
+    has_k_norm: tl.constexpr,
+    new_rows: tl.constexpr,
     programs_per_sm: tl.constexpr,
     requests_tile: tl.constexpr,
     overlap: tl.constexpr,
@@ -241,22 +318,29 @@ def _paged_attention_decode_kernel(
     launch_dependents(overlap)
     program = tl.program_id(0)
     max_query_len: tl.constexpr = rows // group
+    row_bytes: tl.constexpr = head_dim * (kv_ptr.dtype.element_ty.primitive_bitwidth // 8)
 
     # The line of tiles: request by request, and within it head by head. Where requests end; this program's stretch.
     index = tl.arange(0, requests_tile)
-    wait_for_inputs(overlap)
     behind = tl.load(query_start_loc_ptr + num_reqs) + program  # the first token without a request is program 0's
     lens = tl.load(seq_lens_ptr + index, mask=index < num_reqs, other=0)
-    counts = _count_tiles(lens, _first_tile(lens, window, max_query_len, tile, has_window), tile) * num_kv_heads
-    counts = tl.where(index < num_reqs, counts, 0)
-    ends = tl.cumsum(counts, 0)  # [requests_tile]
-    num_tiles = tl.sum(counts, 0)
+    counts = _count_tiles(lens, _first_tile(lens, window, max_query_len, tile, has_window), tile)
+    counts = tl.where(index < num_reqs, counts, 0)  # [requests_tile], of each head
+    num_tiles = tl.sum(counts, 0) * num_kv_heads
     num_sms = tl.maximum(tl.num_programs(0) // programs_per_sm, 1)
     wanted = (num_tiles + num_sms * full_tiles - 1) // (num_sms * full_tiles)
     num_used = tl.minimum(num_sms * tl.maximum(wanted, 1), tl.num_programs(0))
     stretch = tl.maximum((num_tiles + num_used - 1) // num_used, min_tiles)
+    # Where there are programs enough, none works on two pairs: each pair takes a whole number of stretches.
+    aligned = tl.maximum((num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0), min_tiles)
+    if tl.sum((counts + aligned - 1) // aligned, 0) * num_kv_heads > tl.num_programs(0):
+        aligned *= 2
+    is_aligned = tl.sum((counts + aligned - 1) // aligned, 0) * num_kv_heads <= tl.num_programs(0)
+    stretch = tl.where(is_aligned, aligned, stretch)
+    unit = tl.where(is_aligned, aligned, 1)
+    ends = tl.cumsum((counts + unit - 1) // unit * unit * num_kv_heads, 0)
     at = program * stretch
-    end = tl.minimum(at + stretch, num_tiles)
+    end = tl.minimum(at + stretch, tl.max(ends, 0))
     request = tl.sum((ends <= at).to(tl.int32), 0)
     request_begin = tl.max(tl.where(ends <= at, ends, 0), 0)
 
@@ -273,8 +357,9 @@ def _paged_attention_decode_kernel(
         query_len = tl.load(query_start_loc_ptr + request + 1) - query_begin
         first_tile = _first_tile(seq_len, window, max_query_len, tile, has_window)
         count = _count_tiles(seq_len, first_tile, tile)
-        kv_head = (at - request_begin) // count
-        begin = (at - request_begin) % count
+        width = (count + unit - 1) // unit * unit  # of the pair in the line
+        kv_head = (at - request_begin) // width
+        begin = (at - request_begin) % width
         stop = tl.minimum(begin + end - at, count)
 
         token = row // group
@@ -282,17 +367,64 @@ def _paged_attention_decode_kernel(
         row_position = seq_len - query_len + token
         head = kv_head * group + row % group
         query_offset = (query_begin + token).to(tl.int64) * query_stride + head * head_dim
-        query_ptrs = tl.multiple_of(query_ptr + query_offset[:, None] + column[None, :], (1, 16))
-        q = tl.load(query_ptrs, mask=is_row[:, None] & is_column[None, :], other=0.0)  # [rows, padded_dim]
-
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
         head_ptr = kv_ptr + kv_head * (block_size * head_dim)
-        top = tl.full([rows], -1.0e30, tl.float32)  # below any score, and finite: the difference of two is not NaN
-        weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over a tile's positions at the end
-        acc = tl.zeros([rows, padded_dim], tl.float32)
+        value_offset = num_kv_heads * block_size * head_dim
         # Block ids are read one tile ahead: the address of K must not wait for them.
         position = (first_tile + begin) * tile + position_in_tile
         next_block = tl.load(table_ptr + position // block_size, mask=position < seq_len, other=0)
+        if overlap:
+            row_ptrs = head_ptr + next_block.to(tl.int64) * block_stride + (position % block_size) * head_dim
+            prefetch(row_ptrs, position < seq_len, row_bytes)
+            prefetch(row_ptrs + value_offset, position < seq_len, row_bytes)
+        if is_fused:
+            new = tl.arange(0, new_rows)
+            new_position = seq_len - query_len + new
+            new_cos, new_sin = _angles(cos_sin_ptr, new_position, head_dim, padded_dim)
+            slot = tl.load(slot_mapping_ptr + query_begin + new, mask=new < query_len, other=-1)
+            in_stretch = new_position // tile - first_tile
+            is_new = (new < query_len) & (in_stretch >= begin) & (in_stretch < stop) & (slot >= 0)
+            if new_rows == 1:
+                wait_for_inputs(overlap)
+                q = _norm_and_rotate(
+                    query_ptr + query_offset,
+                    is_row,
+                    q_norm_ptr,
+                    eps,
+                    new_cos,
+                    new_sin,
+                    head_dim,
+                    padded_dim,
+                    has_q_norm,
+                )
+            else:
+                cos, sin = _angles(cos_sin_ptr, row_position, head_dim, padded_dim)
+                wait_for_inputs(overlap)
+                q = _norm_and_rotate(
+                    query_ptr + query_offset, is_row, q_norm_ptr, eps, cos, sin, head_dim, padded_dim, has_q_norm
+                )
+            q = q.to(query_ptr.dtype.element_ty)
+            if tl.max(is_new.to(tl.int32), 0) > 0:
+                source = (query_begin + new).to(tl.int64) * query_stride + (num_kv_heads * group + kv_head) * head_dim
+                new_k = _norm_and_rotate(
+                    query_ptr + source, is_new, k_norm_ptr, eps, new_cos, new_sin, head_dim, padded_dim, has_k_norm
+                )
+                mask = is_new[:, None] & is_column[None, :]
+                source_ptrs = query_ptr + source[:, None] + num_kv_heads * head_dim + column[None, :]
+                new_v = tl.load(source_ptrs, mask=mask, other=0.0)
+                target = (slot // block_size) * block_stride + (slot % block_size) * head_dim
+                target_ptrs = head_ptr + target[:, None] + column[None, :]
+                tl.store(target_ptrs, new_k.to(kv_ptr.dtype.element_ty), mask=mask)
+                tl.store(target_ptrs + value_offset, new_v.to(kv_ptr.dtype.element_ty), mask=mask)
+                tl.debug_barrier()  # other threads of this program read them below
+        else:
+            wait_for_inputs(overlap)
+            query_ptrs = tl.multiple_of(query_ptr + query_offset[:, None] + column[None, :], (1, 16))
+            q = tl.load(query_ptrs, mask=is_row[:, None] & is_column[None, :], other=0.0)  # [rows, padded_dim]
+
+        top = tl.full([rows], -1.0e30, tl.float32)  # below any score, and finite: the difference of two is not NaN
+        weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over a tile's positions at the end
+        acc = tl.zeros([rows, padded_dim], tl.float32)
         for tile_index in tl.range(first_tile + begin, first_tile + stop):
             position = tile_index * tile + position_in_tile
             is_position = position < seq_len
@@ -313,7 +445,7 @@ def _paged_attention_decode_kernel(
             p = tl.exp2(scores - new_top[:, None])
             kept = tl.exp2(top - new_top)
             weights = weights * kept[:, None] + p
-            v_ptrs = tl.multiple_of(k_ptrs + num_kv_heads * block_size * head_dim, (1, 16))
+            v_ptrs = tl.multiple_of(k_ptrs + value_offset, (1, 16))
             v = tl.load(v_ptrs, mask=mask, other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
             top = new_top
@@ -329,9 +461,9 @@ def _paged_attention_decode_kernel(
             stats_ptr = pieces_ptr + tl.num_programs(0) * (2 * stored_rows * padded_dim)
             piece = program * 2 + (begin == 0).to(tl.int32)
             store_piece(pieces_ptr, stats_ptr, piece, top, total, acc, is_row, rows, padded_dim, stored_rows)
-            pair_begin = request_begin + kv_head * count
+            pair_begin = request_begin + kv_head * width
             first_program = pair_begin // stretch
-            last_program = (pair_begin + count - 1) // stretch
+            last_program = (pair_begin + width - 1) // stretch
             arrivals_of_pair = arrivals_ptr + request * num_kv_heads + kv_head
             tl.debug_barrier()  # every thread's part of the piece is written before one of them says so
             if tl.atomic_add(arrivals_of_pair, 1, sem="acq_rel") == last_program - first_program:
@@ -360,11 +492,12 @@ def _paged_attention_decode_kernel(
                     padded_dim,
                 )
 
-        at += stop - begin
-        if at == request_begin + count * num_kv_heads:
+        at = tl.where(is_aligned, end, at + stop - begin)
+        if at == request_begin + width * num_kv_heads:
             request_begin = at
             request += 1
 
+    wait_for_inputs(overlap)  # programs without work too
     while behind < num_tokens:
         for kv_head in tl.range(0, num_kv_heads, num_stages=1):
             stored_row = tl.arange(0, stored_rows)
