@@ -231,16 +231,16 @@ def _store_rows(
 
 
 @triton_kernel(specialize=False)
-def _angles(cos_sin_ptr, position, head_dim: tl.constexpr, padded_dim: tl.constexpr):
+def _angles(cos_sin_ptr, position, is_row, head_dim: tl.constexpr, padded_dim: tl.constexpr):
     """Cosines and signed sines ``[n, padded_dim]`` for ``position [n]``: an element and its partner half a head away
     become ``element * cos + partner * sin``."""
     column = tl.arange(0, padded_dim)
     half: tl.constexpr = head_dim // 2
     is_low = column < half
     angle_ptrs = cos_sin_ptr + tl.maximum(position, 0)[:, None] * head_dim + (column % half)[None, :]
-    is_column = (column < head_dim)[None, :]
-    cos = tl.load(angle_ptrs, mask=is_column, other=1.0)
-    sin = tl.load(angle_ptrs + half, mask=is_column, other=0.0)
+    mask = is_row[:, None] & (column < head_dim)[None, :]
+    cos = tl.load(angle_ptrs, mask=mask, other=1.0)
+    sin = tl.load(angle_ptrs + half, mask=mask, other=0.0)
     return cos, tl.where(is_low[None, :], -sin, sin)
 
 
@@ -380,7 +380,7 @@ def _paged_attention_decode_kernel(
         if is_fused:
             new = tl.arange(0, new_rows)
             new_position = seq_len - query_len + new
-            new_cos, new_sin = _angles(cos_sin_ptr, new_position, head_dim, padded_dim)
+            new_cos, new_sin = _angles(cos_sin_ptr, new_position, new < query_len, head_dim, padded_dim)
             slot = tl.load(slot_mapping_ptr + query_begin + new, mask=new < query_len, other=-1)
             in_stretch = new_position // tile - first_tile
             is_new = (new < query_len) & (in_stretch >= begin) & (in_stretch < stop) & (slot >= 0)
@@ -398,7 +398,7 @@ def _paged_attention_decode_kernel(
                     has_q_norm,
                 )
             else:
-                cos, sin = _angles(cos_sin_ptr, row_position, head_dim, padded_dim)
+                cos, sin = _angles(cos_sin_ptr, row_position, is_row, head_dim, padded_dim)
                 wait_for_inputs(overlap)
                 q = _norm_and_rotate(
                     query_ptr + query_offset, is_row, q_norm_ptr, eps, cos, sin, head_dim, padded_dim, has_q_norm
