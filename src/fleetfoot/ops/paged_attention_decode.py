@@ -84,8 +84,8 @@ def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_b
     programs_per_sm = max(1, min(most_programs, shared_bytes // ((rows + 4 * tile) * row_bytes)))
     return DecodeTiling(
         tile,
-        min_tiles=2 if is_small else 1,
-        full_tiles=16 if is_small else 8,
+        min_tiles=1,
+        full_tiles=4 if is_small else 8,
         programs_per_sm=programs_per_sm,
         num_warps=num_warps,
         num_stages=num_stages,
