@@ -11,19 +11,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
 from fleetfoot.attention.select import select_attention
+from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.distributed.groups import TensorGroup
+from fleetfoot.distributed.one_shot import one_shot_words
 from fleetfoot.execution.worker import Worker
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.shards import vocab_rows
 from fleetfoot.models.registry import model_class
 from fleetfoot.ops.select import select_ops
 from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.fit import Device, MemoryPlanError, fit_engine
 from fleetfoot.plan.footprint import (
+    DrafterShape,
     EngineShape,
     Footprint,
+    communication_bytes,
     kv_block_bytes,
     runner_state_bytes,
     state_block_bytes,
@@ -31,6 +37,7 @@ from fleetfoot.plan.footprint import (
 )
 from fleetfoot.plan.machine import Machine, has_triton
 from fleetfoot.plan.memory import GIB, MemoryPlan
+from fleetfoot.plan.report import plan_report
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.v2.device import CpuDevice
@@ -40,7 +47,10 @@ from fleetfoot.runner.v2.state import DeviceState
 SMALL = ModelConfig("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
 LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
 TINYLLAMA = ModelConfig("LlamaForCausalLM", 32000, 2048, 5632, 22, 32, 4, 64, 2048, dtype="bfloat16")
-PARTS = ("weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch", "driver")
+PARTS = (
+    *("weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"),
+    *("communication", "driver"),
+)
 
 
 def shape_of(
@@ -68,6 +78,8 @@ def shape_of(
             max_num_batched_tokens=tokens,
         ),
         backends=choose_backends(device, Machine(0, has_native=True, has_triton=True)),
+        tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
     )
 
 
@@ -154,6 +166,137 @@ def test_the_parts_add_up(device: str, runner: str) -> None:
     assert plan.num_tokens == plan.num_blocks * 16
     assert (plan.parts()["graphs"] > 0) == (device == "cuda" and runner == "v2")
     assert (plan.parts()["driver"] > 0) == (device == "cuda")
+    assert plan.parts()["communication"] == 0
+    assert plan.stage(0) is plan
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+class Rank(TensorGroup):
+    """One of several, with nobody there to talk to."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tensor_size", "pipeline_size"), [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)])
+def test_weights_of_a_rank_are_what_it_holds(tensor_size: int, pipeline_size: int, tied: bool) -> None:
+    model = dataclasses.replace(SMALL, tie_word_embeddings=tied, qkv_bias=True, o_bias=True, mlp_bias=True)
+    settings = EngineConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=pipeline_size)
+    for stage in shape_of(model, "cuda", settings).stages():
+        context = ModelContext(
+            select_ops("cpu"),
+            select_attention("cpu"),
+            torch.float32,
+            torch.device("meta"),
+            tensor_group=Rank(0, tensor_size),
+        )
+        part = model_class(model.architecture)(model, context, stage.layers)
+        assert (part.is_first, part.is_last) == (stage.is_first, stage.is_last)
+        held = sum(slot.destination().nbytes for slot in part.weight_slots())
+        rows = min(vocab_rows(model.vocab_size, tensor_size), model.vocab_size)
+        padding = (vocab_rows(model.vocab_size, tensor_size) - rows) * model.hidden_size * 4
+        has_embedding = stage.is_first or (stage.is_last and tied)
+        lookup = (model.hidden_size * 4 + model.vocab_size * 8) * (tensor_size > 1 and has_embedding)
+        assert weight_bytes(stage) == held + padding + lookup
+        layout = KVLayout.of(model, 1, 16, "float32", tensor_parallel_size=tensor_size, layers=stage.layers)
+        assert layout.groups == (LayerGroup(len(part.layers), part.heads.num_kv_heads, part.heads.head_dim),)
+        assert kv_block_bytes(stage) == layout.bytes_per_block
+
+
+def test_a_drafter_is_with_the_last_rank() -> None:
+    groups = (LayerGroup(1, 2, 64), LayerGroup(3, 4, 32))
+    drafter = DrafterShape(num_drafts=4, weight_bytes=1000, layer_groups=groups)
+    plain = shape_of(LLAMA_8B, "cuda", EngineConfig(pipeline_parallel_size=2))
+    first, last = dataclasses.replace(plain, drafter=drafter).stages()
+    plain_first, plain_last = plain.stages()
+    assert (kv_block_bytes(first), weight_bytes(first)) == (kv_block_bytes(plain_first), weight_bytes(plain_first))
+    assert weight_bytes(last) == weight_bytes(plain_last) + 1000
+    layout = KVLayout(1, 16, "bfloat16", (LayerGroup(15, 8, 128), *groups))
+    assert kv_block_bytes(last) == layout.bytes_per_block > kv_block_bytes(plain_last)
+    assert Footprint.of(last).rotary_table - Footprint.of(plain_last).rotary_table == 4 * 128 * 4
+    assert Footprint.of(last).sampling_scratch > Footprint.of(plain_last).sampling_scratch
+    assert Footprint.of(first).sampling_scratch == 0
+
+
+def test_buffers_between_ranks() -> None:
+    tensor = shape_of(LLAMA_8B, "cuda", EngineConfig(tensor_parallel_size=2))
+    words = one_shot_words(LLAMA_8B.hidden_size, torch.bfloat16, 2)
+    assert communication_bytes(tensor) - words * 8 == 320 << 20  # NCCL's own
+    step = 2 * 2048 * 48 * 4
+    pipeline = shape_of(SMALL, "cpu", EngineConfig(pipeline_parallel_size=3))
+    assert [communication_bytes(stage) for stage in pipeline.stages()] == [step, 3 * step, 2 * step]
+    assert communication_bytes(shape_of(SMALL, "cpu", EngineConfig(tensor_parallel_size=2))) == 0
+
+
+def test_ranks_share_the_work() -> None:
+    whole, half = fitted(80 * GIB), fitted(80 * GIB, tensor_parallel_size=2)
+    assert half.bytes_per_block * 2 == whole.bytes_per_block
+    assert half.footprint.weights < 0.51 * whole.footprint.weights
+    assert half.footprint.activations < 0.7 * whole.footprint.activations
+    assert half.num_blocks > 2 * whole.num_blocks
+    replicated = fitted(80 * GIB, tensor_parallel_size=16)  # 8 KV heads, each on two ranks
+    assert replicated.bytes_per_block * 8 == whole.bytes_per_block
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_memory_bytes": GIB}, {"num_gpu_blocks_override": 50}], ids=str)
+def test_all_pipeline_ranks_have_as_many_blocks(device: str, settings: dict[str, Any]) -> None:
+    plan = fitted(80 * GIB, device=device, pipeline_parallel_size=2, **settings)
+    first, last = plan.stages
+    assert first.num_blocks == last.num_blocks == plan.num_blocks > 0
+    assert (first.bytes_per_block, last.bytes_per_block) == (17 * 65536, 15 * 65536)
+    assert plan.stage(1) is last and last.footprint.sampling_scratch > first.footprint.sampling_scratch == 0
+    assert all(stage.left >= 0 for stage in plan.stages)
+    assert plan.left == min(first.left, last.left)
+    if "kv_cache_memory_bytes" in settings:
+        assert plan.num_blocks == GIB // first.bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("total", "device", "settings"),
+    [
+        (9, "cuda", {"pipeline_parallel_size": 2}),
+        (9, "cuda", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_model_len": 131072}),
+        (4, "cuda", {"tensor_parallel_size": 4}),
+        (16, "cpu", {"pipeline_parallel_size": 2, "kv_cache_memory_bytes": 10**12}),
+        (40, "cuda", {"pipeline_parallel_size": 4, "kv_cache_memory_bytes": 10}),
+        (40, "cuda", {"pipeline_parallel_size": 4, "num_gpu_blocks_override": 10**6}),
+    ],
+    ids=str,
+)
+def test_advice_for_ranks_works_too(total: int, device: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        fitted(total * GIB, LLAMA_8B, device, **settings)
+    assert str(caught.value).startswith("on pipeline rank ") == (settings.get("pipeline_parallel_size", 1) > 1)
+    assert remedies_of(caught.value)
+    assert_each_works(caught.value, LLAMA_8B, device, total * GIB, **settings)
+
+
+def test_ranks_that_cannot_share_a_model_are_refused() -> None:
+    for settings, message in (
+        ({"tensor_parallel_size": 4}, r"tensor_parallel_size is 4, but 6 attention heads .*: 1, 2$"),
+        ({"pipeline_parallel_size": 9}, "pipeline_parallel_size is 9, but .* has 8 layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_plan(EngineConfig(**settings), Machine(3 * GIB), environ={})
+
+
+def test_ranks_on_a_cpu_share_its_memory() -> None:
+    whole = resolve_plan(EngineConfig(max_num_seqs=4), Machine(3 * GIB), environ={}, config_only=True)
+    ranks = EngineConfig(max_num_seqs=4, tensor_parallel_size=2, pipeline_parallel_size=3)
+    plan = resolve_plan(ranks, Machine(3 * GIB), environ={}, config_only=True)
+    assert plan.memory.total == whole.memory.total // 6
+    report = plan_report(plan)
+    assert [stage["ranks"] for stage in report["parallel"]["stages"]] == [[0, 1], [2, 3], [4, 5]]
+    assert [stage["layers"] for stage in report["parallel"]["stages"]] == [[0, 2], [3, 5], [6, 7]]
+    assert report["kv_layout"]["shape"][2] == 1
+    assert "0-1: layers 0-2, 3 heads and 1 KV heads each" in plan_text("story-llama", report)
+
+
+# --- what fits ------------------------------------------------------------------------------------------------------
 
 
 def test_a_gpu_is_filled() -> None:
@@ -243,7 +386,7 @@ def remedies_of(error: MemoryPlanError) -> list[str]:
 def assert_each_works(error: MemoryPlanError, model: ModelConfig, device: str, total: int, **settings: Any) -> None:
     """Every line of advice, taken for what it says, makes a plan."""
     for line in remedies_of(error):
-        memory = re.fullmatch(r"([\d.]+) GiB of (GPU )?memory, or more", line)
+        memory = re.fullmatch(r"([\d.]+) GiB of (GPU )?memory( for each rank)?, or more", line)
         if memory:
             fitted(int((float(memory[1]) + 0.01) * GIB), model, device, **settings)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ from safetensors.torch import save_file
 
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightError, WeightSlot
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.ops.torch_ops import torch_ops
+from fleetfoot.weights.checkpoint import Checkpoint
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 from fleetfoot.weights.loading import load_model, reload_weights
@@ -267,6 +270,148 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_old_weights(tmp_path: Path) -
     save(tmp_path, new)
     reload_weights(model, CONTEXT, tmp_path)
     assert_same(weights(model), new)
+
+
+# --- a rank's part --------------------------------------------------------------------------------------------------
+
+SHARED = ModelConfig("LlamaForCausalLM", 40, 16, 24, 2, 4, 2, 4, 32, qkv_bias=True, o_bias=True, mlp_bias=True)
+
+
+class Rank(TensorGroup):
+    """One of several, with nobody there to talk to."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def rank_context(rank: int, size: int) -> ModelContext:
+    return dataclasses.replace(CONTEXT, tensor_group=Rank(rank, size))
+
+
+def save_shared(folder: Path, *, tied: bool) -> tuple[ModelConfig, Tensors]:
+    shared = dataclasses.replace(SHARED, tie_word_embeddings=tied)
+    whole = load_model(shared, CONTEXT, None, "dummy")
+    for slot in whole.weight_slots():  # biases and norms are made to differ too
+        slot.destination().normal_()
+    tensors = weights(whole)
+    save(folder, tensors)
+    return shared, tensors
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_hold_their_parts_and_together_all(tied: bool, size: int, tmp_path: Path) -> None:
+    shared, tensors = save_shared(tmp_path, tied=tied)
+    found = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
+    for rank in range(size):
+        model = load_model(shared, rank_context(rank, size), tmp_path)
+        for slot in model.weight_slots():
+            held = slot.destination()
+            assert torch.equal(held, tensors[slot.name][slot.part] if slot.part else tensors[slot.name])
+            assert slot.shape == tensors[slot.name].shape
+            found[slot.name][slot.part] = held
+        names = {slot.name for slot in model.weight_slots()}
+        assert {name for name in tensors.keys() - names} == (
+            set() if rank == 0 else {name for name in tensors if name.endswith(("o_proj.bias", "down_proj.bias"))}
+        )
+    assert_same(found, tensors)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("layers", [None, range(1), range(1, 2)])
+def test_a_rank_reads_only_its_bytes(
+    size: int, layers: range | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, tensors = save_shared(tmp_path, tied=False)
+    read: dict[str, int] = {}
+    whole_tensor = Checkpoint.tensor
+
+    def counted(self: Checkpoint, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        tensor = whole_tensor(self, name, part)
+        read[name] = read.get(name, 0) + tensor.nbytes
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "tensor", counted)
+    totals = []
+    for rank in range(size):
+        read.clear()
+        model = load_model(shared, rank_context(rank, size), tmp_path, layers=layers)
+        assert read == {slot.name: slot.destination().nbytes for slot in model.weight_slots()}
+        numbers = {int(name.split(".")[2]) for name in read if name.startswith("model.layers.")}
+        assert numbers == set(layers or range(2))
+        totals.append(sum(read.values()))
+    everything = sum(tensor.nbytes for tensor in tensors.values())
+    if layers is None:
+        # norms are read by every rank, and a KV head by every rank that has it
+        assert everything <= sum(totals) < everything * 1.25
+    else:
+        assert sum(totals) < everything * 0.8
+
+
+def test_a_part_is_a_view_of_the_file(tmp_path: Path) -> None:
+    """Of a copy, the rows would lie side by side."""
+    matrix = torch.arange(60.0).view(6, 10)
+    save(tmp_path, {"matrix": matrix})
+    with Checkpoint(tmp_path) as checkpoint:
+        rows = checkpoint.tensor("matrix", (slice(2, 4), slice(0, 10)))
+        columns = checkpoint.tensor("matrix", (slice(0, 6), slice(5, 10)))
+        nothing = checkpoint.tensor("matrix", (slice(6, 6), slice(0, 10)))
+        assert torch.equal(rows, matrix[2:4]) and torch.equal(columns, matrix[:, 5:])
+        assert columns.stride() == (10, 1)
+        assert nothing.shape == (0, 10)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_of_the_vocabulary_is_zero(tied: bool, tmp_path: Path) -> None:
+    shared, tensors = save_shared(tmp_path, tied=tied)
+    sizes = []
+    for rank in range(4):
+        model = load_model(shared, rank_context(rank, 4), tmp_path)
+        (embedding,) = [slot for slot in model.weight_slots() if slot.name == EMBEDDING]
+        sizes.append(len(embedding.destination()))
+        logits = model._head._prepared if tied else model._head._linear._prepared  # type: ignore[attr-defined]
+        assert logits.weight().shape == (16, 16)
+        assert not logits.weight()[sizes[-1] :].any()
+        assert torch.equal(logits.weight()[: sizes[-1]], tensors[EMBEDDING if tied else HEAD][16 * rank :][:16])
+    assert sizes == [16, 16, 8, 0]
+
+
+def test_a_rank_finds_what_does_not_fit(tmp_path: Path) -> None:
+    shared, tensors = save_shared(tmp_path, tied=False)
+    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)  # rank 1 has none, and knows of it
+    tensors[K] = torch.zeros(4, 16)  # as much as rank 1 wants of 8 rows
+    save(tmp_path, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.ones(1)})
+    with pytest.raises(WeightError, match=rf"1 misshapen, 1 unexpected\n  misshapen {K}: found \[4, 16\], wanted \[8,"):
+        load_model(shared, rank_context(1, 2), tmp_path)
+
+
+def test_a_rank_compares_tied_copies_within_its_part(tmp_path: Path) -> None:
+    shared, tensors = save_shared(tmp_path, tied=True)
+    copy = tensors[EMBEDDING].clone()
+    copy[39] += 1
+    save(tmp_path, {**tensors, HEAD: copy})
+    for rank in (0, 1, 3):  # the last has no tokens at all
+        load_model(shared, rank_context(rank, 4), tmp_path)
+    with pytest.raises(WeightError, match=f"{HEAD} differs from {EMBEDDING}"):
+        load_model(shared, rank_context(2, 4), tmp_path)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_share_the_dummy_weights_of_the_whole(size: int) -> None:
+    whole = weights(load_model(SHARED, CONTEXT, None, "dummy", 3))
+    for rank in range(size):
+        model = load_model(SHARED, rank_context(rank, size), None, "dummy", 3)
+        for slot in model.weight_slots():
+            assert torch.equal(slot.destination(), whole[slot.name][slot.part] if slot.part else whole[slot.name])
+
+
+@pytest.mark.parametrize("part", [(slice(100, 1100), slice(0, 1024)), (slice(0, 1200), slice(512, 768))])
+def test_parts_of_large_dummy_weights(part: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleetfoot.weights.dummy._MAX_COPIED", 100_000)
+    whole, held = torch.empty(1200, 1024), torch.empty(1200, 1024)[part]
+    fill_dummy([WeightSlot("matrix", (1200, 1024), lambda: whole)], seed=0)
+    fill_dummy([WeightSlot("matrix", (1200, 1024), lambda: held, part=part)], seed=0)
+    assert torch.equal(held, whole[part])
 
 
 def test_dummy_weights() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.layers.shards import num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,20 @@ class KVLayout:
     """The model's layers on this rank first, then a drafter's."""
 
     @classmethod
-    def of(cls, model: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> KVLayout:
-        """Of a whole model on one device."""
-        return cls(num_blocks, block_size, dtype, (LayerGroup(model.num_layers, model.num_kv_heads, model.head_dim),))
+    def of(
+        cls,
+        model: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: str,
+        *,
+        tensor_parallel_size: int = 1,
+        layers: range | None = None,
+    ) -> KVLayout:
+        """Of a model on one rank of a tensor group that has ``layers`` of it; None: all."""
+        num_layers = model.num_layers if layers is None else len(layers)
+        group = LayerGroup(num_layers, num_kv_heads(model, tensor_parallel_size), model.head_dim)
+        return cls(num_blocks, block_size, dtype, (group,))
 
     def with_groups(self, groups: tuple[LayerGroup, ...]) -> KVLayout:
         """With further layers behind those that there are."""

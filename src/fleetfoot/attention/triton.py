@@ -18,8 +18,8 @@ MAX_HEAD_DIM = 256
 MAX_FUSED_QUERY_LEN = 8
 """Most query tokens of a request whose norm, rotation and cache write the decode kernel takes on."""
 FUSED_PAIRS_PER_SM = 3
-"""Most (request, KV head) pairs for which it does, for each multiprocessor: programs that work on several pairs one after
-the other would wait for each one's query (measured on an H100: 5% slower at 256 requests, 7% faster at 1 and 8)."""
+"""Most (request, KV head) pairs for which it does, for each multiprocessor: a program that works on several pairs one
+after the other waits for each one's query (measured on an H100: 5% slower at 256 requests, 7% faster at 1 and 8)."""
 _ALIGNMENT = 16  # bytes: the width of a load
 _GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is young, and its interface may change
 

@@ -30,9 +30,13 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens): the shapes;
     captured_at_start; is_captured (false: shapes are dispatched to, but run eagerly, for the attention backend cannot
     be captured)
-  kv_layout: name, dimensions, shape (of a layer), num_layers, dtype, bytes_per_block (over all layers)
-  memory: total; budget (what the engine may use), which is weights + kv_cache + graphs + activations + runner_state
-    + rotary_table + sampling_scratch + driver + left;
+  parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its
+    ranks (first and last in the world), layers (first and last), num_heads and num_kv_heads (of a rank), and the parts
+    of a rank's memory
+  kv_layout: name, dimensions, shape (of a layer, on a rank), num_layers (of the model), dtype, bytes_per_block (over
+    all layers of a rank)
+  memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache
+    + graphs + activations + runner_state + rotary_table + sampling_scratch + communication + driver + left;
     num_blocks, block_size, num_tokens (of the KV cache), kv_cache_is (what decided on its size)
   capacity: longest_context, requests_at_longest_context, requests_at_max_model_len (at the same time),
     context_at_max_num_seqs (of each)

@@ -16,9 +16,11 @@ _MEMORY_LINES = (
     ("runner_state", "runner state"),
     ("rotary_table", "rotary table"),
     ("sampling_scratch", "sampling scratch"),
+    ("communication", "buffers between ranks"),
     ("driver", "driver"),
     ("left", "left"),
 )
+_STAGE_PARTS = (("weights", "weights"), ("kv_cache", "KV cache"), ("left", "left"))
 
 
 def plan_text(model: str, report: dict[str, Any]) -> str:
@@ -61,6 +63,7 @@ def _running(report: dict[str, Any]) -> list[str]:
         _line("scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"),
         _line("KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"),
     ]
+    lines[3:3] = _parallel(report["parallel"])
     if not graphs["num_shapes"]:
         return [*lines, _line("graphs", "none: every step runs eagerly")]
     capture = f"{graphs['captured_at_start']} captured at the start"
@@ -73,10 +76,32 @@ def _running(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _parallel(parallel: dict[str, Any]) -> list[str]:
+    """Nothing for a single rank; else what each has."""
+    tensor_size, pipeline_size = parallel["tensor_parallel_size"], parallel["pipeline_parallel_size"]
+    if tensor_size * pipeline_size == 1:
+        return []
+    sizes = f"{tensor_size} tensor parallel x {pipeline_size} pipeline parallel"
+    lines = [_line("ranks", f"{tensor_size * pipeline_size}: {sizes}")]
+    for stage in parallel["stages"]:
+        ranks, layers = _span(stage["ranks"]), _span(stage["layers"])
+        heads = f"{stage['num_heads']} heads and {stage['num_kv_heads']} KV heads each"
+        sizes = ", ".join(f"{readable(stage[key])} {name}" for key, name in _STAGE_PARTS)
+        lines.append(_line("", f"{ranks}: layers {layers}, {heads}; {sizes}"))
+    return lines
+
+
+def _span(ends: Sequence[int]) -> str:
+    return "-".join(str(end) for end in dict.fromkeys(ends))
+
+
 def _memory(report: dict[str, Any]) -> list[str]:
-    memory = report["memory"]
-    lines = [_line("memory", f"{readable(memory['budget']):>12}  to use, of {readable(memory['total'])}")]
+    memory, parallel = report["memory"], report["parallel"]
+    of_each = " on each rank" * (parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"] > 1)
+    lines = [_line("memory", f"{readable(memory['budget']):>12}  to use{of_each}, of {readable(memory['total'])}")]
     for key, name in _MEMORY_LINES:
+        if key == "communication" and not of_each:
+            continue
         lines.append(_line("", f"{readable(memory[key]):>12}  {memory[key]:>16,} bytes  {name}"))
     blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']}, {memory['num_tokens']:,} tokens"
     return [*lines, _line("KV cache", f"{blocks} ({memory['kv_cache_is']})")]

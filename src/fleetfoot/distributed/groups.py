@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.ops.opset import AddRMSNorm
+from fleetfoot.ops.rms_norm import sum_parts
 
 
 class TensorGroup:
@@ -21,9 +23,25 @@ class TensorGroup:
         """The sum of every rank's ``x``, the same bits on each of them; may write to ``x``."""
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``[n, m]`` of each rank -> ``[n, size * m]``, in rank order."""
+    def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
+        """``[n, m]`` of each rank -> the first ``num_columns`` (None: all) of ``[n, size * m]``, in rank order."""
         return x
+
+    def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
+        """`OpSet.add_rms_norm` for an ``x`` that is still to be summed over the ranks.
+
+        Layers that are split by their inputs leave that sum to the norm behind them, where it can be one kernel with
+        the residual sum and the norm. Alone there is nothing to sum: it is the operation itself.
+        """
+        if self.size == 1:
+            return add_rms_norm
+
+        def reduce_add_rms_norm(
+            x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, weight, eps)
+
+        return reduce_add_rms_norm
 
     @property
     def is_first_rank(self) -> bool:
@@ -49,7 +67,11 @@ class PipelineGroup:
         return self.rank == self.size - 1
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
-        """What the rank before this one sent for a step of ``num_tokens``, in persistent buffers; None on the first."""
+        """What the rank before this one sent for a step of ``num_tokens``, in persistent buffers; None on the first.
+
+        The tensors begin at the same addresses in every step, whatever ``num_tokens``, and hold the step until the next
+        call.
+        """
         return None
 
     def send(self, tensors: IntermediateTensors) -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.layers.shards import check_tensor_parallel_size, even_span, kv_head_span, num_kv_heads
 from fleetfoot.layers.slots import WeightSlot
 
 
@@ -24,8 +26,12 @@ class AttentionHeads:
     head_dim: int
 
     @classmethod
-    def of(cls, config: ModelConfig) -> AttentionHeads:
-        return cls(config.num_heads, config.num_kv_heads, config.head_dim)
+    def of(cls, config: ModelConfig, group: TensorGroup = SINGLE_TENSOR_GROUP) -> AttentionHeads:
+        """Raises:
+        ValueError: the group's ranks cannot share them; the message names group sizes that can.
+        """
+        check_tensor_parallel_size(config, group.size)
+        return cls(config.num_heads // group.size, num_kv_heads(config, group.size), config.head_dim)
 
     @property
     def q_size(self) -> int:
@@ -41,10 +47,10 @@ class Attention:
 
     __slots__ = (
         "_attend",
-        "_cos_sin",
-        "_eps",
+        "_attend_fused",
         "_num_heads",
         "_rope_and_cache",
+        "_rotary",
         "_scale",
         "_window",
         "k_norm",
@@ -57,40 +63,57 @@ class Attention:
         self, config: ModelConfig, context: ModelContext, heads: AttentionHeads, cos_sin: torch.Tensor, layer: int
     ) -> None:
         """``cos_sin``: the table of `rotary_table`, shared by all layers."""
-        parts = (("q_proj", heads.q_size), ("k_proj", heads.kv_size), ("v_proj", heads.kv_size))
-        self.qkv = Linear(context, config.hidden_size, parts, config.qkv_bias)
+        group, head_dim = context.tensor_group, config.head_dim
+        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        q = even_span(q_size, group.rank, group.size)
+        kv_heads = kv_head_span(config, group.rank, group.size)
+        kv = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
+        parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        self.qkv = Linear(context, config.hidden_size, parts, config.qkv_bias, rows=(q, kv, kv))
         o_part = (("o_proj", config.hidden_size),)
-        self.o = Linear(context, heads.q_size, o_part, config.o_bias, context.ops.prepare_residual_linear)
+        has_o_bias = config.o_bias and group.is_first_rank  # once in the sum over the ranks
+        self.o = Linear(context, q_size, o_part, has_o_bias, context.ops.prepare_residual_linear, columns=q)
         self.q_norm = RMSNorm(context, heads.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(context, heads.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self._cos_sin = cos_sin
-        self._eps = config.rms_norm_eps
+        self._rotary = RotaryInputs(
+            cos_sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            config.rms_norm_eps,
+        )
         self._num_heads = heads.num_heads
         self._scale = heads.head_dim**-0.5
         self._window = config.layer_windows[layer]
         self._rope_and_cache = context.ops.rope_and_cache
         self._attend = context.attention.forward
+        self._attend_fused = context.attention.forward_fused
 
     def __call__(
         self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """``hidden [num_tokens, hidden_size]`` -> the same shape, or partial sums of it for the norm that follows.
+        """``hidden [num_tokens, hidden_size]`` -> the same shape, or partial sums, for the norm that follows, which
+        also adds up what the ranks of a tensor group have.
 
         Writes the tokens' K and V to ``kv_cache``.
         """
         qkv = self.qkv(hidden)  # [num_tokens, q_size + 2 * kv_size]
-        query = self._rope_and_cache(
-            qkv,
-            kv_cache,
-            metadata.slot_mapping,
-            positions,
-            self._cos_sin,
-            self._num_heads,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self._eps,
+        rotary = self._rotary
+        attended = self._attend_fused(
+            qkv, kv_cache, metadata, self._num_heads, rotary, self._scale, self._window
         )  # [num_tokens, num_heads, head_dim]
-        attended = self._attend(query, kv_cache, metadata, self._scale, self._window)
+        if attended is None:
+            query = self._rope_and_cache(
+                qkv,
+                kv_cache,
+                metadata.slot_mapping,
+                positions,
+                rotary.cos_sin,
+                self._num_heads,
+                rotary.q_norm,
+                rotary.k_norm,
+                rotary.eps,
+            )
+            attended = self._attend(query, kv_cache, metadata, self._scale, self._window)
         return self.o(attended.flatten(1))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:

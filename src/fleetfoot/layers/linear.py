@@ -14,14 +14,14 @@ from fleetfoot.ops.opset import PrepareLinear
 
 
 class Linear:
-    """``x [n, in_features]`` -> ``x @ weight.T + bias [n, sum of the parts]``.
+    """``x [n, in_features]`` -> ``x @ weight.T + bias [n, sum of the parts]``, or this rank's part of it.
 
     The weight lies plain while values are being written to its slots. `finish_loading` then hands it to the operation
     that prepares it, which may rearrange it, and lets go of the plain one. A slot that is opened later gets the plain
     values back, and the next `finish_loading` puts them in the place of the prepared ones.
     """
 
-    __slots__ = ("_bias", "_parts", "_prepare", "_prepared", "_shape", "_weight")
+    __slots__ = ("_bias", "_columns", "_in_features", "_parts", "_prepare", "_prepared", "_rows", "_shape", "_weight")
 
     def __init__(
         self,
@@ -30,17 +30,32 @@ class Linear:
         parts: Sequence[tuple[str, int]],
         bias: bool,
         prepare: PrepareLinear | None = None,
+        *,
+        rows: Sequence[slice] | None = None,
+        columns: slice | None = None,
+        padding: int = 0,
     ) -> None:
         """Args:
-        parts: the name of each fused layer in the checkpoint with its number of output features.
+        in_features, parts: as in the checkpoint: the number of input features, and the name of each fused layer with
+            its number of output features.
         prepare: the operation that makes the layer, which may give its result another form; None:
             ``OpSet.prepare_linear``.
+        rows: of each part, the outputs that this rank computes; None: all.
+        columns: the inputs that this rank has; None: all. With fewer, its outputs are to be summed over the ranks, and
+            one rank alone is to have the bias.
+        padding: outputs behind the others that are always 0.
         """
         self._prepare = context.ops.prepare_linear if prepare is None else prepare
         self._parts = tuple(parts)
-        self._shape = (sum(rows for _, rows in parts), in_features)
-        self._weight: torch.Tensor | None = torch.empty(self._shape, dtype=context.dtype, device=context.device)
-        self._bias = torch.empty(self._shape[0], dtype=context.dtype, device=context.device) if bias else None
+        self._in_features = in_features
+        self._rows = tuple(slice(0, size) for _, size in parts) if rows is None else tuple(rows)
+        self._columns = slice(0, in_features) if columns is None else columns
+        held = sum(span.stop - span.start for span in self._rows)
+        self._shape = (held + padding, self._columns.stop - self._columns.start)
+        weight = torch.empty(self._shape, dtype=context.dtype, device=context.device)
+        weight[held:] = 0
+        self._weight: torch.Tensor | None = weight
+        self._bias = torch.zeros(self._shape[0], dtype=context.dtype, device=context.device) if bias else None
         self._prepared: PreparedLinear | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,12 +66,15 @@ class Linear:
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """One slot for the weight, and the bias if there is one, of each part: ``{prefix}{part}.weight``."""
         first = 0
-        for name, rows in self._parts:
-            span = slice(first, first + rows)
-            yield WeightSlot(f"{prefix}{name}.weight", (rows, self._shape[1]), partial(self._weight_rows, span))
+        for (name, size), rows in zip(self._parts, self._rows, strict=True):
+            span = slice(first, first + rows.stop - rows.start)
+            weight, bias, has_all_rows = f"{prefix}{name}.weight", f"{prefix}{name}.bias", rows == slice(0, size)
+            part = () if has_all_rows and self._columns == slice(0, self._in_features) else (rows, self._columns)
+            yield WeightSlot(weight, (size, self._in_features), partial(self._weight_rows, span), part=part)
             if self._bias is not None:
-                yield WeightSlot(f"{prefix}{name}.bias", (rows,), partial(self._bias.__getitem__, span))
-            first += rows
+                open_bias = partial(self._bias.__getitem__, span)
+                yield WeightSlot(bias, (size,), open_bias, part=() if has_all_rows else (rows,))
+            first = span.stop
 
     def finish_loading(self) -> None:
         if self._weight is None:  # nothing was opened since; a bias is written where it is used

@@ -19,7 +19,7 @@ class RMSNorm:
         self.weight = torch.empty(size, dtype=context.dtype, device=context.device)
         self.eps = eps
         self._rms_norm = context.ops.rms_norm
-        self._add_rms_norm = context.ops.add_rms_norm
+        self._add_rms_norm = context.tensor_group.reducing(context.ops.add_rms_norm)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x [num_tokens, size]`` -> the same shape."""
@@ -28,7 +28,9 @@ class RMSNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """``(norm(x + residual), x + residual)``; no residual yet: ``(norm(x), x)``.
 
-        ``x``: ``[num_tokens, size]``, or the partial sums of it that a layer of ``prepare_residual_linear`` may give.
+        ``x``: what attention or the MLP gave: ``[num_tokens, size]``, or the partial sums of it that a layer of
+        ``prepare_residual_linear`` may give. With a residual it is summed over the ranks of the tensor group as well;
+        without one it is the embedding, which is whole.
         """
         if residual is None:
             return self._rms_norm(x, self.weight, self.eps), x

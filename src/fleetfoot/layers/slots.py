@@ -24,10 +24,13 @@ class WeightSlot:
     name: str
     """In the checkpoint: ``model.layers.0.self_attn.q_proj.weight``."""
     shape: tuple[int, ...]
+    """Of the whole tensor, in the checkpoint."""
     destination: Callable[[], torch.Tensor]
-    """Opens the slot: a tensor of ``shape`` to write to, often a view into a larger one. It holds the current values,
-    and counts until the next ``finish_loading()``; open the slot again after that."""
+    """Opens the slot: a tensor of the shape of ``part`` to write to, often a view into a larger one. It holds the
+    current values, and counts until the next ``finish_loading()``; open the slot again after that."""
     init: Literal["normal", "ones"] = "normal"
     """What random weights put there."""
     aliases: tuple[str, ...] = ()
     """Further names under which a checkpoint may hold the same tensor, in place of ``name`` or beside it."""
+    part: tuple[slice, ...] = ()
+    """What this rank holds of the tensor: a slice with two bounds for each dimension. Empty: all of it."""

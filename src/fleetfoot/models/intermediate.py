@@ -9,12 +9,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class IntermediateTensors:
-    """The state between two decoder layers: the last layer's output, not yet added, and the residual stream."""
+    """The state between two decoder layers: the last layer's output, not yet added, and the residual stream.
+
+    With tensor parallelism each rank sends its own to its peer in the next group, which begins with the sum over ranks.
+    """
 
     hidden_states: torch.Tensor
-    """``[num_tokens, hidden_size]``"""
+    """``[num_tokens, hidden_size]``: this rank's part of the sum over its tensor group."""
     residual: torch.Tensor
-    """``[num_tokens, hidden_size]``"""
+    """``[num_tokens, hidden_size]``: the same on every rank of the tensor group."""
 
     def empty_like(self) -> IntermediateTensors:
         """Memory of the same shapes, dtype and device, to receive into."""

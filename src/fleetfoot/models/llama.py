@@ -66,7 +66,7 @@ class LlamaForCausalLM:
         if not layers or layers.step != 1 or layers[0] not in whole or layers[-1] not in whole:
             raise ValueError(f"layers is {layers}; expected consecutive ones out of {whole}")
         self.config = config
-        self.heads = AttentionHeads.of(config)
+        self.heads = AttentionHeads.of(config, context.tensor_group)
         self.layers = layers
         tied_head = self.is_last and config.tie_word_embeddings
         self._embedding = Embedding(config, context) if self.is_first or tied_head else None

@@ -33,7 +33,7 @@ class Unsupported:
 
     name: str
     asked_by: str
-    """The setting that asks for it: ``tensor_parallel_size is 2; only 1 works``."""
+    """The setting that asks for it: ``tensor_parallel_size is 2``."""
     why_not: str
     """A sentence."""
 
@@ -85,7 +85,7 @@ def _of_running(config: EngineConfig) -> dict[Feature, str]:
     for name, feature in _PARALLEL.items():
         size = getattr(config, name)
         if size > 1:
-            wanted[feature] = f"{name} is {size}; only 1 works"
+            wanted[feature] = f"{name} is {size}"
     if config.speculative_config is not None:
         method = config.speculative_config.method
         wanted[_SPECULATIVE[method]] = f"speculative_config has method {method!r}"

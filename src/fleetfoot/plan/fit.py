@@ -28,7 +28,7 @@ class MemoryPlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What everything must fit in."""
+    """What everything must fit in. Of several ranks, each has one like it."""
 
     total: int
     """Bytes."""
@@ -115,7 +115,9 @@ def _remedies(config: EngineConfig, device: Device) -> Iterator[str]:
         yield from _together(config, shape, device)
     needed = _needed(config, shape)
     if needed is not None:
-        yield f"{needed / GIB:.2f} GiB of {'' if shape.device == 'cpu' else 'GPU '}memory, or more"
+        is_shared = shape.tensor_parallel_size * shape.pipeline_parallel_size > 1
+        memory = f"{'' if shape.device == 'cpu' else 'GPU '}memory{' for each rank' * is_shared}"
+        yield f"{needed / GIB:.2f} GiB of {memory}, or more"
 
 
 def _together(config: EngineConfig, shape: EngineShape, device: Device) -> Iterator[str]:
@@ -159,7 +161,7 @@ def _fewer_blocks(config: EngineConfig, shape: EngineShape, total: int) -> list[
     """The most that fit, if it is they who are too many."""
     if config.num_gpu_blocks_override is None:
         return []
-    fitting = (total - Footprint.of(shape).total) // (kv_block_bytes(shape) + state_block_bytes(shape))
+    fitting = _fitting_blocks(shape, total)
     return [fitting] if fitting >= 1 else []
 
 
@@ -169,11 +171,23 @@ def _other_kv_sizes(config: EngineConfig, shape: EngineShape, total: int) -> lis
         return []
     if config.kv_cache_memory_bytes is None and (shape.device == "cuda" or config.max_model_len is None):
         return []
-    block, state = kv_block_bytes(shape), state_block_bytes(shape)
-    fitting = max(0, total - Footprint.of(shape).total) // (block + state)
+    block, fitting = _largest_block(shape), _fitting_blocks(shape, total)
     longest = -(-shape.max_model_len // shape.block_size)
     is_too_small = config.kv_cache_memory_bytes is None or config.kv_cache_memory_bytes < block
     return [min(longest if is_too_small else fitting, fitting) * block] if fitting >= 1 else []
+
+
+def _fitting_blocks(shape: EngineShape, total: int) -> int:
+    """KV blocks that fit on every rank."""
+    return min(
+        (total - Footprint.of(stage).total) // (kv_block_bytes(stage) + state_block_bytes(stage))
+        for stage in shape.stages()
+    )
+
+
+def _largest_block(shape: EngineShape) -> int:
+    """Bytes of a KV block where they are most: kv_cache_memory_bytes is what each rank has."""
+    return max(kv_block_bytes(stage) for stage in shape.stages())
 
 
 def _halves(value: int, least: int) -> Iterator[int]:
@@ -188,17 +202,25 @@ def _least_tokens(config: EngineConfig, device: Device, least: int) -> int:
 
 
 def _needed(config: EngineConfig, shape: EngineShape) -> int | None:
-    """The least memory with which it fits as it is; None: no memory is enough."""
-    footprint, block, state = Footprint.of(shape), kv_block_bytes(shape), state_block_bytes(shape)
-    if config.num_gpu_blocks_override is not None:
-        return footprint.total + config.num_gpu_blocks_override * (block + state)
-    if config.kv_cache_memory_bytes is not None:
-        given = config.kv_cache_memory_bytes // block
-        return footprint.total + given * (block + state) if given else None
+    """The least memory of each rank with which it fits as it is; None: no memory is enough."""
+    blocks = config.num_gpu_blocks_override
+    if blocks is None and config.kv_cache_memory_bytes is not None:
+        blocks = config.kv_cache_memory_bytes // _largest_block(shape)
+    if blocks is not None:
+        return max(_with_blocks(stage, blocks) for stage in shape.stages()) if blocks else None
     blocks = -(-shape.max_model_len // shape.block_size)
-    needed = footprint.total + blocks * (block + state)
+    if shape.device == "cpu" and blocks * _largest_block(shape) > CPU_KV_LIMIT:
+        return None
+    return max(_needed_by_stage(config, stage, blocks) for stage in shape.stages())
+
+
+def _needed_by_stage(config: EngineConfig, shape: EngineShape, blocks: int) -> int:
+    """Where nobody says how large the KV cache is."""
+    needed = _with_blocks(shape, blocks)
     if shape.device == "cpu":
-        if blocks * block > CPU_KV_LIMIT:
-            return None
-        return max(needed, footprint.weights + math.ceil(blocks * block / CPU_KV_SHARE))
+        return max(needed, Footprint.of(shape).weights + math.ceil(blocks * kv_block_bytes(shape) / CPU_KV_SHARE))
     return math.ceil(needed / config.gpu_memory_utilization)
+
+
+def _with_blocks(shape: EngineShape, blocks: int) -> int:
+    return Footprint.of(shape).total + blocks * (kv_block_bytes(shape) + state_block_bytes(shape))

@@ -1,4 +1,4 @@
-"""How many bytes each part of an engine takes on its device, from shapes alone. No torch.
+"""How many bytes each part of an engine takes on the device of a rank, from shapes alone. No torch.
 
 Weights, KV and the runner's state are exact. Activations, scratch, graphs and the driver are upper estimates: on an
 H100, an 8B Llama's engine with the torch operations reserved 2.6 GiB for its largest steps, where these say 2.9.
@@ -6,11 +6,16 @@ H100, an 8B Llama's engine with the torch operations reserved 2.6 GiB for its la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.layers.shards import layer_parameters, num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.plan.backends import Backends
 from fleetfoot.runner.capture_table import CaptureTable
+
+if TYPE_CHECKING:
+    from fleetfoot.attention.kv_layout import LayerGroup
 
 MIB = 1 << 20
 DRIVER_BYTES = 832 * MIB
@@ -28,6 +33,25 @@ _SDPA_GATHERED, _SDPA_MASK = 1 << 22, 1 << 21
 """Most elements that the torch attention backend gathers of K for decodes, and of a piece of a prefill's mask."""
 _GRAPH_BYTES_PER_LAYER = 96 * 1024
 """Of one captured graph: a dozen kernels a layer, each with its node and its arguments."""
+_COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 320 * MIB, 64 * MIB
+"""What NCCL takes for a communicator that sums and gathers, and for one between two ranks."""
+_ONE_SHOT_ROWS, _ONE_SHOT_SETS = 128, 2
+"""Rows and sets of words of `fleetfoot.distributed.one_shot`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """What a drafter adds, on the last rank of a pipeline."""
+
+    num_drafts: int = 0
+    """Tokens in a step for each decode, besides one."""
+    weight_bytes: int = 0
+    """Of its model on one rank; 0: it has none."""
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """Its layers in the KV cache, with one rank's heads."""
+
+
+NO_DRAFTER = DrafterShape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +68,38 @@ class EngineShape:
     max_num_batched_tokens: int
     capture_table: CaptureTable
     backends: Backends
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    pipeline_rank: int = 0
+    """Whose memory is counted. All ranks of a tensor group take the same."""
+    drafter: DrafterShape = NO_DRAFTER
+
+    @property
+    def layers(self) -> range:
+        """The decoder layers of the rank."""
+        return pipeline_layers(self.model, self.pipeline_rank, self.pipeline_parallel_size)
+
+    @property
+    def is_first(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.pipeline_rank == self.pipeline_parallel_size - 1
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the rank."""
+        return self.model.num_heads // self.tensor_parallel_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the rank."""
+        return num_kv_heads(self.model, self.tensor_parallel_size)
+
+    def stages(self) -> tuple[EngineShape, ...]:
+        """The same engine from the side of each pipeline rank."""
+        return tuple(replace(self, pipeline_rank=rank) for rank in range(self.pipeline_parallel_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +107,8 @@ class Footprint:
     """Bytes on the device of everything but the KV cache and what grows with it."""
 
     driver: int
+    communication: int
+    """Buffers between ranks."""
     weights: int
     rotary_table: int
     runner_state: int
@@ -63,8 +121,9 @@ class Footprint:
     def of(cls, shape: EngineShape) -> Footprint:
         return cls(
             driver=DRIVER_BYTES if shape.device == "cuda" else 0,
+            communication=communication_bytes(shape),
             weights=weight_bytes(shape),
-            rotary_table=shape.max_model_len * shape.model.head_dim * _FLOAT32,
+            rotary_table=_max_positions(shape) * shape.model.head_dim * _FLOAT32,
             runner_state=runner_state_bytes(shape),
             activations=activation_bytes(shape),
             sampling_scratch=sampling_scratch_bytes(shape),
@@ -74,7 +133,7 @@ class Footprint:
     @property
     def taken_by_loading(self) -> int:
         """What is taken once the weights are loaded, before there is a KV cache."""
-        return self.driver + self.weights + self.rotary_table
+        return self.driver + self.communication + self.weights + self.rotary_table
 
     @property
     def total(self) -> int:
@@ -82,8 +141,12 @@ class Footprint:
 
 
 def kv_block_bytes(shape: EngineShape) -> int:
-    """Bytes of one KV block over all layers."""
-    return shape.model.kv_bytes_per_token(shape.dtype) * shape.block_size
+    """Bytes of one KV block over all layers of the rank, a drafter's included."""
+    elements = len(shape.layers) * shape.num_kv_heads * shape.model.head_dim
+    if shape.is_last:
+        groups = shape.drafter.layer_groups
+        elements += sum(group.num_layers * group.num_kv_heads * group.head_dim for group in groups)
+    return 2 * elements * DTYPE_BYTES[shape.dtype] * shape.block_size
 
 
 def state_block_bytes(shape: EngineShape) -> int:
@@ -92,16 +155,41 @@ def state_block_bytes(shape: EngineShape) -> int:
 
 
 def weight_bytes(shape: EngineShape) -> int:
-    model, size = shape.model, DTYPE_BYTES[shape.dtype]
-    weights = model.num_parameters * size
-    if model.tie_word_embeddings and shape.device == "cpu":
-        weights += model.vocab_size * model.hidden_size * size  # the logits head is packed, a copy of the embedding
-    return weights
+    model, ranks = shape.model, shape.tensor_parallel_size
+    matrix = vocab_rows(model.vocab_size, ranks) * model.hidden_size  # of the embedding, and of the logits head
+    weights = len(shape.layers) * layer_parameters(model, ranks)
+    table = 0
+    if shape.is_first or (shape.is_last and model.tie_word_embeddings):
+        weights += matrix
+        if ranks > 1:  # a row of zeros, and which row is each token's
+            weights += model.hidden_size
+            table = model.vocab_size * _INT64
+    if shape.is_last:
+        weights += model.hidden_size  # the final norm
+        # a tied head is the embedding; on a CPU it is packed, which makes a copy
+        weights += matrix if not model.tie_word_embeddings or shape.device == "cpu" else 0
+    return weights * DTYPE_BYTES[shape.dtype] + table + (shape.drafter.weight_bytes if shape.is_last else 0)
+
+
+def communication_bytes(shape: EngineShape) -> int:
+    """NCCL's own memory, by estimate; the words of one-shot sums and the buffers of a pipeline, exactly."""
+    size, ranks = DTYPE_BYTES[shape.dtype], shape.tensor_parallel_size
+    on_gpu = shape.device == "cuda"
+    total = 0
+    if ranks > 1 and on_gpu:
+        words = shape.model.hidden_size * size // 4
+        total += _COLLECTIVE_BYTES + _ONE_SHOT_SETS * ranks * _ONE_SHOT_ROWS * words * _INT64
+    if shape.pipeline_parallel_size > 1:
+        step = 2 * shape.max_num_batched_tokens * shape.model.hidden_size * size
+        num_buffers = (0 if shape.is_last else 1) + (0 if shape.is_first else 2)
+        num_peers = shape.pipeline_parallel_size  # neighbours, and the way of the packets
+        total += num_buffers * step + (num_peers * _POINT_TO_POINT_BYTES if on_gpu else 0)
+    return total
 
 
 def runner_state_bytes(shape: EngineShape) -> int:
     reqs, tokens = shape.max_num_seqs, shape.max_num_batched_tokens
-    table = reqs * -(-shape.max_model_len // shape.block_size) * _INT32
+    table = reqs * -(-_max_positions(shape) // shape.block_size) * _INT32
     # input ids, positions and slots of each token; a row number too
     inputs = tokens * (3 * _INT64 + _INT32) + reqs * 3 * _INT32
     if shape.runner == "v1":
@@ -114,22 +202,31 @@ def runner_state_bytes(shape: EngineShape) -> int:
 
 def activation_bytes(shape: EngineShape) -> int:
     """An upper estimate of a step's forward pass: the residual stream beside the widest part of a layer."""
-    model, size = shape.model, DTYPE_BYTES[shape.dtype]
-    query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    model, size, ranks = shape.model, DTYPE_BYTES[shape.dtype], shape.tensor_parallel_size
+    query, kv = shape.num_heads * model.head_dim, shape.num_kv_heads * model.head_dim
     stream = 4 * model.hidden_size * size
+    if ranks > 1 and shape.device == "cpu":  # sums are made of everybody's parts
+        stream += model.hidden_size * (ranks * size + 2 * _FLOAT32)
     attention = (3 * query + 2 * kv) * size
     # the torch twin of silu_and_mul computes in float32, a tensor for each of its three steps
     product = 3 * _FLOAT32 if shape.backends.ops == "torch" else size
-    mlp = model.intermediate_size * (2 * size + product)
+    mlp = model.intermediate_size // ranks * (2 * size + product)
     tokens = shape.max_num_batched_tokens
     return tokens * stream + max(tokens * mlp, tokens * attention + _attention_scratch_bytes(shape))
 
 
 def sampling_scratch_bytes(shape: EngineShape) -> int:
     """Logits as the model gives them and in float32, and the temporaries of the rows that are worked on at once."""
-    logits = shape.max_num_seqs * shape.model.vocab_size
+    if not shape.is_last:
+        return 0
+    rows = min(shape.max_num_seqs * (1 + shape.drafter.num_drafts), shape.max_num_batched_tokens)
+    size, ranks = DTYPE_BYTES[shape.dtype], shape.tensor_parallel_size
+    logits = rows * shape.model.vocab_size
     at_once = min(logits, max(_SCRATCH_ELEMENTS[shape.device], shape.model.vocab_size))
-    return logits * (DTYPE_BYTES[shape.dtype] + _FLOAT32) + at_once * _SCRATCH_BYTES_PER_ELEMENT
+    total = logits * (size + _FLOAT32) + at_once * _SCRATCH_BYTES_PER_ELEMENT
+    if ranks > 1:  # a rank's own part, and everybody's as they arrive
+        total += rows * vocab_rows(shape.model.vocab_size, ranks) * (1 + ranks) * size
+    return total
 
 
 def graph_bytes(shape: EngineShape) -> int:
@@ -139,7 +236,7 @@ def graph_bytes(shape: EngineShape) -> int:
         return 0
     largest = max(key.num_tokens for key in keys)
     share = largest / max(shape.max_num_batched_tokens, largest)
-    nodes = len(keys) * shape.model.num_layers * _GRAPH_BYTES_PER_LAYER
+    nodes = len(keys) * len(shape.layers) * _GRAPH_BYTES_PER_LAYER
     return nodes + int(activation_bytes(shape) * share) + sampling_scratch_bytes(shape)
 
 
@@ -149,6 +246,11 @@ def _attention_scratch_bytes(shape: EngineShape) -> int:
     if shape.backends.attention != "sdpa":
         return 0
     model, size = shape.model, DTYPE_BYTES[shape.dtype]
-    gathered = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim * shape.max_model_len * size
-    scores = _SDPA_MASK * model.num_heads * (_FLOAT32 + size)
+    gathered = 2 * (shape.num_heads + shape.num_kv_heads) * model.head_dim * shape.max_model_len * size
+    scores = _SDPA_MASK * shape.num_heads * (_FLOAT32 + size)
     return max(gathered + scores, 4 * _SDPA_GATHERED * size)
+
+
+def _max_positions(shape: EngineShape) -> int:
+    """Positions that a request's tables have room for: drafts may reach beyond the longest sequence."""
+    return shape.max_model_len + shape.drafter.num_drafts

@@ -1,8 +1,8 @@
-"""The memory plan: how a device's memory is shared out, and how many KV blocks fit."""
+"""The memory plan: how the memory of each rank's device is shared out, and how many KV blocks fit on all of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.plan.footprint import EngineShape, Footprint, kv_block_bytes, state_block_bytes
@@ -16,10 +16,10 @@ CPU_KV_LIMIT = 4 * GIB
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What each part of the engine takes. Sizes in bytes."""
+    """What each part of the engine takes, on the rank with the least room if there are several. Sizes in bytes."""
 
     total: int
-    """The device's memory; on a CPU, what programs can still take."""
+    """The device's memory; on a CPU, a rank's share of what programs can still take."""
     budget: int
     """What the engine may use of it: gpu_memory_utilization's share; all on a CPU, or where the KV's size is given."""
     footprint: Footprint
@@ -31,6 +31,12 @@ class MemoryPlan:
     state_bytes_per_block: int
     kv_reason: str
     """What decided on ``num_blocks``."""
+    stages: tuple[MemoryPlan, ...] = ()
+    """The plan of each pipeline rank, where there are several. They have equally many blocks."""
+
+    def stage(self, pipeline_rank: int) -> MemoryPlan:
+        """The plan of one pipeline rank."""
+        return self.stages[pipeline_rank] if self.stages else self
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +67,7 @@ class MemoryPlan:
             "runner_state": self.runner_state,
             "rotary_table": footprint.rotary_table,
             "sampling_scratch": footprint.sampling_scratch,
+            "communication": footprint.communication,
             "driver": footprint.driver,
         }
 
@@ -75,11 +82,24 @@ class MemoryPlan:
 
 
 def share_out(config: EngineConfig, shape: EngineShape, total: int) -> tuple[MemoryPlan, str]:
-    """Share out ``total`` bytes of a device.
+    """Share out ``total`` bytes of each rank's device.
 
     Returns:
         The plan, and why it does not work; empty if it does.
     """
+    shapes = shape.stages()
+    stages = [_share_out_stage(config, stage, total) for stage in shapes]
+    if len(stages) == 1:
+        return stages[0], _problem(config, shape, stages[0])
+    scarcest = min(stages, key=lambda stage: stage.num_blocks)
+    even = [replace(stage, num_blocks=scarcest.num_blocks, kv_reason=scarcest.kv_reason) for stage in stages]
+    problems = [_problem(config, shapes[rank], even[rank]) for rank in range(len(stages))]
+    tightest = min(range(len(stages)), key=lambda rank: (not problems[rank], even[rank].left))
+    problem = f"on pipeline rank {tightest}, {problems[tightest]}" if problems[tightest] else ""
+    return replace(even[tightest], stages=tuple(even)), problem
+
+
+def _share_out_stage(config: EngineConfig, shape: EngineShape, total: int) -> MemoryPlan:
     footprint = Footprint.of(shape)
     block, state = kv_block_bytes(shape), state_block_bytes(shape)
     # who says how large the KV cache is may use all there is
@@ -87,8 +107,7 @@ def share_out(config: EngineConfig, shape: EngineShape, total: int) -> tuple[Mem
     budget = int(total * config.gpu_memory_utilization) if is_share else total
     room = budget - footprint.total
     blocks, reason = _num_blocks(config, shape, total, room)
-    plan = MemoryPlan(total, budget, footprint, blocks, shape.block_size, block, state, reason)
-    return plan, _problem(config, shape, plan)
+    return MemoryPlan(total, budget, footprint, blocks, shape.block_size, block, state, reason)
 
 
 def _problem(config: EngineConfig, shape: EngineShape, plan: MemoryPlan) -> str:

@@ -8,19 +8,21 @@ each select V1. Else it is V2.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
-from fleetfoot.kv_transfer.layouts import OFFLOADING_CONNECTOR, V2_LAYOUT, connector_layouts
+from fleetfoot.kv_transfer.layouts import CPU_BYTES, OFFLOADING_CONNECTOR, V2_LAYOUT, connector_layouts
+from fleetfoot.kv_transfer.multi_config import joined
 from fleetfoot.plan.features import Unsupported, unsupported_features, wanted_features
 from fleetfoot.plan.traits import ModelTraits
 
 DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 """Dense models that have run on V2 for long enough to run there unasked."""
 
+GIB = 1 << 30
 NAMES = {"v1": "Model Runner V1", "v2": "Model Runner V2"}
 
 
@@ -140,13 +142,27 @@ def decide(situation: Situation) -> Decision:
 
 
 def active_connector(config: EngineConfig) -> KVTransferConfig | None:
-    """The connector that really moves KV: the one in ``kv_transfer_config``, or the one that offloading implies."""
+    """The connector that really moves KV: the one in ``kv_transfer_config``, the one that offloading implies, or both,
+    side by side.
+
+    Raises:
+        ValueError: the size of the host's memory is given twice.
+    """
     transfer = config.kv_transfer_config
-    if transfer is not None and transfer.is_active:
+    if transfer is not None and not transfer.is_active:
+        transfer = None
+    if config.kv_offloading_size is None:
         return transfer
-    if config.kv_offloading_size is not None:
-        return KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both")
-    return None
+    extra = {CPU_BYTES: round(config.kv_offloading_size * GIB)}
+    if transfer is not None and transfer.kv_connector == OFFLOADING_CONNECTOR:
+        if transfer.kv_connector_extra_config:
+            raise ValueError(
+                f"kv_offloading_size is {config.kv_offloading_size:g}, and kv_transfer_config has settings for "
+                f"{OFFLOADING_CONNECTOR} too ({', '.join(transfer.kv_connector_extra_config)}); give one of them"
+            )
+        return replace(transfer, kv_connector_extra_config=extra)
+    offloading = KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)
+    return offloading if transfer is None else joined(offloading, transfer)
 
 
 _NO_TRITON = "Model Runner V2's GPU kernels are written in Triton, and this GPU is to run without it."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleetfoot.config.engine import EngineConfig
@@ -42,6 +43,8 @@ class EnginePlan:
     capture_table: CaptureTable
     """The batch shapes that are captured as graphs."""
     memory: MemoryPlan
+    engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    """What other engines know this one by, unless kv_transfer_config names it: the same in all of its processes."""
 
     @property
     def runner(self) -> str:

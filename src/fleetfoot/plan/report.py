@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetfoot.kv_transfer.layouts import LAYOUT_DIMENSIONS
+from fleetfoot.layers.shards import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.plan.oracle import Decision
 from fleetfoot.plan.plan import EnginePlan
 
@@ -24,6 +25,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "max_num_seqs": plan.config.max_num_seqs,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "graphs": _graphs(plan),
+        "parallel": _parallel(plan),
         "kv_layout": _kv_layout(plan),
         "memory": _memory(plan),
         "capacity": _capacity(plan),
@@ -47,6 +49,7 @@ def decision_report(decision: Decision, *, architecture: str, device: str, probl
         "device": device,
         "attention_backend": None,
         "graphs": None,
+        "parallel": None,
         "kv_layout": None,
         "memory": None,
         "capacity": None,
@@ -66,12 +69,38 @@ def _graphs(plan: EnginePlan) -> dict[str, Any]:
     }
 
 
+def _parallel(plan: EnginePlan) -> dict[str, Any]:
+    config, model = plan.config, plan.model
+    tensor_size, pipeline_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    stages = []
+    for rank in range(pipeline_size):
+        layers, memory = pipeline_layers(model, rank, pipeline_size), plan.memory.stage(rank)
+        stages.append(
+            {
+                "pipeline_rank": rank,
+                "ranks": [rank * tensor_size, (rank + 1) * tensor_size - 1],
+                "layers": [layers.start, layers.stop - 1],
+                "num_heads": model.num_heads // tensor_size,
+                "num_kv_heads": num_kv_heads(model, tensor_size),
+                **memory.parts(),
+                "left": memory.left,
+            }
+        )
+    return {
+        "tensor_parallel_size": tensor_size,
+        "pipeline_parallel_size": pipeline_size,
+        "vocab_rows": vocab_rows(model.vocab_size, tensor_size),
+        "stages": stages,
+    }
+
+
 def _kv_layout(plan: EnginePlan) -> dict[str, Any]:
     model, memory = plan.model, plan.memory
+    kv_heads = num_kv_heads(model, plan.config.tensor_parallel_size)
     return {
         "name": plan.kv_layout,
         "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
-        "shape": [memory.num_blocks, 2, model.num_kv_heads, memory.block_size, model.head_dim],
+        "shape": [memory.num_blocks, 2, kv_heads, memory.block_size, model.head_dim],
         "num_layers": model.num_layers,
         "dtype": plan.dtype,
         "bytes_per_block": memory.bytes_per_block,

@@ -9,6 +9,7 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, load_model_config, read_config_json
 from fleetfoot.kv_transfer.layouts import V2_LAYOUT
+from fleetfoot.layers.shards import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.fit import Device, fit_engine
 from fleetfoot.plan.footprint import EngineShape
@@ -101,6 +102,8 @@ def _fit(
     config: EngineConfig, model: ModelConfig, machine: Machine, device: str, runner: str
 ) -> tuple[EngineShape, MemoryPlan]:
     dtype, backends = _dtype(config, model, device), choose_backends(device, machine)
+    check_tensor_parallel_size(model, config.tensor_parallel_size)
+    check_pipeline_parallel_size(model, config.pipeline_parallel_size)
 
     def make_shape(config: EngineConfig, max_model_len: int) -> EngineShape:
         budget = _max_num_batched_tokens(config, device, max_model_len)
@@ -120,10 +123,15 @@ def _fit(
                 max_num_batched_tokens=budget,
             ),
             backends=backends,
+            tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
         )
 
     make_shape(config, _max_model_len(config, model))  # settings that do not go together are refused first
-    return fit_engine(config, Device(machine.memory_bytes(device), make_shape, model.max_position_embeddings))
+    total = machine.memory_bytes(device)
+    if device == "cpu":  # which all ranks share
+        total //= config.tensor_parallel_size * config.pipeline_parallel_size
+    return fit_engine(config, Device(total, make_shape, model.max_position_embeddings))
 
 
 def _max_num_batched_tokens(config: EngineConfig, device: str, max_model_len: int) -> int:

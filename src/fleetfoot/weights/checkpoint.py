@@ -53,9 +53,15 @@ class Checkpoint:
         """As safetensors spells it: ``BF16``, ``F32``, ``I8``, ..."""
         return self._files[name].get_slice(name).get_dtype()
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A view of the mapped file on the CPU; pages are read as they are touched."""
-        return self._files[name].get_tensor(name)
+    def tensor(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """A view of the mapped file on the CPU: all of a tensor, or the ``part`` that slices of its dimensions name.
+
+        Pages are read as they are touched: of a tensor that is cut by rows nothing else, of one that is cut by columns
+        those that hold some of the columns.
+        """
+        if not part:
+            return self._files[name].get_tensor(name)
+        return self._files[name].get_slice(name)[part]
 
     def _open(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open

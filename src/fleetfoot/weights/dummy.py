@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable
 
@@ -11,26 +12,57 @@ from fleetfoot.layers.slots import WeightSlot
 
 _STD = 0.02  # what these models are initialised with before they are trained
 # A CPU draws some hundred million values a second, and a model has billions: what is drawn is repeated after this many.
-# A prime, so that no two rows of a matrix are alike.
+# Primes, so that no two rows of a matrix are alike.
 _CPU_PERIOD = 1048573
+_GPU_PERIOD = 16777213
+_MAX_COPIED = 1 << 24  # values that are laid out at once to take some columns of
 
 
 def fill_dummy(slots: Iterable[WeightSlot], seed: int) -> None:
     """Fill norms with 1 and all else with normally distributed values, drawn on the device that holds them.
 
-    The values of a tensor depend on the seed, its name, dtype and device type alone: a part of a model holds the same
-    weights as the whole.
+    The values of a tensor depend on the seed, its name, shape, dtype and device type alone: each part of a model holds
+    the same weights as the whole, whichever way it is cut.
     """
     for slot in slots:
         destination = slot.destination()
         if slot.init == "ones":
             destination.fill_(1.0)
-            continue
-        generator = torch.Generator(destination.device)
-        generator.manual_seed(zlib.crc32(slot.name.encode(), seed & 0xFFFFFFFF))
-        flat = destination.view(-1)
-        drawn = flat[:_CPU_PERIOD] if flat.device.type == "cpu" else flat
-        drawn.normal_(0.0, _STD, generator=generator)
-        for begin in range(len(drawn), len(flat), len(drawn)):
-            rest = flat[begin : begin + len(drawn)]
-            rest.copy_(drawn[: len(rest)])
+        elif destination.numel() > 0:
+            _fill_part(destination, slot, _drawn(slot, destination, seed))
+
+
+def _drawn(slot: WeightSlot, like: torch.Tensor, seed: int) -> torch.Tensor:
+    """The first values of the whole tensor, flat, after which they begin again."""
+    generator = torch.Generator(like.device)
+    generator.manual_seed(zlib.crc32(slot.name.encode(), seed & 0xFFFFFFFF))
+    period = _CPU_PERIOD if like.device.type == "cpu" else _GPU_PERIOD
+    drawn = torch.empty(min(math.prod(slot.shape), period), dtype=like.dtype, device=like.device)
+    return drawn.normal_(0.0, _STD, generator=generator)
+
+
+def _fill_part(destination: torch.Tensor, slot: WeightSlot, drawn: torch.Tensor) -> None:
+    """Write the slot's part of the tensor whose flat values are ``drawn`` over and over."""
+    rows = slot.part[0] if slot.part else slice(0, slot.shape[0])
+    row_size = math.prod(slot.shape[1:])
+    has_all_columns = len(slot.part) < 2 or slot.part[1] == slice(0, slot.shape[1])
+    if has_all_columns and destination.is_contiguous():
+        _repeat(destination.view(-1), drawn, rows.start * row_size)
+        return
+    columns = slice(None) if has_all_columns else slot.part[1]
+    step = max(1, _MAX_COPIED // row_size)
+    for row in range(rows.start, rows.stop, step):
+        some = min(step, rows.stop - row)
+        values = torch.empty((some, row_size), dtype=drawn.dtype, device=drawn.device)
+        _repeat(values.view(-1), drawn, row * row_size)
+        begin = row - rows.start
+        destination[begin : begin + some].copy_(values[:, columns])
+
+
+def _repeat(flat: torch.Tensor, drawn: torch.Tensor, first: int) -> None:
+    """Write values ``first``, ``first + 1``, ... of the endless repetition of ``drawn`` to ``flat``."""
+    position, offset = 0, first % len(drawn)
+    while position < len(flat):
+        size = min(len(drawn) - offset, len(flat) - position)
+        flat[position : position + size].copy_(drawn[offset : offset + size])
+        position, offset = position + size, 0

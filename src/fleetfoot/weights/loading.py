@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.registry import model_class
@@ -56,13 +57,16 @@ def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -
     Raises:
         WeightError: as `load_model`; the model still has its old weights then.
     """
-    elsewhere = () if model.is_first and model.is_last else _all_names(model.config, context)
+    is_whole = model.is_first and model.is_last and context.tensor_group.size == 1
+    elsewhere = () if is_whole else _all_names(model.config, context)
     load_safetensors(model.weight_slots(), Path(folder), elsewhere)
     model.finish_loading()
 
 
 def _all_names(config: ModelConfig, context: ModelContext) -> set[str]:
     """The tensors of the whole model, known from a twin of it that has shapes and no memory."""
-    shapes_only = dataclasses.replace(context, device=torch.device("meta"), max_positions=1)
+    shapes_only = dataclasses.replace(
+        context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP
+    )
     twin = model_class(config.architecture)(config, shapes_only)
     return {name for slot in twin.weight_slots() for name in (slot.name, *slot.aliases)}

@@ -1,4 +1,8 @@
-"""Fill a model's slots from safetensors files, tensor by tensor, straight to where they stay."""
+"""Fill a model's slots from safetensors files, tensor by tensor, straight to where they stay.
+
+Nothing is read but what the slots ask for: a rank of a pipeline reads its layers, a rank of a tensor group its part of
+each tensor.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ def load_safetensors(slots: Iterable[WeightSlot], folder: Path, elsewhere: Colle
     itself differs everywhere, and reading gigabytes to find nothing would slow every start.
 
     Args:
-        elsewhere: names that belong to the model but not to these slots (other pipeline ranks').
+        elsewhere: names that belong to the model but not to these slots (other ranks').
 
     Raises:
         WeightError: files that cannot be read; tensors that are missing, misshapen, not of a float dtype or unexpected,
@@ -42,11 +46,12 @@ def load_safetensors(slots: Iterable[WeightSlot], folder: Path, elsewhere: Colle
         for slot in slots:
             first, *copies = _present(slot, found)
             for copy in copies:
-                _check_same(checkpoint, found[first], found[copy])
+                _check_same(checkpoint, slot, found[first], found[copy])
             sources[found[first]] = slot
         for name in checkpoint.names():
             if name in sources:
-                sources[name].destination().copy_(checkpoint.tensor(name))
+                slot = sources[name]
+                slot.destination().copy_(checkpoint.tensor(name, slot.part))
 
 
 def _by_model_name(checkpoint: Checkpoint, wanted: Collection[str]) -> dict[str, str]:
@@ -100,8 +105,8 @@ def _report(folder: Path, problems: list[tuple[str, str]]) -> str:
     return f"the tensors in {folder} do not fit its config.json: {counts}\n" + "\n".join(lines) + hint
 
 
-def _check_same(checkpoint: Checkpoint, name: str, copy: str) -> None:
-    first, second = checkpoint.tensor(name), checkpoint.tensor(copy)
+def _check_same(checkpoint: Checkpoint, slot: WeightSlot, name: str, copy: str) -> None:
+    first, second = checkpoint.tensor(name, slot.part), checkpoint.tensor(copy, slot.part)
     rows = torch.linspace(0, first.shape[0] - 1, min(first.shape[0], _MAX_COMPARED_ROWS)).long()
     # As a checkpoint with a NaN differs from itself, let NaN equal NaN.
     if not torch.allclose(first[rows].float(), second[rows].float(), rtol=0, atol=0, equal_nan=True):

@@ -1,0 +1,279 @@
+"""Groups that communicate through torch.distributed: NCCL between GPUs, gloo between CPUs.
+
+The world has ``T * P`` ranks; the rank of (pipeline rank p, tensor rank t) is ``p * T + t``, so a tensor group, whose
+ranks talk after every half of a layer, has neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fleetfoot.config import env
+from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP, PipelineGroup, TensorGroup
+from fleetfoot.distributed.one_shot import OneShotSum, can_sum, one_shot_words
+from fleetfoot.distributed.peer_memory import share_memory
+from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.ops.opset import AddRMSNorm
+from fleetfoot.ops.rms_norm import sum_parts
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroups:
+    """The groups of one worker."""
+
+    tensor: TensorGroup
+    pipeline: PipelineGroup
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What is passed between ranks in a step."""
+
+    max_num_tokens: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    """This rank's own; the current one, if it is a GPU."""
+
+
+def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> WorkerGroups:
+    """This rank's groups; all ranks of the world call this together, after ``torch.distributed.init_process_group``.
+
+    Connections are made here and not when they are first used, which could be in the middle of a graph's capture, or
+    when the peer waits for something else.
+
+    Raises:
+        ValueError: the world has another size than ``tensor_size * pipeline_size``.
+    """
+    world = dist.get_world_size()
+    if world != tensor_size * pipeline_size:
+        raise ValueError(
+            f"{world} processes are in the world, and tensor_parallel_size {tensor_size} times pipeline_parallel_size "
+            f"{pipeline_size} is {tensor_size * pipeline_size}"
+        )
+    by_pipeline_rank = torch.arange(world).view(pipeline_size, tensor_size)
+    with env.variable("NCCL_NVLS_ENABLE", "0"):  # see `fleetfoot.distributed.peer_memory.NO_MULTICAST`
+        tensor = SINGLE_TENSOR_GROUP
+        if tensor_size > 1:
+            tensor = _tensor_group(_own_group(by_pipeline_rank.tolist(), shape.device), shape)
+        pipeline = SINGLE_PIPELINE_GROUP
+        if pipeline_size > 1:
+            lanes = by_pipeline_rank.t().tolist()
+            activations, packets = _own_group(lanes, shape.device), _own_group(lanes, shape.device)
+            pipeline = TorchPipelineGroup(activations, packets, shape)
+    return WorkerGroups(tensor, pipeline)
+
+
+def _own_group(members: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup:
+    """Make a group of each list of ranks, which every rank of the world has to do in the same order; the one with this
+    rank."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    groups = [dist.new_group(list(ranks), backend=backend) for ranks in members]
+    (own,) = [group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks]
+    return own
+
+
+def _tensor_group(group: dist.ProcessGroup, shape: StepShape) -> TensorGroup:
+    if shape.device.type != "cuda":
+        return TorchTensorGroup(group)
+    dist.all_reduce(torch.zeros(1, device=shape.device), group=group)
+    one_shot = None
+    if can_sum(shape.hidden_size, shape.dtype):
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        memory = share_memory(group, one_shot_words(shape.hidden_size, shape.dtype, size), shape.device)
+        if memory is not None:
+            one_shot = OneShotSum(memory, rank, size, shape.hidden_size, shape.dtype, shape.device)
+    return CudaTensorGroup(group, one_shot)
+
+
+class TorchTensorGroup(TensorGroup):
+    """A tensor group on any backend.
+
+    Sums are made on each rank from everybody's parts, in rank order: their bits depend neither on the number of tokens
+    nor on how the backend would have gone about it, and are the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.process_group = group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._gather(x)  # [size, *x.shape]
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
+        num_rows, width = x.shape
+        wanted = self.size * width if num_columns is None else num_columns
+        parts = self._gather(x)  # [size, num_rows, width]
+        if num_rows == 1:  # they lie as they are wanted
+            return parts.view(1, -1)[:, :wanted]
+        kept = [min(width, max(0, wanted - rank * width)) for rank in range(self.size)]
+        return torch.cat([part[:, :columns] for part, columns in zip(parts, kept, strict=True)], dim=1)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[size, *x.shape]``, in rank order."""
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel() > 0:
+            # As bytes: not every backend knows every dtype.
+            own = x.contiguous().view(-1).view(torch.uint8)
+            _all_gather(gathered.view(-1).view(torch.uint8), own, group=self.process_group)
+        return gathered
+
+
+class CudaTensorGroup(TorchTensorGroup):
+    """A tensor group of GPUs: small sums by a kernel of our own, if the GPUs reach each other's memory; NCCL for more.
+
+    NCCL computes each element of a sum once and copies it, so it too has the same bits on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, one_shot: OneShotSum | None) -> None:
+        super().__init__(group)
+        self._one_shot = one_shot
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._one_shot is not None and self._one_shot.fits(x):
+            return self._one_shot.all_reduce(x)
+        if x.numel() > 0:
+            x = x.contiguous()
+            dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
+        def reduce_add_rms_norm(
+            x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if self._one_shot is not None and self._one_shot.fits(residual):
+                return self._one_shot.add_rms_norm(x, residual, weight, eps)
+            return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, weight, eps)
+
+        return reduce_add_rms_norm
+
+
+class TorchPipelineGroup(PipelineGroup):
+    """A pipeline whose neighbours pass hidden states on, and whose last rank sends packets to all others.
+
+    Hidden states are copied to a buffer of their own before they leave, and arrive in one of their own, so a step can
+    be on its way while both neighbours compute others. Whoever is a step ahead waits: on a GPU the device, not the
+    host.
+
+    Args:
+        activations, packets: groups of the same ranks, in pipeline order.
+        shape: of a step.
+    """
+
+    def __init__(self, activations: dist.ProcessGroup, packets: dist.ProcessGroup, shape: StepShape) -> None:
+        self.rank = dist.get_rank(activations)
+        self.size = dist.get_world_size(activations)
+        self._activations = activations
+        self._packets = packets
+        self._max_num_tokens = shape.max_num_tokens
+
+        def buffer() -> torch.Tensor:
+            sizes = (2, shape.max_num_tokens, shape.hidden_size)
+            return torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
+
+        self._outgoing = None if self.is_last_rank else buffer()  # on its way to the next rank
+        self._landing = None if self.is_first_rank else buffer()  # on its way from the rank before
+        self._received = None if self.is_first_rank else buffer()  # what this rank's step reads
+        self._sending: Any = None
+        self._packets_on_their_way: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        is_gpu = shape.device.type == "cuda"
+        self._arrivals = torch.cuda.Stream(shape.device) if is_gpu and not self.is_first_rank else None
+        self._connect(shape.device)
+
+    def receive(self, num_tokens: int) -> IntermediateTensors | None:
+        """See `PipelineGroup.receive`.
+
+        Raises:
+            ValueError: more tokens than there is room for.
+        """
+        if self._landing is None or self._received is None:
+            return None
+        landing = self._of_step(self._landing, num_tokens)
+        # On a GPU it may arrive as soon as the step before has been taken from where it landed, not only when that
+        # has been computed: receiving does not wait behind what the host has queued.
+        with nullcontext() if self._arrivals is None else torch.cuda.stream(self._arrivals):
+            arriving = dist.irecv(landing, group=self._activations, group_src=self.rank - 1)
+        assert arriving is not None
+        arriving.wait()
+        received = self._received[:, :num_tokens]
+        received.copy_(landing)
+        if self._arrivals is not None:
+            self._arrivals.wait_stream(torch.cuda.current_stream(landing.device))
+        return IntermediateTensors(received[0], received[1])
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        if self._outgoing is None:
+            raise RuntimeError("the last rank of a pipeline has nobody to send to")
+        outgoing = self._of_step(self._outgoing, tensors.hidden_states.shape[0])
+        if self._sending is not None:
+            self._sending.wait()  # until then the buffer is the step before's
+        torch.stack((tensors.hidden_states, tensors.residual), out=outgoing)
+        self._sending = dist.isend(outgoing, group=self._activations, group_dst=self.rank + 1)
+
+    def send_packet(self, packet: torch.Tensor) -> None:
+        """See `PipelineGroup.send_packet`. Never waits: earlier ranks take packets when they need them.
+
+        Raises:
+            ValueError: the packet is not int32.
+        """
+        _check_packet(packet)
+        while self._packets_on_their_way and all(work.is_completed() for work in self._packets_on_their_way[0][1]):
+            self._packets_on_their_way.popleft()
+        if packet.numel() == 0:
+            return
+        own = packet.clone(memory_format=torch.contiguous_format)
+        works = [dist.isend(own, group=self._packets, group_dst=rank) for rank in range(self.size - 1)]
+        self._packets_on_their_way.append((own, works))
+
+    def receive_packet(self, packet: torch.Tensor) -> None:
+        """See `PipelineGroup.receive_packet`. ``packet`` has the shape in which it was sent.
+
+        Raises:
+            ValueError: the packet is not int32, or not contiguous.
+        """
+        _check_packet(packet)
+        if not packet.is_contiguous():
+            raise ValueError(f"a packet of strides {packet.stride()} cannot be received into; it must be contiguous")
+        if packet.numel() > 0:
+            dist.recv(packet, group=self._packets, group_src=self.size - 1)
+
+    def _of_step(self, buffer: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """The beginning of a buffer, as one contiguous ``[2, num_tokens, hidden_size]``."""
+        if num_tokens > self._max_num_tokens:
+            raise ValueError(
+                f"a step of {num_tokens} tokens does not fit in a pipeline's buffers, which are made for "
+                f"max_num_batched_tokens {self._max_num_tokens}"
+            )
+        hidden_size = buffer.shape[-1]
+        return buffer.view(-1)[: 2 * num_tokens * hidden_size].view(2, num_tokens, hidden_size)
+
+    def _connect(self, device: torch.device) -> None:
+        """Pass something along every way once, so that no connection is made later."""
+        token = torch.zeros(1, dtype=torch.int32, device=device)
+        if not self.is_first_rank:
+            dist.recv(token, group=self._activations, group_src=self.rank - 1)
+        if not self.is_last_rank:
+            dist.send(token, group=self._activations, group_dst=self.rank + 1)
+            dist.recv(token, group=self._packets, group_src=self.size - 1)
+        else:
+            for rank in range(self.size - 1):
+                dist.send(token, group=self._packets, group_dst=rank)
+
+
+def _check_packet(packet: torch.Tensor) -> None:
+    if packet.dtype is not torch.int32:
+        raise ValueError(f"a packet is of {packet.dtype}; it must be of int32")

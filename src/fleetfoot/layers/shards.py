@@ -1,0 +1,114 @@
+"""How a model is cut: heads, columns and the vocabulary over a tensor group, layers over a pipeline. No torch.
+
+The scheme is that of Megatron-LM (Shoeybi et al. 2019): q, k, v, gate and up by outputs, o and down by inputs, so that
+a decoder layer needs two sums over the ranks and nothing else.
+"""
+
+from __future__ import annotations
+
+from fleetfoot.config.model import ModelConfig
+
+_VOCAB_MULTIPLE = 16
+"""A rank's rows of the vocabulary are filled up to a multiple of this, so that rows of logits stay aligned for wide
+loads. One rank alone holds the vocabulary as it is."""
+
+
+def check_tensor_parallel_size(config: ModelConfig, size: int) -> None:
+    """Raise ValueError if ``size`` ranks cannot share the model; the message names the sizes that can."""
+    problem = _tensor_problem(config, size)
+    if problem:
+        works = [str(other) for other in range(1, config.num_heads + 1) if not _tensor_problem(config, other)]
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but {problem}; what would work for {config.architecture} of this shape: "
+            f"{', '.join(works)}"
+        )
+
+
+def check_pipeline_parallel_size(config: ModelConfig, size: int) -> None:
+    """Raise ValueError if the model has fewer layers than there are ranks."""
+    if size > config.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size is {size}, but {config.architecture} of this shape has {config.num_layers} layers "
+            f"to spread; set it to at most {config.num_layers}"
+        )
+
+
+def _tensor_problem(config: ModelConfig, size: int) -> str:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size:
+        return f"{heads} attention heads cannot be shared evenly"
+    if kv_heads % size and size % kv_heads:
+        return f"{kv_heads} KV heads can neither be shared evenly nor be copied to equally many ranks each"
+    if config.intermediate_size % size:
+        return f"an intermediate_size of {config.intermediate_size} cannot be shared evenly"
+    return ""
+
+
+def even_span(total: int, rank: int, size: int) -> slice:
+    """The part of ``total`` things that ``rank`` holds, where they can be shared evenly."""
+    share = total // size
+    return slice(rank * share, (rank + 1) * share)
+
+
+def kv_head_span(config: ModelConfig, rank: int, size: int) -> slice:
+    """The KV heads that the query heads of ``rank`` read: its share, or one that other ranks hold as well."""
+    first = rank * config.num_kv_heads // size
+    return slice(first, first + num_kv_heads(config, size))
+
+
+def num_kv_heads(config: ModelConfig, size: int) -> int:
+    """KV heads on each of ``size`` ranks."""
+    return max(1, config.num_kv_heads // size)
+
+
+def vocab_rows(vocab_size: int, size: int) -> int:
+    """Rows of the embedding and of the logits head on each of ``size`` ranks; the last ones may be padding."""
+    if size == 1:
+        return vocab_size
+    return -(-vocab_size // (size * _VOCAB_MULTIPLE)) * _VOCAB_MULTIPLE
+
+
+def vocab_span(vocab_size: int, rank: int, size: int) -> slice:
+    """The tokens whose rows ``rank`` holds; there may be fewer of them than rows, down to none."""
+    rows = vocab_rows(vocab_size, size)
+    return slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
+
+
+def pipeline_layers(config: ModelConfig, rank: int, size: int) -> range:
+    """The decoder layers that ``rank`` of a pipeline of ``size`` holds.
+
+    A pipeline is as fast as its slowest rank, and a decode step takes as long as reading its weights does. The last
+    rank reads the logits head too, which is as large as several layers of a model with a large vocabulary, so it gets
+    that many fewer layers; the others share theirs evenly, the later ones getting one more where that does not come
+    out even, since the first also holds the embedding.
+    """
+    if size == 1:
+        return range(config.num_layers)
+    last = min(range(1, config.num_layers - size + 2), key=lambda layers: (_slowest(config, layers, size), -layers))
+    if rank == size - 1:
+        return range(config.num_layers - last, config.num_layers)
+    base, more = divmod(config.num_layers - last, size - 1)
+    longer = max(0, rank - (size - 1 - more))  # ranks before this one that have one more
+    begin = rank * base + longer
+    return range(begin, begin + base + (rank >= size - 1 - more))
+
+
+def _slowest(config: ModelConfig, last: int, size: int) -> int:
+    """Weights that the slowest rank reads in a step, if the last one has ``last`` layers."""
+    layer = layer_parameters(config)
+    others = -(-(config.num_layers - last) // (size - 1))
+    return max(others * layer, last * layer + config.vocab_size * config.hidden_size)
+
+
+def layer_parameters(config: ModelConfig, size: int = 1) -> int:
+    """Weights of a decoder layer on the first of ``size`` ranks, which alone has the biases of sums over all ranks."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q = config.num_heads // size * head_dim
+    kv = num_kv_heads(config, size) * head_dim
+    intermediate = config.intermediate_size // size
+    attention = hidden * (q + 2 * kv) + q * hidden
+    attention += (q + 2 * kv if config.qkv_bias else 0) + (hidden if config.o_bias else 0)
+    attention += 2 * head_dim if config.qk_norm else 0
+    mlp = 3 * hidden * intermediate
+    mlp += 2 * intermediate + hidden if config.mlp_bias else 0
+    return attention + mlp + 2 * hidden

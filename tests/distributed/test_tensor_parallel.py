@@ -1,0 +1,155 @@
+"""Models that are shared by ranks give the logits of the whole model, on every rank the very same ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.paged_steps import STEPS, kv_caches, run_steps, step_inputs, step_metadata
+from tests.distributed.world import run_world
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.attention.select import select_attention
+from fleetfoot.config.model import load_model_config
+from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
+from fleetfoot.distributed.torch_groups import StepShape, TorchTensorGroup, make_groups
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.shards import pipeline_layers
+from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.ops.select import select_ops
+from fleetfoot.weights.loading import load_model, reload_weights
+
+CPU = torch.device("cpu")
+ASSETS = {
+    "story-llama": embedded_model_path(),
+    "story-mistral": Path(__file__).parents[1] / "assets" / "story-mistral",
+    "story-qwen3": Path(__file__).parents[1] / "assets" / "story-qwen3",
+}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "window": ("mistral", {"sliding_window": 7}),
+    "one-kv-head": ("llama", {"num_key_value_heads": 1}),
+    "small-vocabulary": ("llama", {"vocab_size": 40, "tie_word_embeddings": True}),  # the last of 4 ranks has no token
+}
+CASES = [
+    ("story-llama", 2),  # 6 heads of 2 KV heads, tied
+    ("story-mistral", 3),  # one KV head on all ranks; a vocabulary of 2048 over 3; a window
+    ("story-qwen3", 2),
+    ("story-qwen3", 4),  # each KV head on two ranks
+    ("biases", 2),
+    ("biases", 4),
+    ("qwen2-tied", 2),
+    ("window", 4),
+    ("one-kv-head", 4),
+    ("small-vocabulary", 4),
+]
+
+
+def context(group: TensorGroup) -> ModelContext:
+    return ModelContext(select_ops("cpu"), select_attention("cpu"), torch.float32, CPU, tensor_group=group)
+
+
+def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
+    """All that is done over ranks, in one world of four: smaller groups are its first ranks."""
+    groups = {size: dist.new_group(list(range(size)), backend="gloo") for size in (2, 3, 4)}
+    found: dict[Any, Any] = {}
+    for name, size in CASES:
+        if rank < size:
+            group = TorchTensorGroup(groups[size])
+            model = load_model(load_model_config(folders[name]), context(group), folders[name])
+            found[name, size] = run_steps(model)
+            found["heads", name, size] = (model.heads.num_heads, model.heads.num_kv_heads)
+    if rank < 2:
+        group, folder = TorchTensorGroup(groups[2]), folders["biases"]
+        model = load_model(load_model_config(folder), context(group), None, "dummy", seed=5)
+        found["dummy"] = run_steps(model)
+        reload_weights(model, context(group), folder)
+        found["reloaded"] = run_steps(model)
+    found["pipeline"] = run_pipeline(folders["story-qwen3"])
+    return found
+
+
+def run_pipeline(folder: Path) -> list[torch.Tensor]:
+    """Two tensor ranks by two pipeline ranks; logits of the steps on the last ones."""
+    config = load_model_config(folder)
+    groups = make_groups(2, 2, StepShape(64, config.hidden_size, torch.float32, CPU))
+    pipeline = groups.pipeline
+    layers = pipeline_layers(config, pipeline.rank, pipeline.size)
+    model = load_model(config, context(groups.tensor), folder, layers=layers)
+    caches, logits = kv_caches(model), []
+    with torch.inference_mode():
+        for queries in STEPS:
+            metadata, input_ids = step_metadata(queries), step_inputs(queries, config.vocab_size)
+            received = pipeline.receive(len(input_ids))
+            hidden = model.forward(input_ids, metadata.positions, caches, metadata, received)
+            if isinstance(hidden, IntermediateTensors):
+                pipeline.send(hidden)
+            else:
+                logits.append(model.compute_logits(hidden).clone())
+    dist.barrier()  # nobody leaves with a step on its way
+    return logits
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from tests.helpers.checkpoints import make_checkpoint  # here: spawned processes need no transformers
+
+    folders = dict(ASSETS)
+    for name, (model_type, fields) in TINY.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        make_checkpoint(folders[name], model_type, **fields)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def four(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return run_world(tmp_path_factory.mktemp("four"), 4, work_of_four, folders)
+
+
+def whole_logits(folder: Path, load_format: str = "auto", seed: int = 0) -> list[torch.Tensor]:
+    config = load_model_config(folder)
+    return run_steps(load_model(config, context(SINGLE_TENSOR_GROUP), folder, load_format, seed))
+
+
+def assert_same_logits(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Within float32's rounding: sums over ranks are made in another order than within one."""
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_logits_are_those_of_the_whole_model(
+    four: list[dict[Any, Any]], folders: dict[str, Path], name: str, size: int
+) -> None:
+    expected = whole_logits(folders[name])
+    ranks = [found[name, size] for found in four[:size]]
+    assert_same_logits(ranks[0], expected)
+    for logits in ranks[1:]:
+        for one, other in zip(logits, ranks[0], strict=True):
+            assert torch.equal(one, other)  # or else ranks could choose different tokens
+    config = load_model_config(folders[name])
+    heads = (config.num_heads // size, max(1, config.num_kv_heads // size))
+    assert [found["heads", name, size] for found in four[:size]] == [heads] * size
+
+
+def test_dummy_weights_are_those_of_the_whole_model(four: list[dict[Any, Any]], folders: dict[str, Path]) -> None:
+    for found in four[:2]:
+        assert_same_logits(found["dummy"], whole_logits(folders["biases"], "dummy", seed=5))
+
+
+def test_reloaded_weights_take_effect_on_every_rank(four: list[dict[Any, Any]]) -> None:
+    for found in four[:2]:
+        for one, other in zip(found["reloaded"], found["biases", 2], strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_pipeline_of_tensor_groups_computes_what_a_tensor_group_does(four: list[dict[Any, Any]]) -> None:
+    assert [len(found["pipeline"]) for found in four] == [0, 0, 3, 3]
+    for found in four[2:]:
+        for one, other in zip(found["pipeline"], four[0]["story-qwen3", 2], strict=True):
+            assert torch.equal(one, other)
