@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from fleetfoot.sampling.logprob import Logprob
 
@@ -65,3 +66,5 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector says about the request's KV once it has ended; None: nothing."""

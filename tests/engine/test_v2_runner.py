@@ -181,7 +181,7 @@ def test_the_copy_is_as_long_as_what_is_said() -> None:
     device = RecordingDevice()
     runner, scheduler = make_runner(device), make_scheduler()
     add(scheduler, "a", 9)
-    for expected_writes in (9 + 2 + 11 + 2, 0, 0):  # tokens, blocks, fields and seed of the new request; then nothing
+    for expected_writes in (9 + 2 + 12 + 2, 0, 0):  # tokens, blocks, fields and seed of the new request; then nothing
         output = scheduler.schedule()
         assert output is not None
         device.sizes_in.clear()

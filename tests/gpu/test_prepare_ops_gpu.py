@@ -71,5 +71,6 @@ def test_block_tables_past_32_bits() -> None:
 
     positions, batch_index = torch.tensor([1023], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     slots = torch.zeros(1, dtype=torch.int64, device="cuda")
-    slot_mapping(positions, batch_index, idx_mapping, table, block_size, slots=slots)
+    limits = torch.full((3,), 2000, dtype=torch.int32, device="cuda")
+    slot_mapping(positions, batch_index, idx_mapping, limits, table, block_size, slots=slots)
     assert slots.tolist() == [163 * block_size + 15]

@@ -1,9 +1,15 @@
-"""A runner without a model: it remembers which token was written to which KV slot, and checks every read."""
+"""A runner without a model: it remembers which token was written to which KV slot, and checks every read.
+
+It knows how long each sequence really is and what was really computed, as a device does, and takes nothing of that from
+the scheduler, whose counts are bounds where drafts are in flight.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import random
 
+from fleetfoot.scheduler.block_pool import BlockPool
 from fleetfoot.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 
 
@@ -25,58 +31,155 @@ def reference(prompt: list[int], max_tokens: int, stops: frozenset[int], min_tok
 
 
 class FakeRunner:
-    """Executes steps in the order in which they are queued, as a device stream does."""
+    """Executes steps in the order in which they are queued, as a device stream does.
 
-    def __init__(self, block_size: int, vocab_size: int) -> None:
+    Args:
+        num_drafts: proposed for each request, in steps that propose.
+        accuracy: how probable it is that a proposal is what the model will choose.
+        has_draft_kv: whether the drafter writes KV of its own for what it proposes.
+        pool: to check that no block is written to which is free.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        vocab_size: int,
+        *,
+        num_drafts: int = 0,
+        accuracy: float = 0.7,
+        has_draft_kv: bool = False,
+        pool: BlockPool | None = None,
+        seed: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.num_drafts = num_drafts
+        self.accuracy = accuracy
+        self.has_draft_kv = has_draft_kv
+        self.pool = pool
         self.slots: dict[int, int] = {}  # KV slot -> token
-        self.rows: dict[int, NewRequest] = {}
+        self.weights = 0  # which ones the model has; others are loaded while it runs
+        self.versions: dict[int, int] = {}  # KV slot -> the oldest weights that its KV stands on
+        self.rows: dict[int, NewRequest] = {}  # their token_ids grow with what is sampled
         self.computed: dict[int, int] = {}
+        self.oldest: dict[int, int] = {}  # weights that a row's KV stands on
+        self.drafts: dict[int, list[int]] = {}  # -1: nothing was found
         self.num_steps = 0
+        self._rng = random.Random(seed)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.apply(output)
+        return self.compute(output)
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Take in who came and went."""
         for request_id, row in output.finished:
             assert self.rows.pop(row).request_id == request_id
         for request in output.new_requests:
             assert request.row not in self.rows, "a row was given out twice"
             self.rows[request.row] = request
             self.computed[request.row] = request.num_computed_tokens
+            self.oldest[request.row] = self.weights
+            # whatever was proposed to the row's last owner is still there
         for row, start, block_ids in output.new_block_ids:
             assert start == len(self.rows[row].block_ids)
             self.rows[row].block_ids += block_ids
         self._check_groups(output)
+
+    def compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         # all of a step's KV is written before any of it is read, layer by layer
-        for row, count in zip(output.rows, output.num_scheduled_tokens, strict=True):
-            self._write(row, count)
-        sampled = []
+        width = 1 + output.num_drafts
+        for index, (row, count) in enumerate(zip(output.rows, output.num_scheduled_tokens, strict=True)):
+            begin = self.computed[row]
+            if index < output.num_decodes:
+                assert begin == len(self.rows[row].token_ids) - 1, "a decode has more than one known token to compute"
+                self._write(row, begin, [self.rows[row].token_ids[-1], *self.drafts_of(row, width - 1)])
+            else:
+                self._write(row, begin, self.rows[row].token_ids[begin : begin + count])
+                self.computed[row] = begin + count
+        for request in output.new_requests:
+            for position in range(request.num_computed_tokens):
+                version = self.versions[self._slot(request.row, position)]
+                assert version == self.weights, "a request begins with KV of other weights"
+        result = ModelRunnerOutput([])
         for index, row in enumerate(output.rows):
-            request = self.rows[row]
-            assert [self.slots[self._slot(row, p)] for p in range(self.computed[row])] == request.token_ids[
-                : self.computed[row]
-            ], "a KV block holds other tokens than its request's"
-            is_complete = self.computed[row] == len(request.token_ids)
-            assert is_complete == (index < output.num_sampled)
-            if is_complete:
-                token = next_token(request.token_ids, self.vocab_size)
-                request.token_ids.append(token)
-                sampled.append([token])
+            request, computed = self.rows[row], self.computed[row]
+            assert [self.slots[self._slot(row, p)] for p in range(computed)] == request.token_ids[:computed], (
+                "a KV block holds other tokens than its request's"
+            )
+            if index < output.num_decodes:
+                result.sampled_token_ids.append(self._verify(row, width - 1))
+                if output.num_drafts:
+                    result.num_drafted.append(sum(draft >= 0 for draft in self.drafts.get(row, [])[: width - 1]))
+            else:
+                is_complete = computed == len(request.token_ids)
+                assert is_complete == (index < output.num_sampled)
+                if is_complete:
+                    result.sampled_token_ids.append(self._sample(row, 1))
+        for row in output.rows[: output.num_sampled] if output.num_to_propose else []:
+            self._propose(row, output.num_to_propose)
         self.num_steps += 1
-        return ModelRunnerOutput(sampled)
+        return result
+
+    def drafts_of(self, row: int, count: int) -> list[int]:
+        """What a decode verifies, as input ids."""
+        drafts = self.drafts.get(row, [])[:count]
+        return [max(draft, 0) for draft in drafts] + [0] * (count - len(drafts))
+
+    def _sample(self, row: int, most: int) -> list[int]:
+        """Up to ``most`` of the model's own tokens."""
+        request = self.rows[row]
+        most = min(most, request.max_tokens_in_all - len(request.token_ids))
+        for _ in range(most):
+            request.token_ids.append(next_token(request.token_ids, self.vocab_size))
+        return request.token_ids[len(request.token_ids) - most :] if most else []
+
+    def _verify(self, row: int, num_drafts: int) -> list[int]:
+        new: list[int] = []
+        for draft in [*self.drafts.get(row, [])[:num_drafts], -1]:
+            token = self._sample(row, 1)
+            new += token
+            if token != [draft]:
+                break
+        self.computed[row] += len(new)
+        return new
+
+    def _propose(self, row: int, num_drafts: int) -> None:
+        assert num_drafts == self.num_drafts
+        request, rng = self.rows[row], self._rng
+        guess = list(request.token_ids)
+        for _ in range(num_drafts):
+            is_right = rng.random() < self.accuracy
+            guess.append(next_token(guess, self.vocab_size) if is_right else rng.randrange(-1, self.vocab_size))
+        self.drafts[row] = guess[len(request.token_ids) :]
+        if self.has_draft_kv:
+            position = len(request.token_ids) - 1
+            for behind in range(position, min(position + num_drafts, request.max_tokens_in_all - 1)):
+                self._check_block(self._slot(row, behind))
 
     def _check_groups(self, output: SchedulerOutput) -> None:
         counts = output.num_scheduled_tokens
         assert len(counts) == len(output.rows) == len(set(output.rows))
         assert sum(counts) == output.total_num_scheduled_tokens
-        assert all(count == 1 for count in counts[: output.num_decodes])
-        assert min(counts) >= 1
+        assert all(count == 1 + output.num_drafts for count in counts[: output.num_decodes])
+        assert output.num_drafts in (0, self.num_drafts)
+        assert min(counts, default=1) >= 1
         assert output.num_decodes <= output.num_sampled <= len(output.rows)
+        assert output.num_decodes or not output.num_drafts
 
     def _slot(self, row: int, position: int) -> int:
         return self.rows[row].block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _write(self, row: int, count: int) -> None:
-        begin = self.computed[row]
-        for position in range(begin, begin + count):
-            self.slots[self._slot(row, position)] = self.rows[row].token_ids[position]
-        self.computed[row] = begin + count
+    def _write(self, row: int, begin: int, token_ids: list[int]) -> None:
+        """Those that are an input; from the last token on nothing is."""
+        last = self.rows[row].max_tokens_in_all - 1
+        self.oldest[row] = min(self.oldest[row], self.weights)
+        for position, token in enumerate(token_ids[: max(0, last - begin)], start=begin):
+            slot = self._slot(row, position)
+            self._check_block(slot)
+            self.slots[slot] = token
+            self.versions[slot] = self.oldest[row]
+
+    def _check_block(self, slot: int) -> None:
+        if self.pool is not None:
+            assert self.pool.state(slot // self.block_size) in ("FILLING", "READY", "LENT"), "written to a free block"

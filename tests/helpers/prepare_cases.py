@@ -23,6 +23,8 @@ class Request:
     query_len: int
     prefill_len: int
     num_logits: int = 1
+    limit: int = 10**6
+    """Positions from here on are dead."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,14 @@ class Batch:
     prefill_lens: torch.Tensor
     last_sampled: torch.Tensor
     draft_tokens: torch.Tensor
+    limits: torch.Tensor
     block_table: torch.Tensor
     token_pages: torch.Tensor
     cu_num_logits: torch.Tensor
     sampled: torch.Tensor
+    chosen: torch.Tensor
+    """``[n, k + 1]`` int64, mostly the drafts themselves, for `accept_drafts`."""
+    invalid: torch.Tensor
     num_sampled: torch.Tensor
     num_rejected: torch.Tensor
     target: torch.Tensor
@@ -110,12 +116,14 @@ def make_batch(
     wide_table = torch.full((num_rows, max_blocks + spare_width), UNUSED_BLOCK, dtype=torch.int32)
     # rows that nobody uses look like requests that have just ended at the longest length
     num_computed, prefill_lens = [max_blocks * block_size] * num_rows, [max_blocks * block_size] * num_rows
+    limits = [0] * num_rows
     starts, most_blocks = [0], 1
     for request in requests:
         starts.append(starts[-1] + request.query_len)
         if request.row < 0:
             continue
         num_computed[request.row], prefill_lens[request.row] = request.num_computed, request.prefill_len
+        limits[request.row] = request.limit
         used = -(-(request.num_computed + request.query_len) // block_size)
         most_blocks = max(most_blocks, used)
         first = request.row * max_blocks
@@ -134,6 +142,15 @@ def make_batch(
             0, 150_000, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(rng.randrange(2**31))
         )
 
+    draft_tokens = token_ids(num_rows, num_drafts)
+    for row in range(num_rows):
+        if num_drafts and rng.random() < 0.3:
+            draft_tokens[row, rng.randrange(num_drafts) :] = -1  # fewer were found
+    rows = [request.row for request in requests]
+    chosen = torch.cat((draft_tokens[rows].long(), torch.zeros(len(rows), 1, dtype=torch.int64)), 1)
+    chosen[torch.tensor([[rng.random() < 0.2 for _ in range(num_drafts + 1)] for _ in rows])] = 7
+    invalid = torch.tensor([[rng.random() < 0.1 for _ in range(num_drafts + 1)] for _ in rows])
+
     return Batch(
         block_size=block_size,
         num_tokens=starts[-1] + padding_tokens,
@@ -144,11 +161,14 @@ def make_batch(
         num_computed=int32(num_computed),
         prefill_lens=int32(prefill_lens),
         last_sampled=token_ids(num_rows),
-        draft_tokens=token_ids(num_rows, num_drafts),
+        draft_tokens=draft_tokens,
+        limits=int32(limits),
         block_table=wide_table[:, :max_blocks],
         token_pages=token_ids(num_blocks * block_size),
         cu_num_logits=int32(cu_num_logits),
         sampled=token_ids(len(sampling), num_drafts + 1),
+        chosen=chosen,
+        invalid=invalid,
         num_sampled=int32(num_sampled),
         num_rejected=int32([rng.randint(0, request.query_len) for request in sampling]),
         target=torch.arange(arena_size, dtype=torch.int32),
@@ -195,6 +215,8 @@ def random_batch(seed: int) -> Batch:
                     Request(
                         row, length, 1 + drafts, prefill_len=length + rng.randint(0, drafts), num_logits=1 + drafts
                     ),
+                    # the request's last positions, and some that it will never have
+                    Request(row, length, 1 + drafts, max(length - 3, 1), 1 + drafts, length + rng.randint(0, drafts)),
                 )
             )
         )
@@ -249,6 +271,9 @@ BATCHES: dict[str, Callable[[], Batch]] = {
     ),
     "padding_between_uniform": lambda: make_batch(
         [padding(3), decode(3, 17, 2), padding(3), decode(15, 40, 2), padding(3)], num_drafts=2
+    ),
+    "limits_within_the_query": lambda: make_batch(
+        [Request(r, 10 + r, 4, 8, num_logits=4, limit=10 + r + r % 6 - 1) for r in range(12)], num_drafts=3
     ),
     "all_padding": lambda: make_batch([padding(1)] * 4),
     "known_tokens_end_within_the_query": lambda: make_batch(

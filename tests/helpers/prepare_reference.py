@@ -30,6 +30,7 @@ def _tokens(name: str) -> list[Token | None]:
     batch = get_batch(name)
     rows, starts = batch.idx_mapping.tolist(), batch.query_start_loc.tolist()
     computed, table = batch.num_computed.tolist(), batch.block_table.tolist()
+    limits = batch.limits.tolist()
     tokens: list[Token | None] = [None] * batch.num_tokens
     for request, row in enumerate(rows):
         for index in range(starts[request], starts[request + 1]):
@@ -38,6 +39,8 @@ def _tokens(name: str) -> list[Token | None]:
                 position = computed[row] + offset
                 block, within = divmod(position, batch.block_size)
                 slot = table[row][block] * batch.block_size + within
+                if position >= limits[row]:
+                    slot = -1
                 tokens[index] = Token(request, row, position, offset, slot)
     return tokens
 
@@ -81,7 +84,9 @@ def expected_sampled_and_drafts(name: str) -> Outputs:
     for index, token in enumerate(tokens):
         if token is not None and token.position >= prefill_lens[token.row]:
             token_id = last[token.row] if token.offset == 0 else drafts[token.row][token.offset - 1]
-            input_ids[index] = pages[token.slot] = token_id
+            input_ids[index] = max(token_id, 0)
+            if token.slot >= 0:
+                pages[token.slot] = max(token_id, 0)
     return {"token_pages": int32(pages), "input_ids": _int64(input_ids)}
 
 
@@ -109,6 +114,26 @@ def expected_logits_indices(name: str) -> Outputs:
         wanted = bounds[request + 1] - bounds[request]
         indices.extend(range(ends[request] - wanted, ends[request]))
     return {"indices": _int64(indices + [0] * (batch.num_logits_entries - len(indices)))}
+
+
+def expected_accepted(name: str) -> Outputs:
+    batch = get_batch(name)
+    computed, limits = batch.num_computed.tolist(), batch.limits.tolist()
+    num_sampled, num_rejected, num_drafted = [], [], []
+    for row, chosen, invalid in zip(
+        batch.idx_mapping.tolist(), batch.chosen.tolist(), batch.invalid.tolist(), strict=True
+    ):
+        count = 0
+        if row >= 0:
+            drafts = batch.draft_tokens[row].tolist()
+            while count < len(drafts) and chosen[count] == drafts[count] and not invalid[count]:
+                count += 1
+            count = min(count + 1, max(0, limits[row] - computed[row]))
+        num_sampled.append(count)
+        num_rejected.append(len(chosen) - count if row >= 0 else 0)
+        num_drafted.append(sum(draft >= 0 for draft in batch.draft_tokens[row].tolist()) if row >= 0 else 0)
+    values = {"num_sampled": num_sampled, "num_rejected": num_rejected, "num_drafted": num_drafted}
+    return {name: int32(counts) for name, counts in values.items()}
 
 
 def expected_post_update(name: str) -> Outputs:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.ops.prepare import (
+    accept_drafts,
     combine_sampled_and_draft_tokens,
     gather_block_tables,
     logits_indices,
@@ -26,6 +27,7 @@ from tests.helpers.prepare_cases import BATCHES, Batch, get_batch, uniform_batch
 from tests.helpers.prepare_reference import (
     SENTINEL,
     Outputs,
+    expected_accepted,
     expected_decode,
     expected_logits_indices,
     expected_positions,
@@ -85,7 +87,13 @@ def _call_positions(implementation: Callable[..., None], batch: Batch, inputs: O
 def _call_slots(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
     _add_tokens(out, batch, "slots")
     implementation(
-        inputs["positions"], inputs["batch_index"], batch.idx_mapping, batch.block_table, batch.block_size, **out.views
+        inputs["positions"],
+        inputs["batch_index"],
+        batch.idx_mapping,
+        batch.limits,
+        batch.block_table,
+        batch.block_size,
+        **out.views,
     )
 
 
@@ -148,6 +156,7 @@ def _call_decode(implementation: Callable[..., None], batch: Batch, inputs: Outp
         batch.prefill_lens,
         batch.last_sampled,
         batch.draft_tokens,
+        batch.limits,
         batch.block_table,
         batch.block_size,
         block_tables=tables,
@@ -166,6 +175,21 @@ def _call_post_update(implementation: Callable[..., None], batch: Batch, inputs:
     out.add_state("last_sampled", batch.last_sampled)
     implementation(
         batch.idx_mapping, batch.query_start_loc, batch.sampled, batch.num_sampled, batch.num_rejected, **out.views
+    )
+
+
+def _call_accept(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    out.add("num_sampled", (batch.num_reqs,), torch.int32)
+    out.add("num_rejected", (batch.num_reqs,), torch.int32)
+    out.add("num_drafted", (batch.num_reqs,), torch.int32)
+    implementation(
+        batch.idx_mapping,
+        batch.chosen,
+        batch.invalid,
+        batch.draft_tokens,
+        batch.num_computed,
+        batch.limits,
+        **out.views,
     )
 
 
@@ -215,6 +239,9 @@ OPS = {
         logits_indices.logits_indices, logits_indices.logits_indices_triton, _call_logits, expected_logits_indices
     ),
     "post_update": Op(post_update.post_update, post_update.post_update_triton, _call_post_update, expected_post_update),
+    "accept_drafts": Op(
+        accept_drafts.accept_drafts, accept_drafts.accept_drafts_triton, _call_accept, expected_accepted
+    ),
     "prepare_decode": Op(
         prepare_decode.prepare_decode, prepare_decode.prepare_decode_triton, _call_decode, expected_decode
     ),

@@ -140,8 +140,8 @@ def test_lent_blocks_wait_for_their_end() -> None:
     assert {pool.state(block) for block in alone} == {"LENT"}
     assert pool.state(shared[0]) == "READY"  # somebody else still owns it
     assert pool.num_free == 1
-    pool.check_integrity([alone + shared, shared])
-    pool.free(alone + shared)
+    pool.check_integrity([alone + shared, shared], [alone + shared])
+    pool.take_back(alone + shared)
     assert pool.num_free == 3
     pool.check_integrity([shared])
 
@@ -153,9 +153,46 @@ def test_a_lent_block_that_is_hit_has_an_owner_again() -> None:
     assert pool.state(blocks[0]) == "LENT"
     pool.share(lookup(pool, "a"))
     assert pool.state(blocks[0]) == "READY"
-    pool.free(blocks)  # the step has retired
+    pool.take_back(blocks)  # the step has retired
     assert (pool.state(blocks[0]), pool.num_free) == ("READY", 1)
     pool.check_integrity([blocks])
+
+
+def test_blocks_are_lent_to_several_borrowers() -> None:
+    pool = BlockPool(3, 4)
+    blocks = published(pool, "a", "b")
+    pool.lend_more(blocks)  # a connector reads them,
+    assert {pool.state(block) for block in blocks} == {"READY"}
+    pool.lend(blocks)  # and then their request goes, with a step in flight
+    assert {pool.state(block) for block in blocks} == {"LENT"}
+    pool.check_integrity([blocks, blocks], [blocks, blocks])
+    pool.take_back(blocks)
+    assert {pool.state(block) for block in blocks} == {"LENT"}
+    pool.share(blocks[:1])
+    assert [pool.state(block) for block in blocks] == ["READY", "LENT"]
+    pool.free(blocks[:1])
+    assert {pool.state(block) for block in blocks} == {"LENT"}
+    pool.publish(blocks[0], digest("c"))
+    assert pool.state(blocks[0]) == "LENT"
+    assert pool.num_free == 1
+    pool.take_back(blocks)
+    assert pool.num_free == 3
+    assert lookup(pool, "a", "b") == blocks
+    pool.check_integrity([])
+
+
+def test_lent_blocks_can_neither_be_freed_nor_taken_back_twice() -> None:
+    pool = BlockPool(2, 4)
+    blocks = pool.take(1)
+    with pytest.raises(RuntimeError, match="KV block 0 is not lent and cannot be taken back"):
+        pool.take_back(blocks)
+    pool.lend(blocks)
+    with pytest.raises(RuntimeError, match="KV block 0 was freed twice"):
+        pool.free(blocks)
+    with pytest.raises(RuntimeError, match="block 0 is lent 1 times, 0 borrowers"):
+        pool.check_integrity([blocks])
+    pool.take_back(blocks)
+    pool.check_integrity([])
 
 
 def test_forgetting_keeps_blocks_in_use() -> None:

@@ -98,14 +98,14 @@ def test_settings_that_contradict_each_other(runner: Any, use_v2: bool) -> None:
 
 
 def test_what_was_asked_for_is_never_overridden() -> None:
-    decision = ask(runner="v2", enable_lora=True, tensor_parallel_size=4)
+    decision = ask(runner="v2", enable_lora=True, prefill_context_parallel_size=4)
     assert (decision.runner, decision.explicit) == ("v2", True)
-    assert [feature.name for feature in decision.missing] == ["tensor parallelism", "LoRA adapters"]
+    assert [feature.name for feature in decision.missing] == ["prefill context parallelism", "LoRA adapters"]
     with pytest.raises(UnsupportedFeatureError) as caught:
         decision.check()
     message = str(caught.value)
     assert "Model Runner V2 is to run (runner is 'v2')" in message
-    assert "tensor parallelism (tensor_parallel_size is 4; only 1 works): " in message
+    assert "prefill context parallelism (prefill_context_parallel_size is 4): " in message
     assert "LoRA adapters (enable_lora is on): " in message
     assert "No model runner supports all of it" in message
 
@@ -151,10 +151,20 @@ ORDER: dict[str, tuple[dict[str, Any], str, str]] = {
     "triton": ({"machine": NO_TRITON}, "v1", "written in Triton"),
     "triton-before-features": ({**LORA, "machine": NO_TRITON}, "v1", "written in Triton"),
     "features": ({**LORA}, "v1", "Model Runner V2 does not support LoRA adapters (enable_lora is on)"),
-    "offloading": ({"kv_offloading_size": 2}, "v1", "Model Runner V2 does not support KV offloading"),
+    "offloading": ({"kv_offloading_size": 2}, "v2", "nothing is on that it does not support"),
+    "offloading-beside-a-connector": ({"kv_offloading_size": 2, **STRANGER}, "v1", "KV connector DeclaresNothing"),
 }
 
 
+@pytest.fixture
+def runners_that_call_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the runners can do: these tests are about what the oracle makes of it."""
+    for runner in ("v1", "v2"):
+        for feature in (Feature.KV_CONNECTOR, Feature.KV_OFFLOADING):
+            monkeypatch.setitem(CAPABILITIES[runner], feature, Support())  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("runners_that_call_connectors")
 @pytest.mark.parametrize("case", ORDER)
 def test_the_order_of_decisions(case: str) -> None:
     settings, runner, reason = ORDER[case]
@@ -178,10 +188,10 @@ def test_a_cpu_is_told_how_v2_runs_there() -> None:
 
 
 def test_one_warning_names_every_feature_that_v2_lacks() -> None:
-    decision = ask(machine=CPU, enable_lora=True, quantization="fp8", kv_offloading_size=1)
+    decision = ask(machine=CPU, enable_lora=True, quantization="fp8", enable_prompt_embeds=True)
     assert decision.warnings == decision.reasons
     (warning,) = decision.warnings
-    for name in ("quantized weights", "LoRA adapters", "KV offloading"):
+    for name in ("quantized weights", "LoRA adapters", "prompt embeddings"):
         assert name in warning
     assert ask(machine=NO_TRITON).warnings == ask(machine=NO_TRITON).reasons
     for quiet in (ask(), ask(QWEN2), ask(**STRANGER), ask(runner="v2", enable_lora=True)):
@@ -191,11 +201,14 @@ def test_one_warning_names_every_feature_that_v2_lacks() -> None:
 # --- KV connectors --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("runners_that_call_connectors")
 @pytest.mark.parametrize(
     ("name", "path", "accepts"),
     [
         ("NixlConnector", None, True),
         ("OffloadingConnector", None, True),
+        ("SharedStorageConnector", None, True),
+        ("FilesystemConnector", None, True),
         ("DeclaresLayout", __name__, True),
         ("DeclaresOther", __name__, False),
         ("DeclaresNothing", __name__, False),
@@ -209,12 +222,31 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
     layouts = connector_layouts(KVTransferConfig.parse(settings["kv_transfer_config"]))
     assert (V2_LAYOUT in layouts.accepted) == accepts
     decision = ask(**settings)
-    assert decision.runner == "v1"  # accepted or not, for neither runner calls connectors
+    assert decision.runner == ("v2" if accepts else "v1")
     assert (f"in the layout {V2_LAYOUT}, and the KV connector {name} " in decision.reasons[0]) != accepts
-    assert ("Model Runner V2 does not support KV connectors" in decision.reasons[0]) == accepts
-    names = [feature.name for feature in decision.unsupported]
-    assert names == ["KV connectors"] + ["Model Runner V2's KV layout"] * (not accepts)
+    assert [feature.name for feature in decision.unsupported] == ["Model Runner V2's KV layout"] * (not accepts)
+    assert decision.missing == ()
+
+
+def test_a_runner_that_calls_no_connectors_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for runner in ("v1", "v2"):
+        monkeypatch.setitem(CAPABILITIES[runner], Feature.KV_CONNECTOR, Support("Not in this test."))  # type: ignore[arg-type]
+    decision = ask(**connector("SharedStorageConnector", None))
+    assert decision.runner == "v1" and "Model Runner V2 does not support KV connectors" in decision.reasons[0]
     assert [feature.name for feature in decision.missing] == ["KV connectors"]
+
+
+@pytest.mark.usefixtures("runners_that_call_connectors")
+def test_of_several_connectors_one_that_refuses_decides() -> None:
+    ours, theirs = {"kv_connector": "OffloadingConnector"}, STRANGER["kv_transfer_config"]
+    settings = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    for parts, runner in (([ours, ours], "v2"), ([ours, theirs], "v1"), ([theirs], "v1")):
+        extra = {"kv_connector_extra_config": {"connectors": parts}}
+        decision = ask(kv_transfer_config={**settings, **extra})
+        assert decision.runner == runner
+        assert ("the KV connector DeclaresNothing does not say" in decision.reasons[0]) == (runner == "v1")
+    with pytest.raises(ValueError, match="MultiConnector needs kv_connector_extra_config"):
+        ask(kv_transfer_config=settings)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_slots_may_exceed_32_bits(implementation: Callable[..., None]) -> None:
     block_id, block_size = 2**30, 64
     slots = torch.zeros(2, dtype=torch.int64)
     positions, batch_index = torch.tensor([0, 63]), int32([0, 0])
-    implementation(positions, batch_index, int32([0]), int32([[block_id]]), block_size, slots=slots)
+    implementation(positions, batch_index, int32([0]), int32([100]), int32([[block_id]]), block_size, slots=slots)
     assert slots.tolist() == [block_id * block_size, block_id * block_size + 63]
 
 
@@ -93,6 +93,7 @@ def test_prepare_decode_takes_uniform_batches_only(num_reqs: int, num_tokens: in
             batch.prefill_lens,
             batch.last_sampled,
             batch.draft_tokens[:, :1],
+            batch.limits,
             batch.block_table,
             batch.block_size,
             token_pages=batch.token_pages,

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.fake_runner import FakeRunner, reference
+from tests.helpers.fake_connector import Behaviour
+from tests.helpers.fake_engine import VOCAB, FakeEngine, expected_output
 
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.request import Request, RequestStatus
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-
-VOCAB = 11  # small, so that prompts share prefixes and stop tokens come up
+from fleetfoot.scheduler.scheduler import SchedulerConfig
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> SchedulerConfig:
+def configs(draw: st.DrawFn, *, plain: bool = False) -> SchedulerConfig:
     max_num_seqs = draw(st.integers(1, 6))
+    num_drafts = 0 if plain else draw(st.integers(0, 4))
     return SchedulerConfig(
         num_blocks=draw(st.integers(8, 24)),
         block_size=draw(st.integers(1, 5)),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=draw(st.integers(max_num_seqs, 40)),
+        max_num_batched_tokens=draw(st.integers(max_num_seqs * (1 + num_drafts), 40)),
         enable_prefix_caching=draw(st.booleans()),
         enable_chunked_prefill=draw(st.booleans()),
         priority=draw(st.booleans()),
+        num_drafts=num_drafts,
+        num_lookahead=draw(st.sampled_from([0, num_drafts])),
+        num_stages=1 if plain else draw(st.integers(1, 3)),
+        kv_load_failure_policy=draw(st.sampled_from(["recompute", "fail"])),
     )
+
+
+def behaviours() -> st.SearchStrategy[Behaviour | None]:
+    chance = st.sampled_from([0.0, 0.3, 0.7, 1.0])
+    end = st.sampled_from([0.1, 0.5, 1.0])
+    return st.none() | st.builds(Behaviour, match=chance, fail=chance, lend=chance, end=end, has_all=st.booleans())
 
 
 def make_request(rng: random.Random, number: int, config: SchedulerConfig) -> Request:
@@ -43,6 +52,7 @@ def make_request(rng: random.Random, number: int, config: SchedulerConfig) -> Re
         stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.5 else [],
         min_tokens=rng.randint(0, max_tokens),
         ignore_eos=True,
+        prompt_logprobs=rng.choice([None, None, None, 1]),
     )
     return Request(
         f"r{number}",
@@ -55,46 +65,74 @@ def make_request(rng: random.Random, number: int, config: SchedulerConfig) -> Re
     )
 
 
-@settings(max_examples=400, deadline=None)
-@given(config=configs(), depth=st.integers(0, 2), seed=st.integers(0, 2**32))
-def test_tokens_do_not_depend_on_the_schedule(config: SchedulerConfig, depth: int, seed: int) -> None:
-    rng = random.Random(seed)
-    scheduler, runner = Scheduler(config), FakeRunner(config.block_size, VOCAB)
+def live(engine: FakeEngine, rng: random.Random) -> None:
+    """Random requests come, are aborted now and then, and the weights change; then their tokens are looked
+    at."""
     alive: dict[str, Request] = {}
     everyone: list[Request] = []
-    in_flight: deque = deque()
     num_requests = rng.randint(1, 12)
-    while len(everyone) < num_requests or scheduler.has_unfinished or in_flight:
+    while len(everyone) < num_requests or engine.scheduler.has_unfinished or engine.in_flight:
         if len(everyone) < num_requests and (not alive or rng.random() < 0.5):
-            request = make_request(rng, len(everyone), config)
+            request = make_request(rng, len(everyone), engine.config)
             everyone.append(request)
             alive[request.request_id] = request
-            scheduler.add_request(request)
+            engine.scheduler.add_request(request)
         if alive and rng.random() < 0.1:
             victim = rng.choice(sorted(alive))
-            assert scheduler.finish(victim, RequestStatus.FINISHED_ABORTED) is alive.pop(victim)
-        output = scheduler.schedule()
-        if output is not None:
-            assert output.total_num_scheduled_tokens <= config.max_num_batched_tokens
-            in_flight.append((output, runner.run(output)))
-        if in_flight and (len(in_flight) > depth or output is None):
-            for result in scheduler.update(*in_flight.popleft()):
-                if result.request.is_finished:
-                    alive.pop(result.request.request_id, None)
-        else:
-            assert output is not None or not alive, "requests wait, nothing is in flight, and nothing is scheduled"
-        scheduler.check_integrity()
-    scheduler.check_idle()
+            assert engine.scheduler.finish(victim, RequestStatus.FINISHED_ABORTED) is alive.pop(victim)
+        if rng.random() < 0.03:
+            engine.change_weights()
+        for result in engine.step():
+            if result.request.is_finished:
+                alive.pop(result.request.request_id, None)
+    engine.settle()
     for request in everyone:
-        expected = reference(
-            request.token_ids[: request.num_prompt_tokens],
-            request.max_tokens_in_all - request.num_prompt_tokens,
-            request.stop_token_ids,
-            request.params.min_tokens,
-            VOCAB,
-        )
+        expected = expected_output(request)
         got = request.output_token_ids
         if request.status == RequestStatus.FINISHED_ABORTED:
             assert got == expected[: len(got)]
+        elif request.status == RequestStatus.FINISHED_ERROR:
+            assert engine.config.kv_load_failure_policy == "fail"
+            assert request.stop_reason == "its KV could not be loaded: a fault"
+            assert got == expected[: len(got)]
         else:
             assert got == expected
+    if engine.connector is not None:
+        assert sorted(engine.connector.finished) == sorted(request.request_id for request in everyone)
+        assert not engine.connector.loading
+        assert not engine.connector.lent
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=configs(plain=True), depth=st.integers(0, 2), seed=st.integers(0, 2**32))
+def test_tokens_do_not_depend_on_the_schedule(config: SchedulerConfig, depth: int, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = FakeEngine(config, rng, depth=depth)
+    live(engine, rng)
+    assert engine.num_idle_steps == 0
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    config=configs(),
+    behaviour=behaviours(),
+    depth=st.integers(0, 4),
+    num_ranks=st.integers(1, 3),
+    accuracy=st.sampled_from([0.0, 0.6, 1.0]),
+    drafting=st.sampled_from([0.5, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_tokens_do_not_depend_on_drafts_transfers_and_stages(
+    config: SchedulerConfig,
+    behaviour: Behaviour | None,
+    depth: int,
+    num_ranks: int,
+    accuracy: float,
+    drafting: float,
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    engine = FakeEngine(
+        config, rng, behaviour=behaviour, num_ranks=num_ranks, accuracy=accuracy, drafting=drafting, depth=depth
+    )
+    live(engine, rng)

@@ -52,7 +52,9 @@ class SDPABackend:
             )
         for row in range(metadata.num_decodes, len(seq_lens)):
             tokens = slice(starts[row], starts[row + 1])
-            if tokens.start < tokens.stop:
+            if seq_lens[row] == 0:
+                output[tokens] = 0.0  # a request that pads the batch
+            elif tokens.start < tokens.stop:
                 keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_lens[row])
                 _prefill(query[tokens], keys, values, output[tokens], scale, window)
         return output

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.inputs import PromptType
 from fleetfoot.sampling.params import SamplingParams, bad_words_token_ids
@@ -93,6 +93,7 @@ class Admission:
                 f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})"
             )
         bad_words = self._bad_words(params)
+        kv_transfer_params = _kv_transfer_params(params)
         seed = None if params.seed == -1 else params.seed
         number = self._num_admitted
         self._num_admitted += 1
@@ -107,6 +108,7 @@ class Admission:
                 bad_words_token_ids=bad_words,
                 priority=priority,
                 cache_salt=cache_salt,
+                kv_transfer_params=kv_transfer_params,
             )
             for index in range(params.n)
         ]
@@ -178,3 +180,15 @@ class Admission:
         return bad_words_token_ids(
             params.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
         )
+
+
+def _kv_transfer_params(params: SamplingParams) -> dict[str, Any] | None:
+    """What the request says to the KV connector, which checks it when the request is queued."""
+    given = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise TypeError(f"kv_transfer_params is {given!r}; it must be an object")
+    if params.n > 1:
+        raise ValueError(f"n is {params.n}, and kv_transfer_params speak of the KV of one sequence; n must be 1")
+    return given

@@ -195,6 +195,8 @@ class AsyncLLM:
         """Run what was submitted; sleep while there is nothing to do. False: the end has come."""
         with self._wake:
             while not (self._commands or self._stopping or self._engine.has_unfinished_requests()):
+                if self._engine.has_transfers():
+                    break  # a step waits for them, briefly
                 self._wake.wait()
         while self._commands:
             command, _ = self._commands[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.admission import Admission
-from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.core import EngineCore, Executor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.execution.executor import InProcessExecutor
 from fleetfoot.execution.worker import Worker
@@ -47,19 +47,12 @@ def build_parts(config: EngineConfig) -> EngineParts:
     for reason in plan.reasons:
         logger.info(reason)
     tokenizer = None if plan.tokenizer_path is None else _load_tokenizer(plan.tokenizer_path)
-    worker = Worker(plan)
-    layout = worker.start()
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=layout.num_blocks,
-            block_size=layout.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            priority=config.scheduling_policy == "priority",
-        )
-    )
+    executor, layout = _start_executor(plan)
+    try:
+        scheduler = _build_scheduler(plan, layout)
+    except BaseException:
+        executor.shutdown()
+        raise
     admission = Admission(
         vocab_size=plan.model.vocab_size,
         max_model_len=_served_model_len(plan, layout),
@@ -68,8 +61,55 @@ def build_parts(config: EngineConfig) -> EngineParts:
         max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
-    core = EngineCore(scheduler, InProcessExecutor(worker), StatsCollector(), depth=int(plan.async_scheduling))
+    core = EngineCore(scheduler, executor, StatsCollector(), depth=_depth(plan))
     return EngineParts(plan, layout, core, admission, tokenizer)
+
+
+def _start_executor(plan: EnginePlan) -> tuple[Executor, KVLayout]:
+    """Load the model and take the KV cache's memory, in this process or in others."""
+    worker = Worker(plan)
+    layout = worker.start()
+    return InProcessExecutor(worker), layout
+
+
+def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
+    from fleetfoot.kv_transfer.build import load_failure_policy, scheduler_connector
+
+    config, speculative = plan.config, plan.config.speculative_config
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    return Scheduler(
+        SchedulerConfig(
+            num_blocks=layout.num_blocks,
+            block_size=layout.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            priority=config.scheduling_policy == "priority",
+            num_drafts=num_drafts,
+            num_lookahead=num_drafts if _has_draft_kv(plan) else 0,
+            num_stages=config.pipeline_parallel_size,
+            kv_load_failure_policy=load_failure_policy(plan),
+        ),
+        connector=scheduler_connector(plan, layout),
+    )
+
+
+def _has_draft_kv(plan: EnginePlan) -> bool:
+    """Whether the drafter keeps KV of its own in the requests' blocks."""
+    if plan.config.speculative_config is None:
+        return False
+    from fleetfoot.speculative.build import speculation_layers
+
+    return bool(speculation_layers(plan))
+
+
+def _depth(plan: EnginePlan) -> int:
+    """Steps in flight behind which another one is queued: as many as keep every stage of the pipeline busy."""
+    stages = plan.config.pipeline_parallel_size
+    if stages > 1 and plan.config.async_scheduling is not False:
+        return stages
+    return int(plan.async_scheduling)
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
-from fleetfoot.scheduler.scheduler import Scheduler, StepResult
+from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
+from fleetfoot.scheduler.scheduler import Scheduler
 
 
 class Executor(Protocol):
@@ -29,12 +30,24 @@ class Executor(Protocol):
 StepOutput = tuple[list[StepResult], ModelRunnerOutput]
 
 
+@dataclass(slots=True)
+class _QueuedStep:
+    """A step whose result has not been taken in."""
+
+    scheduler_output: SchedulerOutput
+    pending: PendingOutput
+    began: float
+    """When its scheduling began."""
+    schedule_s: float
+    execute_s: float
+
+
 class EngineCore:
     """A scheduler and an executor.
 
     Args:
         depth: steps that may be queued before the result of the oldest is waited for: 0 runs in lockstep; 1 schedules
-            step N+1 while the device runs step N.
+            step N+1 while the device runs step N; P keeps P pipeline stages busy.
         clock: seconds, monotonic.
     """
 
@@ -52,11 +65,18 @@ class EngineCore:
         self.stats = stats
         self.clock = clock
         self._depth = depth
-        self._queue: deque[tuple[SchedulerOutput, PendingOutput, float, float]] = deque()
+        self._queue: deque[_QueuedStep] = deque()
+        self._last_arrival = clock()  # when the last result came
 
     @property
     def has_work(self) -> bool:
+        """Whether a request has not ended, or a step has not been taken in."""
         return self.scheduler.has_unfinished or bool(self._queue)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the KV connector has something to do, maybe for requests that have ended: steps go on for it."""
+        return self.scheduler.transfers.is_pending
 
     def add_request(self, request: Request) -> None:
         self.scheduler.add_request(request)
@@ -68,11 +88,14 @@ class EngineCore:
     def step(self) -> StepOutput | None:
         """Queue one step if there is one, and take in the oldest once more than `depth` are queued.
 
+        An idle step, which only serves the KV connector, is taken in at once: it blocks until a transfer has got on, or
+        for a short while.
+
         Returns:
             What the oldest step yielded; None if nothing was taken in.
         """
-        queued = self._launch()
-        if len(self._queue) > self._depth or (self._queue and not queued):
+        is_computing = self._launch()
+        if len(self._queue) > self._depth or (self._queue and not is_computing):
             return self._retire()
         if not self._queue and self.scheduler.has_unfinished:
             raise RuntimeError(f"requests wait for nothing, and none can be scheduled: {self.scheduler.stats()}")
@@ -84,7 +107,8 @@ class EngineCore:
             self._retire()
 
     def _launch(self) -> bool:
-        begin = self.clock()
+        """Queue a step; False if there is none, or it computes nothing."""
+        began = self.clock()
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is None:
             return False
@@ -94,28 +118,44 @@ class EngineCore:
             request.scheduled_ts = request.scheduled_ts or scheduled
         self.executor.execute_model(scheduler_output)
         pending = self.executor.sample_tokens(None)
-        self._queue.append((scheduler_output, pending, scheduled - begin, self.clock() - scheduled))
-        return True
+        self._queue.append(_QueuedStep(scheduler_output, pending, began, scheduled - began, self.clock() - scheduled))
+        return not scheduler_output.is_idle
 
     def _retire(self) -> StepOutput:
-        scheduler_output, pending, schedule_s, execute_s = self._queue.popleft()
+        step = self._queue.popleft()
         begin = self.clock()
-        output = pending.get()
+        output = step.pending.get()
         arrived = self.clock()
-        results = self.scheduler.update(scheduler_output, output)
-        self.stats.step(
-            StepStats(
-                num_requests=len(scheduler_output.rows),
-                num_tokens=scheduler_output.total_num_scheduled_tokens,
-                schedule_s=schedule_s,
-                execute_s=execute_s + arrived - begin,
-                update_s=self.clock() - arrived,
-            )
-        )
+        results = self.scheduler.update(step.scheduler_output, output)
+        self._note(step, begin, arrived)
         if not self.has_work:
             self.scheduler.check_idle()
         return results, output
 
+    def _note(self, step: _QueuedStep, begin: float, arrived: float) -> None:
+        """Statistics of a step whose result was waited for from `begin` to `arrived`."""
+        scheduler_output, drafting = step.scheduler_output, self.scheduler.drafting
+        if scheduler_output.is_idle:
+            self.stats.idle_step()
+            return
+        drafting.observe(scheduler_output, arrived - max(step.began, self._last_arrival))
+        self._last_arrival = arrived
+        self.stats.step(
+            StepStats(
+                num_requests=len(scheduler_output.rows),
+                num_tokens=scheduler_output.total_num_scheduled_tokens,
+                schedule_s=step.schedule_s,
+                execute_s=step.execute_s + arrived - begin,
+                update_s=self.clock() - arrived,
+                num_drafted=drafting.last_drafted,
+                num_accepted=drafting.last_accepted,
+            )
+        )
+
     def shutdown(self) -> None:
+        """Give everything back; transfers that are under way are given up."""
         self._queue.clear()
-        self.executor.shutdown()
+        try:
+            self.executor.shutdown()
+        finally:
+            self.scheduler.transfers.connector.shutdown()

@@ -137,6 +137,10 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._outputs.num_unfinished or self._owed or self.core.has_work)
 
+    def has_transfers(self) -> bool:
+        """Whether steps still serve the KV connector, maybe for requests that have ended: blocks being sent."""
+        return self._cause is None and self.core.has_transfers
+
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it owes to users.
 

@@ -10,8 +10,7 @@ from fleetfoot.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fleetfoot.sampling.logprob import Logprob, RowLogprobs, logprob_dict
 from fleetfoot.sampling.params import RequestOutputKind
 from fleetfoot.scheduler.output import ModelRunnerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
-from fleetfoot.scheduler.scheduler import StepResult
+from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
 from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -156,13 +155,13 @@ class OutputProcessor:
             if sequence is None:
                 continue  # it ended by a stop string while this step was in flight
             new_token_ids = result.new_token_ids
-            num_tokens += len(new_token_ids)
             if sequence.is_silent and sequence.last_token_ts and request.status is RUNNING and not has_logprobs:
+                num_tokens += len(new_token_ids)
                 sequence.token_ids += new_token_ids  # nobody reads along: the straight line of the step
                 sample_itl(now - sequence.last_token_ts)
                 sequence.last_token_ts = now
                 continue
-            self._take(sequence, result, output, now)
+            num_tokens += self._take(sequence, result, output, now)
             state = sequence.state
             if state.kind is not FINAL_ONLY or not state.num_unfinished:
                 touched[id(state)] = state
@@ -182,7 +181,8 @@ class OutputProcessor:
 
     # --- what a step brings -----------------------------------------------------------------------------------------
 
-    def _take(self, sequence: _Sequence, result: StepResult, output: ModelRunnerOutput, now: float) -> None:
+    def _take(self, sequence: _Sequence, result: StepResult, output: ModelRunnerOutput, now: float) -> int:
+        """What a step brought a sequence; returns how many tokens count: none behind a stop string."""
         request, new_token_ids = result.request, result.new_token_ids
         if result.index in output.prompt_logprobs:
             self._take_prompt_logprobs(sequence.state, *output.prompt_logprobs[result.index])
@@ -197,6 +197,7 @@ class OutputProcessor:
         if request.is_finished and sequence.finish_reason is None:
             sequence.text.finish()
             self._end(sequence, request.finish_reason, request.stop_reason)
+        return len(new_token_ids)
 
     def _take_text(self, sequence: _Sequence, new_token_ids: list[int]) -> list[int]:
         """Feed the text stream; returns the tokens that count, fewer where a stop string ended the sequence."""
@@ -262,6 +263,7 @@ class OutputProcessor:
             prompt_logprobs=state.prompt_logprobs,
             metrics=self._metrics(state),
             num_cached_tokens=max(0, state.sequences[0].request.num_cached_tokens),
+            kv_transfer_params=state.sequences[0].request.kv_transfer_output,
         )
 
     @staticmethod

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from fleetfoot.outputs import RequestMetrics
-from fleetfoot.scheduler.scheduler import SchedulerStats
+from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 WINDOW = 100_000
 """Latency samples kept; older ones are dropped, so a server's memory does not grow."""
@@ -24,6 +24,10 @@ class StepStats:
     """In the runner: on a CPU the computation itself, on a GPU the queueing of it (and waiting, if not overlapped)."""
     update_s: float
     """Taking in tokens: the scheduler's update. What users are owed is made after the step."""
+    num_drafted: int = 0
+    """Draft tokens that it verified."""
+    num_accepted: int = 0
+    """Draft tokens that it accepted."""
 
     @property
     def host_s(self) -> float:
@@ -41,10 +45,25 @@ class EngineStats:
     num_finished: dict[str, int]
     """Requests that ended, by finish reason."""
     scheduler: SchedulerStats
+    num_idle_steps: int = 0
+    """Steps that computed nothing, for the KV connector alone; not counted in ``num_steps``."""
+
+    @property
+    def drafts(self) -> DraftStats:
+        """Acceptance of draft tokens, and why steps went without them."""
+        return self.scheduler.drafts
+
+    @property
+    def transfers(self) -> TransferStats:
+        """What the KV connector did."""
+        return self.scheduler.transfers
 
 
 class StatsCollector:
-    """Collects; costs an append per event. Samples are seconds."""
+    """Collects; costs an append per event. Samples are seconds.
+
+    ``itl`` has the time between arrivals at a request: several tokens that a step brings at once are one arrival.
+    """
 
     def __init__(self) -> None:
         self.ttft: deque[float] = deque(maxlen=WINDOW)
@@ -52,6 +71,7 @@ class StatsCollector:
         self.tpot: deque[float] = deque(maxlen=WINDOW)
         self.steps: deque[StepStats] = deque(maxlen=WINDOW)
         self.num_steps = 0
+        self.num_idle_steps = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_finished: dict[str, int] = {}
@@ -68,6 +88,9 @@ class StatsCollector:
         self.num_steps += 1
         self.steps.append(stats)
 
+    def idle_step(self) -> None:
+        self.num_idle_steps += 1
+
     def request_finished(self, metrics: RequestMetrics, reason: str | None) -> None:
         self.num_finished[str(reason)] = self.num_finished.get(str(reason), 0) + 1
         if metrics.num_generation_tokens > 1:
@@ -80,4 +103,5 @@ class StatsCollector:
             num_generation_tokens=self.num_generation_tokens,
             num_finished=dict(self.num_finished),
             scheduler=scheduler,
+            num_idle_steps=self.num_idle_steps,
         )

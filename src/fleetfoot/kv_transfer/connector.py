@@ -8,7 +8,7 @@ tokens right:
   rank has said how the load ended. A failed load leaves nothing behind: the tokens are computed, or the request fails.
 - **KV is final before it leaves.** `WorkerConnector.save` runs after the last writer of the step's KV.
 - **Blocks that their request has given back are read before anything can overwrite them**: what is to be saved of them
-  is in the metadata of the next step, and is taken in `WorkerConnector.start` before that step's forward pass.
+  is in the metadata of the next step, and is taken in `WorkerConnector.flush` before that step's forward pass.
 - **A block is lent until it is given back.** Where `SchedulerConnector.request_finished` says that blocks are still
   read, they stay LENT until the workers report the request as sent.
 """
@@ -48,6 +48,10 @@ class TransferContext:
     """Of this worker; the scheduler's side has 0."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    bytes_per_block: int = 0
+    """Of one KV block over all layers and all ranks."""
+    shares_blocks: bool = False
+    """Whether other connectors run beside this one, on the same blocks."""
     clock: Callable[[], float] | None = None
     """Seconds, monotonic; None: `time.monotonic`."""
 
@@ -55,11 +59,27 @@ class TransferContext:
 class SchedulerConnector(ABC):
     """The scheduler's side. Everything is called between steps, in the engine's thread; nothing may block."""
 
+    is_active: ClassVar[bool] = True
+    """False: there is no connector, and nobody needs to hash blocks for it."""
+
+    def check_request(self, request: Request) -> None:
+        """Called when a request comes. Most connectors take no ``kv_transfer_params``.
+
+        Raises:
+            ValueError: ``request.kv_transfer_params`` mean nothing here; the request is refused.
+        """
+        if request.kv_transfer_params is not None:
+            raise ValueError(
+                f"kv_transfer_params is {request.kv_transfer_params!r}, but this engine has no KV connector that takes "
+                "any; leave it out, or name a connector that does in kv_transfer_config"
+            )
+
     @abstractmethod
     def num_matched_tokens(self, request: Request, num_local: int) -> int:
         """Tokens of the request's beginning whose KV could be loaded, beyond the ``num_local`` that are here.
 
-        A multiple of the block size; at least one token of ``request.num_tokens`` must be left to compute.
+        A multiple of the block size; at least one token of ``request.num_tokens`` must be left to compute. May be
+        asked again and again for a request that finds no room. Never asked for one that wants prompt logprobs.
         ``request.block_hashes`` holds the chain hashes of all full blocks but the last token's.
         """
 
@@ -77,7 +97,7 @@ class SchedulerConnector(ABC):
             by_this_step: they are full once the step that is being made has run, and belong into
                 `WorkerConnector.save`. Else steps that were queued earlier have filled them, their request is giving
                 them back (it ended, or is preempted), and the step that is made next may overwrite them: they belong
-                into `WorkerConnector.start`.
+                into `WorkerConnector.flush`.
         """
 
     @abstractmethod
@@ -95,9 +115,12 @@ class SchedulerConnector(ABC):
         """What the workers have to do in this step; a plain record that msgspec or pickle can carry. Called once for
         each step, the idle ones included. None: nothing."""
 
+    def blocks_reused(self, block_ids: list[int]) -> None:  # noqa: B027
+        """Another connector loads into these blocks from the next step on; their last owners are gone."""
+
     @abstractmethod
     def update(self, output: KVConnectorOutput) -> None:
-        """What has ended on all ranks."""
+        """What has ended on all ranks. Requests that this connector did not load or send are another one's."""
 
     @property
     def has_pending(self) -> bool:
@@ -105,10 +128,35 @@ class SchedulerConnector(ABC):
         return False
 
     def forget(self) -> None:  # noqa: B027  (most connectors have nothing to forget)
-        """Weights have changed: nothing that was saved so far may be loaded again."""
+        """Weights have changed: nothing that was saved so far may be loaded again. Blocks of requests that began before
+        are not reported as filled any more."""
 
     def shutdown(self) -> None:  # noqa: B027
         """Give everything back."""
+
+
+class NoSchedulerConnector(SchedulerConnector):
+    """There is none: nothing matches, nothing is saved."""
+
+    is_active = False
+
+    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+        return 0
+
+    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+        raise RuntimeError("there is no KV connector that could load anything")
+
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        pass
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def build_metadata(self, scheduler_output: SchedulerOutput) -> None:
+        return None
+
+    def update(self, output: KVConnectorOutput) -> None:
+        pass
 
 
 class WorkerConnector(ABC):
@@ -123,10 +171,17 @@ class WorkerConnector(ABC):
     def bind(self, metadata: object | None) -> None:
         """What this step has to do."""
 
+    def flush(self) -> None:  # noqa: B027  (a connector that saves nothing has nothing to flush)
+        """Before the step's forward pass is queued, and before any connector's `start`: read, in the order of the
+        device's work, what must be saved of blocks that this step or its loads may overwrite."""
+
     @abstractmethod
     def start(self) -> None:
-        """Before the step's forward pass is queued: read what must be saved of blocks that this step may overwrite, and
-        begin the loads. Loads write to blocks that no step touches, so they may go on behind steps."""
+        """Before the step's forward pass is queued, and after `flush`: begin the loads.
+
+        Loads write to blocks that no step touches, so they may go on behind steps. A transfer that writes outside of
+        the order of the device's work must first wait for what is queued: another connector may have flushed these
+        blocks."""
 
     @abstractmethod
     def save(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.multi_config import MULTI_CONNECTOR, part_configs
 
 BLOCK_CONTIGUOUS_HND = "block-contiguous-hnd"
 """`fleetfoot.attention.kv_layout.KVLayout`: a block of a layer is one piece of memory, and within it the tokens of a
@@ -23,12 +24,17 @@ LAYOUT_DIMENSIONS: Mapping[str, tuple[str, ...]] = {
 OFFLOADING_CONNECTOR = "OffloadingConnector"
 """What ``kv_offloading_size`` implies."""
 
+CPU_BYTES = "cpu_bytes_to_use"
+"""The setting of the offloading connector that ``kv_offloading_size`` stands for, in bytes."""
+
 KNOWN_CONNECTORS: Mapping[str, frozenset[str]] = {
     OFFLOADING_CONNECTOR: frozenset({BLOCK_CONTIGUOUS_HND}),
     "NixlConnector": frozenset({BLOCK_CONTIGUOUS_HND}),
     "SharedStorageConnector": frozenset({BLOCK_CONTIGUOUS_HND}),
+    "FilesystemConnector": frozenset({BLOCK_CONTIGUOUS_HND}),
+    MULTI_CONNECTOR: frozenset({BLOCK_CONTIGUOUS_HND}),
 }
-"""Connector -> the layouts that it accepts."""
+"""Connector -> the layouts that it accepts; of several connectors, all that they have in common."""
 
 DECLARATION = "accepted_kv_layouts"
 """The class attribute in which a connector of somebody else's lists the names of the layouts that it accepts."""
@@ -49,15 +55,28 @@ def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
     """The layouts that the connector of an active config accepts.
 
     A connector given by ``kv_connector_module_path`` is imported and asked; one that declares nothing, and one that is
-    not known here, accepts none.
+    not known here, accepts none. Of several connectors, those that refuse a layout decide.
+
+    Raises:
+        ValueError, TypeError: the settings of several connectors are not as they must be.
     """
     name = config.kv_connector or ""
     if config.kv_connector_module_path is not None:
         return _ask_class(name, config.kv_connector_module_path)
+    if name == MULTI_CONNECTOR:
+        return _in_common([connector_layouts(part) for part in part_configs(config)])
     if name in KNOWN_CONNECTORS:
         return ConnectorLayouts(name, KNOWN_CONNECTORS[name])
     known = ", ".join(KNOWN_CONNECTORS)
     return ConnectorLayouts(name, frozenset(), f"is not known here (known are {known})")
+
+
+def _in_common(parts: list[ConnectorLayouts]) -> ConnectorLayouts:
+    accepted = frozenset.intersection(*(part.accepted for part in parts))
+    for part in parts:
+        if V2_LAYOUT not in part.accepted:
+            return ConnectorLayouts(part.name, accepted, part.remark)
+    return ConnectorLayouts(MULTI_CONNECTOR, accepted)
 
 
 def _ask_class(name: str, module_path: str) -> ConnectorLayouts:

@@ -30,7 +30,8 @@ class KVConnectorOutput:
     sent: set[str] = field(default_factory=set)
     """Requests whose lent blocks nobody reads any more: sent, or given up."""
     counters: dict[str, int] = field(default_factory=dict)
-    """Running totals for the statistics: ``blocks_saved``, ``blocks_loaded``, ``bytes_saved``, ``bytes_loaded``, ..."""
+    """What has happened since the last output, for whoever adds it up: ``blocks_saved``, ``blocks_loaded``,
+    ``bytes_saved``, ``bytes_loaded``, ... Of all ranks together once merged."""
 
     @property
     def is_empty(self) -> bool:

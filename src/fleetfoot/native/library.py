@@ -33,7 +33,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _I,
         (_P, _P, _L, _P, _L, _L, _L, _L, _L, _P, _P, _P, _L, _P, _P, _F, _L, _I, _I, _I, _I, _I, _I),
     ),
-    "prepare_decode": (None, (_P, _L, _L, _P, _P, _P, _P, _L, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L)),
+    "prepare_decode": (None, (_P, _L, _L, _P, _P, _P, _P, _L, _P, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L)),
     "post_update": (None, (_P, _L, _P, _P, _L, _P, _P, _L, _P, _P)),
     "choose_tokens": (_I, (_P, _P, _L, _L, _L, _P, _P, _P, _I, _I)),
     "linear": (_I, (_P, _P, _L, _P, _P, _L, _L, _L, _I, _I)),

@@ -9,7 +9,7 @@
 void EXPORT(prepare_decode)
 (const int32_t *idx_mapping, int64_t num_reqs, int64_t query_len, const int32_t *num_computed,
  const int32_t *prefill_lens, const int32_t *last_sampled, const int32_t *draft_tokens, int64_t num_drafts,
- const int32_t *table, int64_t table_stride, int64_t block_size, int32_t *pages, int64_t *positions, int32_t *seq_lens,
+ const int32_t *limits, const int32_t *table, int64_t table_stride, int64_t block_size, int32_t *pages, int64_t *positions, int32_t *seq_lens,
  int32_t *batch_index, int64_t *slots, int64_t *input_ids, int32_t *block_tables, int64_t out_stride,
  int64_t out_width) {
     for (int64_t request = 0; request < num_reqs; request++) {
@@ -29,12 +29,19 @@ void EXPORT(prepare_decode)
         for (int64_t j = 0; j < query_len; j++) {
             const int64_t position = computed + j, token = first + j;
             const int64_t slot = blocks[position / block_size] * block_size + position % block_size;
-            if (position >= prefill_lens[row])
-                pages[slot] = j == 0 ? last_sampled[row] : draft_tokens[row * num_drafts + j - 1];
+            const int is_dead = position >= limits[row];
+            int32_t id = 0;
+            if (position < prefill_lens[row])
+                id = pages[slot];
+            else {
+                id = j == 0 ? last_sampled[row] : draft_tokens[row * num_drafts + j - 1];
+                if (id < 0) id = 0; /* no draft */
+                if (!is_dead) pages[slot] = id;
+            }
             positions[token] = position;
             batch_index[token] = (int32_t)request;
-            slots[token] = slot;
-            input_ids[token] = pages[slot];
+            slots[token] = is_dead ? -1 : slot;
+            input_ids[token] = id;
         }
         int64_t count = (length + block_size - 1) / block_size;
         if (count > out_width) count = out_width;

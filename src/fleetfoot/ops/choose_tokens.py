@@ -21,7 +21,7 @@ def choose_tokens_torch(
     Args:
         temperatures: ``[n]`` float32. Rows above 0 draw from ``softmax(logits / temperature)``; None or 0: the argmax,
             the lowest index among equals.
-        seeds: ``[n]`` int64, 64-bit patterns; wanted if there are temperatures, as is ``positions [n]`` int64.
+        seeds: ``[n]`` int64, 64-bit patterns; wanted if there are temperatures, as is ``positions [n]`` int32 or int64.
         rows: ``[n]``: entry ``rows[i]`` of ``temperatures`` and ``seeds``, which may be longer, is that of row ``i``.
             -1: the row is padding, and its token means nothing.
         invalid: written, ``[n]`` bool: whether the chosen logit is NaN or infinite.
@@ -34,7 +34,7 @@ def choose_tokens_torch(
         temperatures, seeds = temperatures[rows], seeds[rows]
     token_ids = logits.argmax(dim=-1)
     if temperatures is not None and seeds is not None and positions is not None:
-        _draw(token_ids, logits, temperatures, seeds, positions)
+        _draw(token_ids, logits, temperatures, seeds, positions.to(torch.int64))
     if invalid is not None:
         mark_invalid(logits, token_ids, invalid)
     return token_ids

@@ -196,6 +196,8 @@ class _NativeOps:
             return choose_tokens_torch(logits, temperatures, seeds, positions, rows=rows, invalid=invalid)
         if rows is not None and temperatures is not None and seeds is not None:
             temperatures, seeds = temperatures[rows], seeds[rows]
+        if positions is not None:
+            positions = positions.to(torch.int64)
         per_row: list[int | None] = [None, None, None]
         if temperatures is not None and seeds is not None and positions is not None:
             if (

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-SMALL = (1, 2, 4, 8)
-DECODE_STEP = 8
-DECODE_STEP_ABOVE = 256
+SMALL = (1, 2, 4, 8, 16)
+DECODE_STEP = 16
+WIDER_STEP = 32
+WIDER_STEP_FROM = 64
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 
 
@@ -22,6 +23,8 @@ class GraphKey:
     samples: bool = True
     """Whether sampling and the update of the rows are captured too; they are not where a request wants more of the
     sampler than a temperature."""
+    drafting: int | None = None
+    """How many drafts are proposed at the end; 0: a drafter fills its cache alone; None: there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +65,32 @@ class CaptureTable:
         return cls(sizes, num_drafts, uniform, mixed, max_num_seqs)
 
     def dispatch(
-        self, *, num_reqs: int, num_tokens: int, max_query_len: int, is_uniform: bool, samples: bool = True
+        self,
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        is_uniform: bool,
+        samples: bool = True,
+        drafting: int | None = None,
     ) -> GraphKey | None:
         """The smallest captured shape that holds a batch; None: it runs eagerly.
 
         Args:
             is_uniform: every request has ``max_query_len`` tokens and samples.
             samples: nobody in the batch wants more of the sampler than a temperature.
+            drafting: as in `GraphKey`.
         """
         if is_uniform and max_query_len == 1:
             size = _at_least(self.decode, num_reqs)
-            return None if size is None else GraphKey("decode", size, size, samples)
+            return None if size is None else GraphKey("decode", size, size, samples, drafting)
         if is_uniform and self.num_drafts and max_query_len == 1 + self.num_drafts:
             size = _at_least(self.uniform, num_reqs)
-            return None if size is None else GraphKey("uniform", size, size * (1 + self.num_drafts), samples)
+            if size is None:
+                return None
+            return GraphKey("uniform", size, size * (1 + self.num_drafts), samples, drafting)
+        if drafting is not None:
+            return None
         size = _at_least(self.mixed, num_tokens)
         return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size, samples)
 
@@ -90,12 +105,16 @@ class CaptureTable:
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then in steps of 8 to 256 and of 16 beyond: padding wastes at most a step's worth of requests."""
+    """1, 2, 4, 8, 16, then in steps of 16 to 64 and of 32 beyond.
+
+    A request of padding costs next to nothing (no KV is read for it, and linear layers compute in tiles of 64 tokens),
+    while each shape costs tens of milliseconds when it is first met.
+    """
     sizes = [size for size in SMALL if size < max_num_seqs]
     size = SMALL[-1] + DECODE_STEP
     while size < max_num_seqs:
         sizes.append(size)
-        size += DECODE_STEP if size < DECODE_STEP_ABOVE else 2 * DECODE_STEP
+        size += DECODE_STEP if size < WIDER_STEP_FROM else WIDER_STEP
     return (*sizes, max_num_seqs)
 
 

@@ -38,8 +38,13 @@ class StepConnector:
     def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
         """Before anything of the step is written to the KV cache."""
         self._is_bound = True
-        self._connector.bind(scheduler_output.kv_connector_metadata)
-        self._connector.start()
+        try:
+            self._connector.bind(scheduler_output.kv_connector_metadata)
+            self._connector.flush()
+            self._connector.start()
+        except BaseException:
+            self.abandon()
+            raise
 
     def post_forward(self, finished_req_ids: set[str], wait_for_save: bool = True) -> KVConnectorOutput | None:
         """After the step's last writer; ends the step for the connector."""

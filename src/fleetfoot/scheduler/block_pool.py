@@ -41,6 +41,7 @@ class BlockPool:
         self._plain = list(range(num_blocks - 1, -1, -1))  # free, nothing cached: a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, with a cached prefix: least recently used first
         self._references = [0] * num_blocks
+        self._loans = [0] * num_blocks  # how many of the references are lent
         self._states = bytearray(num_blocks)
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -102,16 +103,32 @@ class BlockPool:
 
         Where another block already has that hash, the earlier one stays the cached one.
         """
-        self._states[block] = READY
+        if self._references[block] > self._loans[block]:
+            self._states[block] = READY
         if self.enable_caching and self._hashes[block] is None and digest not in self._by_hash:
             self._hashes[block] = digest
             self._by_hash[digest] = block
 
     def lend(self, blocks: Iterable[int]) -> None:
-        """Their request has gone, but a step in flight may still use them: keep them until `free`."""
+        """Their request has gone, but something still uses them: its reference to each is lent, until `take_back`."""
         for block in blocks:
-            if self._references[block] == 1:
+            self._loans[block] += 1
+            if self._loans[block] == self._references[block]:
                 self._states[block] = LENT
+
+    def lend_more(self, blocks: Iterable[int]) -> None:
+        """Lend blocks to one more borrower, whose `take_back` is its own."""
+        for block in blocks:
+            self._references[block] += 1
+        self.lend(blocks)
+
+    def take_back(self, blocks: Sequence[int]) -> None:
+        """What was lent is not used any more."""
+        for block in blocks:
+            if not self._loans[block]:
+                raise RuntimeError(f"KV block {block} is not lent and cannot be taken back")
+            self._loans[block] -= 1
+        self.free(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give back one reference to each of a request's blocks.
@@ -120,7 +137,7 @@ class BlockPool:
         """
         for block in reversed(blocks):
             left = self._references[block] - 1
-            if left < 0:
+            if left < self._loans[block]:
                 raise RuntimeError(f"KV block {block} was freed twice")
             self._references[block] = left
             if left == 0:
@@ -129,6 +146,8 @@ class BlockPool:
                     self._plain.append(block)
                 else:
                     self._cached[block] = None
+            elif left == self._loans[block]:
+                self._states[block] = LENT
 
     def forget(self) -> None:
         """Drop every cached prefix, as after new weights; blocks in use stay in use."""
@@ -145,16 +164,21 @@ class BlockPool:
         self._hashes[block] = None
         return block
 
-    def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """Compare the pool with the block lists of every request that holds blocks.
+    def check_integrity(self, owners: Iterable[Sequence[int]], loans: Iterable[Sequence[int]] = ()) -> None:
+        """Compare the pool with the block lists of all who hold blocks.
+
+        Args:
+            owners: every list of blocks that holds references, lent ones included.
+            loans: those that are lent.
 
         Raises:
             RuntimeError: a block is lost, owned twice, free and used, or its hash points elsewhere; all are named.
         """
-        counted = [0] * self.num_blocks
-        for blocks in owners:
-            for block in blocks:
-                counted[block] += 1
+        counted, lent = [0] * self.num_blocks, [0] * self.num_blocks
+        for counts, lists in ((counted, owners), (lent, loans)):
+            for blocks in lists:
+                for block in blocks:
+                    counts[block] += 1
         free = [*self._plain, *self._cached]
         wrong = (
             [f"block {b} is free twice" for b in {b for b in free if free.count(b) > 1}]
@@ -166,6 +190,12 @@ class BlockPool:
             references, state = self._references[block], self._states[block]
             if references != counted[block]:
                 wrong.append(f"block {block} has {references} references, {counted[block]} owners")
+            if self._loans[block] != lent[block]:
+                wrong.append(f"block {block} is lent {self._loans[block]} times, {lent[block]} borrowers")
+            if (state == LENT) != (references == lent[block] > 0):
+                wrong.append(
+                    f"block {block} is {STATE_NAMES[state]} with {lent[block]} of {references} references lent"
+                )
             if (references == 0) != (block in free_set) or (references == 0) != (state == FREE):
                 wrong.append(f"block {block} is {STATE_NAMES[state]} with {references} references")
             if (block in self._cached) and self._hashes[block] is None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.sampling.logprob import RowLogprobs
 from fleetfoot.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from fleetfoot.scheduler.request import Request
 
 
 @dataclass(slots=True)
@@ -31,6 +35,23 @@ class NewRequest:
     max_tokens_in_all: int = sys.maxsize
     """Most tokens of prompt and output together. With drafts, a query may reach beyond the last position that is ever
     an input, ``max_tokens_in_all - 2``: what lies there is computed for nothing and must be written nowhere."""
+
+    @classmethod
+    def of(cls, request: Request) -> NewRequest:
+        """A request that has just got its row and blocks."""
+        return cls(
+            request_id=request.request_id,
+            row=request.row,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed,
+            block_ids=list(request.block_ids),
+            params=request.params,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            bad_words_token_ids=request.bad_words_token_ids,
+            max_tokens_in_all=request.max_tokens_in_all,
+        )
 
 
 @dataclass(slots=True)
@@ -64,8 +85,10 @@ class SchedulerOutput:
     """Draft tokens to propose at the end of this step for each request that samples; 0: none, though a drafter with a
     KV cache of its own still fills it."""
     awaited_step: int = -1
-    """The newest earlier step that sampled a token for one of ``rows`` and whose result the host had not seen when this
-    step was made: what a rank that is not last in its pipeline must have received before. -1: none."""
+    """What a rank that is not last in its pipeline must have heard before it makes this step's inputs: what was sampled
+    in all steps up to this one. It is the newest step that sampled for one of ``rows``, or, if that is later, the
+    newest whose result the host had seen (which costs no waiting, and keeps the steps of a row's last owner from its
+    new one). -1: nothing, and always where there is no pipeline."""
     kv_connector_metadata: object | None = None
     """What the scheduler's side of the KV connector tells the workers' side."""
 
@@ -87,7 +110,7 @@ class ModelRunnerOutput:
     """Batch index -> (position of the first of them in the prompt, entries for the prompt tokens that this chunk
     predicts). The prompt's first token has none; after a preemption the same ones come again."""
     invalid: dict[int, str] = field(default_factory=dict)
-    """Batch index -> why its token means nothing (logits that are not numbers)."""
+    """Batch index -> why the last of its new tokens means nothing (logits that are not numbers); those before it do."""
     num_drafted: list[int] = field(default_factory=list)
     """For each decode, how many of the ``num_drafts`` were real proposals (n-gram lookup may have found fewer); empty
     where there were none. Accepted are ``len(sampled_token_ids[i]) - 1``."""

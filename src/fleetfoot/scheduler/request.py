@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import Any
 
 from fleetfoot.sampling.params import SamplingParams
 
@@ -14,10 +16,12 @@ class RequestStatus(enum.IntEnum):
     RUNNING = 1
     PREEMPTED = 2
     """Waiting again: its blocks were given away, and its tokens will be computed once more."""
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    LOADING = 3
+    """Holding blocks that a KV connector fills; it has no row, and no step touches it."""
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
 
 
 FINISH_REASONS = {
@@ -31,8 +35,9 @@ FINISH_REASONS = {
 class Request:
     """One sequence to generate. Plain slots, because the scheduler touches each one every step.
 
-    Counts are in tokens. ``num_tokens`` counts prompt, output and the tokens of steps in flight, which are not known
-    yet; ``len(token_ids)`` counts those that are known. ``num_computed`` are those whose KV has been queued.
+    Counts are in tokens. ``token_ids`` are prompt and output as far as they are known; ``num_computed`` are those whose
+    KV has been queued, and so may run ahead of them. Where steps in flight verify drafts it is an upper bound: all
+    drafts count as accepted until it is known how many were.
     """
 
     __slots__ = (
@@ -42,15 +47,21 @@ class Request:
         "cache_salt",
         "capacity",
         "is_lent",
+        "kv_transfer_output",
+        "kv_transfer_params",
+        "last_step",
         "max_tokens_in_all",
+        "may_load",
         "min_tokens_in_all",
         "num_cached_tokens",
         "num_computed",
         "num_in_flight",
+        "num_loaded",
         "num_preemptions",
+        "num_prefill",
         "num_prompt_tokens",
+        "num_proposed",
         "num_published",
-        "num_tokens",
         "params",
         "priority",
         "request_id",
@@ -77,17 +88,21 @@ class Request:
         bad_words_token_ids: list[list[int]] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
         """Args:
         max_tokens: most output tokens, already resolved against the model's length.
         seed: 64 bits for this sequence alone.
         eos_token_ids: the model's end tokens; left out where the request ignores them.
+        kv_transfer_params: what the user's request says to the KV connector.
         """
         self.request_id = request_id
         self.params = params
         self.seed = seed
         self.priority = priority
         self.cache_salt = cache_salt
+        self.kv_transfer_params = kv_transfer_params
+        self.kv_transfer_output: dict[str, Any] | None = None  # what the KV connector says at its end
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens_in_all = self.num_prompt_tokens + max_tokens
@@ -102,7 +117,7 @@ class Request:
         self.sequence_number = 0  # order of arrival, set by the scheduler
         self.row = -1  # of the runner's state, while running
         self.scheduled_ts = 0.0  # when it was first scheduled, by the engine's clock
-        self.num_tokens = self.num_prompt_tokens
+        self.num_prefill = 0  # those that were known when it got its row: it decodes once they are computed
         self.num_computed = 0
         self.num_in_flight = 0  # steps queued and not yet retired that hold this request
         self.num_cached_tokens = -1  # prefix cache hits of the first admission; -1: not admitted yet
@@ -111,11 +126,26 @@ class Request:
         self.capacity = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []
         self.num_published = 0  # blocks that the pool knows as full
-        self.is_lent = False  # preempted or ended, with steps in flight that still hold its blocks and row
+        self.is_lent = False  # preempted or ended, while a step in flight or a load still uses its blocks
+        self.may_load = True  # False: loading its KV has failed, and is not tried again
+        self.num_loaded = 0  # tokens whose KV a connector loads or has loaded, since it got its blocks
+        self.last_step = -1  # the last step that sampled for it, and what it proposed: kept for pipelines alone
+        self.num_proposed = 0
 
     @property
     def is_finished(self) -> bool:
         return self.status >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def has_certainly_ended(self) -> bool:
+        """Whether the steps in flight reach its length even if they accept no draft: there is nothing more to do."""
+        most = self.max_tokens_in_all
+        return self.num_computed + 1 >= most and len(self.token_ids) + self.num_in_flight >= most
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -132,3 +162,13 @@ class Request:
     def __lt__(self, other: Request) -> bool:
         """Heap order: priority first (lower is sooner), then arrival."""
         return (self.priority, self.sequence_number) < (other.priority, other.sequence_number)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one request got out of a step."""
+
+    request: Request
+    new_token_ids: list[int]
+    index: int
+    """Its place in the batch, to find its logprobs; -1: the step did not compute it, but ended it."""

@@ -1,9 +1,9 @@
 """The scheduler: which requests compute how many tokens in the next step, and what became of the last one.
 
 A running request keeps a row of the runner's state and a list of KV blocks. Steps may be queued before the results of
-earlier ones are known (overlapped scheduling): a token that a step in flight will yield counts in ``num_tokens`` as a
-placeholder, and its value is filled in by `Scheduler.update`. Blocks and rows go back only after the last step that
-holds them has retired.
+earlier ones are known (overlapped scheduling): a token that a step in flight will yield is computed further by the next
+step before the host knows it, and becomes known in `Scheduler.update`; drafts count as accepted until then. Blocks and
+rows go back only after the last step that holds them has retired.
 
 All of this is host time that stands in the way of the device, so the loops over running requests do one thing each
 and touch nothing that did not change.
@@ -14,53 +14,23 @@ from __future__ import annotations
 import sys
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from itertools import chain
 
-from fleetfoot.scheduler.block_hash import extend_chain, root_hash
+from fleetfoot.kv_transfer.connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.scheduler.block_pool import BlockPool
+from fleetfoot.scheduler.config import SchedulerConfig
+from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController, Drafting
+from fleetfoot.scheduler.kv_blocks import RequestBlocks
 from fleetfoot.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
+from fleetfoot.scheduler.rotation import drafts_of_turn, note_turn, take_turn
+from fleetfoot.scheduler.stats import SchedulerStats
+from fleetfoot.scheduler.transfers import Transfers
+from fleetfoot.scheduler.waiting import WaitingQueue
 
 RUNNING = RequestStatus.RUNNING
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of a scheduler; sizes in tokens, requests and blocks."""
-
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    priority: bool = False
-    """False: first come, first served, whatever the requests' priorities."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """A moment of the scheduler; counters are since its start."""
-
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    num_preemptions: int
-    prefix_cache_queries: int
-    """Prompt tokens looked up."""
-    prefix_cache_hits: int
-    """Prompt tokens found."""
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What one request got out of a step."""
-
-    request: Request
-    new_token_ids: list[int]
-    index: int
-    """Its place in the batch, to find its logprobs."""
+NewBlockIds = list[tuple[int, int, list[int]]]
 
 
 class Scheduler:
@@ -69,28 +39,38 @@ class Scheduler:
     Decodes go first, then prefills that are under way, then waiting requests, all within ``max_num_batched_tokens``.
     A waiting request is admitted when blocks for all its known tokens are free. When a decode finds no free block,
     the request at the end of the order is preempted: it gives everything back and will be computed again.
+
+    Args:
+        connector: moves KV in and out of the engine; None: nothing does.
+        controller: decides which steps propose drafts; None: all, if ``config.num_drafts`` is above 0.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        if config.max_num_batched_tokens < config.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({config.max_num_batched_tokens}) must hold a token of each of "
-                f"max_num_seqs ({config.max_num_seqs}) requests"
-            )
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        connector: SchedulerConnector | None = None,
+        controller: DraftController | None = None,
+    ) -> None:
+        connector = connector or NoSchedulerConnector()
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.blocks = RequestBlocks(config, self.pool, connector)
+        self.transfers = Transfers(connector, self.blocks, fail_on_error=config.kv_load_failure_policy == "fail")
+        self.drafting = Drafting(config.num_drafts, controller or ConstantDrafts(config.num_drafts))
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.running: list[Request] = []  # in order of priority and arrival; the last one is preempted first
-        self._waiting: list[Request] = []  # a heap; requests that ended while waiting are skipped when met
-        self._num_waiting = 0
+        self._waiting = WaitingQueue()
+        self._turn = self.running  # those of `running` that may be in the step that is being made
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._finished: list[tuple[str, int]] = []
         self._finished_req_ids: set[str] = set()
         self._step = 0
+        self._newest_updated = -1
         self._arrivals = 0
         self._num_lent = 0  # blocks that the steps in flight will give back
-        self._num_hoping = 0  # requests of this step that wait for them
+        self._num_hoping = 0  # blocks for which requests of this step wait for them
         self._num_ended = 0  # requests of `running` that have ended in this update
         self._num_preemptions = 0
         self._prefix_queries = 0
@@ -102,10 +82,15 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ValueError: its id is in use, or it can never fit in the KV cache.
+            ValueError: its id is in use, it can never fit in the KV cache, or its kv_transfer_params mean nothing.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by a request that has not ended")
+        if self.transfers.uses(request.request_id):
+            raise ValueError(
+                f"request id {request.request_id!r} is in use: KV of a request that had it is still being transferred"
+            )
+        self.transfers.connector.check_request(request)
         # the last token is never an input, so it needs no room
         room, wanted = self.config.num_blocks * self.config.block_size, request.max_tokens_in_all - 1
         if wanted > room:
@@ -126,7 +111,7 @@ class Scheduler:
         request.sequence_number = self._arrivals
         self._arrivals += 1
         self.requests[request.request_id] = request
-        self._enqueue(request)
+        self._waiting.push(request)
 
     def finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> Request | None:
         """End a request from outside: aborted, or stopped by its text. None if it has ended already."""
@@ -150,27 +135,18 @@ class Scheduler:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """Choose the next step's work; None if there is nothing that can be computed now."""
-        decodes: list[Request] = []
-        prefills: list[Request] = []  # running ones whose prompt is not computed to its end
-        new_block_ids: list[tuple[int, int, list[int]]] = []
+        """Choose the next step's work; None if there is nothing that can be done now.
+
+        The step is idle where nothing can be computed and nothing is in flight, but the KV connector has work.
+        """
+        new_block_ids: NewBlockIds = []
         self._num_hoping = 0
         num_preemptions = self._num_preemptions
-        for request in self.running:  # preemption shortens it at the end only, which a list iterator allows
-            computed = request.num_computed
-            if request.num_tokens - computed > 1:
-                prefills.append(request)
-                continue
-            if computed + 1 >= request.max_tokens_in_all:
-                continue  # its last token is in flight, and is no input
-            if computed == request.capacity and not self._grow(request, new_block_ids):
-                continue
-            request.num_computed = computed + 1
-            request.num_tokens += 1
-            request.num_in_flight += 1
-            decodes.append(request)
-
-        budget = self.config.max_num_batched_tokens - len(decodes)
+        stages = self.config.num_stages
+        self._turn = self.running if stages == 1 else take_turn(self.running, stages, self._step)
+        num_drafts = self.drafting.num_proposed if stages == 1 else drafts_of_turn(self._turn)
+        decodes, prefills = self._take_decodes(1 + num_drafts, new_block_ids)
+        budget = self.config.max_num_batched_tokens - len(decodes) * (1 + num_drafts)
         ending: list[Request] = []
         going_on: list[Request] = []
         counts: dict[int, int] = {}  # sequence number -> tokens, of prefills
@@ -180,26 +156,34 @@ class Scheduler:
         new_requests = []
         if num_preemptions == self._num_preemptions:
             while budget > 0 and (admitted := self._admit(budget)):
-                new_requests.append(self._describe(admitted))
+                new_requests.append(NewRequest.of(admitted))
                 budget -= self._chunk(admitted, budget, ending, going_on, counts)
 
         batch = decodes + ending + going_on
-        if not batch:
+        if not batch and not self._in_flight and num_preemptions != self._num_preemptions:
+            return self.schedule()  # whoever could run was preempted: there is room for somebody else
+        if not batch and (self._in_flight or not self.transfers.is_pending):
             return None
-        num_scheduled = [1] * len(decodes)
+        num_sampled = len(decodes) + len(ending)
+        num_scheduled = [1 + num_drafts] * len(decodes)
         num_scheduled += [counts[request.sequence_number] for request in batch[len(decodes) :]]
         output = SchedulerOutput(
             step=self._step,
             rows=[request.row for request in batch],
             num_scheduled_tokens=num_scheduled,
             num_decodes=len(decodes),
-            num_sampled=len(decodes) + len(ending),
+            num_sampled=num_sampled,
             total_num_scheduled_tokens=self.config.max_num_batched_tokens - budget,
             new_requests=new_requests,
             new_block_ids=new_block_ids,
             finished=self._finished,
             finished_req_ids=self._finished_req_ids,
+            num_drafts=num_drafts if decodes else 0,
+            num_to_propose=self.drafting.choose(num_sampled),
         )
+        if stages > 1:
+            note_turn(output, batch, self._newest_updated)
+        self.transfers.build_metadata(output)
         self._finished, self._finished_req_ids = [], set()
         self._step += 1
         self._in_flight.append((output, batch))
@@ -210,6 +194,8 @@ class Scheduler:
         in_flight, batch = self._in_flight.popleft()
         if in_flight is not output:
             raise RuntimeError(f"step {output.step} was updated before step {in_flight.step}, which is older")
+        self._newest_updated = output.step
+        self.drafting.take_back(output, batch, result)
         results: list[StepResult] = []
         sampled, num_sampled = result.sampled_token_ids, output.num_sampled
         for index, request in enumerate(batch):
@@ -230,7 +216,9 @@ class Scheduler:
                     new_token_ids = self._append(request, new_token_ids)
                 results.append(StepResult(request, new_token_ids, index))
         for index, message in result.invalid.items():
-            self._fail(batch[index], message, results)
+            self._fail(batch[index], message, len(sampled[index]), results)
+        if result.kv_connector_output is not None:
+            self._update_transfers(result.kv_connector_output, results)
         if self._num_ended:
             self._num_ended = 0
             self.running = [request for request in self.running if request.status is RUNNING]
@@ -260,154 +248,161 @@ class Scheduler:
             results.append(StepResult(request, self._append(request, new_token_ids), index))
         self._release(request)
 
+    def _update_transfers(self, output: KVConnectorOutput, results: list[StepResult]) -> None:
+        missed = self.transfers.update(output)
+        for request in missed.again:
+            self._waiting.push(request)
+        for request, reason in missed.failed:
+            self._end(request, RequestStatus.FINISHED_ERROR, reason)
+            results.append(StepResult(request, [], -1))
+
     # --- parts of a step --------------------------------------------------------------------------------------------
+
+    def _take_decodes(self, width: int, new_block_ids: NewBlockIds) -> tuple[list[Request], list[Request]]:
+        """Put the decodes of this turn into the step, ``width`` tokens each; returns them, and the prefills."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []  # running ones whose prompt is not computed to its end
+        reach = width + self.config.num_lookahead
+        for request in self._turn:  # preemption shortens it at the end only, which a list iterator allows
+            computed = request.num_computed
+            if computed < request.num_prefill:
+                prefills.append(request)
+                continue
+            if computed + 1 >= request.max_tokens_in_all and request.has_certainly_ended:
+                continue  # its last token is in flight, and is no input
+            if computed + reach > request.capacity and not self._grow(request, computed + reach, new_block_ids):
+                continue
+            request.num_computed = computed + width
+            request.num_in_flight += 1
+            decodes.append(request)
+        return decodes, prefills
 
     def _chunk(
         self, request: Request, budget: int, ending: list[Request], going_on: list[Request], counts: dict[int, int]
     ) -> int:
         """Put the next chunk of a prefill into the step; its blocks are there since its admission."""
-        missing = request.num_tokens - request.num_computed
+        missing = request.num_prefill - request.num_computed
         count = min(missing, budget)
         counts[request.sequence_number] = count
         request.num_computed += count
         request.num_in_flight += 1
         if count == missing:
-            request.num_tokens += 1
             ending.append(request)
         else:
             going_on.append(request)
-        self._publish(request)
+        self.blocks.publish(request, by_this_step=True)
         return count
 
     def _admit(self, budget: int) -> Request | None:
-        """Let the first waiting request run, if there is one and it fits."""
-        if not self._num_waiting or not self._free_rows:
-            return None
-        while self._waiting[0].is_finished:  # _num_waiting says that one follows that has not
-            heappop(self._waiting)
-        request = self._waiting[0]
-        if request.num_in_flight:
-            return None  # preempted a moment ago: its last token and its blocks are still on the device
-        hits = self._find_prefix(request)
-        block_size = self.config.block_size
-        missing = request.num_tokens - len(hits) * block_size
-        if not self.config.enable_chunked_prefill and budget < missing <= self.config.max_num_batched_tokens:
-            return None  # what a preempted request must compute again may be more than a step: only that is split
-        needed = -(-request.num_tokens // block_size) - len(hits)
-        if needed > self.pool.num_free - self.pool.num_idle(hits):
-            return None
-        heappop(self._waiting)
-        self._num_waiting -= 1
-        self.pool.share(hits)
-        request.block_ids = hits + self.pool.take(needed)
-        request.capacity = len(request.block_ids) * block_size
-        request.num_computed = len(hits) * block_size
-        request.num_published = len(hits)
+        """Let the next request run, if there is one and it fits: one whose KV has been loaded, or the first that waits.
+
+        Requests whose KV can be loaded begin to load on the way.
+        """
+        transfers = self.transfers
+        if (request := transfers.ready) is not None:
+            if not self._fits_step(request, request.num_computed, budget):
+                return None
+            transfers.take_ready()
+            return self._run(request)
+        while self._waiting and len(self._free_rows) > transfers.num_loading:
+            request = self._waiting.first
+            if request.num_in_flight:
+                return None  # preempted a moment ago: its last token and its blocks are still on the device
+            hits = self.blocks.find_prefix(request)
+            num_local = len(hits) * self.config.block_size
+            num_matched = transfers.num_matched(request, num_local)
+            if not num_matched and not self._fits_step(request, num_local, budget):
+                return None
+            if not self.blocks.take(request, hits):
+                return None
+            self._waiting.pop()
+            request.num_loaded = 0
+            if not num_matched:
+                return self._run(request)
+            transfers.start_load(request, num_matched)
+        return None
+
+    def _fits_step(self, request: Request, num_computed: int, budget: int) -> bool:
+        """Whether a prompt may begin: one that must not be split waits for a step that holds the rest of it.
+
+        What a preempted request must compute again may be more than any step: only that is split then.
+        """
+        missing = request.num_tokens - num_computed
+        return self.config.enable_chunked_prefill or not budget < missing <= self.config.max_num_batched_tokens
+
+    def _run(self, request: Request) -> Request:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed
             self._prefix_queries += request.num_tokens
-            self._prefix_hits += request.num_computed
+            self._prefix_hits += request.num_computed - request.num_loaded
         request.row = self._free_rows.pop()
         request.status = RUNNING
+        request.num_prefill = request.num_tokens
+        request.num_proposed = 0
         insort(self.running, request)
         return request
 
-    def _describe(self, request: Request) -> NewRequest:
-        return NewRequest(
-            request_id=request.request_id,
-            row=request.row,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=request.num_computed,
-            block_ids=list(request.block_ids),
-            params=request.params,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            bad_words_token_ids=request.bad_words_token_ids,
-        )
-
-    def _grow(self, request: Request, new_block_ids: list[tuple[int, int, list[int]]]) -> bool:
-        """One more block for a decode, at another's cost if need be; False: not in this step, or preempted itself."""
-        pool = self.pool
-        while not pool.num_free:
-            if self._num_hoping < self._num_lent:
-                self._num_hoping += 1  # enough will come back when the steps in flight retire: nobody else must go
+    def _grow(self, request: Request, num_positions: int, new_block_ids: NewBlockIds) -> bool:
+        """Blocks for a decode, at another's cost if need be; False: not in this step, or preempted itself."""
+        pool, block_size = self.pool, self.config.block_size
+        if num_positions >= request.max_tokens_in_all:
+            num_positions = request.max_tokens_in_all - 1  # from the last token on nothing is ever an input
+            if num_positions <= request.capacity:
+                return True
+        count = (num_positions - request.capacity + block_size - 1) // block_size
+        while pool.num_free < count:
+            if self._num_hoping + count <= self._num_lent:
+                self._num_hoping += count  # enough will come back when the steps in flight retire: nobody else must go
                 return False
             victim = self.running.pop()
+            if self._turn and self._turn[-1] is victim:
+                self._turn.pop()
             self._preempt(victim)
             if victim is request:
                 return False
-        blocks = pool.take(1)
+        blocks = pool.take(count)
         new_block_ids.append((request.row, len(request.block_ids), blocks))
         request.block_ids += blocks
-        request.capacity += self.config.block_size
+        request.capacity += count * block_size
         return True
 
-    def _find_prefix(self, request: Request) -> list[int]:
-        """Cached blocks of the request's beginning; at least one token is left to compute, for its logits."""
-        if not self.config.enable_prefix_caching or request.wants_prompt_logprobs:
-            return []
-        usable = (request.num_tokens - 1) // self.config.block_size
-        self._hash_blocks(request, usable)
-        return self.pool.lookup(request.block_hashes[:usable])
-
-    def _publish(self, request: Request) -> None:
-        """Let other requests hit the blocks that this one's queued steps have filled.
-
-        Prompts are published chunk by chunk; generated tokens when the request leaves, all at once: nobody can ask for
-        them while they are being made, short of a request that is the same, and hashing them one by one costs the step.
-        """
-        if not self.config.enable_prefix_caching:
-            return
-        full = min(request.num_computed, len(request.token_ids)) // self.config.block_size
-        if full > request.num_published:
-            self._hash_blocks(request, full)
-            for block in range(request.num_published, full):
-                self.pool.publish(request.block_ids[block], request.block_hashes[block])
-            request.num_published = full
-
-    def _hash_blocks(self, request: Request, count: int) -> None:
-        hashes, size = request.block_hashes, self.config.block_size
-        if count > len(hashes):
-            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
-            hashes += extend_chain(parent, request.token_ids, len(hashes) * size, count * size, size)
-
     # --- leaving ----------------------------------------------------------------------------------------------------
-
-    def _enqueue(self, request: Request) -> None:
-        heappush(self._waiting, request)
-        self._num_waiting += 1
 
     def _preempt(self, request: Request) -> None:
         """Everything back; it waits, before all that came later, to be computed again."""
         self._num_preemptions += 1
         request.num_preemptions += 1
         request.status = RequestStatus.PREEMPTED
-        self._publish(request)
+        self.blocks.publish(request, by_this_step=False)
         self._release(request)
-        self._enqueue(request)
+        self._waiting.push(request)
 
     def _end(self, request: Request, status: RequestStatus, stop_reason: int | str | None) -> None:
-        if request.status is RUNNING:
+        was = request.status
+        if was is RUNNING:
             self._num_ended += 1
-        else:
-            self._num_waiting -= 1  # it stays in the heap until it is met
+        elif was is not RequestStatus.LOADING:
+            self._waiting.note_ended()
         request.status = status
         request.stop_reason = stop_reason
         del self.requests[request.request_id]
         self._finished_req_ids.add(request.request_id)
         if status != RequestStatus.FINISHED_ERROR:
-            self._publish(request)
-        self._release(request)
+            self.blocks.publish(request, by_this_step=False)
+        self.transfers.request_finished(request)
+        if was is RequestStatus.LOADING:
+            self.transfers.leave(request)
+        else:
+            self._release(request)
 
-    def _fail(self, request: Request, message: str, results: list[StepResult]) -> None:
-        """The step's token for this request means nothing: take it back and end the request."""
+    def _fail(self, request: Request, message: str, num_new: int, results: list[StepResult]) -> None:
+        """The last of the step's tokens for this request means nothing: take it back and end the request."""
         result = next((result for result in results if result.request is request), None)
-        if result is None:
-            return  # it had ended before
+        if result is None or len(result.new_token_ids) < num_new:
+            return  # it had ended before, or before that token
         if result.new_token_ids:
-            del request.token_ids[-len(result.new_token_ids) :]
-            result.new_token_ids = []
+            del request.token_ids[-1]
+            result.new_token_ids = result.new_token_ids[:-1]
         if request.is_finished:
             request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, message
         else:
@@ -420,52 +415,52 @@ class Scheduler:
         if not request.num_in_flight:
             self._free(request)
         elif not request.is_lent:
-            request.is_lent = True
-            self.pool.lend(request.block_ids)
+            self.blocks.lend(request)
             self._num_lent += len(request.block_ids)
 
     def _free(self, request: Request) -> None:
         if request.is_lent:
-            request.is_lent = False
             self._num_lent -= len(request.block_ids)
-        self.pool.free(request.block_ids)
+        self.blocks.give_back(request)
         self._finished.append((request.request_id, request.row))
         self._free_rows.append(request.row)
         request.row = -1
-        request.block_ids = []
-        request.capacity = request.num_computed = request.num_published = 0
-        request.num_tokens = len(request.token_ids)
 
     # --- looking in -------------------------------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=self._num_waiting,
+            num_waiting=len(self._waiting),
             kv_cache_usage=self.pool.usage,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._prefix_queries,
             prefix_cache_hits=self._prefix_hits,
+            drafts=self.drafting.stats(),
+            transfers=self.transfers.stats(),
         )
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix: KV of other weights, say. Running requests keep their own blocks."""
         self.pool.forget()
-        for request in self.running:
+        in_flight = (request for _, batch in self._in_flight for request in batch)
+        for request in chain(self.running, in_flight):
             # what it goes on to compute stands on what is forgotten, so nobody else may hit it
             request.num_published = sys.maxsize
+        for request in self.transfers.forget():
+            self._waiting.push(request)
 
     def check_idle(self) -> None:
-        """With nothing running, everything must be free again. Costs next to nothing, so it is always on.
+        """With nothing running, everything must be free again but what transfers use. Costs next to nothing, so it is
+        always on.
 
         Raises:
             RuntimeError: blocks or rows were lost.
         """
-        if self.pool.num_free != self.config.num_blocks or len(self._free_rows) != self.config.max_num_seqs:
-            raise RuntimeError(
-                f"no request is left, but {self.config.num_blocks - self.pool.num_free} KV blocks and "
-                f"{self.config.max_num_seqs - len(self._free_rows)} rows are not free"
-            )
+        num_lost = self.config.num_blocks - self.pool.num_free - self.transfers.num_lent_blocks
+        num_rows = self.config.max_num_seqs - len(self._free_rows)
+        if num_lost or num_rows:
+            raise RuntimeError(f"no request is left, but {num_lost} KV blocks and {num_rows} rows are not free")
 
     def check_integrity(self) -> None:
         """Compare blocks, rows and queues with each other.
@@ -475,13 +470,13 @@ class Scheduler:
         """
         holders = {id(request): request for _, batch in self._in_flight for request in batch if request.row >= 0}
         holders |= {id(request): request for request in self.running}
-        self.pool.check_integrity(request.block_ids for request in holders.values())
         rows = sorted([request.row for request in holders.values()] + self._free_rows)
         if rows != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"rows are lost or held twice: {rows}")
-        waiting = sum(not request.is_finished for request in self._waiting)
-        if waiting != self._num_waiting or waiting + len(self.running) != len(self.requests):
+        self.blocks.check_integrity([*holders.values(), *self.transfers.holders], self.transfers.lent)
+        waiting, loading = sum(1 for _ in self._waiting), self.transfers.num_loading
+        if waiting != len(self._waiting) or waiting + loading + len(self.running) != len(self.requests):
             raise RuntimeError(
-                f"{len(self.requests)} requests have not ended, but {len(self.running)} run, {waiting} wait, "
-                f"and {self._num_waiting} are counted as waiting"
+                f"{len(self.requests)} requests have not ended, but {len(self.running)} run, {loading} load, {waiting} "
+                f"wait, and {len(self._waiting)} are counted as waiting"
             )

@@ -10,6 +10,7 @@ import torch
 
 from fleetfoot.attention.kv_layout import LayerGroup
 from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.models.interface import CausalLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ class Speculator(Protocol):
     kv_groups: tuple[LayerGroup, ...]
     """Layers that it wants behind the target's in the KV cache."""
 
-    def load_model(self) -> None:
-        """Read its weights to the device."""
+    def load_model(self, target: CausalLM) -> None:
+        """Read its weights to the device. ``target``: the model it drafts for, whose matrices it may share."""
         ...
 
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:

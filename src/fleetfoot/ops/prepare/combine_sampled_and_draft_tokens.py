@@ -28,10 +28,11 @@ def combine_sampled_and_draft_tokens(
 ) -> None:
     """Tokens from ``prefill_lens`` on: a query's first is the token sampled last, the others are its drafts.
 
-    They are kept in the pages as well. A rejected draft is overwritten there when its position is computed again.
+    They are kept in the pages as well, but for those without a slot. A rejected draft is overwritten there when its
+    position is computed again. A draft of -1, which stands for none, is token 0.
 
     Args:
-        slots: ``[T]`` int64: each token's KV slot, which is its place in the pages too.
+        slots: ``[T]`` int64: each token's KV slot, which is its place in the pages too; -1: none.
         positions: ``[T]`` int64.
         batch_index: ``[T]``: each token's request; -1: padding.
         idx_mapping: ``[n]``: each request's row.
@@ -81,9 +82,11 @@ def combine_sampled_and_draft_tokens_cpu(
     ids = last_sampled.numpy()[rows]
     if draft_tokens.shape[1]:
         draft = position_of[new] - num_computed.numpy()[rows] - 1
-        ids = np.where(draft < 0, ids, draft_tokens.numpy()[rows, draft])
+        ids = np.where(draft < 0, ids, draft_tokens.numpy()[rows, draft].clip(min=0))
     input_ids.numpy()[new] = ids
-    token_pages.numpy()[slots.numpy()[new]] = ids
+    slots_of_new = slots.numpy()[new]
+    has_slot = slots_of_new >= 0
+    token_pages.numpy()[slots_of_new[has_slot]] = ids[has_slot]
 
 
 def combine_sampled_and_draft_tokens_triton(
@@ -146,7 +149,7 @@ def _combine_sampled_and_draft_tokens_kernel(
     is_draft = is_new & (offset > 0) & (offset <= num_drafts)
     sampled_id = tl.load(last_sampled_ptr + row, mask=is_new, other=0)
     draft_ptr = draft_tokens_ptr + row.to(tl.int64) * draft_stride + offset - 1
-    token_id = tl.where(is_draft, tl.load(draft_ptr, mask=is_draft, other=0), sampled_id)
-    slot = tl.load(slots_ptr + token, mask=is_new, other=0)
+    token_id = tl.where(is_draft, tl.maximum(tl.load(draft_ptr, mask=is_draft, other=0), 0), sampled_id)
+    slot = tl.load(slots_ptr + token, mask=is_new, other=-1)
     tl.store(input_ids_ptr + token, token_id.to(tl.int64), mask=is_new)
-    tl.store(token_pages_ptr + slot, token_id, mask=is_new)
+    tl.store(token_pages_ptr + slot, token_id, mask=is_new & (slot >= 0))

@@ -22,6 +22,7 @@ def prepare_decode(
     prefill_lens: torch.Tensor,
     last_sampled: torch.Tensor,
     draft_tokens: torch.Tensor,
+    limits: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     *,
@@ -41,7 +42,8 @@ def prepare_decode(
         num_computed: ``[R]``: tokens whose KV is written.
         prefill_lens: ``[R]``: tokens known when the request joined.
         last_sampled: ``[R]``
-        draft_tokens: ``[R, k]``; k may be 0.
+        draft_tokens: ``[R, k]``; k may be 0; -1, which stands for none, is token 0.
+        limits: ``[R]``: see `slot_mapping`.
         block_table: ``[R, B]``: block ids; rows may lie further apart than B.
         block_size: tokens in a block.
         token_pages: written, ``[num_blocks * block_size]``, at the tokens from ``prefill_lens`` on.
@@ -71,6 +73,7 @@ def prepare_decode(
         prefill_lens,
         last_sampled,
         draft_tokens,
+        limits,
         block_table,
         block_size,
         token_pages=token_pages,
@@ -89,6 +92,7 @@ def prepare_decode_cpu(
     prefill_lens: torch.Tensor,
     last_sampled: torch.Tensor,
     draft_tokens: torch.Tensor,
+    limits: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     *,
@@ -123,16 +127,19 @@ def prepare_decode_cpu(
 
     ids[:, 0] = last_sampled.numpy().take(rows, mode="clip")
     if query_len > 1:
-        ids[:, 1:] = draft_tokens.numpy()[rows, : query_len - 1]
+        ids[:, 1:] = draft_tokens.numpy()[rows, : query_len - 1].clip(min=0)
+    is_dead = position_of >= limits.numpy().take(rows, mode="clip")[:, None]  # [n, query_len]
     is_known = position_of < prefill_lens.numpy().take(rows, mode="clip")[:, None]  # [n, query_len]
+    slot_of[is_dead] = -1
     if is_padded:
         is_known[is_padding] = False
         request_of[is_padding] = slot_of[is_padding] = -1
         seq_lens.numpy()[is_padding] = position_of[is_padding] = ids[is_padding] = 0
     if is_known.any():
         ids[is_known] = pages[slot_of[is_known]]
-    if is_padded:
-        slot_of, ids = slot_of[~is_padding], ids[~is_padding]
+    if is_padded or is_dead.any():
+        has_slot = slot_of >= 0
+        slot_of, ids = slot_of[has_slot], ids[has_slot]
     pages[slot_of] = ids
 
 
@@ -142,6 +149,7 @@ def prepare_decode_native(
     prefill_lens: torch.Tensor,
     last_sampled: torch.Tensor,
     draft_tokens: torch.Tensor,
+    limits: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     *,
@@ -164,6 +172,7 @@ def prepare_decode_native(
         last_sampled.data_ptr(),
         draft_tokens.data_ptr(),
         draft_tokens.stride(0),
+        limits.data_ptr(),
         block_table.data_ptr(),
         block_table.stride(0),
         block_size,
@@ -185,6 +194,7 @@ def prepare_decode_triton(
     prefill_lens: torch.Tensor,
     last_sampled: torch.Tensor,
     draft_tokens: torch.Tensor,
+    limits: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     *,
@@ -204,6 +214,7 @@ def prepare_decode_triton(
         prefill_lens,
         last_sampled,
         draft_tokens,
+        limits,
         block_table,
         token_pages,
         positions,
@@ -229,6 +240,7 @@ def _prepare_decode_kernel(
     prefill_lens_ptr,
     last_sampled_ptr,
     draft_tokens_ptr,
+    limits_ptr,
     block_table_ptr,
     token_pages_ptr,
     positions_ptr,
@@ -252,6 +264,7 @@ def _prepare_decode_kernel(
     computed = tl.load(num_computed_ptr + row, mask=is_request, other=0)
     prefill_len = tl.load(prefill_lens_ptr + row, mask=is_request, other=0)
     sampled_id = tl.load(last_sampled_ptr + row, mask=is_request, other=0)
+    limit = tl.load(limits_ptr + row, mask=is_request, other=0)
     seq_len = tl.where(is_request, computed + query_len, 0)
 
     offset = tl.arange(0, query_tile)
@@ -263,7 +276,7 @@ def _prepare_decode_kernel(
     table_ptr = block_table_ptr + row * row_stride
     block_id = tl.load(table_ptr + position // block_size, mask=is_token, other=0).to(tl.int64)
     draft_ptr = draft_tokens_ptr + row * draft_stride + offset - 1
-    draft_id = tl.load(draft_ptr, mask=is_new & (offset > 0), other=0)
+    draft_id = tl.maximum(tl.load(draft_ptr, mask=is_new & (offset > 0), other=0), 0)
 
     # The table is copied while the block ids above are on their way. Most tables fit one tile, and the launch must not
     # depend on those that do not.
@@ -275,14 +288,15 @@ def _prepare_decode_kernel(
         tl.store(copy_ptr + block, tl.load(table_ptr + block, mask=block < num_blocks), mask=block < num_blocks)
         begin += tile
 
+    has_slot = is_token & (position < limit)
     slot = block_id * block_size + position % block_size
     known_id = tl.load(token_pages_ptr + slot, mask=is_known, other=0)
     token_id = tl.where(is_known, known_id, tl.where(offset == 0, sampled_id, draft_id))
-    tl.store(token_pages_ptr + slot, token_id, mask=is_new)
+    tl.store(token_pages_ptr + slot, token_id, mask=is_new & has_slot)
 
     token = request * query_len + offset
     tl.store(seq_lens_ptr + request, seq_len)
     tl.store(positions_ptr + token, tl.where(is_token, position, 0).to(tl.int64), mask=in_query)
     tl.store(batch_index_ptr + token, tl.where(is_token, request, -1), mask=in_query)
-    tl.store(slots_ptr + token, tl.where(is_token, slot, -1), mask=in_query)
+    tl.store(slots_ptr + token, tl.where(has_slot, slot, -1), mask=in_query)
     tl.store(input_ids_ptr + token, tl.where(is_token, token_id, 0).to(tl.int64), mask=in_query)

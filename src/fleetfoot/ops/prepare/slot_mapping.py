@@ -17,6 +17,7 @@ def slot_mapping(
     positions: torch.Tensor,
     batch_index: torch.Tensor,
     idx_mapping: torch.Tensor,
+    limits: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     *,
@@ -28,18 +29,20 @@ def slot_mapping(
         positions: ``[T]`` int64.
         batch_index: ``[T]``: each token's request; -1: padding.
         idx_mapping: ``[n]``: each request's row.
+        limits: ``[R]``: positions from here on are never an input of their request: their K and V go nowhere.
         block_table: ``[R, B]``: block ids; rows may lie further apart than B.
         block_size: tokens in a block.
-        slots: written, ``[T]`` int64: block id * block_size + offset; -1 for padding.
+        slots: written, ``[T]`` int64: block id * block_size + offset; -1 for padding, and from the limit on.
     """
     implementation = slot_mapping_triton if slots.is_cuda else slot_mapping_cpu
-    implementation(positions, batch_index, idx_mapping, block_table, block_size, slots=slots)
+    implementation(positions, batch_index, idx_mapping, limits, block_table, block_size, slots=slots)
 
 
 def slot_mapping_cpu(
     positions: torch.Tensor,
     batch_index: torch.Tensor,
     idx_mapping: torch.Tensor,
+    limits: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     *,
@@ -51,13 +54,14 @@ def slot_mapping_cpu(
     blocks, offsets = np.divmod(position_of, block_size)
     np.multiply(block_table.numpy()[rows, blocks], block_size, out=slot_of, dtype=np.int64)
     np.add(slot_of, offsets, out=slot_of)
-    slot_of[requests < 0] = -1
+    slot_of[(requests < 0) | (position_of >= limits.numpy()[rows])] = -1
 
 
 def slot_mapping_triton(
     positions: torch.Tensor,
     batch_index: torch.Tensor,
     idx_mapping: torch.Tensor,
+    limits: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     *,
@@ -69,6 +73,7 @@ def slot_mapping_triton(
         positions,
         batch_index,
         idx_mapping,
+        limits,
         block_table,
         slots,
         num_tokens,
@@ -83,6 +88,7 @@ def _slot_mapping_kernel(
     positions_ptr,
     batch_index_ptr,
     idx_mapping_ptr,
+    limits_ptr,
     block_table_ptr,
     slots_ptr,
     num_tokens,
@@ -95,6 +101,7 @@ def _slot_mapping_kernel(
     is_token = request >= 0
     row = tl.load(idx_mapping_ptr + request, mask=is_token, other=0).to(tl.int64)
     position = tl.load(positions_ptr + token, mask=is_token, other=0)
+    is_token = is_token & (position < tl.load(limits_ptr + row, mask=is_token, other=0))
     block_ids_ptr = block_table_ptr + row * row_stride
     block_id = tl.load(block_ids_ptr + position // block_size, mask=is_token, other=0).to(tl.int64)
     slot = block_id * block_size + position % block_size

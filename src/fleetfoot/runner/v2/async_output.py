@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.runner.contract import INVALID_MESSAGE
 from fleetfoot.runner.v2.device import Device, Event
 from fleetfoot.sampling.logprobs import LogprobsTensors
@@ -15,7 +16,7 @@ from fleetfoot.scheduler.output import ModelRunnerOutput
 
 @dataclass(slots=True)
 class _PendingLogprobs:
-    """Entries whose tensors are being copied: which batch index each belongs to, and how many each one wants."""
+    """Entries whose tensors are being copied: which row of the logits each belongs to, and how many each one wants."""
 
     tensors: LogprobsTensors
     indices: Sequence[int]
@@ -30,14 +31,18 @@ class AsyncOutput:
     """
 
     device: Device
+    kv_connector_output: KVConnectorOutput | None = None
     _tokens: torch.Tensor | None = None
+    _num_decodes: int = 0
+    _num_drafts: int = 0
     _event: Event | None = None
     _logprobs: _PendingLogprobs | None = None
     _prompt_logprobs: list[tuple[int, int, LogprobsTensors]] = field(default_factory=list)
 
-    def send_tokens(self, chosen: torch.Tensor) -> None:
-        """``[2, num_sampled]``: token ids, and whether each means nothing. Queues their copy."""
-        self._tokens, self._event = self.device.copy_out(chosen)
+    def send_tokens(self, packed: torch.Tensor, num_decodes: int, num_drafts: int) -> None:
+        """Queue the copy of what `NewTokens.packed` made; the first ``num_decodes`` requests are decodes."""
+        self._num_decodes, self._num_drafts = num_decodes, num_drafts
+        self._tokens, self._event = self.device.copy_out(packed)
 
     def send_logprobs(self, tensors: LogprobsTensors, indices: Sequence[int], counts: Sequence[int]) -> None:
         self._logprobs = _PendingLogprobs(self._copied(tensors), indices, counts)
@@ -57,15 +62,42 @@ class AsyncOutput:
         """Wait for the copies, and make plain Python of them."""
         if self._event is not None:
             self._event.wait()
-        output = ModelRunnerOutput(sampled_token_ids=[])
+        output = ModelRunnerOutput(sampled_token_ids=[], kv_connector_output=self.kv_connector_output)
         if self._tokens is not None:
-            token_ids, invalid = self._tokens.tolist()
-            output.sampled_token_ids = [[token] for token in token_ids]
-            if any(invalid):
-                output.invalid = {index: INVALID_MESSAGE for index, flag in enumerate(invalid) if flag}
-        if self._logprobs is not None:
-            rows = self._logprobs.tensors.to_rows(self._logprobs.counts)
-            output.logprobs = {index: [row] for index, row in zip(self._logprobs.indices, rows, strict=True)}
+            if self._num_drafts:
+                self._read_runs(self._tokens.tolist(), output)
+            else:
+                self._read_tokens(self._tokens.tolist(), output)
         for index, position, tensors in self._prompt_logprobs:
             output.prompt_logprobs[index] = (position, tensors.to_rows())
         return output
+
+    def _read_tokens(self, packed: list[list[int]], output: ModelRunnerOutput) -> None:
+        """One token for each request."""
+        token_ids, invalid = packed
+        output.sampled_token_ids = [[token] for token in token_ids]
+        if any(invalid):
+            output.invalid = {index: INVALID_MESSAGE for index, flag in enumerate(invalid) if flag}
+        if self._logprobs is not None:
+            rows = self._logprobs.tensors.to_rows(self._logprobs.counts)
+            output.logprobs = {index: [row] for index, row in zip(self._logprobs.indices, rows, strict=True)}
+
+    def _read_runs(self, packed: list[list[int]], output: ModelRunnerOutput) -> None:
+        """Accepted drafts and the token behind them for each decode; one token for each prefill that ended."""
+        width, num_decodes = 1 + self._num_drafts, self._num_decodes
+        for index, entry in enumerate(packed):
+            num_sampled = entry[-2]
+            output.sampled_token_ids.append(entry[:num_sampled])
+            if num_sampled and entry[width + num_sampled - 1]:
+                output.invalid[index] = INVALID_MESSAGE
+        output.num_drafted = [entry[-1] for entry in packed[:num_decodes]]
+        if self._logprobs is None:
+            return
+        rows = self._logprobs.tensors.to_rows(self._logprobs.counts)
+        for place, row in zip(self._logprobs.indices, rows, strict=True):
+            # the logits of decodes come first, so many for each; then one for each prefill that ended
+            index, offset = divmod(place, width)
+            if index >= num_decodes:
+                index, offset = num_decodes + place - num_decodes * width, 0
+            if offset < len(output.sampled_token_ids[index]):
+                output.logprobs.setdefault(index, []).append(row)

@@ -112,12 +112,18 @@ class _CudaEvent:
 class _CudaCapture:
     """A CUDA graph. All of a device's graphs share one memory pool: no two of them run at the same time."""
 
-    def __init__(self, work: Callable[[], Any], pool: Any) -> None:
+    def __init__(self, work: Callable[[], Any], pool: Any, stream: torch.cuda.Stream) -> None:
         work()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.output = work()
+        # Not `torch.cuda.graph`, which collects garbage and empties caches first: a step that captures waits for this.
+        with torch.cuda.stream(stream):
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self.output = work()
+            finally:
+                self._graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -132,9 +138,10 @@ class CudaDevice:
         self.torch_device = device
         self._out = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._capturing = torch.cuda.Stream(device)
 
     def capture(self, work: Callable[[], Any]) -> Capture:
-        return _CudaCapture(work, self._pool)
+        return _CudaCapture(work, self._pool, self._capturing)
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, pin_memory=True)

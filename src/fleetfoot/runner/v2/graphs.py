@@ -29,21 +29,25 @@ class GraphManager:
         self.num_steps: Counter[str] = Counter()
         """Steps by the way they went: ``eager``, ``decode``, ``uniform``, ``mixed``."""
 
-    def dispatch(self, output: SchedulerOutput, *, samples: bool) -> tuple[BatchShape, GraphKey | None]:
+    def dispatch(
+        self, output: SchedulerOutput, *, samples: bool, drafting: int | None = None
+    ) -> tuple[BatchShape, GraphKey | None]:
         """The shape that a step runs in, padded if a graph serves it, and that graph's key.
 
         Args:
             samples: nobody in the batch wants more of the sampler than a temperature.
+            drafting: as in `GraphKey`.
         """
         num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
-        max_query_len = 1 if output.num_decodes == num_reqs else max(output.num_scheduled_tokens)
-        is_uniform = num_tokens == num_reqs * max_query_len and output.num_decodes == num_reqs
+        is_uniform = output.num_decodes == num_reqs
+        max_query_len = 1 + output.num_drafts if is_uniform else max(output.num_scheduled_tokens)
         key = self._table.dispatch(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             max_query_len=max_query_len,
             is_uniform=is_uniform,
             samples=samples,
+            drafting=drafting,
         )
         shape = BatchShape(
             num_reqs=num_reqs,
@@ -53,6 +57,7 @@ class GraphManager:
             max_query_len=max_query_len,
             padded_reqs=num_reqs if key is None else key.num_reqs,
             padded_tokens=num_tokens if key is None else key.num_tokens,
+            num_drafts=output.num_drafts,
         )
         self.num_steps["eager" if key is None else key.kind] += 1
         return shape, key

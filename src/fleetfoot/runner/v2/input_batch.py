@@ -29,11 +29,18 @@ class BatchShape:
     padded_reqs: int
     """Requests as a captured graph wants them; the same as ``num_reqs`` where nothing is replayed."""
     padded_tokens: int
+    num_drafts: int = 0
+    """Drafts that each decode verifies: it has so many tokens besides the one sampled last."""
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request has exactly one token."""
+        """Whether every request is a decode, so that all have the same number of tokens."""
         return self.num_decodes == self.num_reqs
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: of every token of a decode, and of the last one of a prefill that ends."""
+        return self.num_sampled + self.num_decodes * self.num_drafts
 
 
 @dataclass(slots=True)
@@ -50,6 +57,8 @@ class InputBatch:
     input_ids: torch.Tensor
     """``[padded_tokens]`` int64"""
     metadata: AttentionMetadata
+    batch_index: torch.Tensor
+    """``[padded_tokens]`` int32: each token's request; -1: padding."""
 
     @property
     def seq_lens(self) -> torch.Tensor:
@@ -74,12 +83,14 @@ class InputBuffers:
         self._batch_index = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(max_num_seqs, state.max_blocks, dtype=torch.int32, device=device)
-        self._iota = np.arange(max_num_seqs + 1, dtype=np.int32)  # query_start_loc of a pure decode
+        # query_start_loc of a pure decode, without drafts and with them
+        self._iota = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self._starts = self._iota * (1 + state.num_draft)
 
     def query_start_loc(self, shape: BatchShape, query_lens: list[int]) -> np.ndarray:
         """``[padded_reqs + 1]`` int32 on the host, for the staging buffer."""
         if shape.is_decode:
-            return self._iota[: shape.padded_reqs + 1]
+            return (self._starts if shape.num_drafts else self._iota)[: shape.padded_reqs + 1]
         starts = np.empty(shape.padded_reqs + 1, dtype=np.int32)
         starts[0] = 0
         np.cumsum(query_lens, out=starts[1 : shape.num_reqs + 1])
@@ -96,17 +107,27 @@ class InputBuffers:
         reqs, tokens = slice(0, shape.padded_reqs), slice(0, shape.padded_tokens)
         query_start_loc = staging.query_start_loc[: shape.padded_reqs + 1]
         is_padded = shape.padded_tokens != shape.num_tokens or shape.padded_reqs != shape.num_reqs
+        has_long_queries = shape.num_drafts > 0 or (is_padded and not shape.is_decode)
         metadata = AttentionMetadata(
             query_start_loc=query_start_loc,
             seq_lens=self._seq_lens[reqs],
             block_tables=self._block_tables[reqs],
             slot_mapping=self._slots[tokens],
             positions=self._positions[tokens],
-            num_decodes=shape.padded_reqs if shape.is_decode else 0 if is_padded else shape.num_decodes,
+            num_decodes=0 if has_long_queries else shape.padded_reqs if shape.is_decode else shape.num_decodes,
             max_query_len=shape.max_query_len,
-            max_seq_len=self._max_model_len,  # a bound: the lengths themselves are on the device
+            # a bound: the lengths themselves are on the device
+            max_seq_len=self._max_model_len + self._state.num_draft,
         )
-        return InputBatch(shape, rows, staging.idx_mapping[reqs], query_start_loc, self._input_ids[tokens], metadata)
+        return InputBatch(
+            shape,
+            rows,
+            staging.idx_mapping[reqs],
+            query_start_loc,
+            self._input_ids[tokens],
+            metadata,
+            self._batch_index[tokens],
+        )
 
     def fill(self, batch: InputBatch) -> None:
         """Queue the scatter of the host's writes and the gathering of the step's inputs."""
@@ -124,12 +145,13 @@ class InputBuffers:
             requests.prefill_lens,
             requests.last_sampled,
             requests.draft_tokens,
+            requests.limits,
             state.block_tables.tensor,
             state.block_size,
             token_pages=requests.token_pages,
             positions=metadata.positions,
             seq_lens=metadata.seq_lens,
-            batch_index=self._batch_index[: batch.shape.padded_tokens],
+            batch_index=batch.batch_index,
             slots=metadata.slot_mapping,
             input_ids=batch.input_ids,
             block_tables=metadata.block_tables,
@@ -139,7 +161,7 @@ class InputBuffers:
         state, requests, metadata = self._state, self._state.requests, batch.metadata
         table, block_size = state.block_tables.tensor, state.block_size
         positions, slots, idx_mapping = metadata.positions, metadata.slot_mapping, batch.idx_mapping
-        batch_index = self._batch_index[: batch.shape.padded_tokens]
+        batch_index = batch.batch_index
         positions_and_seq_lens(
             idx_mapping,
             batch.query_start_loc,
@@ -148,7 +170,7 @@ class InputBuffers:
             seq_lens=metadata.seq_lens,
             batch_index=batch_index,
         )
-        slot_mapping(positions, batch_index, idx_mapping, table, block_size, slots=slots)
+        slot_mapping(positions, batch_index, idx_mapping, requests.limits, table, block_size, slots=slots)
         prepare_prefill_inputs(
             slots,
             positions,

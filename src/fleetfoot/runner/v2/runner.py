@@ -3,9 +3,10 @@
 A step, from top to bottom:
 
     execute_model   note what changed in the staging buffer; one copy; scatter it; gather inputs; forward
-    sample_tokens   logits; sample; write the results back into the rows; queue the copy of the tokens to the host
+    sample_tokens   logits; sample, and verify drafts; write the results back into the rows; draft for the next step;
+                    queue the copy of the tokens to the host; the KV connector
 
-From the scatter to the rows a step can be one graph, which then has sampled before `sample_tokens` is called.
+From the scatter to the drafts a step can be one graph, which then has sampled before `sample_tokens` is called.
 
 Nothing here waits for the device. The tokens of a step reach the next one through the rows, on the device, and the
 host by way of `AsyncOutput`, whenever it asks.
@@ -18,21 +19,26 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.ops.prepare.post_update import post_update
 from fleetfoot.runner.capture_table import CaptureTable, GraphKey
 from fleetfoot.runner.contract import ExecuteModelState
 from fleetfoot.runner.load import ModelLoader
+from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Capture, Device, open_device
+from fleetfoot.runner.v2.drafting import Drafting
 from fleetfoot.runner.v2.graphs import GraphManager
 from fleetfoot.runner.v2.input_batch import BatchShape, InputBatch, InputBuffers
+from fleetfoot.runner.v2.pipeline import Packets
 from fleetfoot.runner.v2.prompt_logprobs import PromptLogprobs
 from fleetfoot.runner.v2.sampling import RowSampler
 from fleetfoot.runner.v2.state import DeviceState
+from fleetfoot.runner.v2.verification import LogitsRows, NewTokens, Verifier
 from fleetfoot.runner.v2.warm_up import warm_up_steps
 from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +47,22 @@ class StepTensors:
 
     hidden: torch.Tensor
     """``[padded_tokens, hidden_size]``"""
-    chosen: torch.Tensor | None = None
-    """``[2, padded_reqs]`` int64, if sampling was part of it: tokens, and whether each means nothing."""
+    packed: torch.Tensor | None = None
+    """Of `NewTokens.packed`, if everything up to drafting was part of it."""
 
 
 class ModelRunnerV2:
     """Implements `ModelRunner`.
 
     Args:
-        loader: builds the model when `load_model` is called.
+        loader: builds the model, or a pipeline's part of it, when `load_model` is called.
         max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step.
         max_model_len: most tokens of a request.
         capture_table: the shapes to capture as graphs, from the plan.
         device: copies and events; None: those of the loader's device.
+        speculation: who makes drafts; on the last rank alone, but for their number.
+        connector: moves KV; None: nobody does.
+        pipeline: the ranks that the layers are spread over.
     """
 
     name = "v2"
@@ -67,27 +76,41 @@ class ModelRunnerV2:
         max_model_len: int,
         capture_table: CaptureTable | None = None,
         device: Device | None = None,
+        speculation: Speculation = NO_SPECULATION,
+        connector: StepConnector | None = None,
+        pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     ) -> None:
         self.device = device or open_device(loader.context.device)
-        can_capture = self.device.has_graphs and loader.context.attention.is_capturable
+        can_capture = self.device.has_graphs and loader.context.attention.is_capturable and pipeline.size == 1
         self.graphs = GraphManager(capture_table or CaptureTable(), self._capture if can_capture else None)
         self._loader = loader
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
+        self._speculation = speculation
+        self._connector = connector or NoConnector()
+        self._pipeline = pipeline
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
         self._pending: ExecuteModelState | None = None
+        self._left: AsyncOutput | None = None  # the output of a step that ended in `execute_model`
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
     def load_model(self) -> None:
         self._model = self._loader.load()
+        if self._speculation.drafter is not None:
+            self._speculation.drafter.load_model(self._model)
 
     def initialize_kv_cache(self, layout: KVLayout) -> None:
         if self._model is None:
             raise RuntimeError("initialize_kv_cache was called before load_model")
-        self._kv_caches = layout.allocate(self.device.torch_device)
+        kv_caches = layout.allocate(self.device.torch_device)
+        num_layers = len(self._model.layers)
+        self._kv_caches = kv_caches[:num_layers]
+        if self._speculation.drafter is not None:
+            self._speculation.drafter.bind_kv_caches(kv_caches[num_layers:])
+        self._connector.register_kv_caches(kv_caches, layout)
         state = DeviceState(
             self.device,
             max_num_seqs=self._max_num_seqs,
@@ -95,21 +118,24 @@ class ModelRunnerV2:
             num_blocks=layout.num_blocks,
             block_size=layout.block_size,
             max_num_batched_tokens=self._max_num_batched_tokens,
+            num_draft=self._speculation.num_drafts,
         )
         self._state = state
         self._buffers = InputBuffers(state, self._max_num_seqs, self._max_num_batched_tokens, self._max_model_len)
         self._sampler = RowSampler(state, self._loader.context.ops, self._max_num_seqs)
+        self._verifier = Verifier(state, self._max_num_seqs)
+        self._drafting = Drafting(self._speculation, state, self._max_model_len)
+        self._packets = Packets(self._pipeline, state)
         self._prompt_logprobs = PromptLogprobs(state, self._model)
-        # without drafts, every request that samples yields one token and rejects none
-        self._ones = torch.ones(self._max_num_seqs, dtype=torch.int32, device=self.device.torch_device)
-        self._zeros = torch.zeros_like(self._ones)
 
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
         for scheduler_output in steps:
             self._forward(scheduler_output)
-            self._sample().get()
+            if self._pending is not None:
+                self._sample().get()
         self._sampler.remove(0)
+        self._packets.receive_all()
         with torch.inference_mode():
             self.graphs.capture_first()
         self.graphs.num_steps.clear()
@@ -119,10 +145,32 @@ class ModelRunnerV2:
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
     ) -> IntermediateTensors | None:
-        return self._forward(scheduler_output, intermediate_tensors)
+        if scheduler_output.is_idle:
+            self._give_back(scheduler_output)
+            self._left = AsyncOutput(self.device, self._connector.no_forward(scheduler_output))
+            return None
+        try:
+            self._connector.pre_forward(scheduler_output)
+            hidden = self._forward(scheduler_output, intermediate_tensors)
+            if self._pending is None:  # the last writer of this rank's KV
+                self._left = AsyncOutput(self.device, self._connector.post_forward(scheduler_output.finished_req_ids))
+        except BaseException:
+            self._connector.abandon()
+            raise
+        return hidden
 
     def sample_tokens(self, grammar_output: object | None) -> AsyncOutput:
-        return self._sample()
+        if self._left is not None:
+            output, self._left = self._left, None
+            return output
+        finished = set() if self._pending is None else self._pending.finished_req_ids
+        try:
+            output = self._sample()
+            output.kv_connector_output = self._connector.post_forward(finished)
+        except BaseException:
+            self._connector.abandon()
+            raise
+        return output
 
     @torch.inference_mode()
     def _forward(
@@ -130,18 +178,20 @@ class ModelRunnerV2:
     ) -> IntermediateTensors | None:
         if self._model is None or not self._kv_caches:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
+        self._packets.receive_for(scheduler_output)
         self._note(scheduler_output)
         samples = self._sampler.is_simple and not self._prompt_logprobs.is_wanted
-        shape, key = self.graphs.dispatch(scheduler_output, samples=samples)
+        drafting = self._drafting.wanted(scheduler_output)
+        shape, key = self.graphs.dispatch(scheduler_output, samples=samples, drafting=drafting)
         graph = None if key is None else self.graphs.get(key)  # captured, if need be, before this step is sent
         starts = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         self._state.staging.send(scheduler_output.rows, starts, shape.num_sampled, shape.padded_reqs)
         batch = self._buffers.batch(shape, scheduler_output.rows)
         if graph is None:
             self._buffers.fill(batch)
-            hidden = self._run_model(batch, intermediate_tensors)
+            hidden = self._run_model(batch, intermediate_tensors or self._pipeline.receive(shape.num_tokens))
             if isinstance(hidden, IntermediateTensors):
-                return hidden
+                return self._pass_on(hidden, batch, scheduler_output)
             done = StepTensors(hidden)
         else:
             graph.replay()
@@ -155,9 +205,7 @@ class ModelRunnerV2:
         """Put what changed into the staging buffer, and into the few things that the host keeps about rows."""
         state, staging = self._state, self._state.staging
         staging.begin()
-        for _, row in scheduler_output.finished:
-            self._sampler.remove(row)
-            self._prompt_logprobs.remove(row)
+        self._give_back(scheduler_output)
         for request in scheduler_output.new_requests:
             state.stage_request(request)
             self._sampler.add(request)
@@ -165,29 +213,61 @@ class ModelRunnerV2:
         if scheduler_output.new_block_ids:
             state.block_tables.stage_appended(scheduler_output.new_block_ids, staging)
 
+    def _give_back(self, scheduler_output: SchedulerOutput) -> None:
+        for _, row in scheduler_output.finished:
+            self._sampler.remove(row)
+            self._prompt_logprobs.remove(row)
+
+    def _pass_on(
+        self, hidden: IntermediateTensors, batch: InputBatch, scheduler_output: SchedulerOutput
+    ) -> IntermediateTensors | None:
+        """The end of a step on a rank that is not the last of its pipeline."""
+        self._verifier.update_rows(batch, None)  # every query is taken to be right, until the packet comes
+        self._packets.expect(batch)
+        if self._pipeline.size == 1:
+            return hidden
+        self._pipeline.send(hidden)
+        return None
+
     @torch.inference_mode()
     def _sample(self) -> AsyncOutput:
         if self._pending is None or self._model is None:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
         pending, self._pending = self._pending, None
         batch, done = pending.extra
-        num_sampled = batch.shape.num_sampled
+        scheduler_output, shape = pending.scheduler_output, batch.shape
         output = AsyncOutput(self.device)
-        if done.chosen is not None:  # the graph has sampled; its memory is written over by the next replay
-            output.send_tokens(done.chosen[:, :num_sampled].clone())
+        if done.packed is not None:  # the graph has sampled; its memory is written over by the next replay
+            packed = done.packed[: shape.num_sampled] if shape.num_drafts else done.packed[:, : shape.num_sampled]
+            output.send_tokens(packed.clone(), shape.num_sampled, shape.num_drafts)
             return output
-        for index, position, tensors in self._prompt_logprobs.collect(done.hidden, pending.scheduler_output):
+        for index, position, tensors in self._prompt_logprobs.collect(done.hidden, scheduler_output):
             output.send_prompt_logprobs(index, position, tensors)
-        token_ids = self._zeros[:0]
-        if num_sampled:
-            logits = self._logits(batch, done.hidden, num_sampled)  # [num_sampled, vocab_size]
-            sampled, logprob_rows = self._sampler(logits, batch)
-            output.send_tokens(torch.stack((sampled.token_ids, sampled.invalid)))
-            if sampled.logprobs is not None and logprob_rows is not None:
-                output.send_logprobs(sampled.logprobs, logprob_rows.indices, logprob_rows.counts)
-            token_ids = sampled.token_ids
-        self._update_rows(batch, token_ids)
+        new = None
+        if shape.num_sampled:
+            new = self._choose(batch, done.hidden, output)
+            output.send_tokens(new.packed(), shape.num_decodes, shape.num_drafts)
+        self._verifier.update_rows(batch, new)
+        drafts = self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
+        if new is not None:
+            self._packets.send(new, drafts)
         return output
+
+    def _choose(self, batch: InputBatch, hidden: torch.Tensor, output: AsyncOutput) -> NewTokens:
+        """Sample as the requests want it, and verify drafts; logprobs go on their way."""
+        shape, num_sampled = batch.shape, batch.shape.num_sampled
+        whose = self._verifier.logits_rows(batch, num_sampled)
+        rows = batch.rows[:num_sampled]
+        if shape.num_drafts:
+            rows = [row for row in rows[: shape.num_decodes] for _ in range(1 + shape.num_drafts)]
+            rows += batch.rows[shape.num_decodes : num_sampled]
+        logits = self._logits(hidden, whose, shape.num_logits)  # [num_logits, vocab_size]
+        if shape.is_decode:  # a graph that only ran the forward pass may have padding behind
+            whose = LogitsRows(None, whose.rows[: len(logits)], whose.seq_lens[: len(logits)])
+        sampled, logprob_rows = self._sampler(logits, whose, rows, shape.num_drafts)
+        if sampled.logprobs is not None and logprob_rows is not None:
+            output.send_logprobs(sampled.logprobs, logprob_rows.indices, logprob_rows.counts)
+        return self._verifier.accept(batch, sampled.token_ids, sampled.invalid, num_sampled)
 
     # --- what is queued on the device, eagerly or under capture -----------------------------------------------------
 
@@ -199,38 +279,26 @@ class ModelRunnerV2:
             batch.input_ids, batch.metadata.positions, self._kv_caches, batch.metadata, intermediate_tensors
         )
 
-    def _logits(self, batch: InputBatch, hidden: torch.Tensor, num_sampled: int) -> torch.Tensor:
-        """Of the first requests' last tokens: ``[padded_tokens, hidden_size]`` -> ``[num_sampled, vocab_size]``."""
+    def _logits(self, hidden: torch.Tensor, whose: LogitsRows, num_logits: int) -> torch.Tensor:
+        """``[padded_tokens, hidden_size]`` -> ``[num_logits, vocab_size]``."""
         assert self._model is not None
-        if not batch.shape.is_decode:  # in a pure decode the hidden states lie as they are wanted
-            last_tokens = (batch.query_start_loc[1 : num_sampled + 1] - 1).clamp_(min=0)
-            hidden = hidden.index_select(0, last_tokens)
-        return self._model.compute_logits(hidden[:num_sampled])
-
-    def _update_rows(self, batch: InputBatch, token_ids: torch.Tensor) -> None:
-        """Advance every request by its query, and keep the new tokens ``[num_sampled]`` for the next step."""
-        num_sampled = len(token_ids)
-        post_update(
-            batch.idx_mapping,
-            batch.query_start_loc,
-            token_ids.unsqueeze(1),
-            self._ones[:num_sampled],
-            self._zeros[:num_sampled],
-            num_computed=self._state.requests.num_computed,
-            last_sampled=self._state.requests.last_sampled,
-        )
+        if whose.indices is not None:  # in a pure decode the hidden states lie as they are wanted
+            hidden = hidden.index_select(0, whose.indices)
+        return self._model.compute_logits(hidden[:num_logits])
 
     def _capture(self, key: GraphKey) -> Capture:
         """A whole step of one shape as a graph: preparation, forward, and for a simple batch what comes after it."""
-        is_decode = key.kind == "decode"
+        is_decode = key.kind != "mixed"
+        query_len = key.num_tokens // key.num_reqs if is_decode else key.num_tokens
         shape = BatchShape(
             num_reqs=key.num_reqs,
             num_tokens=key.num_tokens,
             num_decodes=key.num_reqs if is_decode else 0,
             num_sampled=key.num_reqs,
-            max_query_len=1 if is_decode else key.num_tokens,
+            max_query_len=query_len,
             padded_reqs=key.num_reqs,
             padded_tokens=key.num_tokens,
+            num_drafts=query_len - 1 if is_decode else 0,
         )
         batch = self._buffers.batch(shape, [])
         self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
@@ -241,12 +309,17 @@ class ModelRunnerV2:
             assert isinstance(hidden, torch.Tensor)
             if not key.samples:
                 return StepTensors(hidden)
-            sampled = self._sampler.sample_simple(self._logits(batch, hidden, key.num_reqs), batch)
-            self._update_rows(batch, sampled.token_ids)
-            return StepTensors(hidden, torch.stack((sampled.token_ids, sampled.invalid)))
+            whose = self._verifier.logits_rows(batch, key.num_reqs)
+            sampled = self._sampler.sample_simple(self._logits(hidden, whose, shape.num_logits), whose)
+            new = self._verifier.accept(batch, sampled.token_ids, sampled.invalid, key.num_reqs)
+            packed = new.packed()
+            self._verifier.update_rows(batch, new)
+            self._drafting.propose(batch, hidden, new, key.drafting)
+            return StepTensors(hidden, packed)
 
         return self.device.capture(work)
 
     def shutdown(self) -> None:
-        self._model = self._pending = None
+        self._connector.shutdown()
+        self._model = self._pending = self._left = None
         self._kv_caches = []

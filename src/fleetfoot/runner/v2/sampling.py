@@ -13,8 +13,8 @@ import torch
 
 from fleetfoot.ops.opset import OpSet
 from fleetfoot.runner.v2.device_edits import BannedWords, DevicePenalties
-from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
+from fleetfoot.runner.v2.verification import LogitsRows
 from fleetfoot.sampling.masks import AllowedTokens, TokenBias
 from fleetfoot.sampling.metadata import LogprobRows, RandomRows, SamplingMetadata, SamplingRow
 from fleetfoot.sampling.sampler import Sampler, SamplerOutput
@@ -89,22 +89,24 @@ class RowSampler:
             self._wishes[row] = None
             self._layout = None
 
-    def __call__(self, logits: torch.Tensor, batch: InputBatch) -> tuple[SamplerOutput, LogprobRows | None]:
-        """Sample the first ``num_sampled`` requests of the batch.
+    def __call__(
+        self, logits: torch.Tensor, whose: LogitsRows, rows: list[int], num_drafts: int = 0
+    ) -> tuple[SamplerOutput, LogprobRows | None]:
+        """Choose a token for each row of logits.
 
         Args:
-            logits: ``[num_sampled, vocab_size]``.
+            logits: ``[L, vocab_size]``.
+            rows: the state's row of each row of logits, as the host knows it; a decode with drafts has several.
 
         Returns:
             Tokens, and which of the rows the logprobs in it belong to.
         """
-        num_sampled = len(logits)
         if not self._num_special:
-            return self.sample_simple(logits, batch, is_greedy=not self._num_random), None
-        layout = self._lay_out(batch.rows[:num_sampled])
-        metadata = self._metadata(layout, batch.idx_mapping[:num_sampled], batch.seq_lens[:num_sampled])
+            return self.sample_simple(logits, whose, is_greedy=not self._num_random), None
+        layout = self._lay_out(rows)
+        metadata = self._metadata(layout, whose, num_drafts)
         for wishes in layout.wishes:
-            wishes.length += 1
+            wishes.length += 1  # with drafts a bound, which the request's limit bounds
         return self._sampler(logits, metadata), metadata.logprobs
 
     @property
@@ -112,25 +114,21 @@ class RowSampler:
         """Whether no row wants more than a temperature."""
         return not self._num_special
 
-    def sample_simple(self, logits: torch.Tensor, batch: InputBatch, *, is_greedy: bool = False) -> SamplerOutput:
+    def sample_simple(self, logits: torch.Tensor, whose: LogitsRows, *, is_greedy: bool = False) -> SamplerOutput:
         """Sample a batch in which nobody wants more than a temperature.
 
         Args:
-            logits: ``[n, vocab_size]`` of the first n requests, padding among them if need be.
+            logits: ``[L, vocab_size]``, those of padding among them if need be.
             is_greedy: the host knows that nobody draws.
         """
-        if not is_greedy:
-            requests = self._state.requests
-            rows = batch.idx_mapping[: len(logits)].clamp(min=0)  # padding may read anybody's parameters
-            token_ids = self._choose_tokens(
-                logits,
-                requests.temperature.index_select(0, rows),
-                requests.seeds.index_select(0, rows),
-                batch.seq_lens[: len(logits)].to(torch.int64),
-            )
+        invalid = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+        if is_greedy:
+            token_ids = self._choose_tokens(logits, invalid=invalid)
         else:
-            token_ids = self._choose_tokens(logits)
-        invalid = logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite().logical_not_()
+            requests = self._state.requests
+            token_ids = self._choose_tokens(
+                logits, requests.temperature, requests.seeds, whose.seq_lens, rows=whose.rows, invalid=invalid
+            )
         return SamplerOutput(token_ids, invalid, None)
 
     # --- batches in which somebody wants more -----------------------------------------------------------------------
@@ -171,17 +169,17 @@ class RowSampler:
             raise RuntimeError(f"row {row} is scheduled, but no request has it")
         return wishes
 
-    def _metadata(self, layout: _Layout, idx_mapping: torch.Tensor, seq_lens: torch.Tensor) -> SamplingMetadata:
-        """``idx_mapping [n]`` int32, ``seq_lens [n]`` int32: of the requests that sample."""
-        state_rows = idx_mapping.to(torch.int64)
+    def _metadata(self, layout: _Layout, whose: LogitsRows, num_drafts: int) -> SamplingMetadata:
+        state_rows, seq_lens = whose.rows.to(torch.int64), whose.seq_lens
         penalties = None
         if layout.penalized is not None:
+            longest = max(wishes.length for wishes in layout.wishes if wishes.sampling.is_penalized) + num_drafts
             penalties = DevicePenalties(
                 self._state,
                 layout.penalized,
                 state_rows[layout.penalized],
                 seq_lens[layout.penalized],
-                max(wishes.length for wishes in layout.wishes if wishes.sampling.is_penalized),
+                min(longest, self._state.max_blocks * self._state.block_size),
             )
         return SamplingMetadata(
             rows=[wishes.sampling for wishes in layout.wishes],

@@ -12,9 +12,10 @@ from fleetfoot.runner.v2.staging import Arena, StagedWriteTensor, StagingBuffer
 from fleetfoot.scheduler.output import NewRequest
 
 # fields of a request, each one contiguous over the rows; floats are bit-cast
-(NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, MIN_TOKENS, TOP_K, TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY,
- PRESENCE) = range(11)  # fmt: skip
-NUM_FIELDS = 11
+(NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, LIMIT, MIN_TOKENS, TOP_K, TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION,
+ FREQUENCY, PRESENCE) = range(12)  # fmt: skip
+NUM_FIELDS = 12
+_NO_LIMIT = 2**31 - 1
 
 
 class RequestState:
@@ -40,6 +41,8 @@ class RequestState:
         self.num_computed = integers[NUM_COMPUTED]
         self.prefill_lens = integers[PREFILL_LEN]
         self.prompt_lens = integers[PROMPT_LEN]
+        self.limits = integers[LIMIT]
+        """Positions from here on are never an input: the last token's, and what drafts would reach behind it."""
         self.min_tokens = integers[MIN_TOKENS]
         self.top_k = integers[TOP_K]
         self.temperature = floats[TEMPERATURE]
@@ -50,7 +53,8 @@ class RequestState:
         self.presence_penalty = floats[PRESENCE]
         self.token_pages = pages.tensor  # [num_blocks * block_size]
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.draft_tokens = torch.zeros(max_num_seqs, num_draft, dtype=torch.int32, device=device)
+        # one row more than there are, for what padding requests write
+        self.draft_tokens = torch.full((max_num_seqs + 1, num_draft), -1, dtype=torch.int32, device=device)
 
     def stage(self, request: NewRequest, block_size: int, buffer: StagingBuffer) -> None:
         """Fill a request's row, and the pages of its tokens that are not there by a prefix cache hit."""
@@ -60,6 +64,7 @@ class RequestState:
             request.num_computed_tokens,
             len(request.token_ids),
             request.num_prompt_tokens,
+            min(request.max_tokens_in_all - 1, _NO_LIMIT),
             params.min_tokens,
             max(params.top_k, 0),
         )
@@ -122,7 +127,8 @@ class DeviceState:
         num_draft: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.max_blocks = -(-max_model_len // block_size)
+        self.max_blocks = -(-(max_model_len + num_draft) // block_size)
+        self.num_draft = num_draft
         self.arena = Arena(
             device.torch_device,
             (max_num_seqs, 2),  # seeds, first: they are read as int64, which must lie on 8 bytes

@@ -1,0 +1,100 @@
+"""The fingerprint of an engine: equal where KV means the same. No torch, unless a drafter's layers must be known."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fleetfoot.plan.plan import EnginePlan
+
+_DIGEST_BYTES = 16
+_SAMPLE_BYTES = 512
+_IRRELEVANT = ("dtype", "bos_token_id", "eos_token_ids", "tie_word_embeddings", "vocab_size")
+"""Fields of a model's config that change no KV; the dtype that counts is the engine's own."""
+
+
+def engine_fingerprint(plan: EnginePlan) -> str:
+    """32 hex digits over all that KV depends on: the model, its weights, dtype, block size, and the layers of the whole
+    engine, a drafter's included.
+
+    How the layers are spread over ranks is not in it, nor what device computes them.
+    """
+    model = {name: value for name, value in asdict(plan.model).items() if name not in _IRRELEVANT}
+    content: dict[str, Any] = {
+        "model": model,
+        "weights": weights_identity(plan.model_path, plan.config.load_format, plan.config.seed),
+        "quantization": plan.config.quantization,
+        "dtype": plan.dtype,
+        "block_size": plan.config.block_size,
+        "kv_layout": plan.kv_layout,
+    }
+    if plan.config.speculative_config is not None and (drafter := _drafter(plan)):
+        content["drafter"] = drafter
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def weights_identity(folder: Path, load_format: str, seed: int) -> str:
+    """What tells one set of weights from another, without reading all of it.
+
+    The commit, of a model from the hub. Else of each file its size, its time of change, its header, and a sample of
+    every tensor: the first two alone are not enough where files were unpacked with the time that their archive says,
+    and the last two not where a few values were changed in place.
+    """
+    if load_format == "dummy":
+        return f"dummy {seed}"
+    commit = _hub_commit(folder)
+    if commit is not None:
+        return commit
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for path in sorted(folder.glob("*.safetensors")):
+        _add_file(digest, path)
+    return digest.hexdigest()
+
+
+def _hub_commit(folder: Path) -> str | None:
+    """``models--owner--name@commit`` where the folder is a snapshot in the hub's cache."""
+    parts = folder.parts
+    if len(parts) >= 3 and parts[-2] == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", parts[-1]):
+        return f"{parts[-3]}@{parts[-1]}"
+    return None
+
+
+def _add_file(digest: hashlib.blake2b, path: Path) -> None:
+    """See `weights_identity`. A file that is not whole is told apart by its size; loading it fails anyway."""
+    with open(path, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())
+        prefix = file.read(8)
+        header = file.read(min(struct.unpack("<Q", prefix)[0], status.st_size)) if len(prefix) == 8 else b""
+        digest.update(header)
+        try:
+            tensors = json.loads(header)
+            spans = [value["data_offsets"] for name, value in sorted(tensors.items()) if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return
+        for begin, end in spans:
+            middle = 8 + len(header) + max(begin, (begin + end - _SAMPLE_BYTES) // 2)
+            digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - begin), middle))
+
+
+def _drafter(plan: EnginePlan) -> dict[str, Any]:
+    """What the KV of a drafter's layers depends on; n-grams have none."""
+    from fleetfoot.plan.resolve import find_model
+    from fleetfoot.speculative.build import speculation_layers
+
+    speculative = plan.config.speculative_config
+    layers = speculation_layers(plan)
+    if speculative is None or not layers:
+        return {}
+    content: dict[str, Any] = {"method": speculative.method, "layers": [asdict(group) for group in layers]}
+    if speculative.model is not None:
+        folder = find_model(speculative.model)
+        content["weights"] = weights_identity(folder, plan.config.load_format, plan.config.seed)
+    return content

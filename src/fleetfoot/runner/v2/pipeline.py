@@ -1,0 +1,100 @@
+"""The tokens that the last rank of a pipeline samples, on their way to the rows of the ranks before it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from fleetfoot.distributed.groups import PipelineGroup
+from fleetfoot.ops.prepare.post_update import post_update
+from fleetfoot.runner.v2.input_batch import InputBatch
+from fleetfoot.runner.v2.state import DeviceState
+from fleetfoot.runner.v2.verification import NewTokens
+from fleetfoot.scheduler.output import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A step whose packet has not been received."""
+
+    rows: frozenset[int]
+    """Of the requests that sample."""
+    idx_mapping: torch.Tensor
+    """``[n]`` int32: the same on the device, in batch order."""
+
+
+class Packets:
+    """A packet is ``[n, 2 + k]`` int32: the newest token, the number of rejected tokens of the query or -1 if the
+    request got nothing, and k drafts for the next step.
+
+    An earlier rank takes each request's query to be all right, and takes back what was rejected when it receives the
+    packet, which is before it prepares a step that wants it.
+    """
+
+    def __init__(self, pipeline: PipelineGroup, state: DeviceState) -> None:
+        self._pipeline = pipeline
+        self._requests = state.requests
+        self._width = 2 + state.num_draft
+        self._awaited: deque[_Awaited] = deque()
+
+    def send(self, new: NewTokens, drafts: torch.Tensor | None) -> None:
+        """On the last rank, after a step in which somebody sampled."""
+        if self._pipeline.size == 1:
+            return
+        packet = torch.full((len(new.token_ids), self._width), -1, dtype=torch.int32, device=new.token_ids.device)
+        last = (new.num_sampled - 1).clamp(min=0).to(torch.int64)
+        packet[:, 0] = new.token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
+        # nothing got: all of the query was rejected, and no token is new
+        packet[:, 1] = torch.where(new.num_sampled > 0, new.num_rejected, -1)
+        if drafts is not None:
+            packet[:, 2:] = drafts
+        self._pipeline.send_packet(packet)
+
+    def expect(self, batch: InputBatch) -> None:
+        """On an earlier rank, after its part of a step."""
+        count = batch.shape.num_sampled
+        if count and self._pipeline.size > 1:
+            # the batch's buffers are written over by the next step
+            self._awaited.append(_Awaited(frozenset(batch.rows[:count]), batch.idx_mapping[:count].clone()))
+
+    def receive_for(self, scheduler_output: SchedulerOutput) -> None:
+        """Receive the packets of all steps that sampled for a row which this step computes, or gives to another
+        request, and put what they say into the rows."""
+        if not self._awaited:
+            return
+        wanted = {*scheduler_output.rows, *(request.row for request in scheduler_output.new_requests)}
+        behind = [place for place, awaited in enumerate(self._awaited) if not wanted.isdisjoint(awaited.rows)]
+        for _ in range(behind[-1] + 1 if behind else 0):
+            self._receive()
+
+    def receive_all(self) -> None:
+        while self._awaited:
+            self._receive()
+
+    def _receive(self) -> None:
+        awaited = self._awaited.popleft()
+        idx_mapping = awaited.idx_mapping
+        packet = torch.empty((len(idx_mapping), self._width), dtype=torch.int32, device=idx_mapping.device)
+        self._pipeline.receive_packet(packet)
+        self._apply(idx_mapping, packet)
+
+    def _apply(self, rows: torch.Tensor, packet: torch.Tensor) -> None:
+        requests = self._requests
+        at = rows.to(torch.int64)
+        has_new = packet[:, 1] >= 0
+        num_rejected = torch.where(has_new, packet[:, 1], 0)
+        # the query was counted whole; a request that got nothing had ended, and its row is about to be given back
+        starts = torch.zeros(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        post_update(
+            rows,
+            starts,
+            packet[:, :1].contiguous(),
+            has_new.to(torch.int32),
+            num_rejected.contiguous(),
+            num_computed=requests.num_computed,
+            last_sampled=requests.last_sampled,
+        )
+        if self._width > 2:
+            requests.draft_tokens.index_copy_(0, at, packet[:, 2:].contiguous())

@@ -1,0 +1,136 @@
+"""From logits to new tokens: one for each request that samples, or a run of accepted drafts and one more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fleetfoot.ops.prepare.accept_drafts import accept_drafts
+from fleetfoot.ops.prepare.post_update import post_update
+from fleetfoot.runner.v2.input_batch import InputBatch
+from fleetfoot.runner.v2.state import DeviceState
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRows:
+    """Whose the rows of logits are."""
+
+    indices: torch.Tensor | None
+    """``[L]`` int64: the tokens of the batch that they belong to; None: the batch's first L, in order."""
+    rows: torch.Tensor
+    """``[L]`` int32: rows of the state; -1: padding."""
+    seq_lens: torch.Tensor
+    """``[L]``: length of the sequence up to the token, which is the position of the token to choose."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What the requests that sample have got, on the device."""
+
+    token_ids: torch.Tensor
+    """``[n, 1 + d]`` int64; those behind ``num_sampled`` mean nothing."""
+    invalid: torch.Tensor
+    """``[n, 1 + d]`` bool: choices that mean nothing."""
+    num_sampled: torch.Tensor
+    """``[n]`` int32"""
+    num_rejected: torch.Tensor
+    """``[n]`` int32: tokens of the query that are not part of the sequence."""
+    num_drafted: torch.Tensor | None
+    """``[n]`` int32: drafts that were proposed at all; None: no drafts were verified."""
+
+    def packed(self) -> torch.Tensor:
+        """Everything that the host wants, in one tensor for one copy.
+
+        ``[n, 2 * (1 + d) + 2]`` int64: tokens, flags, counts of tokens and of drafts; without drafts ``[2, n]``, tokens
+        and flags.
+        """
+        if self.num_drafted is None:
+            return torch.stack((self.token_ids[:, 0], self.invalid[:, 0]))
+        counts = torch.stack((self.num_sampled, self.num_drafted), 1)
+        return torch.cat((self.token_ids, self.invalid, counts), 1)
+
+
+class Verifier:
+    """Knows which tokens need logits, which choices hold, and how rows go on.
+
+    Args:
+        max_num_seqs: most requests in a step.
+    """
+
+    def __init__(self, state: DeviceState, max_num_seqs: int) -> None:
+        device = state.arena.flat.device
+        self._requests = state.requests
+        # without drafts, every request that samples yields one token and rejects none
+        self._ones = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
+        self._zeros = torch.zeros_like(self._ones)
+
+    def logits_rows(self, batch: InputBatch, num_sampled: int) -> LogitsRows:
+        """Of a batch whose first ``num_sampled`` requests sample (the padding of a graph among them)."""
+        shape = batch.shape
+        if not shape.num_drafts:
+            rows, seq_lens = batch.idx_mapping[:num_sampled], batch.seq_lens[:num_sampled]
+            if shape.is_decode:
+                return LogitsRows(None, rows, seq_lens)
+            last_tokens = (batch.query_start_loc[1 : num_sampled + 1] - 1).clamp_(min=0)
+            return LogitsRows(last_tokens, rows, seq_lens)
+        if shape.is_decode:
+            # padding is of request -1, whose row is that of the last request: padding too, if there is any
+            return LogitsRows(None, batch.idx_mapping[batch.batch_index], batch.metadata.positions + 1)
+        # Decodes come first and need logits of all their tokens; of the prefills behind them, the last one's.
+        of_decodes = torch.arange(shape.num_decodes * (1 + shape.num_drafts), device=batch.idx_mapping.device)
+        last_tokens = batch.query_start_loc[shape.num_decodes + 1 : num_sampled + 1] - 1
+        indices = torch.cat((of_decodes, last_tokens))
+        return LogitsRows(indices, batch.idx_mapping[batch.batch_index[indices]], batch.metadata.positions[indices] + 1)
+
+    def accept(self, batch: InputBatch, chosen: torch.Tensor, invalid: torch.Tensor, num_sampled: int) -> NewTokens:
+        """Args:
+        chosen: ``[L]`` int64, what the target chose for each row of logits; ``invalid [L]`` bool.
+        """
+        shape = batch.shape
+        if not shape.num_drafts:
+            ones, zeros = self._ones[:num_sampled], self._zeros[:num_sampled]
+            return NewTokens(chosen.unsqueeze(1), invalid.unsqueeze(1), ones, zeros, None)
+        width = 1 + shape.num_drafts
+        num_decodes = num_sampled if shape.is_decode else shape.num_decodes
+        verified = num_decodes * width
+        counts = torch.empty((3, num_sampled), dtype=torch.int32, device=chosen.device)
+        taken, rejected, drafted = counts
+        accept_drafts(
+            batch.idx_mapping[:num_decodes],
+            chosen[:verified].view(num_decodes, width),
+            invalid[:verified].view(num_decodes, width),
+            self._requests.draft_tokens,
+            self._requests.num_computed,
+            self._requests.limits,
+            num_sampled=taken[:num_decodes],
+            num_rejected=rejected[:num_decodes],
+            num_drafted=drafted[:num_decodes],
+        )
+        if num_decodes == num_sampled:
+            return NewTokens(chosen.view(-1, width), invalid.view(-1, width), taken, rejected, drafted)
+        taken[num_decodes:] = 1
+        counts[1:, num_decodes:] = 0
+        padded = []
+        for tensor in (chosen, invalid):
+            ending = tensor.new_zeros((num_sampled - num_decodes, width))
+            ending[:, 0] = tensor[verified:]
+            padded.append(torch.cat((tensor[:verified].view(num_decodes, width), ending)))
+        return NewTokens(padded[0], padded[1], taken, rejected, drafted)
+
+    def update_rows(self, batch: InputBatch, new: NewTokens | None) -> None:
+        """Advance every request by its query, and keep the newest tokens for the next step. None: nobody sampled."""
+        if new is None:
+            nothing = self._zeros[:0]
+            token_ids, num_sampled, num_rejected = nothing.unsqueeze(1), nothing, nothing
+        else:
+            token_ids, num_sampled, num_rejected = new.token_ids, new.num_sampled, new.num_rejected
+        post_update(
+            batch.idx_mapping,
+            batch.query_start_loc,
+            token_ids,
+            num_sampled,
+            num_rejected,
+            num_computed=self._requests.num_computed,
+            last_sampled=self._requests.last_sampled,
+        )

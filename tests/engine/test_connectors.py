@@ -1,0 +1,349 @@
+"""KV connectors through the engine, on both runners: the same tokens as without, whatever becomes of the transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
+from tests.helpers.faulty_connector import SCHEDULER_POINTS, WORKER_POINTS, Faults, InjectedError, faulty
+
+from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.scheduler.stats import TransferStats
+
+VOCAB = TEXT_MODEL["vocab_size"]
+SHARED_PROMPT = prompt_of(21, VOCAB, seed=1)
+PROMPTS = {
+    "alone": prompt_of(18, VOCAB, seed=2),
+    "one": [*SHARED_PROMPT, *prompt_of(9, VOCAB, seed=3)],
+    "two": [*SHARED_PROMPT, *prompt_of(6, VOCAB, seed=4)],
+    "short": prompt_of(3, VOCAB, seed=5),
+    "long": prompt_of(40, VOCAB, seed=6),
+}
+PARAMS = {
+    "alone": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    "one": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2),
+    "two": SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, repetition_penalty=1.3),
+    "short": SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1),
+    "long": SamplingParams(temperature=0.7, seed=8, max_tokens=14, ignore_eos=True),
+}
+REQUESTS = {name: (PROMPTS[name], PARAMS[name]) for name in PROMPTS}
+SIZE: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 24}
+"""Room for 96 tokens: less than the requests need together, so some are preempted, and blocks are evicted."""
+
+RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
+OFFLOAD: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"num_cpu_blocks": 200},
+}
+
+
+def shared(folder: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "SharedStorageConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+def several(folder: Path) -> dict[str, Any]:
+    extra = {"connectors": [{**OFFLOAD, "kv_connector_extra_config": {"num_cpu_blocks": 5}}, shared(folder)]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+CONNECTORS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "offload": lambda folder: OFFLOAD,
+    "filesystem": shared,
+    "multi": several,
+}
+Tokens = dict[str, list[int]]
+
+
+def tokens_of(outputs: dict[str, RequestOutput]) -> Tokens:
+    return {name: output.outputs[0].token_ids for name, output in outputs.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(text_model: Path) -> Tokens:
+    """What there is without a connector."""
+    engine = make_engine(text_model, runner="v1", **SIZE)
+    return tokens_of(run_requests(engine, REQUESTS))
+
+
+def close(engine: LLMEngine) -> TransferStats:
+    """End an engine after its last transfer, with every block back; what was transferred."""
+    steps = 0
+    while engine.has_transfers():
+        engine.step()
+        engine.check_integrity()
+        steps += 1
+        assert steps < 10_000, "transfers never end"
+    pool = engine.core.scheduler.pool
+    assert pool.num_free == pool.num_blocks
+    engine.core.scheduler.check_idle()
+    stats = engine.stats().transfers
+    engine.shutdown()
+    return stats
+
+
+# --- the same tokens ------------------------------------------------------------------------------------------------
+
+
+@RUNNERS
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("caching", [True, False])
+def test_tokens_are_those_without(
+    runner: str, connector: str, caching: bool, text_model: Path, tmp_path: Path, expected: Tokens
+) -> None:
+    config = CONNECTORS[connector](tmp_path)
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=config, enable_prefix_caching=caching, **SIZE)
+    assert engine.runner_name == runner
+    for _ in range(2):  # the second time much of it is loaded
+        assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    stats = close(engine)
+    assert stats.loads_failed == 0
+    if not caching and connector != "filesystem":  # files may still be on their way when they are looked for
+        assert stats.loads_done > 0 and stats.tokens_loaded > 0
+
+
+@RUNNERS
+@pytest.mark.parametrize("depth", [0, 1])
+def test_another_engine_finds_what_one_has_computed(
+    runner: str, depth: int, text_model: Path, tmp_path: Path, expected: Tokens
+) -> None:
+    settings = {**SIZE, "num_gpu_blocks_override": 100, "async_scheduling": bool(depth)}
+    one = make_engine(text_model, runner="v1", kv_transfer_config=shared(tmp_path), **SIZE)
+    assert tokens_of(run_requests(one, REQUESTS)) == expected
+    assert close(one).counters["blocks_saved"] > 0
+    other = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **settings)
+    outputs = run_requests(other, REQUESTS)
+    assert tokens_of(outputs) == expected
+    assert {name: output.num_cached_tokens for name, output in outputs.items()} == {
+        "alone": 16, "one": 28, "two": 24, "short": 0, "long": 36,
+    }  # fmt: skip
+    stats = close(other)
+    assert (stats.loads_done, stats.tokens_loaded, stats.loads_failed) == (4, 104, 0)
+
+
+@RUNNERS
+def test_host_memory_holds_what_the_cache_does_not(runner: str, text_model: Path) -> None:
+    """Three prompts of which the KV cache holds one, asked in turn."""
+    prompts = [prompt_of(40, VOCAB, seed=seed) for seed in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine = make_engine(text_model, runner=runner, kv_offloading_size=0.01, block_size=4, num_gpu_blocks_override=12)
+    rounds = []
+    for _ in range(3):
+        outputs = [run_requests(engine, {"r": (prompt, params)})["r"] for prompt in prompts]
+        rounds.append([output.outputs[0].token_ids for output in outputs])
+        cached = [output.num_cached_tokens for output in outputs]
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert cached == [36, 36, 36]
+    stats = close(engine)
+    assert (stats.loads_done, stats.tokens_loaded, stats.loads_failed) == (6, 6 * 36, 0)
+
+
+@RUNNERS
+def test_a_conversation_goes_on_in_another_engine(runner: str, text_model: Path, tmp_path: Path) -> None:
+    """What was generated is saved too, at the latest when its request ends."""
+    params = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
+    one = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), block_size=4)
+    said = run_requests(one, {"r": (PROMPTS["alone"], params)})["r"].outputs[0].token_ids
+    close(one)
+    follow_up = [*PROMPTS["alone"], *said, 17, 18]
+    plain = make_engine(text_model, runner=runner, block_size=4)
+    other = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), block_size=4)
+    output = run_requests(other, {"r": (follow_up, params)})["r"]
+    assert output.num_cached_tokens == 28  # all but the last token of 29 have KV, in seven blocks
+    assert output.outputs[0].token_ids == run_requests(plain, {"r": (follow_up, params)})["r"].outputs[0].token_ids
+    close(other)
+
+
+@RUNNERS
+def test_async_engine(runner: str, text_model: Path, tmp_path: Path, expected: Tokens) -> None:
+    async def ask(llm: AsyncLLM, name: str) -> list[int]:
+        prompt, params = REQUESTS[name]
+        final = None
+        async for output in llm.generate(prompt, params, name):
+            final = output
+        assert final is not None and final.finished
+        return final.outputs[0].token_ids
+
+    async def everything() -> None:
+        for _ in range(2):
+            llm = AsyncLLM(
+                str(text_model),
+                device="cpu",
+                max_num_seqs=8,
+                runner=runner,
+                kv_transfer_config=several(tmp_path),
+                **SIZE,
+            )
+            try:
+                tokens = await asyncio.gather(*(ask(llm, name) for name in REQUESTS))
+                assert dict(zip(REQUESTS, tokens, strict=True)) == expected
+            finally:
+                llm.shutdown()
+
+    asyncio.run(everything())
+
+
+# --- files that are not what they should be -------------------------------------------------------------------------
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 16
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def make_foreign(path: Path) -> None:
+    fingerprint = path.parts[-3].encode()
+    path.write_bytes(path.read_bytes().replace(fingerprint, b"f" * len(fingerprint)))
+
+
+SPOIL = {
+    "damaged": (damage, "checksum is wrong"),
+    "truncated": (truncate, "is not whole"),
+    "foreign": (make_foreign, f"its fingerprint is {'f' * 32}"),
+}
+
+
+@RUNNERS
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("how", SPOIL)
+def test_spoiled_files(runner: str, policy: str, how: str, text_model: Path, tmp_path: Path, expected: Tokens) -> None:
+    one = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **SIZE)
+    run_requests(one, REQUESTS)
+    close(one)
+    spoil, reason = SPOIL[how]
+    for path in tmp_path.rglob("*.kv"):
+        spoil(path)
+    config = {**shared(tmp_path), "kv_load_failure_policy": policy}
+    other = make_engine(text_model, runner=runner, kv_transfer_config=config, **SIZE)
+    outputs = run_requests(other, REQUESTS)
+    for name, output in outputs.items():
+        completion = output.outputs[0]
+        if policy == "recompute" or name == "short":  # which has no block to load
+            assert completion.token_ids == expected[name]
+        else:
+            assert (completion.finish_reason, completion.token_ids) == ("error", [])
+            assert reason in str(completion.stop_reason)
+    assert close(other).loads_failed >= 4
+    if policy == "recompute":  # what was spoiled has been written anew
+        third = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **SIZE)
+        assert tokens_of(run_requests(third, REQUESTS)) == expected
+        assert close(third).loads_done > 0
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@RUNNERS
+@pytest.mark.parametrize("point", [*SCHEDULER_POINTS, *WORKER_POINTS])
+@pytest.mark.parametrize("on_call", [1, 2])
+def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(
+    runner: str, point: str, on_call: int, text_model: Path
+) -> None:
+    faults = Faults(raise_at=point, on_call=on_call)
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **SIZE)
+    with pytest.raises(EngineDeadError, match=f"injected at {point}") as caught:
+        for _ in range(3):
+            run_requests(engine, REQUESTS)
+    assert isinstance(caught.value.__cause__, InjectedError)
+    assert faults.calls.count("bind") - faults.calls.count("clear") in (0, int(point == "bind")) or point == "clear"
+    with pytest.raises(EngineDeadError):
+        engine.step()
+    engine.shutdown()
+
+
+@RUNNERS
+@pytest.mark.parametrize("loads", ["fail", "time_out", "corrupt"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path, expected: Tokens) -> None:
+    faults = Faults()
+    config = faulty(OFFLOAD, faults, kv_load_failure_policy=policy)
+    settings = {**SIZE, "enable_prefix_caching": False}
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=config, **settings)
+    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    before = engine.stats().transfers
+    faults.loads = loads
+    outputs = run_requests(engine, REQUESTS)
+    for name, output in outputs.items():
+        completion = output.outputs[0]
+        if completion.finish_reason == "error":
+            assert policy == "fail" and f"injected: {loads}" in str(completion.stop_reason)
+            assert completion.token_ids == expected[name][: len(completion.token_ids)]
+        else:
+            assert completion.token_ids == expected[name]
+    assert (outputs["alone"].outputs[0].finish_reason == "error") == (policy == "fail")
+    faults.loads = ""
+    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    stats = close(engine)
+    assert stats.loads_failed - before.loads_failed >= 4
+    assert bool(stats.loads_timed_out) == (loads == "time_out")
+
+
+@RUNNERS
+def test_a_load_that_takes_long_holds_up_nobody_else(runner: str, text_model: Path, expected: Tokens) -> None:
+    faults = Faults()
+    settings = {**SIZE, "enable_prefix_caching": False, "num_gpu_blocks_override": 100}
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
+    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    faults.loads = "hold"
+    engine.add_request("alone", *REQUESTS["alone"])
+    new_prompt = prompt_of(30, VOCAB, seed=99)
+    engine.add_request("new", new_prompt, PARAMS["alone"])
+    finished: dict[str, RequestOutput] = {}
+    for _ in range(60):
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.check_integrity()
+    assert set(finished) == {"new"}
+    faults.released.set()
+    finished |= {output.request_id: output for output in drain(engine) if output.finished}
+    assert finished["alone"].outputs[0].token_ids == expected["alone"]
+    close(engine)
+
+
+@RUNNERS
+def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path, expected: Tokens) -> None:
+    faults = Faults()
+    settings = {**SIZE, "enable_prefix_caching": False}
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
+    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    faults.loads = "hold"
+    engine.add_request("long", *REQUESTS["long"])
+    for _ in range(3):
+        assert engine.step() == []
+    engine.abort_request("long")
+    (output,) = engine.step()
+    assert output.finished and output.outputs[0].finish_reason == "abort"
+    assert not engine.has_unfinished_requests()
+    assert engine.has_transfers()
+    assert engine.stats().transfers.num_lent_blocks == 10
+    with pytest.raises(ValueError, match="is still being transferred"):
+        engine.add_request("long", *REQUESTS["long"])
+    faults.released.set()
+    close(engine)
+
+
+@RUNNERS
+def test_blocks_that_are_lent_come_back(runner: str, text_model: Path, expected: Tokens) -> None:
+    faults = Faults(lends=True)
+    settings = {**SIZE, "num_gpu_blocks_override": 100}
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
+    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    assert not engine.has_unfinished_requests() and engine.has_transfers()
+    assert engine.stats().transfers.num_lent_blocks > 30
+    faults.released.set()
+    close(engine)

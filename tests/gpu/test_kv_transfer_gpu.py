@@ -1,0 +1,95 @@
+"""KV connectors on a GPU: copies on a side stream keep their order with the steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.kv_bench import Bench, same, transfer_config
+
+from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
+from fleetfoot.kv_transfer.block_copies import CudaBlockCopies, block_copies
+from fleetfoot.kv_transfer.host_memory import HostMemory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GPU = torch.device("cuda")
+SHAPES = {
+    "plain": KVLayout(64, 16, "bfloat16", (LayerGroup(8, 8, 128),)),
+    "with-drafter": KVLayout(64, 4, "float16", (LayerGroup(3, 2, 64), LayerGroup(1, 1, 32))),
+    "odd": KVLayout(16, 1, "float16", (LayerGroup(2, 1, 3),)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_go_out_and_come_back(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = SHAPES[shape]
+    monkeypatch.setattr("fleetfoot.kv_transfer.block_copies.STAGING_BYTES", 3 * layout.bytes_per_block)  # several turns
+    caches = [torch.randn(size, device=GPU).to(getattr(torch, layout.dtype)) for size in layout.layer_shapes]
+    copies = block_copies(caches, layout)
+    assert isinstance(copies, CudaBlockCopies)
+    host = HostMemory(12, layout.bytes_per_block, pinned=True)
+    assert host.tensor.is_pinned()
+    before = [cache.clone() for cache in caches]
+    order, slots, targets = [5, 0, 9, 3, 2, 7, 11], [1, 2, 3, 9, 0, 11, 7], [4, 1, 8, 6, 10, 14, 15]
+    copies.to_host(order, host.tensor, slots).synchronize()
+    pieces = [cache[3].contiguous().view(-1).view(torch.uint8).cpu() for cache in before]
+    assert torch.equal(host.tensor[9], torch.cat(pieces))
+    copies.from_host(host.tensor, slots, targets).synchronize()
+    for cache, was in zip(caches, before, strict=True):
+        assert torch.equal(cache[targets], was[order])
+        untouched = [block for block in range(layout.num_blocks) if block not in targets]
+        assert torch.equal(cache[untouched], was[untouched])
+    copies.close()
+    host.close()
+
+
+def test_what_is_queued_later_does_not_reach_what_is_saved() -> None:
+    """The copy waits for the writer before it, and the next writer for the copy; the host waits for neither."""
+    layout = SHAPES["plain"]
+    caches = layout.allocate(GPU)
+    copies = block_copies(caches, layout)
+    host = HostMemory(64, layout.bytes_per_block, pinned=True)
+    blocks, big = list(range(64)), torch.randn(4096, 4096, device=GPU)
+    events = []
+    for value in (1.0, 2.0):
+        for _ in range(20):
+            big = (big @ big).clamp(-1, 1)  # keeps the device busy
+        for cache in caches:
+            cache.fill_(value)
+        events.append(copies.to_host(blocks, host.tensor, blocks))
+        copies.fence([3, 99])
+        for cache in caches:
+            cache.fill_(-1.0)
+    events[-1].synchronize()
+    values = host.tensor.view(torch.bfloat16)
+    assert bool((values == 2.0).all())
+    copies.to_host(blocks, host.tensor, blocks)  # what comes in waits for it, as they share blocks and slots
+    copies.from_host(host.tensor, blocks, blocks).synchronize()
+    copies.to_host(blocks, host.tensor, blocks).synchronize()
+    assert bool((values == -1.0).all())
+    values.fill_(2.0)
+    copies.from_host(host.tensor, blocks, blocks).synchronize()
+    assert all(bool((cache == 2.0).all()) for cache in caches)
+    copies.close()
+    host.close()
+
+
+@pytest.mark.parametrize("connector", ["OffloadingConnector", "SharedStorageConnector"])
+def test_connectors(connector: str, tmp_path: Path) -> None:
+    extra = {"num_cpu_blocks": 8} if connector == "OffloadingConnector" else {"shared_storage_path": str(tmp_path)}
+    config = transfer_config(connector, **extra)
+    tokens = list(range(17))
+    bench = Bench(config, device=GPU)
+    request = bench.request("r", tokens, [3, 7, 1, 12, 5])
+    bench.save(request, 0, 3)
+    contents = bench.contents([3, 7, 1, 12])
+    bench.scheduler.blocks_filled(request, 3, 4, by_this_step=False)
+    bench.step(during=lambda: bench.scramble([3, 7, 1, 12]), new_blocks=[3, 7, 1, 12])
+    if connector == "SharedStorageConnector":
+        bench.shutdown()
+        bench = Bench(config, device=GPU)
+    assert bench.load(bench.request("again", tokens, [9, 8, 2, 0, 4])).loaded == {"again"}
+    assert same(bench.contents([9, 8, 2, 0]), contents)
+    bench.shutdown()

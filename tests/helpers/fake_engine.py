@@ -1,0 +1,179 @@
+"""A scheduler between a fake runner, a fake connector and a fake pipeline: steps are queued, and retired later."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.scheduler.request import Request, StepResult
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector, FakeWorkers
+from tests.helpers.fake_pipeline import FirstRank
+from tests.helpers.fake_runner import FakeRunner, reference
+
+VOCAB = 11  # small, so that prompts share prefixes and stop tokens come up
+
+
+class RandomController:
+    """Drafts now and then."""
+
+    off_reason = "luck"
+
+    def __init__(self, num_drafts: int, probability: float, rng: random.Random) -> None:
+        self.num_drafts = num_drafts
+        self.probability = probability
+        self.observed: list[tuple[int, int, int, int, int]] = []
+        self._rng = rng
+
+    def choose(self, num_decodes: int) -> int:
+        assert num_decodes > 0
+        return self.num_drafts if self._rng.random() < self.probability else 0
+
+    def observe(
+        self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
+    ) -> None:
+        assert 0 <= num_accepted <= num_drafted <= num_decodes * num_drafts
+        assert num_tokens >= num_decodes * (1 + num_drafts)
+        self.observed.append((num_decodes, num_drafts, num_drafted, num_accepted, num_tokens))
+
+
+class FakeDevice:
+    """Runner, workers of the connector, and first rank; runs steps, as an executor too.
+
+    Args:
+        scheduler: whose pool says which blocks may be written to.
+        num_ranks: that report transfers.
+        accuracy: of drafts.
+    """
+
+    runner_name = "fake"
+
+    def __init__(self, scheduler: Scheduler, rng: random.Random, *, num_ranks: int = 1, accuracy: float = 0.7) -> None:
+        config, connector = scheduler.config, scheduler.transfers.connector
+        self.runner = FakeRunner(
+            config.block_size,
+            VOCAB,
+            num_drafts=config.num_drafts,
+            accuracy=accuracy,
+            has_draft_kv=config.num_lookahead > 0,
+            pool=scheduler.pool,
+            seed=rng.randrange(2**32),
+        )
+        self.connector = connector if isinstance(connector, FakeSchedulerConnector) else None
+        self.workers = None if self.connector is None else FakeWorkers(self.connector, self.runner, num_ranks, rng)
+        self.first_rank = FirstRank(self.runner) if config.num_stages > 1 else None
+        self.is_shut_down = False
+        self._result = ModelRunnerOutput([])
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        runner = self.runner
+        if self.first_rank is not None:
+            self.first_rank.prepare(output)
+        if self.workers is not None:
+            self.workers.begin(output)
+        runner.apply(output)
+        if self.connector is not None:
+            scheduled = {runner.rows[row].request_id for row in output.rows}
+            assert not scheduled & self.connector.loading, "a request computes while its KV is being loaded"
+        if self.first_rank is not None:
+            self.first_rank.check(output)
+            self.first_rank.compute(output)
+        result = runner.compute(output)
+        if self.first_rank is not None:
+            self.first_rank.send(output)
+        if self.workers is not None:
+            result.kv_connector_output = self.workers.end()
+        return result
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._result = self.run(scheduler_output)
+
+    def sample_tokens(self, grammar_output: object | None) -> ModelRunnerOutput:
+        return self._result
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+class FakeEngine:
+    """Everything but an engine's core and outputs.
+
+    Args:
+        behaviour: of a KV connector; None: there is none.
+        num_ranks, accuracy: see `FakeDevice`.
+        drafting: how probable it is that a step proposes.
+        depth: steps that may be in flight when another is queued.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        rng: random.Random,
+        *,
+        behaviour: Behaviour | None = None,
+        num_ranks: int = 1,
+        accuracy: float = 0.7,
+        drafting: float = 0.9,
+        depth: int = 0,
+    ) -> None:
+        self.config = config
+        self.depth = depth
+        self.connector = None if behaviour is None else FakeSchedulerConnector(config.block_size, rng, behaviour)
+        self.controller = RandomController(config.num_drafts, drafting, rng)
+        self.scheduler = Scheduler(config, connector=self.connector, controller=self.controller)
+        self.device = FakeDevice(self.scheduler, rng, num_ranks=num_ranks, accuracy=accuracy)
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.num_idle_steps = 0
+
+    def launch(self) -> SchedulerOutput | None:
+        """Queue a step, if there is one."""
+        output = self.scheduler.schedule()
+        if output is not None:
+            assert output.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+            assert not output.is_idle or not self.in_flight, "an idle step would hold up those in flight"
+            self.num_idle_steps += output.is_idle
+            self.in_flight.append((output, self.device.run(output)))
+        return output
+
+    def retire(self) -> list[StepResult]:
+        """Take in the oldest step."""
+        output, result = self.in_flight.popleft()
+        results = self.scheduler.update(output, result)
+        self.scheduler.drafting.observe(output, 1.0)
+        return results
+
+    def step(self) -> list[StepResult]:
+        """As the engine's core does it."""
+        output = self.launch()
+        results = []
+        if self.in_flight and (len(self.in_flight) > self.depth or output is None or output.is_idle):
+            results = self.retire()
+        else:
+            assert output is not None or not self.scheduler.has_unfinished, "requests wait, and nothing is under way"
+        self.scheduler.check_integrity()
+        return results
+
+    def change_weights(self) -> None:
+        """What was computed before must not be found any more."""
+        self.device.runner.weights += 1
+        self.scheduler.reset_prefix_cache()
+
+    def settle(self) -> None:
+        """Step until nothing is in flight, lent or pending."""
+        while self.in_flight or self.scheduler.has_unfinished or self.scheduler.transfers.is_pending:
+            self.step()
+        self.scheduler.check_idle()
+        assert self.scheduler.transfers.num_lent_blocks == 0
+        assert self.scheduler.pool.num_free == self.config.num_blocks
+
+
+def expected_output(request: Request) -> list[int]:
+    """What the fake model gives the request alone."""
+    return reference(
+        request.token_ids[: request.num_prompt_tokens],
+        request.max_tokens_in_all - request.num_prompt_tokens,
+        request.stop_token_ids,
+        request.params.min_tokens,
+        VOCAB,
+    )

@@ -1,0 +1,215 @@
+"""A KV connector around a real one that goes wrong where and how a test wants it to."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
+from fleetfoot.kv_transfer.registry import find_connector
+from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.scheduler.request import Request
+
+SCHEDULER_POINTS = (
+    "num_matched_tokens", "start_load", "blocks_filled", "request_finished", "build_metadata", "update",
+)  # fmt: skip
+WORKER_POINTS = ("bind", "flush", "start", "save", "wait_for_save", "take_ended", "clear")
+
+
+class InjectedError(RuntimeError):
+    """What `Faults.raise_at` raises."""
+
+
+@dataclass
+class Faults:
+    """What goes wrong. One object for both sides, so a test can change its mind, and set `released`, on the way."""
+
+    raise_at: str = ""
+    """One of SCHEDULER_POINTS or WORKER_POINTS, which raises."""
+    on_call: int = 1
+    """At which of its calls."""
+    loads: str = ""
+    """``fail``, ``time_out``: loads that have ended well are reported so. ``corrupt``: their blocks are NaN besides.
+    ``hold``: nobody hears of them before `released` is set."""
+    lends: bool = False
+    """The blocks of requests that end are lent until `released` is set."""
+    released: threading.Event = field(default_factory=threading.Event)
+    calls: list[str] = field(default_factory=list)
+    """Every point, as it was called."""
+
+    def at(self, point: str) -> None:
+        self.calls.append(point)
+        if point == self.raise_at and self.calls.count(point) == self.on_call:
+            raise InjectedError(f"injected at {point}")
+
+
+@dataclass
+class FaultyMetadata:
+    inner: object | None
+    loads: dict[str, list[int]]
+    """Request -> the blocks that are loaded for it."""
+    lent: list[str]
+
+
+class FaultyScheduler(SchedulerConnector):
+    def __init__(self, inner: SchedulerConnector, faults: Faults, block_size: int) -> None:
+        self._inner, self._faults, self._block_size = inner, faults, block_size
+        self._loads: dict[str, list[int]] = {}
+        self._lent: list[str] = []
+        self._unsent: set[str] = set()
+
+    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+        self._faults.at("num_matched_tokens")
+        return self._inner.num_matched_tokens(request, num_local)
+
+    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+        self._faults.at("start_load")
+        first, last = num_local // self._block_size, (num_local + num_matched) // self._block_size
+        self._loads[request.request_id] = request.block_ids[first:last]
+        self._inner.start_load(request, num_local, num_matched)
+
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        self._faults.at("blocks_filled")
+        self._inner.blocks_filled(request, first, last, by_this_step=by_this_step)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._faults.at("request_finished")
+        if self._faults.lends:
+            self._lent.append(request.request_id)
+            self._unsent.add(request.request_id)
+        return self._faults.lends, self._inner.request_finished(request)[1]
+
+    def build_metadata(self, scheduler_output: SchedulerOutput) -> object | None:
+        self._faults.at("build_metadata")
+        metadata = FaultyMetadata(self._inner.build_metadata(scheduler_output), self._loads, self._lent)
+        self._loads, self._lent = {}, []
+        return metadata
+
+    def update(self, output: KVConnectorOutput) -> None:
+        self._faults.at("update")
+        self._unsent -= output.sent
+        self._inner.update(output)
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._lent or self._loads or self._unsent) or self._inner.has_pending
+
+    def forget(self) -> None:
+        self._inner.forget()
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class FaultyWorker(WorkerConnector):
+    def __init__(self, inner: WorkerConnector, faults: Faults) -> None:
+        self._inner, self._faults = inner, faults
+        self._blocks: dict[str, list[int]] = {}
+        self._held: set[str] = set()
+        self._lent: set[str] = set()
+        self._kv_caches: list[torch.Tensor] = []
+
+    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        self._kv_caches = list(kv_caches)
+        self._inner.register_kv_caches(kv_caches, layout)
+
+    def bind(self, metadata: object | None) -> None:
+        if metadata is None:  # a runner's own step, as when it warms up
+            self._inner.bind(None)
+            return
+        assert isinstance(metadata, FaultyMetadata)
+        self._blocks |= metadata.loads
+        self._lent |= set(metadata.lent)
+        self._inner.bind(metadata.inner)
+        self._faults.at("bind")
+
+    def flush(self) -> None:
+        self._faults.at("flush")
+        self._inner.flush()
+
+    def start(self) -> None:
+        self._faults.at("start")
+        self._inner.start()
+
+    def save(self) -> None:
+        self._faults.at("save")
+        self._inner.save()
+
+    def wait_for_save(self) -> None:
+        self._faults.at("wait_for_save")
+        self._inner.wait_for_save()
+
+    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        self._faults.at("take_ended")
+        output = self._inner.take_ended(finished_req_ids)
+        kind = self._faults.loads
+        if kind == "hold":
+            self._held |= output.loaded
+            output.loaded = set()
+            if self._faults.released.is_set():
+                output.loaded, self._held = self._held, set()
+        elif kind:
+            for request_id in output.loaded:
+                output.failed[request_id] = TransferFailure(f"injected: {kind}", timed_out=kind == "time_out")
+                if kind == "corrupt":
+                    for cache in self._kv_caches:
+                        cache[self._blocks[request_id]] = float("nan")
+            output.loaded = set()
+        if self._faults.released.is_set():
+            output.sent |= self._lent
+            self._lent = set()
+        return output
+
+    def clear(self) -> None:
+        self._inner.clear()
+        self._faults.at("clear")
+
+    def wait_for_progress(self) -> None:
+        self._faults.at("wait_for_progress")
+        self._inner.wait_for_progress()
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+class FaultyConnector(KVConnector):
+    """``kv_connector_extra_config``: ``inner``, the kv_transfer_config of the real one; ``faults``, a `Faults`."""
+
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+
+    @staticmethod
+    def scheduler_side(context: TransferContext) -> SchedulerConnector:
+        inner, faults = _parts(context)
+        connector = find_connector(inner.config)
+        return FaultyScheduler(connector.scheduler_side(inner), faults, context.block_size)
+
+    @staticmethod
+    def worker_side(context: TransferContext) -> WorkerConnector:
+        inner, faults = _parts(context)
+        return FaultyWorker(find_connector(inner.config).worker_side(inner), faults)
+
+
+def faulty(inner: dict[str, Any], faults: Faults, **settings: Any) -> dict[str, Any]:
+    """A kv_transfer_config for an engine in this process."""
+    return {
+        "kv_connector": "FaultyConnector",
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"inner": inner, "faults": faults},
+        **settings,
+    }
+
+
+def _parts(context: TransferContext) -> tuple[TransferContext, Faults]:
+    extra = context.config.kv_connector_extra_config
+    config = KVTransferConfig.parse({"kv_role": context.config.kv_role, **extra["inner"]})
+    return dataclasses.replace(context, config=config), extra["faults"]

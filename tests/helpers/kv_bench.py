@@ -1,0 +1,266 @@
+"""Both sides of a KV connector around real tensors, without an engine: requests, blocks and steps made by hand."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.block_copies import CopyEvent, CpuBlockCopies
+from fleetfoot.kv_transfer.connector import TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.output import KVConnectorOutput, KVOutputMerger
+from fleetfoot.kv_transfer.registry import find_connector
+from fleetfoot.runner.step_connector import StepConnector
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.block_hash import extend_chain, root_hash
+from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.scheduler.request import Request
+
+BLOCK_SIZE = 4
+LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (LayerGroup(2, 2, 6), LayerGroup(1, 1, 4)))
+"""Of a rank: two layers of a model, and a drafter's, which is of another shape."""
+FINGERPRINT = "0123456789abcdef" * 2
+
+
+class ManualJobs:
+    """Jobs that run when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Callable[[], None]] = deque()
+        self.is_stopped = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self.waiting.append(job)
+
+    def run(self, count: int | None = None) -> None:
+        """The oldest ``count``, or all."""
+        for _ in range(len(self.waiting) if count is None else count):
+            self.waiting.popleft()()
+
+    def stop(self, timeout: float, *, finish: bool) -> bool:
+        self.is_stopped = True
+        if finish:
+            self.run()
+        self.waiting.clear()
+        return True
+
+
+class InlineJobs(ManualJobs):
+    """Jobs that have run when they are submitted."""
+
+    def submit(self, job: Callable[[], None]) -> None:
+        job()
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def transfer_config(connector: str, *, role: str = "kv_both", timeout: float = 60.0, **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector=connector, kv_role=role, kv_transfer_timeout=timeout, kv_connector_extra_config=extra
+    )
+
+
+class Bench:
+    """An engine's connector, and the KV caches of its ranks, all of `LAYOUT` and full of random values.
+
+    Args:
+        make_worker: the workers' side, where it is not the connector's own.
+    """
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        *,
+        num_ranks: int = 1,
+        fingerprint: str = FINGERPRINT,
+        layout: KVLayout = LAYOUT,
+        clock: Callable[[], float] | None = None,
+        make_worker: Callable[[TransferContext], WorkerConnector] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.layout = layout
+        self.contexts = [
+            TransferContext(
+                config=config,
+                block_size=BLOCK_SIZE,
+                fingerprint=fingerprint,
+                engine_id="bench",
+                num_ranks=num_ranks,
+                rank=rank,
+                tensor_parallel_size=num_ranks,
+                bytes_per_block=layout.bytes_per_block * num_ranks,
+                clock=clock,
+            )
+            for rank in range(num_ranks)
+        ]
+        connector = find_connector(config)
+        self.scheduler = connector.scheduler_side(self.contexts[0])
+        self.workers = [(make_worker or connector.worker_side)(context) for context in self.contexts]
+        self.steps = [StepConnector(worker) for worker in self.workers]
+        self.caches = [[torch.rand(shape, device=device) for shape in layout.layer_shapes] for _ in range(num_ranks)]
+        for step, caches in zip(self.steps, self.caches, strict=True):
+            step.register_kv_caches(caches, layout)
+        self.merger = KVOutputMerger(num_ranks)
+        self.counters: dict[str, int] = {}
+        self.num_steps = 0
+
+    def request(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int] = ()) -> Request:
+        """A request whose hashes are known, and whose blocks are these."""
+        request = Request(request_id, list(tokens), SamplingParams(), max_tokens=8, seed=0)
+        request.block_hashes = extend_chain(root_hash(None), tokens, 0, len(tokens), BLOCK_SIZE)
+        request.block_ids = list(block_ids)
+        return request
+
+    def contents(self, block_ids: Sequence[int]) -> list[list[torch.Tensor]]:
+        """A copy of blocks, of every layer of every rank."""
+        return [[cache[list(block_ids)].clone() for cache in caches] for caches in self.caches]
+
+    def scramble(self, block_ids: Sequence[int]) -> None:
+        """Somebody else's KV."""
+        for caches in self.caches:
+            for cache in caches:
+                cache[list(block_ids)] = torch.rand_like(cache[list(block_ids)])
+
+    def step(
+        self,
+        finished: Sequence[str] = (),
+        *,
+        idle: bool = False,
+        during: Callable[[], None] = lambda: None,
+        new_blocks: Sequence[int] = (),
+    ) -> KVConnectorOutput:
+        """One step of every rank.
+
+        Args:
+            during: what the forward pass does, between the two parts.
+            new_blocks: those that a running request gets with it.
+        """
+        output = SchedulerOutput(self.num_steps, [], [], 0, 0, 0, finished_req_ids=set(finished))
+        output.new_block_ids = [(0, 0, list(new_blocks))] if new_blocks else []
+        self.num_steps += 1
+        output.kv_connector_metadata = self.scheduler.build_metadata(output)
+        if idle:
+            results = [step.no_forward(output) for step in self.steps]
+        else:
+            for step in self.steps:
+                step.pre_forward(output)
+            during()
+            results = [step.post_forward(set(finished)) for step in self.steps]
+        merged = self.merger.merge(results) or KVConnectorOutput()
+        self.scheduler.update(merged)
+        for name, count in merged.counters.items():
+            self.counters[name] = self.counters.get(name, 0) + count
+        return merged
+
+    def save(self, request: Request, first: int, last: int) -> None:
+        """A step that fills these of the request's blocks."""
+        self.scheduler.blocks_filled(request, first, last, by_this_step=True)
+        self.step(during=lambda: self.scramble(request.block_ids[first:last]))
+
+    def load(self, request: Request, num_local: int = 0) -> KVConnectorOutput:
+        """Match and load all that there is, in idle steps until it has ended."""
+        matched = self.scheduler.num_matched_tokens(request, num_local)
+        assert matched > 0
+        self.scheduler.start_load(request, num_local, matched)
+        return self.until_ended(request)
+
+    def until_ended(self, request: Request) -> KVConnectorOutput:
+        for _ in range(1000):
+            output = self.step(idle=True)
+            if request.request_id in output.loaded or request.request_id in output.failed:
+                return output
+        raise AssertionError(f"the load of {request.request_id} never ends")
+
+    def shutdown(self) -> None:
+        self.scheduler.shutdown()
+        for step in self.steps:
+            step.shutdown()
+
+
+def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
+    """Whether two `Bench.contents` are the same bits."""
+    pairs = [pair for ranks in zip(one, other, strict=True) for pair in zip(*ranks, strict=True)]
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
+
+
+class LateJobs(ManualJobs):
+    """Jobs that run now and then, when `some` is called, in the order of their submission."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+
+    def some(self) -> None:
+        self.run(self._rng.randint(0, len(self.waiting)))
+
+
+class _LateCopy:
+    """A copy that is made when somebody waits for it, or now and then when somebody asks for it."""
+
+    def __init__(self, owner: LateCopies, work: Callable[[], object], blocks: frozenset[int], slots: frozenset[int]):
+        self.owner, self.work, self.blocks, self.slots = owner, work, blocks, slots
+        self.has_ended = False
+
+    def query(self) -> bool:
+        if not self.has_ended and self.owner.rng.random() < 0.3:
+            self.synchronize()
+        return self.has_ended
+
+    def synchronize(self) -> None:
+        self.owner.make_up_to(self)
+
+
+class LateCopies(CpuBlockCopies):
+    """Copies as late as the order of a device's work allows: what reads or writes too early, or too late, shows."""
+
+    def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, rng: random.Random) -> None:
+        super().__init__(kv_caches, layout)
+        self.rng = rng
+        self._out: list[_LateCopy] = []
+        self._in: list[_LateCopy] = []
+
+    def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> CopyEvent:
+        copy_out = super().to_host
+        copy = _LateCopy(self, lambda: copy_out(block_ids, host, slots), frozenset(block_ids), frozenset(slots))
+        self._out.append(copy)
+        return copy
+
+    def from_host(self, host: torch.Tensor, slots: Sequence[int], block_ids: Sequence[int]) -> CopyEvent:
+        copy_in = super().from_host
+        for copy in list(self._out):
+            if not (copy.blocks.isdisjoint(block_ids) and copy.slots.isdisjoint(slots)):
+                copy.synchronize()
+        copy = _LateCopy(self, lambda: copy_in(host, slots, block_ids), frozenset(block_ids), frozenset(slots))
+        self._in.append(copy)
+        return copy
+
+    def fence(self, block_ids: Iterable[int]) -> None:
+        wanted = frozenset(block_ids)
+        for copy in list(self._out):
+            if not copy.blocks.isdisjoint(wanted):
+                copy.synchronize()
+
+    def close(self) -> None:
+        for copy in (*self._out, *self._in):
+            copy.synchronize()
+
+    def make_up_to(self, copy: _LateCopy) -> None:
+        """The copies of a direction are made in order."""
+        line = self._out if copy in self._out else self._in
+        while not copy.has_ended:
+            first = line.pop(0)
+            first.work()
+            first.has_ended = True

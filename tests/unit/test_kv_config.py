@@ -1,0 +1,357 @@
+"""From settings to connectors: which one is meant, with which settings, in which role, under which fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer import build
+from fleetfoot.kv_transfer.connector import NoSchedulerConnector, TransferContext
+from fleetfoot.kv_transfer.filesystem import FilesystemSettings, SharedStorageConnector
+from fleetfoot.kv_transfer.fingerprint import engine_fingerprint, weights_identity
+from fleetfoot.kv_transfer.layouts import KNOWN_CONNECTORS, V2_LAYOUT, connector_layouts
+from fleetfoot.kv_transfer.multi import MultiScheduler
+from fleetfoot.kv_transfer.multi_config import part_configs
+from fleetfoot.kv_transfer.offload import OffloadingConnector
+from fleetfoot.kv_transfer.offload_scheduler import OffloadScheduler
+from fleetfoot.kv_transfer.registry import CONNECTORS, find_connector
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.oracle import active_connector
+from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.runner.step_connector import NoConnector, StepConnector
+
+GIB = 1 << 30
+CPU = Machine(16 * GIB)
+SHARED = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}
+OFFLOAD = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"num_cpu_blocks": 3}}
+
+
+class NotAConnector:
+    """A class that is found, and is none."""
+
+
+def plan_of(**settings: Any) -> EnginePlan:
+    return resolve_plan(EngineConfig(**{"device": "cpu", **settings}), CPU, environ={})
+
+
+def layout_of(plan: EnginePlan) -> KVLayout:
+    return KVLayout.of(plan.model, 8, plan.config.block_size, plan.dtype)
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_names_are_the_same_everywhere() -> None:
+    assert set(CONNECTORS) == set(KNOWN_CONNECTORS)
+
+
+@pytest.mark.parametrize("name", sorted(set(CONNECTORS) - {"NixlConnector"}))
+def test_connectors_declare_what_is_known_of_them(name: str) -> None:
+    connector = find_connector(KVTransferConfig(kv_connector=name, kv_role="kv_both"))
+    assert connector.accepted_kv_layouts == KNOWN_CONNECTORS[name]
+    assert V2_LAYOUT in connector.accepted_kv_layouts
+
+
+def test_a_class_of_somebody_elses() -> None:
+    module = "fleetfoot.kv_transfer.filesystem"
+    config = KVTransferConfig(kv_connector="SharedStorageConnector", kv_role="kv_both", kv_connector_module_path=module)
+    assert find_connector(config) is SharedStorageConnector
+    assert connector_layouts(config).accepted == SharedStorageConnector.accepted_kv_layouts
+
+
+@pytest.mark.parametrize(
+    ("name", "module_path", "message"),
+    [
+        ("SharedStorage", None, "is not known; did you mean 'SharedStorageConnector'"),
+        ("Mine", None, "give its module as kv_connector_module_path"),
+        ("Mine", "no.such.module", "kv_connector 'Mine' cannot be imported from no.such.module"),
+        ("Mine", __name__, f"the module {__name__} has nothing of that name"),
+        ("NotAConnector", __name__, "is no connector; it must be a class derived from"),
+        ("plan_of", __name__, "is no connector; it must be a class derived from"),
+    ],
+)
+def test_names_that_mean_nothing(name: str, module_path: str | None, message: str) -> None:
+    config = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_module_path=module_path)
+    with pytest.raises(ValueError, match=message):
+        find_connector(config)
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    code = (
+        "import sys; import fleetfoot.kv_transfer.registry, fleetfoot.plan.oracle, fleetfoot.kv_transfer.filesystem, "
+        "fleetfoot.kv_transfer.offload_scheduler, fleetfoot.kv_transfer.filesystem_scheduler, "
+        "fleetfoot.kv_transfer.multi, fleetfoot.kv_transfer.fingerprint; "
+        "assert 'torch' not in sys.modules, 'torch'; "
+        "assert 'fleetfoot.kv_transfer.nixl' not in sys.modules, 'nixl'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# --- roles and sizes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "can_load", "can_save"),
+    [("kv_both", True, True), ("kv_producer", False, True), ("kv_consumer", True, False), (None, False, False)],
+)
+def test_roles(role: str | None, can_load: bool, can_save: bool) -> None:
+    config = KVTransferConfig(kv_connector="SharedStorageConnector", kv_role=role)
+    assert (config.can_load, config.can_save, config.is_active) == (can_load, can_save, role is not None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_load_failure_policy": "ignore"}, "kv_load_failure_policy is 'ignore'; it can be recompute, fail"),
+        ({"kv_transfer_timeout": 0}, "kv_transfer_timeout is 0; it must be a number of seconds above 0"),
+        ({"kv_transfer_timeout": "soon"}, "kv_transfer_timeout is 'soon'"),
+        ({"kv_transfer_timeout": True}, "kv_transfer_timeout is True"),
+        ({"kv_transfer_timeout": float("inf")}, "kv_transfer_timeout is inf"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVTransferConfig.parse({**SHARED, **settings})
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        ({}, ValueError, "shared_storage_path is None; it must be the folder"),
+        ({"shared_storage_path": 5}, ValueError, "shared_storage_path is 5"),
+        ({"shared_storage_path": ""}, ValueError, "shared_storage_path is ''"),
+        ({"shared_storage_path": __file__}, ValueError, "it must be a folder, or a path at which one can be made"),
+        ({"shared_storage_path": "/x", "num_threads": 0}, ValueError, "num_threads is 0"),
+        ({"shared_storage_pat": "/x", "shared_storage_path": "/x"}, TypeError, "unknown keyword 'shared_storage_pat'"),
+    ],
+)
+def test_settings_of_the_filesystem_connector(extra: dict[str, Any], error: type[Exception], message: str) -> None:
+    config = KVTransferConfig.parse({**SHARED, "kv_connector_extra_config": extra})
+    with pytest.raises(error, match=message):
+        FilesystemSettings.of(config)
+
+
+def test_fields_for_other_connectors_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    FilesystemSettings.of(
+        KVTransferConfig.parse({**SHARED, "kv_port": 5, "kv_connector_extra_config": {"shared_storage_path": "/x"}})
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        "kv_transfer_config: kv_port has no meaning for SharedStorageConnector"
+    ]
+
+
+# --- which connector is active --------------------------------------------------------------------------------------
+
+
+def test_no_connector() -> None:
+    for settings in ({}, {"kv_transfer_config": {}}, {"kv_transfer_config": {"kv_connector": "NixlConnector"}}):
+        plan = plan_of(**settings)
+        assert isinstance(build.scheduler_connector(plan, layout_of(plan)), NoSchedulerConnector)
+        assert type(build.worker_connector(plan, 0)) is NoConnector
+        assert build.load_failure_policy(plan) == "recompute"
+
+
+def test_offloading_implies_its_connector() -> None:
+    plan = plan_of(kv_offloading_size=0.25)
+    config = active_connector(plan.config)
+    assert config is not None and config.kv_connector == "OffloadingConnector" and config.kv_role == "kv_both"
+    scheduler = build.scheduler_connector(plan, layout_of(plan))
+    assert isinstance(scheduler, OffloadScheduler)
+    expected = GIB // 4 // layout_of(plan).bytes_per_block
+    assert scheduler.index._num_slots == expected
+    assert type(build.worker_connector(plan, 0)) is StepConnector
+
+
+def test_the_size_of_the_host_is_given_once() -> None:
+    named = {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "fail"}
+    config = active_connector(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
+    assert config is not None and config.kv_connector_extra_config == {"cpu_bytes_to_use": GIB}
+    assert (config.kv_role, config.kv_load_failure_policy) == ("kv_producer", "fail")
+    named["kv_connector_extra_config"] = {"num_cpu_blocks": 5}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="kv_offloading_size is 1, and kv_transfer_config has settings"):
+        active_connector(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
+
+
+def test_offloading_beside_another_connector(tmp_path: Path) -> None:
+    transfer = {
+        **SHARED,
+        "kv_role": "kv_consumer",
+        "engine_id": "me",
+        "kv_transfer_timeout": 7,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    plan = plan_of(kv_offloading_size=0.01, kv_transfer_config=transfer)
+    config = active_connector(plan.config)
+    assert config is not None and config.kv_connector == "MultiConnector"
+    offload, shared = part_configs(config)
+    assert (offload.kv_connector, offload.kv_role) == ("OffloadingConnector", "kv_both")
+    assert shared == plan.config.kv_transfer_config
+    for part in (config, offload, shared):
+        assert (part.engine_id, part.kv_transfer_timeout, part.kv_load_failure_policy) == ("me", 7, "fail")
+    assert isinstance(build.scheduler_connector(plan, layout_of(plan)), MultiScheduler)
+    assert build.load_failure_policy(plan) == "fail"
+    build.worker_connector(plan, 0).shutdown()
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 3), (4, 1)])
+def test_what_both_sides_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tensor: int, pipeline: int) -> None:
+    told: list[TransferContext] = []
+    monkeypatch.setattr(OffloadingConnector, "scheduler_side", staticmethod(told.append))
+    monkeypatch.setattr(OffloadingConnector, "worker_side", staticmethod(told.append))
+    plan = plan_of()
+    config = dataclasses.replace(
+        plan.config, kv_offloading_size=1, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline
+    )
+    plan = dataclasses.replace(plan, config=config)
+    build.scheduler_connector(plan, layout_of(plan))
+    for rank in range(tensor * pipeline):
+        build.worker_connector(plan, rank)
+    assert [context.rank for context in told] == [0, *range(tensor * pipeline)]
+    assert len({dataclasses.replace(context, rank=0) for context in told}) == 1
+    context = told[0]
+    assert context.engine_id == plan.engine_id and len(context.engine_id) == 32
+    assert context.num_ranks == tensor * pipeline
+    heads = max(tensor, plan.model.num_kv_heads) / plan.model.num_kv_heads
+    assert context.bytes_per_block == layout_of(plan).bytes_per_block * heads
+
+
+# --- several at once ------------------------------------------------------------------------------------------------
+
+
+def multi(*parts: Any, role: str | None = "kv_both", **settings: Any) -> KVTransferConfig:
+    extra = {"connectors": list(parts)}
+    return KVTransferConfig(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra, **settings)
+
+
+def test_parts_have_from_the_whole_what_they_leave_out() -> None:
+    whole = multi(SHARED, OFFLOAD, {**OFFLOAD, "kv_role": "kv_producer", "engine_id": "b"}, engine_id="a")
+    parts = part_configs(whole)
+    assert [part.kv_role for part in parts] == ["kv_both", "kv_both", "kv_producer"]
+    assert [part.engine_id for part in parts] == ["a", "a", "b"]
+    assert [part.kv_role for part in part_configs(multi(OFFLOAD, role="kv_consumer"))] == ["kv_consumer"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (multi(), "needs kv_connector_extra_config"),
+        (multi(SHARED, role="kv_consumer"), "connector 0 of MultiConnector has kv_role 'kv_both', and the whole has"),
+        (multi(OFFLOAD, {"kv_role": "kv_both"}), "connector 1 of MultiConnector has no kv_connector"),
+        (multi({**SHARED, "kv_load_failure_policy": "fail"}), "the policy is one for all"),
+        (multi({**SHARED, "kv_roll": 1}), "unknown keyword 'kv_roll'"),
+        (multi(5), "kv_transfer_config is 5"),
+        (
+            dataclasses.replace(multi(), kv_connector_extra_config={"connectors": [SHARED], "path": 1}),
+            "knows 'connectors' alone, and kv_connector_extra_config also has path",
+        ),
+    ],
+)
+def test_parts_that_do_not_go_together(config: KVTransferConfig, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        part_configs(config)
+
+
+def test_the_part_that_refuses_a_layout_decides() -> None:
+    assert V2_LAYOUT in connector_layouts(multi(SHARED, OFFLOAD)).accepted
+    stranger = {"kv_connector": "NotAConnector", "kv_connector_module_path": __name__}
+    layouts = connector_layouts(multi(SHARED, stranger))
+    assert (layouts.name, layouts.accepted) == ("NotAConnector", frozenset())
+    assert "does not say which KV layouts it accepts" in layouts.remark
+
+
+# --- the fingerprint ------------------------------------------------------------------------------------------------
+
+
+def test_equal_engines_have_equal_fingerprints() -> None:
+    assert engine_fingerprint(plan_of()) == engine_fingerprint(plan_of(max_num_seqs=3, runner="v1", seed=9))
+    assert len(engine_fingerprint(plan_of())) == 32
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"block_size": 32},
+        {"dtype": "float16"},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 1},
+    ],
+    ids=str,
+)
+def test_what_changes_kv_changes_the_fingerprint(settings: dict[str, Any]) -> None:
+    different = {engine_fingerprint(plan_of()), engine_fingerprint(plan_of(**settings))}
+    assert len(different) == 2
+    assert engine_fingerprint(plan_of(load_format="dummy", seed=1)) != engine_fingerprint(plan_of(load_format="dummy"))
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["architecture", "num_layers", "num_kv_heads", "head_dim", "rms_norm_eps", "layer_windows", "qk_norm", "rope"],
+)
+def test_the_model_is_part_of_it(field: str) -> None:
+    plan = plan_of()
+    model = dataclasses.replace(plan.model)
+    changed = {
+        "architecture": "Other",
+        "layer_windows": (8,) * model.num_layers,
+        "rope": dataclasses.replace(model.rope, theta=3.0),
+        "num_layers": model.num_layers,
+    }.get(field, getattr(model, field))
+    if field == "num_layers":
+        model = dataclasses.replace(model, num_layers=model.num_layers + 1, layer_windows=())
+    else:
+        value = changed if changed != getattr(model, field) else changed + 1
+        model = dataclasses.replace(model, **{field: value})
+    assert engine_fingerprint(dataclasses.replace(plan, model=model)) != engine_fingerprint(plan)
+
+
+def change_one_value(path: Path) -> None:
+    """Somewhere that no sample looks at, without a change of size."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
+
+
+def change_every_tensor_in_the_past(path: Path) -> None:
+    """Other weights of the same shapes and of the same time."""
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    content = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    content[header:] = bytes(byte ^ 1 for byte in content[header:])
+    path.write_bytes(content)
+    os.utime(path, ns=times)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 4)
+
+
+@pytest.mark.parametrize("change", [change_one_value, change_every_tensor_in_the_past, truncate, os.unlink])
+def test_other_weights_are_told_apart(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    file = tmp_path / "model.safetensors"
+    shutil.copy2(embedded_model_path() / file.name, file)
+    before = weights_identity(tmp_path, "auto", 0)
+    assert weights_identity(tmp_path, "auto", 5) == before
+    change(file)
+    assert weights_identity(tmp_path, "auto", 0) != before
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path: Path) -> None:
+    commit = "0123456789" * 4
+    folder = tmp_path / "models--some--model" / "snapshots" / commit
+    folder.mkdir(parents=True)
+    assert weights_identity(folder, "auto", 0) == f"models--some--model@{commit}"

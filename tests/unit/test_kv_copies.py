@@ -1,0 +1,99 @@
+"""Blocks as rows of host memory: the twin, the kernel in Triton's interpreter, and copies on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
+from fleetfoot.kv_transfer.block_copies import CpuBlockCopies, block_copies
+from fleetfoot.kv_transfer.host_memory import FreeSlots, HostMemory
+from fleetfoot.kv_transfer.layer_rows import LayerRows
+
+if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.helpers.interpreter import mend_interpreter
+
+    mend_interpreter()
+
+interpreted = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton's interpreter; on a GPU, tests/gpu runs such cases compiled",
+)
+LAYOUTS = {
+    "plain": KVLayout(9, 4, "float32", (LayerGroup(2, 2, 6),)),
+    "drafter": KVLayout(9, 4, "bfloat16", (LayerGroup(2, 2, 300), LayerGroup(1, 1, 4))),
+    "odd": KVLayout(9, 1, "float16", (LayerGroup(2, 1, 3),)),
+}
+
+
+def random_caches(layout: KVLayout) -> list[torch.Tensor]:
+    return [torch.randn(shape).to(getattr(torch, layout.dtype)) for shape in layout.layer_shapes]
+
+
+def row_of(caches: list[torch.Tensor], block: int) -> torch.Tensor:
+    """The bytes of a block, by hand."""
+    return torch.cat([cache[block].reshape(-1).view(torch.uint8) for cache in caches])
+
+
+@pytest.mark.parametrize("use_triton", [False, pytest.param(True, marks=interpreted)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_are_blocks(name: str, use_triton: bool) -> None:
+    layout = LAYOUTS[name]
+    caches = random_caches(layout)
+    before = [cache.clone() for cache in caches]
+    table = LayerRows(caches, layout, use_triton=use_triton)
+    rows = torch.zeros((3, table.num_words), dtype=table.word)
+    table.gather(torch.tensor([7, 0, 5]), rows)
+    for row, block in zip(rows, [7, 0, 5], strict=True):
+        assert torch.equal(row.view(torch.uint8), row_of(before, block))
+    table.scatter(rows, torch.tensor([1, 8, 7]))
+    for cache, was in zip(caches, before, strict=True):
+        expected = was.clone()
+        expected[[1, 8, 7]] = was[[7, 0, 5]]
+        assert torch.equal(cache, expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    blocks=st.permutations(range(9)), slots=st.permutations(range(12)), count=st.integers(1, 9),
+    name=st.sampled_from(sorted(LAYOUTS)),
+)  # fmt: skip
+def test_blocks_go_out_and_come_back(blocks: list[int], slots: list[int], count: int, name: str) -> None:
+    layout = LAYOUTS[name]
+    caches = random_caches(layout)
+    copies, host = block_copies(caches, layout), HostMemory(12, layout.bytes_per_block, pinned=False)
+    assert isinstance(copies, CpuBlockCopies)
+    out, places = blocks[:count], slots[:count]
+    rows = {slot: row_of(caches, block) for block, slot in zip(out, places, strict=True)}
+    event = copies.to_host(out, host.tensor, places)
+    assert event.query()
+    event.synchronize()
+    for slot, row in rows.items():
+        assert torch.equal(host.tensor[slot], row)
+        assert bytes(host.row(slot)) == row.numpy().tobytes()
+    targets = blocks[-count:]
+    copies.from_host(host.tensor, places, targets).synchronize()
+    for slot, block in zip(places, targets, strict=True):
+        assert torch.equal(row_of(caches, block), rows[slot])
+    copies.fence(targets)
+    copies.close()
+    host.close()
+
+
+def test_caches_that_are_not_one_piece() -> None:
+    layout = LAYOUTS["plain"]
+    caches = [cache.transpose(2, 3) for cache in random_caches(layout)]
+    with pytest.raises(ValueError, match=r"shape \(9, 2, 4, 2, 6\) is not one piece of memory"):
+        block_copies(caches, layout)
+
+
+def test_free_slots() -> None:
+    free = FreeSlots(2)
+    assert {free.take(), free.take()} == {0, 1} and len(free) == 0
+    free.give_back(1)
+    assert free.take() == 1

@@ -1,0 +1,252 @@
+"""Random schedules, the real connectors and real tensors around a fake model: KV goes out and comes back, goes wrong
+now and then, and no token changes."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.fake_runner import FakeRunner, reference
+from tests.helpers.faulty_connector import Faults, faulty
+from tests.helpers.kv_bench import LateCopies, LateJobs
+
+from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer import file_loads, filesystem_worker, offload_worker
+from fleetfoot.kv_transfer.connector import TransferContext
+from fleetfoot.kv_transfer.output import KVOutputMerger
+from fleetfoot.kv_transfer.registry import find_connector
+from fleetfoot.runner.step_connector import StepConnector
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.config import SchedulerConfig
+from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.scheduler.scheduler import Scheduler
+
+VOCAB = 11
+BLOCK_SIZE = 2
+
+
+class TensorSlots(MutableMapping[int, int]):
+    """KV slot -> a number, kept in every element that the caches of all ranks have of the slot, where a connector finds
+    it.
+
+    Args:
+        half: K (0) or V (1).
+    """
+
+    def __init__(self, caches: list[list[torch.Tensor]], half: int) -> None:
+        self._arrays = [cache.numpy()[:, half] for rank in caches for cache in rank]
+
+    def __setitem__(self, slot: int, value: int) -> None:
+        for number, array in enumerate(self._arrays):
+            array[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = 100 * number + value + 1
+
+    def __getitem__(self, slot: int) -> int:
+        found = {
+            int(value) - 100 * number - 1
+            for number, array in enumerate(self._arrays)
+            for value in array[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE].flatten()
+        }
+        assert len(found) == 1, f"the layers and ranks of slot {slot} hold KV of different tokens: {found}"
+        return found.pop()
+
+    def __delitem__(self, slot: int) -> None:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[int]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Engine:
+    """A scheduler, and ranks that share a fake model."""
+
+    def __init__(
+        self, config: SchedulerConfig, transfer: KVTransferConfig, num_ranks: int, jobs: list[LateJobs]
+    ) -> None:
+        self.jobs = jobs
+        layout = KVLayout(config.num_blocks, BLOCK_SIZE, "float32", (LayerGroup(2, 1, 3), LayerGroup(1, 2, 1)))
+        contexts = [
+            TransferContext(transfer, BLOCK_SIZE, "f" * 32, "e", num_ranks, rank, num_ranks)
+            for rank in range(num_ranks)
+        ]
+        connector = find_connector(transfer)
+        self.connector = connector.scheduler_side(contexts[0])
+        self.scheduler = Scheduler(config, connector=self.connector)
+        self.steps = [StepConnector(connector.worker_side(context)) for context in contexts]
+        caches = [[torch.zeros(shape) for shape in layout.layer_shapes] for _ in contexts]
+        for step, kv_caches in zip(self.steps, caches, strict=True):
+            step.register_kv_caches(kv_caches, layout)
+        self.runner = FakeRunner(BLOCK_SIZE, VOCAB, pool=self.scheduler.pool)
+        self.runner.slots = TensorSlots(caches, 0)  # type: ignore[assignment]
+        self.runner.versions = TensorSlots(caches, 1)  # type: ignore[assignment]
+        self.merger = KVOutputMerger(num_ranks)
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.runner.apply(output)
+        if output.is_idle:
+            outputs = [step.no_forward(output) for step in self.steps]
+            result = ModelRunnerOutput([])
+        else:
+            for step in self.steps:
+                step.pre_forward(output)
+            result = self.runner.compute(output)
+            outputs = [step.post_forward(output.finished_req_ids) for step in self.steps]
+        result.kv_connector_output = self.merger.merge(outputs)
+        return result
+
+    def shutdown(self) -> None:
+        self.connector.shutdown()
+        for step in self.steps:
+            step.shutdown()
+
+
+def transfer_config(kind: str, folder: Path, rng: random.Random, faults: Faults) -> KVTransferConfig:
+    offload = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"num_cpu_blocks": rng.choice([1, 4, 40])},
+    }
+    shared = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {
+            "shared_storage_path": str(folder),
+            "max_bytes_in_flight": rng.choice([1, 10**6]),
+        },
+    }
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [offload, shared]}}
+    settings = {"offload": offload, "shared": shared, "multi": both}[kind]
+    return KVTransferConfig.parse(faulty(settings, faults))
+
+
+def make_request(rng: random.Random, name: str, config: SchedulerConfig) -> Request:
+    size = rng.randint(1, 16)
+    tail = rng.randint(0, min(size, 2))
+    prompt = [position % 10 for position in range(size - tail)] + [rng.randrange(VOCAB) for _ in range(tail)]
+    max_tokens = rng.randint(1, 8)
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=rng.choice([None, None, None, 1]))
+    return Request(name, prompt, params, max_tokens=max_tokens, seed=0, cache_salt=rng.choice([None, None, "a"]))
+
+
+def play(engine: Engine, rng: random.Random, depth: int, faults: Faults, folder: Path) -> list[Request]:
+    """Requests come, run and go; KV is damaged, weights change, transfers fail or are held up. All who came."""
+    scheduler, alive, everyone = engine.scheduler, dict[str, Request](), list[Request]()
+    in_flight: deque[Any] = deque()
+    num_requests = rng.randint(1, 10)
+    while len(everyone) < num_requests or scheduler.has_unfinished or in_flight or scheduler.transfers.is_pending:
+        if len(everyone) < num_requests and (not alive or rng.random() < 0.5):
+            request = make_request(rng, f"r{len(everyone)}", scheduler.config)
+            everyone.append(request)
+            alive[request.request_id] = request
+            scheduler.add_request(request)
+        if alive and rng.random() < 0.1:
+            victim = rng.choice(sorted(alive))
+            assert scheduler.finish(victim, RequestStatus.FINISHED_ABORTED) is alive.pop(victim)
+        misfortune(rng, faults, folder, engine, is_over=not alive and len(everyone) == num_requests)
+        output = scheduler.schedule()
+        if output is not None:
+            in_flight.append((output, engine.run(output)))
+        if in_flight and (len(in_flight) > depth or output is None):
+            for result in scheduler.update(*in_flight.popleft()):
+                if result.request.is_finished:
+                    alive.pop(result.request.request_id, None)
+        else:
+            assert output is not None or not alive, "requests wait, nothing is in flight, and nothing is scheduled"
+        scheduler.check_integrity()
+    scheduler.check_idle()
+    assert scheduler.pool.num_free == scheduler.config.num_blocks
+    return everyone
+
+
+def misfortune(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, is_over: bool) -> None:
+    for jobs in engine.jobs:
+        jobs.some()
+    if rng.random() < 0.2:
+        faults.loads = rng.choice(["", "", "fail", "time_out", "corrupt", "hold"])
+    faults.lends = rng.random() < 0.3
+    if is_over or rng.random() < 0.2:  # what is held up comes at some time
+        faults.released.set()
+    else:
+        faults.released.clear()
+    files = [path for path in sorted(folder.rglob("*.kv")) if path.stat().st_size]
+    if files and rng.random() < 0.1:
+        victim = rng.choice(files)
+        content = bytearray(victim.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        victim.write_bytes(content[: rng.choice([0, 50, len(content), len(content)])])
+    if rng.random() < 0.03:
+        engine.scheduler.reset_prefix_cache()
+        engine.runner.weights += 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(["offload", "shared", "multi"]),
+    policy=st.sampled_from(["recompute", "fail"]),
+    caching=st.booleans(),
+    num_ranks=st.integers(1, 2),
+    depth=st.integers(0, 2),
+    seed=st.integers(0, 2**32),
+)
+def test_tokens_do_not_depend_on_transfers(
+    kind: str, policy: str, caching: bool, num_ranks: int, depth: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    jobs: list[LateJobs] = []
+
+    def late_jobs(name: str, num_threads: int) -> LateJobs:
+        jobs.append(LateJobs(rng))
+        return jobs[-1]
+
+    def late_copies(kv_caches: Any, layout: KVLayout, *, shares_blocks: bool) -> LateCopies:
+        return LateCopies(kv_caches, layout, rng)
+
+    with (
+        tempfile.TemporaryDirectory() as name,
+        patch.object(filesystem_worker, "IOThreads", late_jobs),
+        patch.object(filesystem_worker, "block_copies", late_copies),
+        patch.object(offload_worker, "block_copies", late_copies),
+        patch.object(file_loads, "WAIT_SECONDS", 0.0),
+    ):
+        for _ in range(2):  # the second engine finds what the first has left
+            config = SchedulerConfig(
+                num_blocks=rng.randint(12, 20),
+                block_size=BLOCK_SIZE,
+                max_num_seqs=rng.randint(1, 4),
+                max_num_batched_tokens=rng.randint(4, 24),
+                enable_prefix_caching=caching,
+                kv_load_failure_policy=policy,
+            )
+            faults = Faults()
+            engine = Engine(config, transfer_config(kind, Path(name), rng, faults), num_ranks, jobs)
+            everyone = play(engine, rng, depth, faults, Path(name))
+            engine.shutdown()
+            for request in everyone:
+                check(request, policy)
+
+
+def check(request: Request, policy: str) -> None:
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    expected = reference(
+        prompt, request.max_tokens_in_all - len(prompt), request.stop_token_ids, request.params.min_tokens, VOCAB
+    )
+    got = request.output_token_ids
+    if request.status == RequestStatus.FINISHED_LENGTH:
+        assert got == expected
+    else:
+        assert got == expected[: len(got)]
+        assert request.status == RequestStatus.FINISHED_ABORTED or (
+            request.status == RequestStatus.FINISHED_ERROR
+            and policy == "fail"
+            and "could not be loaded" in str(request.stop_reason)
+        )

@@ -1,0 +1,261 @@
+"""Drafts in the scheduler: bounds while they are in flight, blocks for all of them, and what is known afterwards."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tests.helpers.fake_engine import FakeEngine, expected_output
+
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+
+
+class Switch:
+    """A controller that is turned by hand."""
+
+    off_reason = "turned off"
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+        self.asked: list[int] = []
+        self.observed: list[tuple[Any, ...]] = []
+
+    def choose(self, num_decodes: int) -> int:
+        self.asked.append(num_decodes)
+        return self.num_drafts
+
+    def observe(self, *observed: Any, **more: Any) -> None:
+        self.observed.append((*observed, *more.values()))
+
+
+def scheduler_of(num_drafts: int = 3, controller: Switch | None = None, **config: Any) -> Scheduler:
+    defaults = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    return Scheduler(SchedulerConfig(**{**defaults, **config}, num_drafts=num_drafts), controller=controller)
+
+
+def request_of(name: str, prompt: int = 5, max_tokens: int = 20, **more: Any) -> Request:
+    tokens = [1000 * (1 + ord(name[-1])) + i for i in range(prompt)]
+    return Request(name, tokens, SamplingParams(max_tokens=max_tokens, **more), max_tokens=max_tokens, seed=0)
+
+
+def begin(scheduler: Scheduler, *requests: Request) -> None:
+    """Compute the prompts."""
+    for request in requests:
+        scheduler.add_request(request)
+    output = scheduler.schedule()
+    assert output is not None
+    assert (output.num_sampled, output.num_drafts) == (len(requests), 0)
+    update(scheduler, output, *[[7]] * len(requests))
+
+
+def schedule(scheduler: Scheduler) -> SchedulerOutput:
+    output = scheduler.schedule()
+    assert output is not None
+    scheduler.check_integrity()
+    return output
+
+
+def update(scheduler: Scheduler, output: SchedulerOutput, *sampled: list[int], **more: Any) -> list[StepResult]:
+    results = scheduler.update(output, ModelRunnerOutput(list(sampled), **more))
+    scheduler.check_integrity()
+    return results
+
+
+def test_what_one_step_proposes_the_next_verifies() -> None:
+    scheduler = scheduler_of()
+    scheduler.add_request(request_of("a"))
+    output = schedule(scheduler)
+    assert (output.num_drafts, output.num_to_propose) == (0, 3)
+    assert output.new_requests[0].max_tokens_in_all == 25
+    update(scheduler, output, [7])
+    output = schedule(scheduler)
+    assert (output.num_drafts, output.num_to_propose, output.num_scheduled_tokens) == (3, 3, [4])
+    assert output.total_num_scheduled_tokens == 4
+    (result,) = update(scheduler, output, [1, 2])
+    assert result.new_token_ids == [1, 2]
+    assert (result.request.num_computed, result.request.num_tokens) == (7, 8)
+    assert result.request.output_token_ids == [7, 1, 2]
+
+
+def test_a_controller_turns_drafts_on_and_off() -> None:
+    switch = Switch(2)
+    scheduler = scheduler_of(2, switch)
+    begin(scheduler, request_of("a"), request_of("b"))
+    switch.num_drafts = 0
+    output = schedule(scheduler)
+    assert (output.num_drafts, output.num_to_propose) == (2, 0)
+    update(scheduler, output, [1, 2, 3], [1], num_drafted=[2, 1])
+    scheduler.drafting.observe(output, 0.5)
+    switch.num_drafts = 2
+    output = schedule(scheduler)
+    assert (output.num_drafts, output.num_to_propose, output.num_scheduled_tokens) == (0, 2, [1, 1])
+    update(scheduler, output, [4], [2])
+    scheduler.drafting.observe(output, 0.25)
+    assert schedule(scheduler).num_drafts == 2
+    assert switch.asked == [2, 2, 2, 2]
+    assert switch.observed == [(2, 2, 3, 2, 6, 0.5), (2, 0, 0, 0, 2, 0.25)]
+    stats = scheduler.stats().drafts
+    assert (stats.num_steps, stats.num_rows, stats.num_drafted, stats.num_accepted) == (1, 2, 3, 2)
+    assert (stats.acceptance_rate, stats.mean_acceptance_length) == (2 / 3, 2.0)
+    assert stats.off == {"turned off": 1}
+
+
+def test_a_request_for_which_nothing_was_found_counts_for_nothing() -> None:
+    scheduler = scheduler_of(2)
+    begin(scheduler, request_of("a"), request_of("b"))
+    update(scheduler, schedule(scheduler), [1], [2, 3], num_drafted=[0, 1])
+    stats = scheduler.stats().drafts
+    assert (stats.num_rows, stats.num_drafted, stats.num_accepted) == (1, 1, 1)
+
+
+def test_prompts_are_never_drafted_for_and_a_step_without_decodes_has_no_drafts() -> None:
+    scheduler = scheduler_of(3, max_num_batched_tokens=16, max_num_seqs=2)
+    begin(scheduler, request_of("a"))
+    scheduler.add_request(request_of("b", 13))
+    output = schedule(scheduler)
+    assert (output.num_decodes, output.num_sampled, output.num_scheduled_tokens) == (1, 1, [4, 12])
+    update(scheduler, output, [1])
+    # one token of the prompt is left: still no decode, which would bring drafts of nobody knows whom
+    output = schedule(scheduler)
+    assert (output.num_decodes, output.num_sampled, output.num_scheduled_tokens) == (1, 2, [4, 1])
+    scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
+    update(scheduler, output, [1], [1])
+    assert schedule(scheduler).num_scheduled_tokens == [4]
+    alone = scheduler_of(3, max_num_batched_tokens=16)
+    alone.add_request(request_of("c", 20))
+    output = schedule(alone)
+    assert (output.num_to_propose, output.num_drafts) == (0, 0)  # nobody samples
+    update(alone, output)
+    assert schedule(alone).num_drafts == 0
+
+
+def test_drafts_in_flight_count_as_accepted_until_it_is_known() -> None:
+    scheduler, request = scheduler_of(3), request_of("a")
+    begin(scheduler, request)
+    first, second = schedule(scheduler), schedule(scheduler)
+    assert request.num_computed == 5 + 8
+    update(scheduler, first, [1, 2])
+    assert (request.num_computed, request.num_tokens) == (5 + 8 - 2, 8)
+    update(scheduler, second, [3])
+    assert (request.num_computed, request.num_tokens) == (8, 9)
+
+
+def test_several_blocks_at_once() -> None:
+    scheduler, request = scheduler_of(5, block_size=2), request_of("a", 5)
+    begin(scheduler, request)
+    assert len(request.block_ids) == 3
+    output = schedule(scheduler)
+    assert [(start, len(blocks)) for _, start, blocks in output.new_block_ids] == [(3, 3)]  # 5 + 6 tokens
+    update(scheduler, output, [1])
+    assert schedule(scheduler).new_block_ids == []  # 6 + 6 tokens
+
+
+def test_a_drafter_with_kv_of_its_own_needs_blocks_for_what_it_proposes() -> None:
+    scheduler, request = scheduler_of(3, block_size=2, num_lookahead=3), request_of("a", 5)
+    begin(scheduler, request)
+    assert len(request.block_ids) == 4  # 5 + 3 tokens
+    schedule(scheduler)
+    assert len(request.block_ids) == 6  # 5 + 4 + 3 tokens
+
+
+def test_no_blocks_for_what_is_never_an_input() -> None:
+    scheduler, request = scheduler_of(3, block_size=2, num_lookahead=3), request_of("a", 5, max_tokens=2)
+    begin(scheduler, request)
+    assert len(request.block_ids) == 3  # positions 0 to 5
+    assert schedule(scheduler).num_scheduled_tokens == [4]
+    assert len(request.block_ids) == 3
+    assert scheduler.schedule() is None
+
+
+def test_a_request_is_left_out_once_it_has_certainly_ended() -> None:
+    scheduler, request = scheduler_of(3), request_of("a", 5, max_tokens=4)
+    begin(scheduler, request)
+    outputs = [schedule(scheduler) for _ in range(3)]
+    assert request.num_computed == 5 + 12  # it would have ended long ago, had all drafts been accepted
+    assert scheduler.schedule() is None
+    update(scheduler, outputs[0], [1, 2])
+    update(scheduler, outputs[1], [3])
+    assert request.finish_reason == "length"
+    assert update(scheduler, outputs[2], []) == []  # the device knew that there was nothing to do
+    assert request.output_token_ids == [7, 1, 2, 3]
+    scheduler.check_idle()
+
+
+def test_tokens_behind_the_one_that_ends_a_request_are_dropped() -> None:
+    scheduler = scheduler_of(3)
+    requests = [request_of("a", stop_token_ids=[3]), request_of("b", stop_token_ids=[3], min_tokens=4), request_of("c")]
+    begin(scheduler, *requests)
+    results = update(scheduler, schedule(scheduler), [1, 3, 5, 6], [1, 3, 3, 6], [3, 3, 3, 3])
+    assert [result.new_token_ids for result in results] == [[1, 3], [1, 3, 3], [3, 3, 3, 3]]
+    assert [request.finish_reason for request in requests] == ["stop", "stop", None]
+    assert [request.stop_reason for request in requests] == [3, 3, None]
+
+
+def test_only_known_tokens_with_kv_are_published() -> None:
+    scheduler, request = scheduler_of(3), request_of("a", 5, max_tokens=3)
+    begin(scheduler, request)
+    first, second = schedule(scheduler), schedule(scheduler)
+    update(scheduler, first, [1, 2])
+    assert request.finish_reason == "length"  # 8 tokens: two blocks, but the last token's KV is nowhere
+    assert request.num_published == 1
+    update(scheduler, second, [])
+    scheduler.check_idle()
+
+
+def test_a_preempted_request_keeps_what_its_drafts_brought() -> None:
+    scheduler = scheduler_of(3, num_blocks=6, enable_prefix_caching=False)
+    a, b = request_of("a", 8, 12), request_of("b", 8, 12)
+    begin(scheduler, a, b)
+    output = schedule(scheduler)
+    assert output.num_decodes == 2
+    assert scheduler.schedule() is None  # a needs another block: b goes, once its step has retired
+    assert b.status is RequestStatus.PREEMPTED
+    update(scheduler, output, [1, 2], [3, 4, 5])
+    assert b.output_token_ids == [7, 3, 4, 5]
+    assert (b.num_computed, b.row) == (0, -1)
+    output = schedule(scheduler)
+    assert (output.num_decodes, output.num_scheduled_tokens) == (1, [4])
+    assert a.num_computed == 14
+
+
+def test_drafts_count_against_the_budget() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"max_num_batched_tokens \(15\) must hold 4 tokens \(1 and 3 drafts\) of each of max_num_seqs \(4\) "
+        r"requests: raise it to 16, or set max_num_seqs to at most 3",
+    ):
+        scheduler_of(3, max_num_batched_tokens=15)
+    scheduler = scheduler_of(3, max_num_batched_tokens=16)
+    begin(scheduler, *(request_of(name, 2) for name in "abcd"))
+    assert schedule(scheduler).total_num_scheduled_tokens == 16
+
+
+def test_only_the_last_of_several_tokens_means_nothing() -> None:
+    scheduler = scheduler_of(3)
+    requests = [request_of("a"), request_of("b", stop_token_ids=[2]), request_of("c")]
+    begin(scheduler, *requests)
+    output = schedule(scheduler)
+    results = update(scheduler, output, [1, 9], [2, 9], [9], invalid={0: "NaN", 1: "NaN", 2: "NaN"})
+    assert [result.new_token_ids for result in results] == [[1], [2], []]
+    assert [request.finish_reason for request in requests] == ["error", "stop", "error"]
+    assert requests[0].output_token_ids == [7, 1]
+    scheduler.check_idle()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("accuracy", "most_steps"), [(1.0, 1 + 5 + 1), (0.0, 21 + 1)])
+def test_drafts_save_steps_and_change_no_token(accuracy: float, most_steps: int, depth: int) -> None:
+    config = SchedulerConfig(64, 4, 4, 64, num_drafts=3, num_lookahead=3)
+    engine = FakeEngine(config, random.Random(1), accuracy=accuracy, drafting=1.0, depth=depth)
+    requests = [request_of(name, 5, max_tokens=21) for name in "ab"]
+    for request in requests:
+        engine.scheduler.add_request(request)
+    engine.settle()
+    for request in requests:
+        assert request.output_token_ids == expected_output(request)
+    assert engine.device.runner.num_steps <= most_steps
+    assert engine.scheduler.stats().drafts.acceptance_rate == pytest.approx(accuracy, abs=0.2)

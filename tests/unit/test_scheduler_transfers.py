@@ -1,0 +1,504 @@
+"""KV that is loaded before a request runs and lent after it has ended: who holds which blocks, and for how long."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector
+from tests.helpers.fake_engine import FakeEngine
+
+from fleetfoot.kv_transfer.connector import SchedulerConnector
+from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+
+LOADING = RequestStatus.LOADING
+
+
+@dataclass
+class Scripted(SchedulerConnector):
+    """Matches and lends as it is told, and writes down what it is asked."""
+
+    matches: dict[str, int] = field(default_factory=dict)
+    lends: set[str] = field(default_factory=set)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    pending: bool = False
+
+    def check_request(self, request: Request) -> None:
+        if request.kv_transfer_params == {"bad": True}:
+            raise ValueError("kv_transfer_params is bad")
+
+    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+        self.calls.append(("match", request.request_id, num_local, len(request.block_hashes)))
+        return self.matches.get(request.request_id, 0)
+
+    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+        self.calls.append(("load", request.request_id, num_local, num_matched, len(request.block_ids)))
+
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        self.calls.append(("filled", request.request_id, first, last, by_this_step))
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self.calls.append(("finished", request.request_id, request.finish_reason, len(request.block_ids)))
+        return request.request_id in self.lends, {"from": request.request_id} if self.lends else None
+
+    def build_metadata(self, scheduler_output: SchedulerOutput) -> int:
+        return scheduler_output.step
+
+    def update(self, output: KVConnectorOutput) -> None:
+        self.calls.append(("update",))
+
+    @property
+    def has_pending(self) -> bool:
+        return self.pending
+
+    def forget(self) -> None:
+        self.calls.append(("forget",))
+
+    def of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == kind]
+
+
+def world(connector: SchedulerConnector, **config: Any) -> Scheduler:
+    defaults = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    return Scheduler(SchedulerConfig(**{**defaults, **config}), connector=connector)
+
+
+def request_of(name: str, prompt: int | list[int] = 9, max_tokens: int = 4, **more: Any) -> Request:
+    tokens = [1000 * (1 + ord(name[-1])) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=more.pop("prompt_logprobs", None))
+    return Request(name, tokens, params, max_tokens=max_tokens, seed=0, **more)
+
+
+def schedule(scheduler: Scheduler) -> SchedulerOutput:
+    output = scheduler.schedule()
+    assert output is not None
+    assert output.kv_connector_metadata == output.step
+    scheduler.check_integrity()
+    return output
+
+
+def update(scheduler: Scheduler, output: SchedulerOutput, **transfers: Any) -> list[StepResult]:
+    result = ModelRunnerOutput([[7]] * output.num_sampled)
+    if transfers:
+        result.kv_connector_output = KVConnectorOutput(**transfers)
+    results = scheduler.update(output, result)
+    scheduler.check_integrity()
+    return results
+
+
+def step(scheduler: Scheduler, **transfers: Any) -> tuple[SchedulerOutput, list[StepResult]]:
+    output = schedule(scheduler)
+    return output, update(scheduler, output, **transfers)
+
+
+FAILED = {"a": TransferFailure("the file is too short")}
+
+
+# --- loads ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_its_kv_and_computes_the_rest() -> None:
+    connector = Scripted({"a": 8})
+    scheduler, a = world(connector), request_of("a", 11)
+    scheduler.add_request(a)
+    output, _ = step(scheduler)
+    assert output.is_idle
+    assert (output.num_sampled, output.total_num_scheduled_tokens, output.new_requests) == (0, 0, [])
+    assert (a.status, a.row, len(a.block_ids)) == (LOADING, -1, 3)
+    assert {scheduler.pool.state(block) for block in a.block_ids} == {"FILLING"}
+    assert connector.calls == [("match", "a", 0, 2), ("load", "a", 0, 8, 3)]
+    assert scheduler.stats().transfers.num_loading == 1
+    step(scheduler, loaded={"a"}, counters={"bytes_loaded": 64})
+    assert [scheduler.pool.state(block) for block in a.block_ids] == ["READY", "READY", "FILLING"]
+    output, (result,) = step(scheduler)
+    (new,) = output.new_requests
+    assert (new.num_computed_tokens, new.block_ids, output.num_scheduled_tokens) == (8, a.block_ids, [3])
+    assert (result.new_token_ids, a.status, a.num_cached_tokens) == ([7], RequestStatus.RUNNING, 8)
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (11, 0)
+    transfers = stats.transfers
+    assert (transfers.loads_started, transfers.loads_done, transfers.tokens_loaded) == (1, 1, 8)
+    assert transfers.counters == {"bytes_loaded": 64}
+
+
+def test_what_was_loaded_can_be_hit_and_is_not_saved_again() -> None:
+    connector = Scripted({"a": 8})
+    scheduler, a = world(connector), request_of("a", 9)
+    scheduler.add_request(a)
+    step(scheduler, loaded={"a"})
+    scheduler.add_request(request_of("b", list(a.token_ids)))
+    output = schedule(scheduler)
+    assert [new.num_computed_tokens for new in output.new_requests] == [8, 8]
+    assert connector.of("filled") == []
+    assert connector.of("match") == [("a", 0, 2), ("b", 8, 2)]
+
+
+def test_what_is_loaded_comes_behind_what_is_here() -> None:
+    connector = Scripted({"b": 4})
+    scheduler, a = world(connector), request_of("a", 9, max_tokens=1)
+    scheduler.add_request(a)
+    step(scheduler)
+    scheduler.add_request(request_of("b", [*a.token_ids[:8], 1, 2, 3, 4, 5]))
+    output, _ = step(scheduler, loaded={"b"})
+    assert output.is_idle
+    assert connector.of("load") == [("b", 8, 4, 4)]
+    output = schedule(scheduler)
+    assert (output.new_requests[0].num_computed_tokens, output.num_scheduled_tokens) == (12, [1])
+    assert scheduler.stats().prefix_cache_hits == 8
+
+
+def test_others_overtake_a_request_that_loads_but_no_more_than_there_are_rows() -> None:
+    connector = Scripted({"a": 8, "b": 8, "c": 8, "d": 8})
+    scheduler = world(connector, max_num_seqs=3)
+    for name in "ab":
+        scheduler.add_request(request_of(name))
+    scheduler.add_request(request_of("x", 3))
+    for name in "cd":
+        scheduler.add_request(request_of(name))
+    output, _ = step(scheduler)
+    assert [new.request_id for new in output.new_requests] == ["x"]
+    assert [name for name, *_ in connector.of("load")] == ["a", "b"]  # with x that is a row for each
+    output, _ = step(scheduler, loaded={"b"})
+    assert output.new_requests == []
+    output, _ = step(scheduler)
+    assert [new.request_id for new in output.new_requests] == ["b"]
+    scheduler.finish("x", RequestStatus.FINISHED_ABORTED)
+    step(scheduler, loaded={"a"})
+    assert [name for name, *_ in connector.of("load")] == ["a", "b", "c"]
+    output, _ = step(scheduler)
+    assert [new.request_id for new in output.new_requests] == ["a"]
+
+
+def test_those_whose_kv_has_come_run_in_their_order_and_before_all_who_wait() -> None:
+    connector = Scripted({"a": 8, "b": 8})
+    scheduler = world(connector, max_num_batched_tokens=8, max_num_seqs=8)
+    for name in "ab":
+        scheduler.add_request(request_of(name, 12))
+    step(scheduler, loaded={"b", "a"})
+    scheduler.add_request(request_of("c", 3, priority=-1))
+    output = schedule(scheduler)
+    assert [new.request_id for new in output.new_requests] == ["a", "b"]
+
+
+def test_a_request_that_must_not_be_split_waits_for_a_step_that_holds_the_rest_of_it() -> None:
+    connector = Scripted({"a": 4})
+    scheduler = world(connector, enable_chunked_prefill=False, max_num_batched_tokens=12, max_num_seqs=2)
+    scheduler.add_request(request_of("a", 12))
+    scheduler.add_request(request_of("b", 6, 1))
+    output, _ = step(scheduler, loaded={"a"})
+    assert [new.request_id for new in output.new_requests] == ["b"]
+    scheduler.add_request(request_of("b2", 8))
+    output, _ = step(scheduler)
+    assert [new.request_id for new in output.new_requests] == ["a"]
+
+
+def test_a_load_needs_blocks_for_the_whole_prompt() -> None:
+    connector = Scripted({"b": 8})
+    scheduler = world(connector, num_blocks=5)
+    scheduler.add_request(request_of("a", 9, 2))
+    scheduler.add_request(request_of("b", 12, 2))
+    step(scheduler)
+    assert connector.of("load") == []
+    step(scheduler)
+    assert connector.of("load") == []  # it was asked for again
+    assert len(connector.of("match")) > 2
+    step(scheduler)
+    assert connector.of("load") == [("b", 0, 8, 3)]
+
+
+def test_prompt_logprobs_need_the_prompt_computed() -> None:
+    connector = Scripted({"a": 8})
+    scheduler = world(connector)
+    scheduler.add_request(request_of("a", prompt_logprobs=1))
+    assert step(scheduler)[0].num_scheduled_tokens == [9]
+    assert connector.of("match") == []
+
+
+@pytest.mark.parametrize("matched", [3, 12, -4])
+def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
+    scheduler = world(Scripted({"a": matched}))
+    scheduler.add_request(request_of("a", 12))
+    with pytest.raises(RuntimeError, match=rf"connector Scripted matches {matched} tokens behind 0 .* of 12"):
+        scheduler.schedule()
+
+
+# --- loads that fail ------------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
+    connector = Scripted({"a": 8})
+    scheduler, a = world(connector), request_of("a", 9)
+    scheduler.add_request(a)
+    scheduler.add_request(request_of("b", 3))
+    _, (result,) = step(scheduler, failed=FAILED)
+    assert result.request.request_id == "b"
+    assert (a.status, a.block_ids, a.num_computed) == (RequestStatus.WAITING, [], 0)
+    output, _ = step(scheduler)
+    assert output.num_scheduled_tokens == [1, 9]
+    assert len(connector.of("match")) == 2  # of a once, of b once
+    stats = scheduler.stats()
+    assert (stats.transfers.loads_failed, stats.transfers.loads_timed_out, stats.transfers.num_loading) == (1, 0, 0)
+    assert (a.num_cached_tokens, stats.prefix_cache_queries) == (0, 12)
+
+
+def test_or_its_request_fails() -> None:
+    connector = Scripted({"a": 8})
+    scheduler, a = world(connector, kv_load_failure_policy="fail"), request_of("a", 9)
+    scheduler.add_request(a)
+    _, (result,) = step(scheduler, failed={"a": TransferFailure("60 s are over", timed_out=True)})
+    assert (result.request, result.new_token_ids, result.index) == (a, [], -1)
+    assert (a.finish_reason, a.stop_reason) == ("error", "its KV could not be loaded: 60 s are over")
+    assert not scheduler.has_unfinished
+    assert connector.of("finished") == [("a", "error", 3)]
+    assert scheduler.stats().transfers.loads_timed_out == 1
+    scheduler.check_idle()
+    with pytest.raises(ValueError, match="kv_load_failure_policy is 'ignore'; it can be 'recompute' or 'fail'"):
+        world(connector, kv_load_failure_policy="ignore")
+
+
+# --- loads of requests that end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", [{"loaded": {"a"}}, {"failed": FAILED}], ids=["loaded", "failed"])
+def test_aborted_while_loading(ending: dict[str, Any]) -> None:
+    connector = Scripted({"a": 8})
+    scheduler, a = world(connector), request_of("a", 9)
+    scheduler.add_request(a)
+    output = schedule(scheduler)
+    scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
+    assert connector.of("finished") == [("a", "abort", 3)]
+    assert not scheduler.has_unfinished
+    assert {scheduler.pool.state(block) for block in a.block_ids} == {"LENT"}
+    scheduler.check_integrity()
+    scheduler.check_idle()
+    assert scheduler.stats().transfers.num_lent_blocks == 3
+    with pytest.raises(ValueError, match="'a' is in use: KV of a request that had it is still being transferred"):
+        scheduler.add_request(request_of("a"))
+    update(scheduler, output)
+    output = schedule(scheduler)  # idle: the load goes on
+    assert output.finished_req_ids == {"a"}
+    assert update(scheduler, output, **ending) == []
+    assert scheduler.pool.num_free == 16
+    scheduler.add_request(request_of("a"))
+
+
+def test_aborted_when_its_kv_has_come() -> None:
+    connector = Scripted({"a": 8})
+    scheduler = world(connector)
+    scheduler.add_request(request_of("a", 9))
+    step(scheduler, loaded={"a"})
+    scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
+    assert scheduler.pool.num_free == 16
+    assert scheduler.schedule() is None
+    scheduler.check_integrity()
+
+
+def test_new_weights_while_loading() -> None:
+    connector = Scripted({"a": 8, "b": 8, "c": 8})
+    scheduler = world(connector)
+    a, b, c = (request_of(name, 9) for name in "abc")
+    for request in (a, b, c):
+        scheduler.add_request(request)
+    output = schedule(scheduler)
+    update(scheduler, output, loaded={"a"})
+    scheduler.reset_prefix_cache()
+    assert connector.calls[-1] == ("forget",)
+    assert (a.status, a.block_ids, b.status) == (RequestStatus.WAITING, [], LOADING)
+    scheduler.check_integrity()
+    scheduler.finish("c", RequestStatus.FINISHED_ABORTED)
+    connector.matches.clear()
+    output, _ = step(scheduler, loaded={"b", "c"})
+    assert [new.num_computed_tokens for new in output.new_requests] == [0]
+    assert b.status is RequestStatus.WAITING
+    output, _ = step(scheduler)
+    assert [(new.request_id, new.num_computed_tokens) for new in output.new_requests] == [("b", 0)]
+
+
+def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_was_in_flight() -> None:
+    connector = Scripted()
+    scheduler = world(connector, num_blocks=4)
+    a, b = request_of("a", 7, 9), request_of("b", 7, 2)
+    for request in (a, b):
+        scheduler.add_request(request)
+    outputs = [schedule(scheduler), schedule(scheduler)]
+    assert scheduler.schedule() is None  # a needs a block
+    assert b.status is RequestStatus.PREEMPTED
+    scheduler.reset_prefix_cache()
+    for output in outputs:
+        update(scheduler, output)
+    assert b.finish_reason == "length"  # its second block is full, of KV that nobody must find
+    assert connector.of("filled") == [("a", 0, 1, True), ("b", 0, 1, True)]
+    scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
+    scheduler.add_request(request_of("b2", list(b.token_ids)))
+    assert schedule(scheduler).new_requests[0].num_computed_tokens == 0
+
+
+# --- what is saved --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_blocks_are_reported_once_chunk_by_chunk_and_when_a_request_leaves(caching: bool) -> None:
+    connector = Scripted()
+    scheduler = world(connector, max_num_batched_tokens=10, enable_prefix_caching=caching)
+    scheduler.add_request(request_of("a", 14, max_tokens=8))
+    step(scheduler)
+    assert connector.of("filled") == [("a", 0, 2, True)]
+    step(scheduler)
+    assert connector.of("filled")[1:] == [("a", 2, 3, True)]
+    while scheduler.has_unfinished:
+        step(scheduler)
+    assert connector.of("filled")[2:] == [("a", 3, 5, False)]  # 22 tokens; the last one's KV is nowhere
+    assert connector.calls[-1] == ("finished", "a", "length", 6)
+
+
+def test_blocks_are_reported_before_a_preemption_gives_them_away() -> None:
+    connector = Scripted()
+    scheduler = world(connector, num_blocks=4)
+    a, b = request_of("a", 7, 9), request_of("b", 7, 9)
+    for request in (a, b):
+        scheduler.add_request(request)
+    while not b.num_preemptions:
+        step(scheduler)
+    assert ("b", 1, 2, False) in connector.of("filled")
+    assert connector.of("finished") == []
+
+
+def test_what_an_error_left_is_not_saved() -> None:
+    connector = Scripted()
+    scheduler = world(connector)
+    scheduler.add_request(request_of("a", 7, 9))
+    output = schedule(scheduler)
+    scheduler.update(output, ModelRunnerOutput([[7]], invalid={0: "NaN"}))
+    assert connector.of("filled") == [("a", 0, 1, True)]
+    assert connector.of("finished") == [("a", "error", 2)]
+
+
+# --- lent blocks ----------------------------------------------------------------------------------------------------
+
+
+def test_blocks_stay_lent_until_they_are_sent() -> None:
+    connector = Scripted(lends={"a"})
+    scheduler, a = world(connector), request_of("a", 9, max_tokens=1)
+    scheduler.add_request(a)
+    _, (result,) = step(scheduler)
+    assert result.request.kv_transfer_output == {"from": "a"}
+    assert a.block_ids == []
+    assert not scheduler.has_unfinished
+    scheduler.check_idle()
+    assert scheduler.pool.num_free == 13
+    assert scheduler.stats().transfers.num_lent_blocks == 3
+    output, _ = step(scheduler)
+    assert output.is_idle
+    assert [name for name, _ in output.finished] == ["a"]  # its row is free, its blocks are not
+    assert output.finished_req_ids == {"a"}
+    with pytest.raises(ValueError, match="still being transferred"):
+        scheduler.add_request(request_of("a"))
+    step(scheduler, sent={"a"})
+    assert scheduler.pool.num_free == 16
+    assert scheduler.schedule() is None
+    scheduler.check_idle()
+
+
+def test_sent_while_a_step_in_flight_still_holds_the_request() -> None:
+    connector = Scripted(lends={"a"})
+    scheduler, a = world(connector), request_of("a", 9)
+    scheduler.add_request(a)
+    outputs = [schedule(scheduler), schedule(scheduler), schedule(scheduler)]
+    update(scheduler, outputs[0])
+    scheduler.finish("a", RequestStatus.FINISHED_STOPPED, "text")
+    scheduler.check_integrity()
+    update(scheduler, outputs[1], sent={"a"})
+    assert {scheduler.pool.state(block) for block in a.block_ids} == {"LENT"}
+    update(scheduler, outputs[2])
+    assert scheduler.pool.num_free == 16
+
+
+def test_lent_blocks_can_be_hit_and_nobody_is_stuck_behind_them() -> None:
+    connector = Scripted(lends={"a"})
+    scheduler, a = world(connector, num_blocks=4), request_of("a", 12, max_tokens=1)
+    scheduler.add_request(a)
+    step(scheduler)
+    scheduler.add_request(request_of("b", a.token_ids[:12], max_tokens=2))
+    output, _ = step(scheduler)
+    assert output.new_requests[0].num_computed_tokens == 8
+    step(scheduler)
+    assert not scheduler.has_unfinished
+    scheduler.add_request(request_of("c", 12, max_tokens=1))
+    output, _ = step(scheduler)
+    assert output.is_idle  # it waits for a's blocks
+    step(scheduler, sent={"a"})
+    assert step(scheduler)[0].num_scheduled_tokens == [12]
+
+
+def test_lent_and_still_loading() -> None:
+    connector = Scripted({"a": 8}, lends={"a"})
+    scheduler = world(connector)
+    scheduler.add_request(request_of("a", 9))
+    output = schedule(scheduler)
+    scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
+    update(scheduler, output, sent={"a"})
+    assert scheduler.pool.num_free == 13
+    step(scheduler, loaded={"a"})
+    assert scheduler.pool.num_free == 16
+    scheduler.check_idle()
+
+
+def test_reports_about_strangers_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
+    connector = Scripted(pending=True)
+    scheduler = world(connector)
+    step(scheduler, loaded={"x"}, failed={"y": TransferFailure("gone")}, sent={"z"})
+    assert [record.args for record in caplog.records] == [("x",), ("y",), ("z",)]
+    scheduler.check_idle()
+
+
+# --- idle steps -----------------------------------------------------------------------------------------------------
+
+
+def test_no_idle_step_without_a_reason_nor_behind_a_step_in_flight() -> None:
+    connector = Scripted()
+    scheduler = world(connector)
+    assert scheduler.schedule() is None
+    connector.pending = True
+    assert schedule(scheduler).is_idle
+    assert scheduler.schedule() is None  # one at a time
+    alone = Scheduler(SchedulerConfig(8, 4, 1, 8))
+    alone.add_request(request_of("a", 3, max_tokens=1))
+    output = alone.schedule()
+    assert output is not None
+    assert output.kv_connector_metadata is None
+    alone.update(output, ModelRunnerOutput([[7]]))
+    assert alone.schedule() is None
+
+
+def test_kv_transfer_params_are_checked_when_a_request_comes() -> None:
+    scheduler = world(Scripted())
+    scheduler.add_request(request_of("a", kv_transfer_params={"good": True}))
+    with pytest.raises(ValueError, match="kv_transfer_params is bad"):
+        scheduler.add_request(request_of("b", kv_transfer_params={"bad": True}))
+    assert list(scheduler.requests) == ["a"]
+    with pytest.raises(
+        ValueError, match=r"kv_transfer_params is \{'good': True\}, but this engine has no KV connector"
+    ):
+        Scheduler(SchedulerConfig(8, 4, 1, 8)).add_request(request_of("a", kv_transfer_params={"good": True}))
+
+
+def test_tokens_survive_loads_that_fail_now_and_then() -> None:
+    rng = random.Random(0)
+    config = SchedulerConfig(16, 4, 3, 16, enable_prefix_caching=False, num_drafts=2)
+    behaviour = Behaviour(match=1.0, fail=0.3, lend=0.5, has_all=True)
+    engine = FakeEngine(config, rng, behaviour=behaviour, num_ranks=2, depth=1)
+    requests = [request_of(name, [i % 10 for i in range(5 + number)]) for number, name in enumerate("abcdefgh")]
+    for request in requests:
+        engine.scheduler.add_request(request)
+    engine.settle()
+    stats = engine.scheduler.stats().transfers
+    assert stats.loads_done > 0 < stats.loads_failed
+    assert stats.counters["blocks_loaded"] * 4 == stats.tokens_loaded
+    assert isinstance(engine.connector, FakeSchedulerConnector)
+    assert engine.connector.num_metadata >= engine.device.runner.num_steps
