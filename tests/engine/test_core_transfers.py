@@ -272,7 +272,7 @@ def test_the_controller_hears_how_long_each_step_took() -> None:
 def test_the_loop_with_everything_at_once(num_stages: int, num_drafts: int) -> None:
     rng = random.Random(3)
     config = SchedulerConfig(24, 4, 4, 32, num_stages=num_stages, num_drafts=num_drafts, num_lookahead=num_drafts)
-    connector = FakeSchedulerConnector(4, rng, Behaviour(has_all=True))
+    connector = FakeSchedulerConnector(4, rng, Behaviour(fail=0.4, has_all=True))
     scheduler = Scheduler(config, connector=connector)
     core = EngineCore(scheduler, FakeDevice(scheduler, rng, num_ranks=2), StatsCollector(), depth=num_stages)
     requests = [

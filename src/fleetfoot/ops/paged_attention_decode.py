@@ -68,9 +68,9 @@ class DecodeTiling:
 
 
 def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_bytes: int) -> DecodeTiling:
-    """Small tiles for many small programs, whose waits overlap: on an H100, four programs of two warps with tiles of 8 KB
-    take 20% off a step of 64 or 256 short requests and 4 to 12% off one of 8 or 64 long ones, against three programs
-    of four warps with tiles of 16 KB. One warp, and more programs, gain at 256 requests and lose at 64.
+    """Small tiles for many small programs, whose waits overlap: on an H100, four programs of two warps with tiles of
+    8 KB take 20% off a step of 64 or 256 short requests and 4 to 12% off one of 8 or 64 long ones, against three
+    programs of four warps with tiles of 16 KB. One warp, and more programs, gain at 256 requests and lose at 64.
 
     Args:
         rows: of the query tile. padded_dim: head_dim, rounded up to a power of 2.
