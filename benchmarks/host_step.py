@@ -40,6 +40,7 @@ class NullModel:
 
     def __init__(self, config: ModelConfig, max_tokens: int, max_reqs: int) -> None:
         self.config = config
+        self.layers = (self,)  # one, whose KV nobody writes
         self._hidden = torch.zeros(max_tokens, 1)
         self._logits = torch.randn(max_reqs, VOCAB_SIZE)
 

@@ -25,10 +25,12 @@ from tests.helpers.engines import (
 from tests.helpers.recording_device import RecordingDevice
 
 from fleetfoot import LLM, LLMEngine, SamplingParams
+from fleetfoot.assets import embedded_model_path
 from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.fields import ConfigError
 from fleetfoot.config.model import load_model_config
+from fleetfoot.execution.multiprocess import MultiprocessExecutor
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.ops.select import select_ops
 from fleetfoot.outputs import CompletionOutput
@@ -55,6 +57,7 @@ REFUSED = [
 ]
 VOCAB = TEXT_MODEL["vocab_size"]
 PROMPT = prompt_of(21, VOCAB, seed=1)
+TELL = [0, 587, 349, 286, 264, 1008]  # to the embedded model: Once there was a fox
 OTHERS = [prompt_of(length, VOCAB, seed=length) for length in (3, 9, 30, 34)]
 NUM_TOKENS = 10
 
@@ -312,14 +315,102 @@ def prompt_logprobs(subject: Subject) -> None:
         assert entry[token].rank == 1 + int((row > row[token]).sum())
 
 
+def draft_model(subject: Subject) -> None:
+    """The model drafts for itself, and is right but for what it proposes behind the end."""
+    engine = subject.engine(speculative_config={"model": str(subject.folder), "num_speculative_tokens": 3})
+    outputs = run_requests(engine, {str(len(prompt)): (prompt, wishes()) for prompt in (PROMPT, *OTHERS)})
+    for prompt in (PROMPT, *OTHERS):
+        assert outputs[str(len(prompt))].outputs[0].token_ids == subject.expected(prompt)
+    drafts = engine.stats().scheduler.drafts
+    assert drafts.num_rows == (1 + len(OTHERS)) * -(-(NUM_TOKENS - 1) // 4)
+    assert drafts.num_accepted == (1 + len(OTHERS)) * (NUM_TOKENS - 1) - drafts.num_rows
+
+
+def eagle(subject: Subject) -> None:
+    """The embedded model with its head."""
+    requests = {str(seed): ([*TELL, seed], wishes(temperature=seed % 2, seed=seed)) for seed in range(4, 10)}
+    texts = []
+    for drafts in (None, {"method": "eagle", "num_speculative_tokens": 3}):
+        engine = subject.engine(embedded_model_path(), speculative_config=drafts)
+        texts.append({name: output.outputs[0].token_ids for name, output in run_requests(engine, requests).items()})
+    assert texts[0] == texts[1]
+    assert engine.stats().scheduler.drafts.num_accepted > 0
+
+
+def ngram(subject: Subject) -> None:
+    """A prompt that repeats itself, and an output that must: there is one token that it can be."""
+    params = wishes(allowed_token_ids=[PROMPT[0]])
+    drafts = {"method": "ngram", "num_speculative_tokens": 3}
+    engine = subject.engine(speculative_config=drafts)
+    prompts = {"same": [PROMPT[0]] * 9, "none": PROMPT}
+    outputs = run_requests(engine, {name: (prompt, params) for name, prompt in prompts.items()})
+    assert all(output.outputs[0].token_ids == [PROMPT[0]] * NUM_TOKENS for output in outputs.values())
+    assert engine.stats().scheduler.drafts.num_accepted > NUM_TOKENS // 2
+    (output,) = subject.run([PROMPT], wishes(), speculative_config=drafts)
+    assert output.token_ids == subject.expected(PROMPT)
+
+
+def tensor_parallelism(subject: Subject) -> None:
+    in_processes(subject, tensor_parallel_size=2)
+
+
+def pipeline_parallelism(subject: Subject) -> None:
+    in_processes(subject, pipeline_parallel_size=2)
+
+
+def in_processes(subject: Subject, **sizes: int) -> None:
+    engine = subject.engine(**sizes)
+    executor = engine.core.executor
+    assert isinstance(executor, MultiprocessExecutor) and len(executor.worker_pids) == 2
+    outputs = run_requests(engine, {str(len(prompt)): (prompt, wishes()) for prompt in (PROMPT, *OTHERS)})
+    engine.shutdown()
+    for prompt in (PROMPT, *OTHERS):
+        assert outputs[str(len(prompt))].outputs[0].token_ids == subject.expected(prompt)
+
+
+def kv_connector(subject: Subject) -> None:
+    """What one engine has computed, another one reads from files."""
+    extra = {"shared_storage_path": str(subject.tmp_path / "kv")}
+    config = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    assert loaded_tokens(subject, engines=2, kv_transfer_config=config) > 0
+
+
+def kv_offloading(subject: Subject) -> None:
+    """Without a prefix cache the second run finds what it needs in host memory alone."""
+    assert loaded_tokens(subject, engines=1, kv_offloading_size=0.01, enable_prefix_caching=False) > 0
+
+
+def loaded_tokens(subject: Subject, *, engines: int, **settings: Any) -> int:
+    """Run the same prompt twice, in one engine or two; how many tokens came by a connector the second time."""
+    engine = subject.engine(block_size=4, **settings)
+    for turn in range(2):
+        outputs = run_requests(engine, {"r": (PROMPT, wishes())})
+        assert outputs["r"].outputs[0].token_ids == subject.expected(PROMPT)
+        while engine.has_transfers():
+            engine.step()
+        if turn == 0 and engines == 2:
+            engine.shutdown()
+            engine = subject.engine(block_size=4, **settings)
+    loaded = engine.stats().transfers.tokens_loaded
+    engine.shutdown()
+    return loaded
+
+
 CASES: dict[Feature, Callable[[Subject], None]] = {
     Feature.SLIDING_WINDOW: sliding_window,
     Feature.GRAPHS: graphs,
     Feature.ASYNC_SCHEDULING: async_scheduling,
+    Feature.TENSOR_PARALLELISM: tensor_parallelism,
+    Feature.PIPELINE_PARALLELISM: pipeline_parallelism,
+    Feature.SPECULATIVE_NGRAM: ngram,
+    Feature.SPECULATIVE_DRAFT_MODEL: draft_model,
+    Feature.SPECULATIVE_EAGLE: eagle,
     Feature.CHUNKED_PREFILL: chunked_prefill,
     Feature.PREFIX_CACHING: prefix_caching,
     Feature.PREEMPTION: preemption,
     Feature.PRIORITY_SCHEDULING: priority_scheduling,
+    Feature.KV_CONNECTOR: kv_connector,
+    Feature.KV_OFFLOADING: kv_offloading,
     Feature.SAMPLING: sampling,
     Feature.PENALTIES: penalties,
     Feature.LOGIT_BIAS: logit_bias,
@@ -341,17 +432,8 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},
     Feature.POOLING: {"task": "embed"},
     Feature.TORCH_COMPILE: {"compilation_config": {"mode": 1}},
-    Feature.TENSOR_PARALLELISM: {"tensor_parallel_size": 2},
-    Feature.PIPELINE_PARALLELISM: {"pipeline_parallel_size": 2},
     Feature.PREFILL_CONTEXT_PARALLELISM: {"prefill_context_parallel_size": 2},
-    Feature.SPECULATIVE_NGRAM: {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    Feature.SPECULATIVE_DRAFT_MODEL: {"speculative_config": {"model": "a/draft", "num_speculative_tokens": 3}},
-    Feature.SPECULATIVE_EAGLE: {
-        "speculative_config": {"method": "eagle", "model": "a/head", "num_speculative_tokens": 3}
-    },
     Feature.SLEEP: {"enable_sleep_mode": True},
-    Feature.KV_CONNECTOR: {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
-    Feature.KV_OFFLOADING: {"kv_offloading_size": 1.0},
     Feature.PROMPT_EMBEDDINGS: {"enable_prompt_embeds": True},
     Feature.LORA: {"enable_lora": True},
 }

@@ -85,20 +85,20 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, bool, list[str], str]
     "asked-v1": ([*H100, "--no-use-v2-model-runner"], {}, "v1", True, [], "use_v2_model_runner is False"),
     "lora": ([*H100, "--enable-lora"], {}, "v1", False, ["LoRA adapters"], "does not support LoRA adapters"),
     "lora-v2": ([*H100, "--enable-lora", "--use-v2-model-runner"], {}, "v2", True, ["LoRA adapters"], "is True"),
-    "ngram": ([*H100, "--speculative-config", NGRAM], {}, "v1", False, ["speculative decoding with n-grams"], "ngram"),
-    "nixl": ([*H100, "--kv-transfer-config", NIXL], {}, "v1", False, ["KV connectors"], "KV connectors"),
+    "ngram": ([*H100, "--speculative-config", NGRAM], {}, "v2", False, [], "default of"),
+    "nixl": ([*H100, "--kv-transfer-config", NIXL], {}, "v2", False, [], "default of"),
     "stranger": (
         [*H100, "--kv-transfer-config", STRANGER],
         {},
         "v1",
         False,
-        ["KV connectors", "Model Runner V2's KV layout"],
+        ["this KV connector"],
         "Stranger cannot be imported from no.such.module",
     ),
     "inactive": ([*H100, "--kv-transfer-config", "{}"], {}, "v2", False, [], "default of"),
-    "offloading": ([*H100, "--kv-offloading-size", "4"], {}, "v1", False, ["KV offloading"], "KV offloading"),
+    "offloading": ([*H100, "--kv-offloading-size", "4"], {}, "v2", False, [], "default of"),
     "pooling": ([*H100, "--task", "embed"], {}, "v1", False, ["pooling tasks"], "the task is embed"),
-    "tensor-parallel": ([*H100, "--tensor-parallel-size", "2"], {}, "v1", False, ["tensor parallelism"], "is 2"),
+    "tensor-parallel": ([*H100, "--tensor-parallel-size", "2"], {}, "v2", False, [], "default of"),
     "quantized": (
         H100,
         {"quantization_config": {"quant_method": "fp8"}},
@@ -138,8 +138,7 @@ def test_the_decision(case: str, capsys: Streams, tmp_path: Path) -> None:
     can_be_loaded = case not in ("quantized", "experts", "hybrid", "other")
     assert (report["memory"] is not None) == can_be_loaded
     for name in unsupported:
-        if name != "Model Runner V2's KV layout":
-            assert any(problem.startswith(f"{name} (") for problem in report["problems"])
+        assert any(problem.startswith(f"{name} (") for problem in report["problems"])
 
 
 @pytest.mark.parametrize(("value", "runner"), [("0", "v1"), ("1", "v2")])
@@ -274,7 +273,7 @@ def test_the_text_says_what_the_object_says(capsys: Streams, llama_8b: str) -> N
         f"attention {report['attention_backend']}",
         "KV layout block-contiguous-hnd: [num_blocks",
         f"graphs {report['graphs']['num_shapes']} shapes",
-        "decode: 1, 2, 4, 8-256 by 8 requests",
+        "decode: 1, 2, 4, 8, 16-64 by 16, 96-256 by 32 requests",
         "mixed: 16, 32, 64, 128, 256, 512 tokens",
         "72.00 GiB to use, of 80.00 GiB",
         "longest context 131,072 tokens, 3 such requests at a time",

@@ -44,7 +44,7 @@ def test_an_unknown_keyword_is_named_with_its_neighbours(owner: Any, text_model:
         ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; it must fit in 64 bits"),
         ({"max_num_batched_tokens": 3}, ValueError, r"max_num_batched_tokens is 3.*set max_num_seqs=3"),
         ({"max_model_len": MAX_LEN + 1}, ValueError, rf"max_model_len is {MAX_LEN + 1}.*at most {MAX_LEN}"),
-        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size is 2"),
+        ({"tensor_parallel_size": 3}, ValueError, "tensor_parallel_size is 3"),
         ({"num_gpu_blocks_override": 0}, ValueError, "num_gpu_blocks_override is 0"),
         ({"num_gpu_blocks_override": 10**13}, ValueError, r"10,000,000,000,000 blocks.*num_gpu_blocks_override"),
         ({"kv_cache_memory_bytes": 100}, ValueError, r"one takes 8,192 bytes and 100 are left"),

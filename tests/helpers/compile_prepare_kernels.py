@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fleetfoot.ops.triton_support import TritonKernel
+from fleetfoot.speculative.ngram import propose_ngrams_paged_triton
 from tests.helpers.prepare_runs import OPS, run
 
 
@@ -37,3 +39,5 @@ if __name__ == "__main__":
     with patch.object(TritonKernel, "__getitem__", compile_instead):
         for op in OPS:
             run(OPS[op].triton, op, "one_decode_with_drafts")
+        one = torch.zeros(1, dtype=torch.int32)
+        propose_ngrams_paged_triton(one, one, one, one, one[None], 16, 5, 1, draft_tokens=one.new_zeros((2, 3)))

@@ -1,4 +1,4 @@
-"""The model that the package carries."""
+"""The model that the package carries, and its EAGLE head."""
 
 from __future__ import annotations
 
@@ -8,3 +8,8 @@ from pathlib import Path
 def embedded_model_path() -> Path:
     """The folder of the embedded model, in Hugging Face format."""
     return Path(__file__).parent / "story-llama"
+
+
+def embedded_eagle_path() -> Path:
+    """The folder of the embedded model's EAGLE head, which proposes tokens for it and is no model by itself."""
+    return Path(__file__).parent / "story-llama-eagle"

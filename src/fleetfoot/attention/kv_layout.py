@@ -9,18 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from fleetfoot.attention.layer_group import LayerGroup
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.layers.shards import num_kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers whose KV has the same shape: those of the model, or of a drafter beside it."""
-
-    num_layers: int
-    num_kv_heads: int
-    """On this rank."""
-    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)

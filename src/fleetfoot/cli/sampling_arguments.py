@@ -14,8 +14,8 @@ from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 
 _PREFIX = "sampling."
 
-NOT_A_FLAG = frozenset({"output_kind"})
-"""Fields that the commands set themselves: whether an output is streamed."""
+NOT_A_FLAG = frozenset({"output_kind", "extra_args"})
+"""Fields that the commands set themselves (whether an output is streamed), and what only other programs have to say."""
 
 
 def add_sampling_arguments(

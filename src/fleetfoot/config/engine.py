@@ -17,6 +17,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Runner = Literal["auto", "v1", "v2"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+ExecutorBackend = Literal["auto", "uni", "mp"]
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 
 EMBEDDED_MODEL = "story-llama"
@@ -105,6 +106,15 @@ class EngineConfig:
     tensor_parallel_size: int = _flag(1, "GPUs that share each layer")
     pipeline_parallel_size: int = _flag(1, "GPUs that the layers are spread over")
     prefill_context_parallel_size: int = _flag(1, "GPUs that share a long prompt")
+    distributed_executor_backend: ExecutorBackend = _flag(
+        "auto",
+        "where workers run: uni, in the engine's process; mp, each in its own; auto: mp where there are several",
+        choices=ExecutorBackend,
+    )
+    nnodes: int = _flag(1, "machines that the workers are spread over, equally many on each")
+    node_rank: int = _flag(0, "number of this machine; the engine starts on 0, the others run fleetfoot worker")
+    master_addr: str = _flag("127.0.0.1", "address of machine 0, as the others reach it")
+    master_port: int = _flag(29500, "port at which machine 0 waits for the others")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -118,7 +128,7 @@ class EngineConfig:
                 raise ValueError(f"{item.name} is {getattr(self, item.name)!r}; it can be {', '.join(choices)}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
                      "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size",
-                     "pipeline_parallel_size", "prefill_context_parallel_size"):  # fmt: skip
+                     "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -137,12 +147,48 @@ class EngineConfig:
                 f"runner is {self.runner!r} and use_v2_model_runner is {self.use_v2_model_runner}: they contradict "
                 "each other; leave one of them out"
             )
+        self._check_processes()
         budget = self.max_num_batched_tokens
         if budget is not None and budget < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {budget}, less than max_num_seqs ({self.max_num_seqs}): a step must hold "
                 f"one token of each running request; raise it, or set max_num_seqs={budget}"
             )
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the engine, on all nodes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Workers on each node."""
+        return self.world_size // self.nnodes
+
+    def _check_processes(self) -> None:
+        sizes = (
+            f"tensor_parallel_size {self.tensor_parallel_size} times pipeline_parallel_size "
+            f"{self.pipeline_parallel_size} is {self.world_size}"
+        )
+        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend is 'uni', one worker in the engine's process, but {sizes} workers; set "
+                "it to 'mp' or 'auto'"
+            )
+        if self.world_size % self.nnodes:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, but {sizes} workers, which cannot be spread evenly over so many; it can be "
+                f"{', '.join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)}"
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"node_rank is {self.node_rank}; with nnodes {self.nnodes} it can be 0"
+                + (f" to {self.nnodes - 1}" if self.nnodes > 1 else "")
+            )
+        if not self.master_addr:
+            raise ValueError("master_addr is an empty string; it must be the address of node 0")
+        if not 0 < self.master_port < 65536:
+            raise ValueError(f"master_port is {self.master_port}; it must be 1 to 65535")
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], *, owner: str) -> EngineConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 USE_V2_MODEL_RUNNER = "FLEETFOOT_USE_V2_MODEL_RUNNER"
 """Unset: the oracle chooses the model runner; ``0``: V1; ``1``: V2. `use_v2_model_runner` reads it."""
@@ -37,6 +37,11 @@ def no_color() -> bool:
     return bool(os.environ.get(NO_COLOR))
 
 
+def for_child(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process to start: this one's, with these variables set."""
+    return {**os.environ, **variables}
+
+
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
     """Set a variable for this process and those it starts; afterwards it is as it was, also where that was unset."""
@@ -49,3 +54,13 @@ def variable(name: str, value: str) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def defaults(variables: Mapping[str, str]) -> Iterator[None]:
+    """The same for several variables, each only where it is unset."""
+    with ExitStack() as stack:
+        for name, value in variables.items():
+            if name not in os.environ:
+                stack.enter_context(variable(name, value))
+        yield

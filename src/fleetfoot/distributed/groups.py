@@ -6,6 +6,8 @@ A worker that is alone has groups of one, whose operations are identities: nobod
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from fleetfoot.models.intermediate import IntermediateTensors
@@ -88,3 +90,11 @@ class PipelineGroup:
 
 SINGLE_TENSOR_GROUP = TensorGroup()
 SINGLE_PIPELINE_GROUP = PipelineGroup()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroups:
+    """The groups of one worker."""
+
+    tensor: TensorGroup = SINGLE_TENSOR_GROUP
+    pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.config import env
-from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP, PipelineGroup, TensorGroup
+from fleetfoot.distributed.groups import (
+    SINGLE_PIPELINE_GROUP,
+    SINGLE_TENSOR_GROUP,
+    PipelineGroup,
+    TensorGroup,
+    WorkerGroups,
+)
 from fleetfoot.distributed.one_shot import OneShotSum, can_sum, one_shot_words
 from fleetfoot.distributed.peer_memory import share_memory
 from fleetfoot.models.intermediate import IntermediateTensors
@@ -24,14 +30,6 @@ from fleetfoot.ops.opset import AddRMSNorm
 from fleetfoot.ops.rms_norm import sum_parts
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerGroups:
-    """The groups of one worker."""
-
-    tensor: TensorGroup
-    pipeline: PipelineGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,14 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
             activations, packets = _own_group(lanes, shape.device), _own_group(lanes, shape.device)
             pipeline = TorchPipelineGroup(activations, packets, shape)
     return WorkerGroups(tensor, pipeline)
+
+
+def smallest_in_world(value: int) -> int:
+    """The smallest ``value`` of all ranks of the world, which call this together; the default group needs a backend for
+    CPU tensors."""
+    smallest = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return int(smallest.item())
 
 
 def _own_group(members: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup:

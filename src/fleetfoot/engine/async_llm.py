@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
@@ -26,18 +26,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Item = RequestOutput | Exception
+_T = TypeVar("_T")
 
 
-class _Mailbox:
-    """Outputs on their way from the engine's thread to one waiting generator."""
+class _Mailbox(Generic[_T]):
+    """What is on its way from the engine's thread to one who waits: a generator for its outputs."""
 
     __slots__ = ("loop", "queue")
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[_Item] = asyncio.Queue()
+        self.queue: asyncio.Queue[_T | Exception] = asyncio.Queue()
 
-    def put(self, item: _Item) -> None:
+    def put(self, item: _T | Exception) -> None:
         """From the engine's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: its owner has gone with it
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
@@ -69,9 +70,9 @@ class AsyncLLM:
 
     def _start(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._mailboxes: dict[str, _Mailbox] = {}  # the engine's thread alone touches it
+        self._mailboxes: dict[str, _Mailbox[RequestOutput]] = {}  # the engine's thread alone touches it
         # what to run, and who waits for it: a command that never runs must be answered too
-        self._commands: deque[tuple[Callable[[], None], _Mailbox | None]] = deque()
+        self._commands: deque[tuple[Callable[[], None], _Mailbox[Any] | None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._cause: BaseException | None = None
@@ -96,7 +97,7 @@ class AsyncLLM:
             ValueError, TypeError: the request is refused.
             EngineDeadError: the engine has failed or was shut down; the first cause is chained.
         """
-        mailbox = _Mailbox()
+        mailbox: _Mailbox[RequestOutput] = _Mailbox()
         self._submit(lambda: self._add(mailbox, request_id, prompt, sampling_params, priority), mailbox)
         finished = False
         try:
@@ -136,6 +137,14 @@ class AsyncLLM:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    async def check_integrity(self) -> None:
+        """Raise RuntimeError if KV blocks, rows or queues do not add up; EngineDeadError if the engine has ended."""
+        mailbox: _Mailbox[None] = _Mailbox()
+        self._submit(lambda: self._check(mailbox), mailbox)
+        failure = await mailbox.queue.get()
+        if failure is not None:
+            raise failure
+
     def shutdown(self) -> None:
         """End the engine and its thread; generators that still wait raise `EngineDeadError`. Again: does nothing."""
         with self._wake:
@@ -154,7 +163,7 @@ class AsyncLLM:
 
     # --- in any thread ----------------------------------------------------------------------------------------------
 
-    def _submit(self, command: Callable[[], None], mailbox: _Mailbox) -> None:
+    def _submit(self, command: Callable[[], None], mailbox: _Mailbox[Any]) -> None:
         with self._wake:
             if not self.is_running:
                 raise self._death()
@@ -205,7 +214,12 @@ class AsyncLLM:
         return not self._stopping
 
     def _add(
-        self, mailbox: _Mailbox, request_id: str, prompt: PromptType, params: SamplingParams, priority: int
+        self,
+        mailbox: _Mailbox[RequestOutput],
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        priority: int,
     ) -> None:
         try:
             self._engine.add_request(request_id, prompt, params, priority=priority)
@@ -219,7 +233,15 @@ class AsyncLLM:
         for output in self._engine.take_owed():  # before a new request takes over one of the ids
             self._deliver(output)
 
-    def _discard(self, request_id: str, mailbox: _Mailbox) -> None:
+    def _check(self, mailbox: _Mailbox[None]) -> None:
+        try:
+            self._engine.check_integrity()
+        except RuntimeError as error:
+            mailbox.put(error)
+        else:
+            mailbox.put(None)
+
+    def _discard(self, request_id: str, mailbox: _Mailbox[RequestOutput]) -> None:
         if self._mailboxes.get(request_id) is mailbox:
             del self._mailboxes[request_id]
             self._engine.discard([request_id])

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.engine.admission import Admission
-from fleetfoot.engine.core import EngineCore, Executor
+from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.execution.executor import InProcessExecutor
-from fleetfoot.execution.worker import Worker
+from fleetfoot.execution.build import start_executor
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from fleetfoot.speculative.controller import AdaptiveDrafts
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -47,7 +49,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     for reason in plan.reasons:
         logger.info(reason)
     tokenizer = None if plan.tokenizer_path is None else _load_tokenizer(plan.tokenizer_path)
-    executor, layout = _start_executor(plan)
+    executor, layout = start_executor(plan)
     try:
         scheduler = _build_scheduler(plan, layout)
     except BaseException:
@@ -63,13 +65,6 @@ def build_parts(config: EngineConfig) -> EngineParts:
     )
     core = EngineCore(scheduler, executor, StatsCollector(), depth=_depth(plan))
     return EngineParts(plan, layout, core, admission, tokenizer)
-
-
-def _start_executor(plan: EnginePlan) -> tuple[Executor, KVLayout]:
-    """Load the model and take the KV cache's memory, in this process or in others."""
-    worker = Worker(plan)
-    layout = worker.start()
-    return InProcessExecutor(worker), layout
 
 
 def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
@@ -92,7 +87,15 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
             kv_load_failure_policy=load_failure_policy(plan),
         ),
         connector=scheduler_connector(plan, layout),
+        controller=_draft_controller(config.speculative_config),
     )
+
+
+def _draft_controller(speculative: SpeculativeConfig | None) -> DraftController | None:
+    if speculative is None:
+        return None
+    kind = AdaptiveDrafts if speculative.adaptive else ConstantDrafts
+    return kind(speculative.num_speculative_tokens, speculative.disable_by_batch_size)
 
 
 def _has_draft_kv(plan: EnginePlan) -> bool:

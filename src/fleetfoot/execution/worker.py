@@ -9,51 +9,98 @@ import torch
 
 from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.attention.select import select_attention
+from fleetfoot.distributed.groups import WorkerGroups
+from fleetfoot.kv_transfer.build import worker_connector
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.shards import pipeline_layers
 from fleetfoot.ops.select import select_ops
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.load import ModelLoader
+from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads the model, sizes and takes the KV cache, and warms up, each phase logged with its seconds."""
+    """Loads the model, sizes and takes the KV cache, and warms up, each phase logged with its seconds.
 
-    def __init__(self, plan: EnginePlan) -> None:
+    Args:
+        rank: in the world of tensor_parallel_size * pipeline_parallel_size workers.
+        groups: its groups in there, of ``make_groups``; the device is the current one then. None: it is alone.
+
+    Raises:
+        ValueError: the settings of a KV connector or of a drafter do not fit.
+    """
+
+    def __init__(self, plan: EnginePlan, rank: int = 0, groups: WorkerGroups | None = None) -> None:
         self.plan = plan
+        self.rank = rank
+        self._is_alone = groups is None
+        self.groups = groups or WorkerGroups()
         self.device = torch.device(plan.device)
-        dtype = getattr(torch, plan.dtype)
-        ops = select_ops(plan.device)
+        if self.device.type == "cuda" and groups is not None:
+            # by its number: threads that a connector starts have another current device
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        speculative = plan.config.speculative_config
+        num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         context = ModelContext(
-            ops=ops,
+            ops=select_ops(plan.device),
             attention=select_attention(plan.device),
-            dtype=dtype,
+            dtype=getattr(torch, plan.dtype),
             device=self.device,
-            max_positions=plan.max_model_len,
+            max_positions=plan.max_model_len + num_drafts,  # a query may reach beyond the end by its drafts
+            tensor_group=self.groups.tensor,
         )
-        loader = ModelLoader(plan.model, context, plan.model_path, plan.config.load_format, plan.config.seed)
-        self.runner: ModelRunner
+        self._layers: range | None = None
+        if self.groups.pipeline.size > 1:
+            self._layers = pipeline_layers(plan.model, self.groups.pipeline.rank, self.groups.pipeline.size)
+        loader = ModelLoader(
+            plan.model, context, plan.model_path, plan.config.load_format, plan.config.seed, self._layers
+        )
+        self.runner = self._make_runner(loader, self._speculation(context, num_drafts), worker_connector(plan, rank))
+
+    def _speculation(self, context: ModelContext, num_drafts: int) -> Speculation:
+        """The drafter lives on the last rank of a pipeline; the others only hear what it proposes."""
+        if num_drafts == 0:
+            return NO_SPECULATION
+        if not self.groups.pipeline.is_last_rank:
+            return Speculation(num_drafts=num_drafts)
+        from fleetfoot.speculative.build import build_speculation
+
+        return build_speculation(self.plan, context)
+
+    def _make_runner(self, loader: ModelLoader, speculation: Speculation, connector: StepConnector) -> ModelRunner:
+        plan = self.plan
         if plan.runner == "v2":
-            self.runner = ModelRunnerV2(
+            return ModelRunnerV2(
                 loader,
                 max_num_seqs=plan.config.max_num_seqs,
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
                 capture_table=plan.capture_table,
+                speculation=speculation,
+                connector=connector,
+                pipeline=self.groups.pipeline,
             )
-        else:
-            self.runner = ModelRunnerV1(loader, max_num_seqs=plan.config.max_num_seqs, max_model_len=plan.max_model_len)
+        return ModelRunnerV1(
+            loader,
+            max_num_seqs=plan.config.max_num_seqs,
+            max_model_len=plan.max_model_len,
+            speculation=speculation,
+            connector=connector,
+            pipeline=self.groups.pipeline,
+        )
 
     def start(self) -> KVLayout:
         """Everything up to the first step; returns the KV cache's layout."""
         with _Phase("weights"):
             self.runner.load_model()
         with _Phase("KV cache"):
-            layout = KVLayout.of(self.plan.model, self._num_blocks(), self.plan.config.block_size, self.plan.dtype)
+            layout = self._layout(self._num_blocks())
             try:
                 self.runner.initialize_kv_cache(layout)
             except (MemoryError, torch.OutOfMemoryError) as error:
@@ -64,11 +111,38 @@ class Worker:
                 ) from error
         with _Phase("warm-up"):
             self.runner.warm_up()
+        self.layout = layout
         return layout
 
+    def _layout(self, num_blocks: int) -> KVLayout:
+        """Of this rank: its layers of the model, and on the last rank of a pipeline those of a drafter."""
+        plan = self.plan
+        layout = KVLayout.of(
+            plan.model,
+            num_blocks,
+            plan.config.block_size,
+            plan.dtype,
+            tensor_parallel_size=self.groups.tensor.size,
+            layers=self._layers,
+        )
+        if plan.config.speculative_config is None or not self.groups.pipeline.is_last_rank:
+            return layout
+        from fleetfoot.speculative.build import speculation_layers
+
+        return layout.with_groups(speculation_layers(plan))
+
     def _num_blocks(self) -> int:
+        """KV blocks that fit on all ranks."""
+        own = self._fitting_blocks()
+        if self._is_alone:
+            return own
+        from fleetfoot.distributed.torch_groups import smallest_in_world
+
+        return smallest_in_world(own)
+
+    def _fitting_blocks(self) -> int:
         """The plan's number of KV blocks, or fewer where a GPU turns out to have less to give than the plan saw."""
-        memory, config = self.plan.memory, self.plan.config
+        memory, config = self.plan.memory.stage(self.groups.pipeline.rank), self.plan.config
         if self.device.type == "cpu" or config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
             return memory.num_blocks
         free, total = torch.cuda.mem_get_info(self.device)

@@ -58,6 +58,7 @@ def _context(plan: EnginePlan, config: KVTransferConfig, block_size: int, rank: 
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         bytes_per_block=_bytes_per_block(plan, block_size),
+        dtype=plan.dtype,
     )
 
 

@@ -50,6 +50,8 @@ class TransferContext:
     pipeline_parallel_size: int = 1
     bytes_per_block: int = 0
     """Of one KV block over all layers and all ranks."""
+    dtype: str = ""
+    """Of the KV cache."""
     shares_blocks: bool = False
     """Whether other connectors run beside this one, on the same blocks."""
     clock: Callable[[], float] | None = None

@@ -86,15 +86,14 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
 
 def _drafter(plan: EnginePlan) -> dict[str, Any]:
     """What the KV of a drafter's layers depends on; n-grams have none."""
-    from fleetfoot.plan.resolve import find_model
     from fleetfoot.speculative.build import speculation_layers
+    from fleetfoot.speculative.find import find_drafter
 
-    speculative = plan.config.speculative_config
-    layers = speculation_layers(plan)
-    if speculative is None or not layers:
+    found = find_drafter(plan.config, plan.model)
+    if found is None:
         return {}
-    content: dict[str, Any] = {"method": speculative.method, "layers": [asdict(group) for group in layers]}
-    if speculative.model is not None:
-        folder = find_model(speculative.model)
-        content["weights"] = weights_identity(folder, plan.config.load_format, plan.config.seed)
-    return content
+    return {
+        "method": found.method,
+        "layers": [asdict(group) for group in speculation_layers(plan)],
+        "weights": weights_identity(found.folder, plan.config.load_format, plan.config.seed),
+    }

@@ -49,6 +49,8 @@ class ConnectorLayouts:
     """Names of layouts."""
     remark: str = ""
     """Why ``accepted`` is empty, as the end of a sentence that begins with the connector's name."""
+    exists: bool = True
+    """Whether there is such a connector at all."""
 
 
 def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
@@ -68,14 +70,14 @@ def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
     if name in KNOWN_CONNECTORS:
         return ConnectorLayouts(name, KNOWN_CONNECTORS[name])
     known = ", ".join(KNOWN_CONNECTORS)
-    return ConnectorLayouts(name, frozenset(), f"is not known here (known are {known})")
+    return ConnectorLayouts(name, frozenset(), f"is not known here (known are {known})", exists=False)
 
 
 def _in_common(parts: list[ConnectorLayouts]) -> ConnectorLayouts:
     accepted = frozenset.intersection(*(part.accepted for part in parts))
     for part in parts:
         if V2_LAYOUT not in part.accepted:
-            return ConnectorLayouts(part.name, accepted, part.remark)
+            return ConnectorLayouts(part.name, accepted, part.remark, part.exists)
     return ConnectorLayouts(MULTI_CONNECTOR, accepted)
 
 
@@ -83,7 +85,8 @@ def _ask_class(name: str, module_path: str) -> ConnectorLayouts:
     try:
         connector = getattr(import_module(module_path), name)
     except (ImportError, AttributeError, ValueError) as error:
-        return ConnectorLayouts(name, frozenset(), f"cannot be imported from {module_path} ({error})")
+        remark = f"cannot be imported from {module_path} ({error})"
+        return ConnectorLayouts(name, frozenset(), remark, exists=False)
     declared = getattr(connector, DECLARATION, None)
     if declared is None:
         remark = f"does not say which KV layouts it accepts (it has no {DECLARATION})"

@@ -40,6 +40,13 @@ class MultiScheduler(SchedulerConnector):
         self._chosen: dict[str, SchedulerConnector] = {}  # request -> who has offered most of it
         self._num_lenders: dict[str, int] = {}
 
+    def check_request(self, request: Request) -> None:
+        takers = [part for part in self._parts if type(part).check_request is not SchedulerConnector.check_request]
+        for part in takers:
+            part.check_request(request)
+        if not takers:
+            super().check_request(request)
+
     def num_matched_tokens(self, request: Request, num_local: int) -> int:
         offers = [part.num_matched_tokens(request, num_local) for part in self._parts]
         best = max(offers)
@@ -145,6 +152,7 @@ class MultiWorker(WorkerConnector):
             output = part.take_ended(finished_req_ids)
             merged.loaded |= output.loaded
             merged.failed |= output.failed
+            merged.addresses |= output.addresses
             merged.counters |= {f"{name}.{counter}": count for counter, count in output.counters.items()}
             for request_id in output.sent:
                 self._num_sent[request_id] = self._num_sent.get(request_id, 0) + 1

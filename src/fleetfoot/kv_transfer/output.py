@@ -33,9 +33,12 @@ class KVConnectorOutput:
     """What has happened since the last output, for whoever adds it up: ``blocks_saved``, ``blocks_loaded``,
     ``bytes_saved``, ``bytes_loaded``, ... Of all ranks together once merged."""
 
+    addresses: dict[int, str] = field(default_factory=dict)
+    """Rank -> ``host:port`` at which other engines reach its side of the connector; said once, with its first step."""
+
     @property
     def is_empty(self) -> bool:
-        return not (self.loaded or self.failed or self.sent or self.counters)
+        return not (self.loaded or self.failed or self.sent or self.counters or self.addresses)
 
 
 class KVOutputMerger:
@@ -60,6 +63,7 @@ class KVOutputMerger:
                 continue
             for name, count in output.counters.items():
                 merged.counters[name] = merged.counters.get(name, 0) + count
+            merged.addresses.update(output.addresses)
             for request_id, failure in output.failed.items():
                 self._failures.setdefault(request_id, failure)
             for request_id in (*output.loaded, *output.failed):

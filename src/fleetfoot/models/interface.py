@@ -63,6 +63,15 @@ class CausalLM(Protocol):
         """
         ...
 
+    @property
+    def has_embedding(self) -> bool:
+        """Whether this part can embed token ids: the first one can, and one whose logits head is the same matrix."""
+        ...
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``input_ids [num_tokens]`` int64 -> ``[num_tokens, hidden_size]``, where `has_embedding`."""
+        ...
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [n, hidden_size]`` -> logits ``[n, vocab_size]`` in the model's dtype, on the last part alone."""
         ...

@@ -113,6 +113,15 @@ class LlamaForCausalLM:
             raise ValueError(f"layers {self.layers} need the intermediate_tensors of the layers before them")
         return self._embedding(input_ids), None
 
+    @property
+    def has_embedding(self) -> bool:
+        return self._embedding is not None
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self._embedding is None:
+            raise ValueError(f"layers {self.layers} have no embedding; it is with the first one")
+        return self._embedding(input_ids)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._head is None:
             raise ValueError(f"layers {self.layers} have no logits head; it is with the last one")

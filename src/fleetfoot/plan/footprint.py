@@ -22,8 +22,8 @@ DRIVER_BYTES = 832 * MIB
 """What a GPU's driver, torch's context, cuBLAS workspaces and compiled kernels take before anything is allocated."""
 
 _INT32, _INT64, _FLOAT32 = 4, 8, 4
-_STATE_FIELDS = 13
-"""int32 in a row of V2's RequestState that the host writes: eleven fields and a seed of two."""
+_STATE_FIELDS = 14
+"""int32 in a row of V2's RequestState that the host writes: twelve fields and a seed of two."""
 _NUM_SLOTS_OF_HEADER = 8
 _SCRATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits that sampling works on at once (`fleetfoot.sampling.gumbel.rows_per_chunk`)."""
@@ -194,7 +194,8 @@ def runner_state_bytes(shape: EngineShape) -> int:
     inputs = tokens * (3 * _INT64 + _INT32) + reqs * 3 * _INT32
     if shape.runner == "v1":
         return table + inputs
-    rows = reqs * _STATE_FIELDS * _INT32 + reqs * _INT32  # and the last sampled token
+    # and the last sampled token, and drafts
+    rows = reqs * (_STATE_FIELDS + 1) * _INT32 + (reqs + 1) * shape.drafter.num_drafts * _INT32
     max_writes = tokens + shape.max_model_len + reqs * (_STATE_FIELDS + 2)
     staging = (_NUM_SLOTS_OF_HEADER + 2 * reqs + 1 + 2 * max_writes) * _INT32
     return 2 * table + inputs + rows + staging

@@ -14,7 +14,13 @@ from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
-from fleetfoot.kv_transfer.layouts import CPU_BYTES, OFFLOADING_CONNECTOR, V2_LAYOUT, connector_layouts
+from fleetfoot.kv_transfer.layouts import (
+    CPU_BYTES,
+    OFFLOADING_CONNECTOR,
+    V2_LAYOUT,
+    ConnectorLayouts,
+    connector_layouts,
+)
 from fleetfoot.kv_transfer.multi_config import joined
 from fleetfoot.plan.features import Unsupported, unsupported_features, wanted_features
 from fleetfoot.plan.traits import ModelTraits
@@ -101,8 +107,12 @@ def decide(situation: Situation) -> Decision:
     wanted = wanted_features(situation.config, situation.model)
     lacking = {runner: unsupported_features(runner, wanted) for runner in NAMES}
     connector = active_connector(situation.config)
-    refusal = None if connector is None else _refusal(connector)
-    if refusal is not None:
+    layouts = None if connector is None else connector_layouts(connector)
+    refusal = None if layouts is None else _refusal(layouts)
+    if layouts is not None and not layouts.exists:
+        absent = Unsupported("this KV connector", _asked_by(situation.config), f"{refusal}")
+        lacking = {runner: (*features, absent) for runner, features in lacking.items()}
+    elif refusal is not None:
         lacking["v2"] += (Unsupported("Model Runner V2's KV layout", _asked_by(situation.config), refusal),)
 
     def decision(runner: str, *reasons: str, warn: bool = False) -> Decision:
@@ -190,9 +200,8 @@ def _on_cpu(situation: Situation, runner: str) -> tuple[str, ...]:
     return ("On a CPU it takes the same steps, with the torch twins of its kernels or what is compiled for the CPU.",)
 
 
-def _refusal(connector: KVTransferConfig) -> str | None:
+def _refusal(layouts: ConnectorLayouts) -> str | None:
     """A sentence if the connector does not accept V2's layout."""
-    layouts = connector_layouts(connector)
     if V2_LAYOUT in layouts.accepted:
         return None
     if layouts.remark:

@@ -19,6 +19,7 @@ from fleetfoot.plan.oracle import Decision, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.traits import ModelTraits
 from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.speculative.build import drafter_shape
 from fleetfoot.weights.hub import resolve_model
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -46,7 +47,7 @@ def resolve_plan(
     device = choose_device(config, machine)
     traits = ModelTraits.of(read_config_json(model_path), model)
     decision = resolve_runner(config, traits, machine, environ)
-    shape, memory = _fit(config, model, machine, device, decision.runner)
+    shape, memory = _fit(config, model, machine, device, decision.runner, config_only=config_only)
     return EnginePlan(
         config=config,
         machine=machine,
@@ -99,11 +100,12 @@ def choose_device(config: EngineConfig, machine: Machine) -> str:
 
 
 def _fit(
-    config: EngineConfig, model: ModelConfig, machine: Machine, device: str, runner: str
+    config: EngineConfig, model: ModelConfig, machine: Machine, device: str, runner: str, *, config_only: bool
 ) -> tuple[EngineShape, MemoryPlan]:
     dtype, backends = _dtype(config, model, device), choose_backends(device, machine)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
+    drafter = drafter_shape(config, model, dtype, device, config_only=config_only)
 
     def make_shape(config: EngineConfig, max_model_len: int) -> EngineShape:
         budget = _max_num_batched_tokens(config, device, max_model_len)
@@ -121,10 +123,12 @@ def _fit(
                 enforce_eager=config.enforce_eager or runner == "v1",
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=budget,
+                num_drafts=drafter.num_drafts,
             ),
             backends=backends,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
+            drafter=drafter,
         )
 
     make_shape(config, _max_model_len(config, model))  # settings that do not go together are refused first

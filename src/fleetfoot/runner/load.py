@@ -21,6 +21,8 @@ class ModelLoader:
     """With the safetensors files; None for dummy weights."""
     load_format: str = "auto"
     seed: int = 0
+    layers: range | None = None
+    """The part that a pipeline's rank holds; None: all."""
 
     def load(self) -> CausalLM:
-        return load_model(self.config, self.context, self.folder, self.load_format, self.seed)
+        return load_model(self.config, self.context, self.folder, self.load_format, self.seed, self.layers)

@@ -28,6 +28,9 @@ class StepConnector:
         connector: this worker's side of the connector.
     """
 
+    fills_blocks = True
+    """Whether a block may hold KV that no step of this runner has computed."""
+
     def __init__(self, connector: WorkerConnector) -> None:
         self._connector = connector
         self._is_bound = False
@@ -79,6 +82,8 @@ class StepConnector:
 
 class NoConnector(StepConnector):
     """There is none: every call does nothing."""
+
+    fills_blocks = False
 
     def __init__(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import math
@@ -14,6 +15,7 @@ from typing import Any
 from fleetfoot.utils.suggest import checked_keywords
 
 MAX_COPIES = 16384
+EXTRA_ARGS = ("kv_transfer_params",)
 MAX_LOGIT_BIAS = 1e9
 # Both ends are normal float32 numbers far from overflow, so that the device divides by exactly what the user gave.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
@@ -97,6 +99,8 @@ class SamplingParams:
     """Words that cannot be generated: the token that would complete one in the output is left out."""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens from the end of the prompt; -1: as many as the model's length allows."""
+    extra_args: dict[str, Any] | None = None
+    """What is neither about sampling nor about the output: ``kv_transfer_params``, an object for the KV connector."""
 
     def __post_init__(self) -> None:
         self._check_distribution()
@@ -104,6 +108,7 @@ class SamplingParams:
         self._check_flags()
         self._check_strings()
         self._check_token_ids()
+        self._check_extra_args()
         if self.temperature == 0 and self.n > 1:
             raise ValueError(
                 f"n must be 1 with greedy sampling (temperature=0), got {self.n}: all copies would be equal"
@@ -216,6 +221,16 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids must hold at least one token id, or be None (all tokens), got []")
         if self.logit_bias is not None:
             self.logit_bias = _logit_bias(self.logit_bias)
+
+    def _check_extra_args(self) -> None:
+        if self.extra_args is None:
+            return
+        if not isinstance(self.extra_args, dict):
+            raise ValueError(f"extra_args must be None or a dict, got {self.extra_args!r}")
+        for name in self.extra_args:
+            if name not in EXTRA_ARGS:
+                raise ValueError(f"extra_args can hold {', '.join(EXTRA_ARGS)}, got {name!r}")
+        self.extra_args = copy.deepcopy(self.extra_args)
 
 
 _FLAGS = (

@@ -39,24 +39,33 @@ class DraftController(Protocol):
 
 
 class ConstantDrafts:
-    """Always as many, whatever happens; 0: never any.
+    """As many whatever happens; 0: never any.
 
     Args:
         num_drafts: how many.
+        max_num_decodes: larger batches go without; None: none do.
     """
 
-    off_reason = ""
-
-    def __init__(self, num_drafts: int = 0) -> None:
+    def __init__(self, num_drafts: int = 0, max_num_decodes: int | None = None) -> None:
+        self.off_reason = ""
         self.num_drafts = num_drafts
+        self._max_num_decodes = max_num_decodes
 
     def choose(self, num_decodes: int) -> int:
-        return self.num_drafts
+        self.off_reason = too_many_decodes(num_decodes, self._max_num_decodes)
+        return 0 if self.off_reason else self.num_drafts
 
     def observe(
         self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
     ) -> None:
         pass
+
+
+def too_many_decodes(num_decodes: int, max_num_decodes: int | None) -> str:
+    """Why a batch of this size is not drafted for; empty: it is."""
+    if max_num_decodes is None or num_decodes <= max_num_decodes:
+        return ""
+    return f"more than {max_num_decodes} requests"
 
 
 class Drafting:

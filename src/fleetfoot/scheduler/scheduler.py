@@ -197,6 +197,8 @@ class Scheduler:
         self._newest_updated = output.step
         self.drafting.take_back(output, batch, result)
         results: list[StepResult] = []
+        if result.kv_connector_output is not None:  # first: what it says may count for requests that end with this step
+            self._update_transfers(result.kv_connector_output, results)
         sampled, num_sampled = result.sampled_token_ids, output.num_sampled
         for index, request in enumerate(batch):
             request.num_in_flight -= 1
@@ -217,8 +219,6 @@ class Scheduler:
                 results.append(StepResult(request, new_token_ids, index))
         for index, message in result.invalid.items():
             self._fail(batch[index], message, len(sampled[index]), results)
-        if result.kv_connector_output is not None:
-            self._update_transfers(result.kv_connector_output, results)
         if self._num_ended:
             self._num_ended = 0
             self.running = [request for request in self.running if request.status is RUNNING]

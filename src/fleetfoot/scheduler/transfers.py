@@ -204,8 +204,9 @@ class Transfers:
     @property
     def num_lent_blocks(self) -> int:
         """Blocks of requests that have ended which a transfer uses."""
-        abandoned = (request.block_ids for request in self._abandoned.values())
-        return len(set(chain.from_iterable((*self._lent.values(), *abandoned))))
+        # lists are made at one stroke: statistics are read by other threads too
+        abandoned = [request.block_ids for request in list(self._abandoned.values())]
+        return len(set(chain.from_iterable((*list(self._lent.values()), *abandoned))))
 
     def stats(self) -> TransferStats:
         return TransferStats(

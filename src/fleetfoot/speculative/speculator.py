@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from fleetfoot.attention.kv_layout import LayerGroup
+from fleetfoot.attention.layer_group import LayerGroup
 from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.models.interface import CausalLM
 

@@ -14,7 +14,7 @@ from fleetfoot.scheduler.output import SchedulerOutput
 
 @dataclass(slots=True)
 class StepInputs:
-    """What the model is called with."""
+    """What the model is called with, and whose it is."""
 
     rows: np.ndarray
     """``[num_reqs]`` int64: batch order."""
@@ -22,6 +22,10 @@ class StepInputs:
     """``[num_reqs]`` int64: tokens to compute."""
     query_start_loc: np.ndarray
     """``[num_reqs + 1]`` int64"""
+    token_rows: np.ndarray
+    """``[num_tokens]`` int64: each token's row."""
+    positions: np.ndarray
+    """``[num_tokens]`` int64"""
     input_ids: torch.Tensor
     """``[num_tokens]`` int64"""
     metadata: AttentionMetadata
@@ -35,15 +39,17 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
     np.cumsum(query_lens, out=query_start_loc[1:])
     num_computed = state.num_computed[rows]  # [num_reqs]
     seq_lens = num_computed + query_lens  # [num_reqs]
-    if scheduler_output.num_decodes == len(rows):
+    num_drafts, num_decodes = scheduler_output.num_drafts, scheduler_output.num_decodes
+    if num_drafts:
+        state.place_drafts(rows[:num_decodes], num_drafts)
+    if num_decodes == len(rows) and not num_drafts:
         token_rows, positions = rows, num_computed
     else:
         token_rows = np.repeat(rows, query_lens)  # [num_tokens]
         positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
     block_size, max_seq_len = state.block_size, int(seq_lens.max())
-    slot_mapping = (
-        state.block_table[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
-    )
+    slots = state.block_table[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
+    slots[positions >= state.limits[token_rows]] = -1  # computed for nothing, and kept nowhere
 
     def on_device(array: np.ndarray, dtype: type | None = None) -> torch.Tensor:
         return torch.from_numpy(array if dtype is None else array.astype(dtype)).to(device)
@@ -52,11 +58,11 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
         query_start_loc=on_device(query_start_loc, np.int32),
         seq_lens=on_device(seq_lens, np.int32),
         block_tables=on_device(state.block_table[rows, : -(-max_seq_len // block_size)]),
-        slot_mapping=on_device(slot_mapping),
+        slot_mapping=on_device(slots),
         positions=on_device(positions),
-        num_decodes=scheduler_output.num_decodes,
+        num_decodes=0 if num_drafts else num_decodes,  # for attention, a decode is a query of one token
         max_query_len=int(query_lens.max()),
         max_seq_len=max_seq_len,
     )
     input_ids = on_device(state.token_ids[token_rows, positions])
-    return StepInputs(rows, query_lens, query_start_loc, input_ids, metadata)
+    return StepInputs(rows, query_lens, query_start_loc, token_rows, positions, input_ids, metadata)

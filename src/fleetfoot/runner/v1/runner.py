@@ -1,6 +1,9 @@
 """Model Runner V1: plain and eager. It makes each step's inputs on the host and waits for each step's tokens.
 
-It is the yardstick of V2, and what runs where V2 cannot: any device torch has, no Triton, every feature.
+It is the yardstick of V2, and what runs where V2 cannot: any device torch has, no Triton, every feature. A step:
+
+    execute_model   what changed goes into the rows; inputs are gathered; forward
+    sample_tokens   logits; sampling, and verification of drafts; the rows get their tokens; drafts for the next step
 """
 
 from __future__ import annotations
@@ -8,96 +11,186 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.runner.contract import ExecuteModelState
 from fleetfoot.runner.load import ModelLoader
+from fleetfoot.runner.step_connector import NoConnector, StepConnector
+from fleetfoot.runner.v1.drafting import Drafting
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs, prepare_inputs
+from fleetfoot.runner.v1.pipeline import Packets
 from fleetfoot.runner.v1.prompt_logprobs import collect_prompt_logprobs
-from fleetfoot.runner.v1.sampling_batch import SamplingBatch, invalid_rows
+from fleetfoot.runner.v1.sampling_batch import SamplingBatch, logprobs_of_rows
+from fleetfoot.runner.v1.verification import LogitsRows, NewTokens, accept_drafts, logprobs_of_requests
 from fleetfoot.sampling.sampler import Sampler
 from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 
 
 class ModelRunnerV1:
     """Implements `ModelRunner`.
 
     Args:
-        loader: builds the model when `load_model` is called.
+        loader: builds the model, or a pipeline's part of it, when `load_model` is called.
         max_num_seqs: most requests in a step.
         max_model_len: most tokens of a request.
+        speculation: who makes drafts; on the last rank alone, but for their number.
+        connector: moves KV; None: nobody does.
+        pipeline: the ranks that the layers are spread over.
     """
 
     name = "v1"
 
-    def __init__(self, loader: ModelLoader, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        loader: ModelLoader,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        speculation: Speculation = NO_SPECULATION,
+        connector: StepConnector | None = None,
+        pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
+    ) -> None:
         self.device = loader.context.device
         self._loader = loader
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
+        self._speculation = speculation
+        self._connector = connector or NoConnector()
+        self._pipeline = pipeline
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
-        self._host: HostState | None = None
-        self._sampling: SamplingBatch | None = None
         self._sampler = Sampler(loader.context.ops.choose_tokens)
         self._pending: ExecuteModelState | None = None
+        self._left: ModelRunnerOutput | None = None  # the output of a step that ended in `execute_model`
+
+    # --- starting ---------------------------------------------------------------------------------------------------
 
     def load_model(self) -> None:
         self._model = self._loader.load()
+        if self._speculation.drafter is not None:
+            self._speculation.drafter.load_model(self._model)
 
     def initialize_kv_cache(self, layout: KVLayout) -> None:
-        self._kv_caches = layout.allocate(self.device)
-        self._host = HostState(self._max_num_seqs, self._max_model_len, layout.block_size)
+        if self._model is None:
+            raise RuntimeError("initialize_kv_cache was called before load_model")
+        kv_caches = layout.allocate(self.device)
+        num_layers = len(self._model.layers)
+        self._kv_caches = kv_caches[:num_layers]
+        if self._speculation.drafter is not None:
+            self._speculation.drafter.bind_kv_caches(kv_caches[num_layers:])
+        self._connector.register_kv_caches(kv_caches, layout)
+        num_drafts = self._speculation.num_drafts
+        self._host = HostState(self._max_num_seqs, self._max_model_len, layout.block_size, num_drafts)
         self._sampling = SamplingBatch(self._host, self.device)
+        self._drafting = Drafting(self._speculation, self._host, self._max_model_len)
+        self._packets = Packets(self._pipeline, self._host, self.device)
 
     def warm_up(self) -> None:
         """Nothing to do: every operation runs as it is."""
+
+    # --- a step -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
     ) -> IntermediateTensors | None:
-        if self._model is None or self._host is None:
+        if self._model is None or not self._kv_caches:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
-        self._host.apply(scheduler_output)
-        inputs = prepare_inputs(self._host, scheduler_output, self.device)
-        self._host.num_computed[inputs.rows] += inputs.query_lens
-        hidden = self._model.forward(
-            inputs.input_ids, inputs.metadata.positions, self._kv_caches, inputs.metadata, intermediate_tensors
-        )
-        if isinstance(hidden, IntermediateTensors):
-            return hidden
-        self._pending = ExecuteModelState(scheduler_output, hidden, scheduler_output.finished_req_ids, inputs)
-        return None
+        if scheduler_output.is_idle:
+            self._host.apply(scheduler_output)
+            self._left = ModelRunnerOutput([], kv_connector_output=self._connector.no_forward(scheduler_output))
+            return None
+        try:
+            self._connector.pre_forward(scheduler_output)
+            handed_on = self._forward(self._model, scheduler_output, intermediate_tensors)
+            if self._pending is None:  # the forward pass was the last writer of this rank's KV
+                kv_output = self._connector.post_forward(scheduler_output.finished_req_ids)
+                self._left = ModelRunnerOutput([], kv_connector_output=kv_output)
+        except BaseException:
+            self._connector.abandon()
+            raise
+        return handed_on
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: object | None) -> ModelRunnerOutput:
-        if self._pending is None or self._model is None or self._host is None or self._sampling is None:
+        if self._left is not None:
+            output, self._left = self._left, None
+            return output
+        if self._pending is None or self._model is None:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
         pending, self._pending = self._pending, None
-        scheduler_output, inputs = pending.scheduler_output, pending.extra
-        assert isinstance(inputs, StepInputs)
-        output = ModelRunnerOutput(sampled_token_ids=[])
-        output.prompt_logprobs = collect_prompt_logprobs(self._model, self._host, pending.hidden_states, inputs)
-        num_sampled = scheduler_output.num_sampled
-        if not num_sampled:
-            return output
-        hidden = pending.hidden_states  # [num_tokens, hidden_size]
-        if num_sampled != hidden.shape[0]:  # in a pure decode every token's hidden state is wanted as it lies
-            last_tokens = torch.from_numpy(inputs.query_start_loc[1 : num_sampled + 1] - 1).to(self.device)
-            hidden = hidden[last_tokens]  # [num_sampled, hidden_size]
-        logits = self._model.compute_logits(hidden)  # [num_sampled, vocab_size]
-        rows = inputs.rows[:num_sampled]
-        metadata = self._sampling.metadata(rows)
-        sampled = self._sampler(logits, metadata)
-        output.logprobs = self._sampling.logprobs_of(sampled, metadata)
-        output.invalid = invalid_rows(sampled)
-        token_ids = sampled.token_ids.tolist()  # waits for the device
-        self._host.append_tokens(rows, token_ids)
-        output.sampled_token_ids = [[token] for token in token_ids]
+        try:
+            output = self._sample(self._model, pending)
+            output.kv_connector_output = self._connector.post_forward(pending.finished_req_ids)
+        except BaseException:
+            self._connector.abandon()
+            raise
         return output
 
     def shutdown(self) -> None:
-        self._model = self._host = self._sampling = self._pending = None
+        self._connector.shutdown()
+        self._model = self._pending = self._left = None
         self._kv_caches = []
+
+    # --- its two halves ---------------------------------------------------------------------------------------------
+
+    def _forward(
+        self, model: CausalLM, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None
+    ) -> IntermediateTensors | None:
+        """Run this rank's layers; what it returns, if anything, the caller has to hand on."""
+        self._packets.receive_for(scheduler_output)
+        self._host.apply(scheduler_output)
+        inputs = prepare_inputs(self._host, scheduler_output, self.device)
+        self._host.num_computed[inputs.rows] += inputs.query_lens
+        received = intermediate_tensors or self._pipeline.receive(len(inputs.positions))
+        hidden = model.forward(inputs.input_ids, inputs.metadata.positions, self._kv_caches, inputs.metadata, received)
+        if isinstance(hidden, torch.Tensor):
+            finished = scheduler_output.finished_req_ids
+            self._pending = ExecuteModelState(scheduler_output, hidden, finished, inputs)
+            return None
+        self._packets.expect(inputs, scheduler_output)
+        if self._pipeline.size == 1:
+            return hidden
+        self._pipeline.send(hidden)
+        return None
+
+    def _sample(self, model: CausalLM, pending: ExecuteModelState) -> ModelRunnerOutput:
+        """Choose tokens, accept drafts, and propose new ones."""
+        scheduler_output, hidden, inputs = pending.scheduler_output, pending.hidden_states, pending.extra
+        assert isinstance(inputs, StepInputs)
+        output = ModelRunnerOutput(sampled_token_ids=[])
+        output.prompt_logprobs = collect_prompt_logprobs(model, self._host, hidden, inputs)
+        new = NewTokens.none()
+        if scheduler_output.num_sampled:
+            new = self._choose(model, scheduler_output, hidden, inputs, output)
+            rows = inputs.rows[: scheduler_output.num_sampled]
+            self._host.append_tokens(rows, new.token_ids)
+            self._host.num_computed[rows] -= new.num_rejected
+        self._drafting.propose(scheduler_output, inputs, hidden, new)
+        self._packets.send(inputs, new)
+        output.sampled_token_ids, output.num_drafted, output.invalid = new.token_ids, new.num_drafted, new.invalid
+        return output
+
+    def _choose(
+        self,
+        model: CausalLM,
+        scheduler_output: SchedulerOutput,
+        hidden: torch.Tensor,
+        inputs: StepInputs,
+        output: ModelRunnerOutput,
+    ) -> NewTokens:
+        """What each request that samples gets; its logprobs go into ``output``."""
+        logits_rows = LogitsRows.of(inputs, scheduler_output)
+        if len(logits_rows.tokens) != len(hidden):  # in a pure decode all hidden states are wanted as they lie
+            hidden = hidden[torch.from_numpy(logits_rows.tokens).to(self.device)]
+        logits = model.compute_logits(hidden)  # [num_logits, vocab_size]
+        rows = inputs.rows[: scheduler_output.num_sampled]
+        metadata = self._sampling.metadata(rows, scheduler_output.num_decodes, scheduler_output.num_drafts)
+        sampled = self._sampler(logits, metadata)
+        chosen, is_invalid = sampled.token_ids.tolist(), sampled.invalid.tolist()  # waits for the device
+        new = accept_drafts(self._host, inputs, scheduler_output, logits_rows, chosen, is_invalid)
+        output.logprobs = logprobs_of_requests(logprobs_of_rows(sampled, metadata), logits_rows, new.token_ids)
+        return new

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from fleetfoot.runner.contract import INVALID_MESSAGE
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.sampling.logprob import RowLogprobs
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
@@ -25,9 +25,15 @@ class SamplingBatch:
         self._rows: list[tuple[NewRequest, SamplingRow] | None] = [None] * len(host.requests)
         self._last: tuple[list[SamplingRow], SamplingMetadata] | None = None
 
-    def metadata(self, rows: np.ndarray) -> SamplingMetadata:
-        """What the sampler must know about ``rows [num_sampled]``, in that order."""
-        batch = [self._row(row) for row in rows.tolist()]
+    def metadata(self, rows: np.ndarray, num_decodes: int, num_drafts: int) -> SamplingMetadata:
+        """What the sampler must know about ``rows [num_sampled]``, in that order; for each of the first ``num_decodes``
+        also about the tokens behind its ``num_drafts`` drafts."""
+        batch: list[SamplingRow] = []
+        for index, row in enumerate(rows.tolist()):
+            known = self._row(row)
+            batch.append(known)
+            if num_drafts and index < num_decodes:
+                batch += self._behind_drafts(known, row, num_drafts)
         if self._last is not None and len(self._last[0]) == len(batch) and all(map(operator.is_, self._last[0], batch)):
             metadata = self._last[1].refresh()
         else:
@@ -50,15 +56,21 @@ class SamplingBatch:
         self._rows[row] = (request, made)
         return made
 
-    def logprobs_of(self, sampled: SamplerOutput, metadata: SamplingMetadata) -> dict[int, list[RowLogprobs]]:
-        """Batch index -> the entry of its new token, for the rows that asked."""
-        if sampled.logprobs is None or metadata.logprobs is None:
-            return {}
-        entries = sampled.logprobs.to_rows(metadata.logprobs.counts)
-        return {index: [entry] for index, entry in zip(metadata.logprobs.indices, entries, strict=True)}
+    def _behind_drafts(self, known: SamplingRow, row: int, num_drafts: int) -> Iterator[SamplingRow]:
+        """The request as it is if its first draft is right, its first two, ..."""
+        begin = self._host.num_tokens[row]
+        drafts = self._host.token_ids[row, begin : begin + num_drafts].tolist()  # as `place_drafts` put them there
+        if known.is_penalized:
+            known.prompt_tokens()  # the copies have them too
+        for count in range(1, num_drafts + 1):
+            behind = copy.copy(known)
+            behind.token_ids = [*known.token_ids, *drafts[:count]]
+            yield behind
 
 
-def invalid_rows(sampled: SamplerOutput) -> dict[int, str]:
-    """Batch index -> what is wrong with its logits."""
-    indices: Sequence[int] = sampled.invalid.nonzero().flatten().tolist()
-    return dict.fromkeys(indices, INVALID_MESSAGE)
+def logprobs_of_rows(sampled: SamplerOutput, metadata: SamplingMetadata) -> dict[int, RowLogprobs]:
+    """Row of the logits -> the entry of the token chosen there, for the rows that asked."""
+    if sampled.logprobs is None or metadata.logprobs is None:
+        return {}
+    entries = sampled.logprobs.to_rows(metadata.logprobs.counts)
+    return dict(zip(metadata.logprobs.indices, entries, strict=True))

@@ -23,6 +23,8 @@ class _Awaited:
     """Of the requests that sample."""
     idx_mapping: torch.Tensor
     """``[n]`` int32: the same on the device, in batch order."""
+    query_len: int
+    """Tokens of each decode's query."""
 
 
 class Packets:
@@ -39,17 +41,19 @@ class Packets:
         self._width = 2 + state.num_draft
         self._awaited: deque[_Awaited] = deque()
 
-    def send(self, new: NewTokens, drafts: torch.Tensor | None) -> None:
-        """On the last rank, after a step in which somebody sampled."""
+    def send(self, batch: InputBatch, new: NewTokens) -> None:
+        """On the last rank, after a step in which somebody sampled, and its drafting."""
         if self._pipeline.size == 1:
             return
-        packet = torch.full((len(new.token_ids), self._width), -1, dtype=torch.int32, device=new.token_ids.device)
+        shape = len(new.token_ids), self._width
+        packet = torch.empty(shape, dtype=torch.int32, device=new.token_ids.device)
         last = (new.num_sampled - 1).clamp(min=0).to(torch.int64)
         packet[:, 0] = new.token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
         # nothing got: all of the query was rejected, and no token is new
         packet[:, 1] = torch.where(new.num_sampled > 0, new.num_rejected, -1)
-        if drafts is not None:
-            packet[:, 2:] = drafts
+        # The drafts that the rows hold. They are old ones where the step proposed none, and may have to be verified all
+        # the same, beside new ones of other requests; then all ranks must have the same.
+        packet[:, 2:] = self._requests.draft_tokens[batch.idx_mapping[: len(packet)]]
         self._pipeline.send_packet(packet)
 
     def expect(self, batch: InputBatch) -> None:
@@ -57,7 +61,8 @@ class Packets:
         count = batch.shape.num_sampled
         if count and self._pipeline.size > 1:
             # the batch's buffers are written over by the next step
-            self._awaited.append(_Awaited(frozenset(batch.rows[:count]), batch.idx_mapping[:count].clone()))
+            rows, query_len = frozenset(batch.rows[:count]), 1 + batch.shape.num_drafts
+            self._awaited.append(_Awaited(rows, batch.idx_mapping[:count].clone(), query_len))
 
     def receive_for(self, scheduler_output: SchedulerOutput) -> None:
         """Receive the packets of all steps that sampled for a row which this step computes, or gives to another
@@ -78,14 +83,14 @@ class Packets:
         idx_mapping = awaited.idx_mapping
         packet = torch.empty((len(idx_mapping), self._width), dtype=torch.int32, device=idx_mapping.device)
         self._pipeline.receive_packet(packet)
-        self._apply(idx_mapping, packet)
+        self._apply(idx_mapping, packet, awaited.query_len)
 
-    def _apply(self, rows: torch.Tensor, packet: torch.Tensor) -> None:
+    def _apply(self, rows: torch.Tensor, packet: torch.Tensor, query_len: int) -> None:
         requests = self._requests
         at = rows.to(torch.int64)
         has_new = packet[:, 1] >= 0
-        num_rejected = torch.where(has_new, packet[:, 1], 0)
-        # the query was counted whole; a request that got nothing had ended, and its row is about to be given back
+        # the query was counted whole; only a decode, which had ended before, can have got nothing
+        num_rejected = torch.where(has_new, packet[:, 1], query_len)
         starts = torch.zeros(len(rows) + 1, dtype=torch.int32, device=rows.device)
         post_update(
             rows,

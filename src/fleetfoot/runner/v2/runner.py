@@ -119,6 +119,7 @@ class ModelRunnerV2:
             block_size=layout.block_size,
             max_num_batched_tokens=self._max_num_batched_tokens,
             num_draft=self._speculation.num_drafts,
+            stages_all_tokens=self._connector.fills_blocks,
         )
         self._state = state
         self._buffers = InputBuffers(state, self._max_num_seqs, self._max_num_batched_tokens, self._max_model_len)
@@ -248,9 +249,9 @@ class ModelRunnerV2:
             new = self._choose(batch, done.hidden, output)
             output.send_tokens(new.packed(), shape.num_decodes, shape.num_drafts)
         self._verifier.update_rows(batch, new)
-        drafts = self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
+        self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
         if new is not None:
-            self._packets.send(new, drafts)
+            self._packets.send(batch, new)
         return output
 
     def _choose(self, batch: InputBatch, hidden: torch.Tensor, output: AsyncOutput) -> NewTokens:

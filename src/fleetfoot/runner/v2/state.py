@@ -56,8 +56,8 @@ class RequestState:
         # one row more than there are, for what padding requests write
         self.draft_tokens = torch.full((max_num_seqs + 1, num_draft), -1, dtype=torch.int32, device=device)
 
-    def stage(self, request: NewRequest, block_size: int, buffer: StagingBuffer) -> None:
-        """Fill a request's row, and the pages of its tokens that are not there by a prefix cache hit."""
+    def stage(self, request: NewRequest, first_token: int, block_size: int, buffer: StagingBuffer) -> None:
+        """Fill a request's row, and the pages of its tokens from ``first_token`` on; those before are there."""
         params = request.params
         values = np.empty(NUM_FIELDS, dtype=np.int32)
         values[:TEMPERATURE] = (
@@ -79,7 +79,7 @@ class RequestState:
         buffer.write(self._fields.base + self._field_offsets + request.row, values, NUM_FIELDS)
         seed = self._seeds.index(request.row)
         buffer.write(np.array([seed, seed + 1]), np.array([request.seed], dtype=np.uint64).view(np.int32), 2)
-        begin, end = request.num_computed_tokens, len(request.token_ids)
+        begin, end = first_token, len(request.token_ids)
         positions = np.arange(begin, end)
         blocks = np.array(request.block_ids, dtype=np.int64)
         slots = blocks[positions // block_size] * block_size + positions % block_size
@@ -113,6 +113,7 @@ class DeviceState:
         max_num_seqs: rows. max_model_len: most tokens of a request. num_blocks, block_size: of the KV cache.
         max_num_batched_tokens: most tokens in a step; with max_model_len it bounds what one step can stage.
         num_draft: draft tokens that a row can hold.
+        stages_all_tokens: a request's computed tokens are put into its pages too: KV may come from elsewhere.
     """
 
     def __init__(
@@ -125,7 +126,9 @@ class DeviceState:
         block_size: int,
         max_num_batched_tokens: int,
         num_draft: int = 0,
+        stages_all_tokens: bool = False,
     ) -> None:
+        self._stages_all_tokens = stages_all_tokens
         self.block_size = block_size
         self.max_blocks = -(-(max_model_len + num_draft) // block_size)
         self.num_draft = num_draft
@@ -144,5 +147,6 @@ class DeviceState:
         self.staging = StagingBuffer(device, self.arena.flat, max_num_seqs, max_writes)
 
     def stage_request(self, request: NewRequest) -> None:
-        self.requests.stage(request, self.block_size, self.staging)
+        first_token = 0 if self._stages_all_tokens else request.num_computed_tokens
+        self.requests.stage(request, first_token, self.block_size, self.staging)
         self.block_tables.stage(request.row, 0, request.block_ids, self.staging)

@@ -61,7 +61,7 @@ class Verifier:
     def __init__(self, state: DeviceState, max_num_seqs: int) -> None:
         device = state.arena.flat.device
         self._requests = state.requests
-        # without drafts, every request that samples yields one token and rejects none
+        # where there is no speculative decoding, every request that samples yields one token and rejects none
         self._ones = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
         self._zeros = torch.zeros_like(self._ones)
 
@@ -89,8 +89,13 @@ class Verifier:
         """
         shape = batch.shape
         if not shape.num_drafts:
-            ones, zeros = self._ones[:num_sampled], self._zeros[:num_sampled]
-            return NewTokens(chosen.unsqueeze(1), invalid.unsqueeze(1), ones, zeros, None)
+            taken, rejected = self._ones[:num_sampled], self._zeros[:num_sampled]
+            if self._requests.draft_tokens.shape[1]:
+                # steps with drafts that are still in flight may have ended a request: it must not go on beyond its end
+                rows = batch.idx_mapping[:num_sampled].clamp(min=0)
+                taken = (self._requests.limits[rows] - self._requests.num_computed[rows]).clamp(0, 1)
+                rejected = 1 - taken
+            return NewTokens(chosen.unsqueeze(1), invalid.unsqueeze(1), taken, rejected, None)
         width = 1 + shape.num_drafts
         num_decodes = num_sampled if shape.is_decode else shape.num_decodes
         verified = num_decodes * width

@@ -1,0 +1,74 @@
+"""KV from another engine: prefill on one, decode on another. The decode engine reads the blocks itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.settings import ConnectorSettings
+from fleetfoot.kv_transfer.transfer_agent import BACKENDS
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_ABORT_SECONDS = 480
+DEFAULT_BUFFER_BYTES = 64 << 20
+DEFAULT_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NixlSettings:
+    """What ``kv_connector_extra_config`` says."""
+
+    backend: str
+    """``nixl``, or ``tcp``: plain sockets."""
+    side_channel_host: str
+    """The address that other engines reach this machine by."""
+    side_channel_port: int
+    """Of rank 0; rank r has this plus r. 0: any that are free."""
+    abort_timeout: int
+    """Seconds after which blocks that nobody has read are given back."""
+    buffer_bytes: int
+    """Of memory on each rank that KV arrives in."""
+    num_threads: int
+    """Loads of a rank that go on at the same time."""
+
+    @classmethod
+    def of(cls, config: KVTransferConfig) -> NixlSettings:
+        """
+        Raises:
+            ValueError, TypeError: a setting is unknown or has a value that means nothing.
+        """
+        settings = ConnectorSettings(config)
+        backend = settings.text("backend") or BACKENDS[0]
+        if backend not in BACKENDS:
+            raise settings.error("backend", backend, " or ".join(BACKENDS))
+        host = settings.text("side_channel_host") or DEFAULT_HOST
+        port = settings.integer("side_channel_port", 0, minimum=0)
+        abort_timeout = settings.integer("abort_timeout", DEFAULT_ABORT_SECONDS)
+        buffer_bytes = settings.integer("buffer_bytes", DEFAULT_BUFFER_BYTES)
+        num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS)
+        settings.check_all_read()
+        assert port is not None and abort_timeout is not None
+        assert buffer_bytes is not None and num_threads is not None  # their defaults are not
+        return cls(backend, host, port, abort_timeout, buffer_bytes, num_threads)
+
+
+class NixlConnector(KVConnector):
+    """Settings: `NixlSettings`."""
+
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+
+    @staticmethod
+    def scheduler_side(context: TransferContext) -> SchedulerConnector:
+        from fleetfoot.kv_transfer.nixl_scheduler import NixlScheduler
+
+        NixlSettings.of(context.config)  # what is wrong with them is said before the workers start
+        return NixlScheduler(context)
+
+    @staticmethod
+    def worker_side(context: TransferContext) -> WorkerConnector:
+        from fleetfoot.kv_transfer.nixl_worker import NixlWorker
+
+        return NixlWorker(context, NixlSettings.of(context.config))

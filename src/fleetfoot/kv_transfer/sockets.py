@@ -1,0 +1,167 @@
+"""TCP sockets as KV transfers use them: messages with a length before them, and servers that can be ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+_POLL_SECONDS = 0.05
+_KEEPALIVE_SECONDS = 10
+
+
+class ConnectionLostError(RuntimeError):
+    """The other end has closed the connection, or cannot be reached."""
+
+
+class StoppedError(RuntimeError):
+    """The caller does not want to wait any longer."""
+
+
+def never() -> bool:
+    """A reason to stop that does not come."""
+    return False
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"address is {address!r}; it must be host:port")
+    return host, int(port)
+
+
+def connect(address: str, timeout: float) -> socket.socket:
+    """
+    Raises:
+        ConnectionLostError: nobody answers there within ``timeout`` seconds.
+    """
+    try:
+        connection = socket.create_connection(parse_address(address), timeout=timeout)
+    except OSError as error:
+        raise ConnectionLostError(f"{address} cannot be reached ({error})") from error
+    _tune(connection)
+    return connection
+
+
+def send_message(connection: socket.socket, body: bytes) -> None:
+    """
+    Raises:
+        ConnectionLostError: the other end is gone.
+    """
+    try:
+        connection.sendall(_LENGTH.pack(len(body)) + body)
+    except OSError as error:
+        raise ConnectionLostError(f"the connection is lost ({error})") from error
+
+
+def receive_message(connection: socket.socket, should_stop: Callable[[], bool] = never) -> bytes:
+    """
+    Raises:
+        ConnectionLostError: the other end is gone, or sent something that is no message.
+        StoppedError: ``should_stop`` said so.
+    """
+    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, should_stop))
+    if length > MAX_MESSAGE_BYTES:
+        raise ConnectionLostError(f"a message of {length:,} bytes is announced, and {MAX_MESSAGE_BYTES:,} is the most")
+    return _receive(connection, length, should_stop)
+
+
+def _receive(connection: socket.socket, count: int, should_stop: Callable[[], bool]) -> bytes:
+    connection.settimeout(None if should_stop is never else _POLL_SECONDS)
+    content = bytearray()
+    while len(content) < count:
+        try:
+            piece = connection.recv(count - len(content))
+        except TimeoutError:
+            if should_stop():
+                raise StoppedError("nobody waits for the answer any more") from None
+            continue
+        except OSError as error:
+            raise ConnectionLostError(f"the connection is lost ({error})") from error
+        if not piece:
+            raise ConnectionLostError("the other end has closed the connection")
+        content += piece
+    return bytes(content)
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that lost power says no goodbye
+    for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), _KEEPALIVE_SECONDS)
+
+
+class SocketServer:
+    """Answers each connection in a thread of its own.
+
+    Args:
+        host, port: where it listens; port 0: any that is free.
+        serve: called with each connection, which is closed when it returns. ``ConnectionLostError`` is no news.
+        name: of the threads, for stack dumps.
+
+    Raises:
+        ValueError: nobody can listen there; says why.
+    """
+
+    def __init__(self, host: str, port: int, serve: Callable[[socket.socket], None], name: str) -> None:
+        self._serve, self._name = serve, name
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            raise ValueError(f"nobody can listen on {host}:{port} ({error}); choose another host or port") from error
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Connections end in the middle of what they do."""
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in (self._listener, *connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                if self._is_closed:
+                    connection.close()
+                    return
+                self._connections.add(connection)
+            threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True).start()
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            _tune(connection)
+            self._serve(connection)
+        except (ConnectionLostError, OSError):
+            pass
+        except Exception:
+            logger.exception("a connection to %s failed", self._name)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()

@@ -1,0 +1,81 @@
+"""Drafting at the end of a step: proposals for the requests that sampled, kept in their rows for the next step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fleetfoot.runner.v1.host_state import HostState
+from fleetfoot.runner.v1.inputs import StepInputs
+from fleetfoot.runner.v1.verification import NewTokens
+from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.speculative.ngram import propose_ngrams
+from fleetfoot.speculative.speculation import Speculation
+from fleetfoot.speculative.speculator import DraftBatch
+
+
+class Drafting:
+    """Asks whoever makes drafts.
+
+    Args:
+        max_model_len: most tokens of a request.
+    """
+
+    def __init__(self, speculation: Speculation, host: HostState, max_model_len: int) -> None:
+        self._speculation = speculation
+        self._host = host
+        self._max_seq_len = max_model_len + speculation.num_drafts
+
+    def propose(
+        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, new: NewTokens
+    ) -> None:
+        """After the rows got their new tokens.
+
+        Args:
+            hidden: ``[num_tokens, hidden_size]``, in batch order.
+        """
+        speculation, host = self._speculation, self._host
+        if not speculation.is_on:
+            return
+        wanted = scheduler_output.num_to_propose
+        rows = inputs.rows[: scheduler_output.num_sampled]
+        host.drafts[rows] = -1  # nobody is to verify what was proposed for an earlier step
+        if speculation.drafter is not None:  # if nothing is wanted, it only fills its KV cache
+            drafts = speculation.drafter.propose(self._draft_batch(scheduler_output, inputs, hidden, new), wanted)
+            if drafts is not None:
+                host.drafts[rows] = drafts.cpu().numpy()
+        elif speculation.ngram is not None and wanted:
+            longest, shortest = speculation.ngram.max_ngram, speculation.ngram.min_ngram
+            for row in rows.tolist():
+                known = host.token_ids[row, : host.num_tokens[row]]
+                host.drafts[row] = propose_ngrams(known, wanted, longest, shortest)
+
+    def _draft_batch(
+        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, new: NewTokens
+    ) -> DraftBatch:
+        host, num_sampled = self._host, len(new.token_ids)
+        rows = inputs.rows[:num_sampled]
+        starts, ends = inputs.query_start_loc[:num_sampled], inputs.query_start_loc[1 : num_sampled + 1]
+        last_index = np.maximum(ends - 1 - new.num_rejected, starts)  # [num_sampled]
+        # the rows know their new tokens by now; what lies behind them means nothing, but is of the vocabulary
+        behind = (inputs.positions + 1).clip(max=host.token_ids.shape[1] - 1)  # [num_tokens]
+
+        def on_device(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(hidden.device)
+
+        return DraftBatch(
+            input_ids=inputs.input_ids,
+            metadata=inputs.metadata,
+            hidden=hidden,
+            next_ids=on_device(host.token_ids[inputs.token_rows, behind]),
+            last_index=on_device(last_index),
+            newest=on_device(host.token_ids[rows, host.num_tokens[rows] - 1]),
+            positions=on_device(inputs.positions[last_index] + 1),
+            limits=on_device(host.limits[rows]),
+            block_tables=on_device(host.block_table[rows]),
+            rows=on_device(rows),
+            temperatures=on_device(host.temperatures),
+            seeds=on_device(host.seeds),
+            is_decode=scheduler_output.num_decodes == len(inputs.rows),
+            max_seq_len=self._max_seq_len,
+        )

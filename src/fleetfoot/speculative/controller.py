@@ -1,0 +1,115 @@
+"""Whether drafting pays, measured while it runs. No torch.
+
+Verifying drafts makes a step longer and brings more than one token a request. At a batch size where the first outweighs
+the second, because the device is busy anyway or because few drafts are accepted, it is better to go without. What each
+costs is not modelled but measured: the same engine, some steps with drafts and some without.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from fleetfoot.scheduler.drafting import too_many_decodes
+
+NUM_SAMPLES = 12
+"""Steps of each kind that a judgement is made from."""
+FIRST_PATIENCE = 256
+"""Steps until a judgement is tried again; twice as many each time that it is confirmed."""
+LONGEST_PATIENCE = 8192
+MEASURING = "steps without drafts are measured"
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Steps with drafts, or steps without, at about one batch size: the latest of them."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    """That a request got, on average."""
+
+    @property
+    def is_known(self) -> bool:
+        return len(self.seconds) == NUM_SAMPLES
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second for a request. The median of the times: a few steps meet a compiler, or a busy machine."""
+        return sum(self.tokens) / len(self.tokens) / max(median(self.seconds), 1e-9)
+
+
+class _BatchSize:
+    """What is known about batches of about one size."""
+
+    def __init__(self) -> None:
+        self.with_drafts, self.without = _Kind(), _Kind()
+        self.pays = True
+        self._patience = FIRST_PATIENCE
+        self._steps_left = 0
+
+    @property
+    def is_measured(self) -> bool:
+        return self.with_drafts.is_known and self.without.is_known
+
+    def add(self, num_drafts: int, tokens: float, seconds: float) -> None:
+        kind = self.with_drafts if num_drafts else self.without
+        was_measured = self.is_measured
+        kind.seconds.append(seconds)
+        kind.tokens.append(tokens)
+        if not self.is_measured:
+            return
+        pays = self.with_drafts.speed > self.without.speed
+        if not was_measured:  # a trial has ended
+            self._patience = min(2 * self._patience, LONGEST_PATIENCE) if pays == self.pays else FIRST_PATIENCE
+            self._steps_left = self._patience
+        self.pays = pays
+        self._steps_left -= 1
+        if self._steps_left <= 0:  # look again at what is not done
+            other = self.without if pays else self.with_drafts
+            other.seconds.clear()
+            other.tokens.clear()
+
+
+class AdaptiveDrafts:
+    """Implements `fleetfoot.scheduler.drafting.DraftController`: drafts where they have been seen to pay.
+
+    Batch sizes are judged in groups that double: 1, 2-3, 4-7, ... Each group begins with drafts, then goes without for
+    as many steps as it takes to compare, and keeps what was faster. Now and then it tries the other again.
+
+    Args:
+        num_drafts: k.
+        max_num_decodes: larger batches go without drafts; None: that is left to what is measured.
+    """
+
+    def __init__(self, num_drafts: int, max_num_decodes: int | None = None) -> None:
+        self.off_reason = ""
+        self._num_drafts = num_drafts
+        self._max_num_decodes = max_num_decodes
+        self._sizes: dict[int, _BatchSize] = {}
+
+    def choose(self, num_decodes: int) -> int:
+        self.off_reason = self._reason(num_decodes)
+        return 0 if self.off_reason else self._num_drafts
+
+    def _reason(self, num_decodes: int) -> str:
+        """Why not to draft; empty: to draft."""
+        if reason := too_many_decodes(num_decodes, self._max_num_decodes):
+            return reason
+        size = self._size(num_decodes)
+        if not size.with_drafts.is_known:
+            return ""
+        if not size.without.is_known:
+            return MEASURING
+        first = 1 << (num_decodes.bit_length() - 1)
+        return "" if size.pays else f"it does not pay at {first} to {2 * first - 1} requests"
+
+    def observe(
+        self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
+    ) -> None:
+        if not num_decodes or num_tokens != num_decodes * (1 + num_drafts):
+            return  # prefills take a time of their own
+        self._size(num_decodes).add(num_drafts, 1 + num_accepted / num_decodes, seconds)
+
+    def _size(self, num_decodes: int) -> _BatchSize:
+        return self._sizes.setdefault(num_decodes.bit_length(), _BatchSize())

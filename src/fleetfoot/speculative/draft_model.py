@@ -1,0 +1,80 @@
+"""Drafts from a smaller model with the same vocabulary (Leviathan, Kalman, Matias 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fleetfoot.attention.layer_group import LayerGroup
+from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.models.interface import CausalLM
+from fleetfoot.runner.load import ModelLoader
+from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
+from fleetfoot.speculative.speculator import DraftBatch
+
+
+class DraftModel:
+    """Implements `Speculator`. Each rank of a tensor group runs the whole of it, and gets the same drafts.
+
+    Args:
+        loader: of the draft model, for a single rank.
+        num_drafts: ``k``.
+    """
+
+    def __init__(self, loader: ModelLoader, num_drafts: int) -> None:
+        config = loader.config
+        self.num_drafts = num_drafts
+        self.kv_groups: tuple[LayerGroup, ...] = (LayerGroup(config.num_layers, config.num_kv_heads, config.head_dim),)
+        self._loader = loader
+        self._model: CausalLM | None = None
+        self._kv_caches: Sequence[torch.Tensor] = ()
+
+    def load_model(self, target: CausalLM) -> None:
+        self._model = self._loader.load()
+
+    def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
+
+    def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
+        """One pass over the step's tokens, then one for each draft; for decodes alone the first two are one."""
+        if not batch.is_decode:
+            self._run(batch.input_ids, batch.metadata)
+        if not len(batch.rows):
+            return None
+        steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._loader.context.ops.choose_tokens)
+        if not num_drafts:
+            if batch.is_decode:
+                self._run(batch.input_ids[batch.last_index], steps.singles(-1, 1)[0])
+            return None
+        tokens = [self._first(batch, steps)]
+        for metadata in steps.singles(1, num_drafts - 1):
+            tokens.append(self._draw(steps, self._run(tokens[-1], metadata), metadata))
+        return as_drafts(tokens)
+
+    def _first(self, batch: DraftBatch, steps: DraftSteps) -> torch.Tensor:
+        """The first draft of each request, ``[n]``, from its newest token.
+
+        Where all requests are decodes, the tokens before the newest have KV already, from when they were drafted, but
+        for the very last one if it was a draft too or if none were made: it goes along.
+        """
+        if not batch.is_decode:
+            (metadata,) = steps.singles(0, 1)
+            return self._draw(steps, self._run(batch.newest, metadata), metadata)
+        metadata = steps.pairs()
+        pairs = torch.stack((batch.input_ids[batch.last_index], batch.newest), dim=1)  # [n, 2]
+        hidden = self._run(pairs.view(-1), metadata)[1::2].contiguous()  # [n, hidden_size]
+        return self._draw(steps, hidden, metadata)
+
+    def _run(self, input_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """``[num_tokens]`` int64 -> hidden states ``[num_tokens, hidden_size]``."""
+        if self._model is None:
+            raise RuntimeError("propose was called before load_model")
+        hidden = self._model.forward(input_ids, metadata.positions, self._kv_caches, metadata)
+        assert isinstance(hidden, torch.Tensor)
+        return hidden
+
+    def _draw(self, steps: DraftSteps, hidden: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """``hidden [n, hidden_size]``: of the requests' last tokens in the step of ``metadata``."""
+        assert self._model is not None
+        return steps.draw(self._model.compute_logits(hidden), metadata.seq_lens)

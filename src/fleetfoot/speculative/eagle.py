@@ -1,0 +1,84 @@
+"""Drafts from an EAGLE head (Li, Wei, Zhang, Zhang 2024): one path of k tokens, no tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fleetfoot.attention.layer_group import LayerGroup
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.models.eagle import EagleHead, not_of_the_head, plain_name
+from fleetfoot.models.interface import CausalLM
+from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
+from fleetfoot.speculative.find import DrafterModel
+from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.weights.checkpoint import Checkpoint
+from fleetfoot.weights.dummy import fill_dummy
+from fleetfoot.weights.safetensors_loader import load_safetensors
+
+
+class EagleDrafter:
+    """Implements `Speculator`.
+
+    The head's entry for the token at position i lies at that token's slot. It was made of the token at i + 1 too: where
+    a cached prefix ends and another token follows than followed then, one entry is not what it would have been. That
+    costs a draft at times and never changes a token.
+
+    Each rank of a tensor group runs the whole head. The target's embedding and logits are the same on all of them, and
+    so are the drafts.
+
+    Args:
+        model: the head.
+        context: for a single rank.
+        num_drafts: ``k``.
+        load_format, seed: as for the target.
+    """
+
+    def __init__(
+        self, model: DrafterModel, context: ModelContext, num_drafts: int, load_format: str = "auto", seed: int = 0
+    ) -> None:
+        config = model.config
+        self.num_drafts = num_drafts
+        self.kv_groups: tuple[LayerGroup, ...] = (LayerGroup(config.num_layers, config.num_kv_heads, config.head_dim),)
+        self._found = model
+        self._context = context
+        self._load_format = load_format
+        self._seed = seed
+        self._kv_caches: Sequence[torch.Tensor] = ()
+
+    def load_model(self, target: CausalLM) -> None:
+        """Raises:
+        WeightError: the checkpoint cannot be read or does not fit.
+        """
+        self._target = target
+        needs_embedding = not target.has_embedding
+        if self._load_format == "dummy":
+            self._head = EagleHead(self._found.config, self._context, has_embedding=needs_embedding)
+            fill_dummy(self._head.weight_slots(), self._seed)
+        else:
+            with Checkpoint(self._found.folder) as checkpoint:
+                names = list(checkpoint.names())
+            own_names = {plain_name(name) for name in names}
+            self._head = EagleHead(self._found.config, self._context, own_names, has_embedding=needs_embedding)
+            load_safetensors(self._head.weight_slots(), self._found.folder, not_of_the_head(names))
+        self._head.finish_loading()
+        self._embed = target.embed if self._head.embedding is None else self._head.embedding
+
+    def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
+
+    def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
+        """One pass over the step's tokens, from which the first draft comes, and one for each further draft."""
+        embeddings = self._embed(batch.next_ids)
+        foreseen = self._head.forward(embeddings, batch.hidden, self._kv_caches, batch.metadata)
+        if not num_drafts or not len(batch.rows):
+            return None
+        steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._context.ops.choose_tokens)
+        hidden = foreseen.index_select(0, batch.last_index)  # [n, hidden_size]: of the newest tokens
+        tokens = [steps.draw(self._target.compute_logits(hidden), batch.positions + 1)]
+        for metadata in steps.singles(0, num_drafts - 1):
+            # The entry of the token before the one that was drafted last.
+            hidden = self._head.forward(self._embed(tokens[-1]), hidden, self._kv_caches, metadata)
+            tokens.append(steps.draw(self._target.compute_logits(hidden), metadata.seq_lens + 1))
+        return as_drafts(tokens)

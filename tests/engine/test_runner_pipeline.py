@@ -1,0 +1,147 @@
+"""Runners in a pipeline give the tokens of one runner, with several steps in flight, with drafts and without."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
+from tests.helpers.runner_lives import (
+    DRAFT,
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    NUM_DRAFTS,
+    Life,
+    ScriptedDrafter,
+    Whims,
+    assert_same,
+    in_one_runner,
+    live,
+    make_runner,
+    prompt_length,
+    wishes,
+)
+
+from fleetfoot.config.model import load_model_config
+from fleetfoot.layers.shards import pipeline_layers
+from fleetfoot.runner.contract import ModelRunner
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.config import SchedulerConfig
+from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
+
+REQUESTS = [wishes(number) for number in range(10)]
+KINDS = ["v1", "v2"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Life]:
+    return live(in_one_runner(make_runner("v1")), REQUESTS)
+
+
+def make_pipeline(kinds: tuple[str, str], speculation: Speculation = NO_SPECULATION) -> LocalPipeline:
+    """Of two ranks, a layer each; the drafter is on the last."""
+    first, last = local_pipeline(2)
+    only_their_number = Speculation(speculation.num_drafts)
+    runners: list[ModelRunner] = [
+        make_runner(kinds[0], only_their_number, pipeline=first, layers=range(1)),
+        make_runner(kinds[1], speculation, pipeline=last, layers=range(1, 2)),
+    ]
+    return LocalPipeline(runners)
+
+
+@pytest.mark.parametrize("kinds", [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")], ids="-".join)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_tokens_are_those_of_one_runner(expected: dict[str, Life], kinds: tuple[str, str], depth: int) -> None:
+    pipeline = make_pipeline(kinds)
+    assert_same(live(pipeline.execute, REQUESTS, depth=depth, num_stages=2), expected)
+    assert pipeline.max_behind == 1 + depth
+
+
+@pytest.mark.parametrize("kinds", [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")], ids="-".join)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("share_of_errors", [0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
+def test_drafts_change_no_token(
+    expected: dict[str, Life], kinds: tuple[str, str], depth: int, share_of_errors: float
+) -> None:
+    drafter = ScriptedDrafter(share_of_errors=share_of_errors)
+    pipeline = make_pipeline(kinds, Speculation(NUM_DRAFTS, drafter=drafter))
+    got = live(
+        pipeline.execute,
+        REQUESTS,
+        num_drafts=NUM_DRAFTS,
+        scripts={name: life.token_ids for name, life in expected.items()},
+        drafter=drafter,
+        depth=depth,
+        num_stages=2,
+    )
+    assert_same(got, expected)
+    assert pipeline.max_behind >= min(2, 1 + depth)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_ranks(kind: str) -> None:
+    folder = DRAFT.parent / "story-qwen3"
+    expected = live(in_one_runner(make_runner(kind, folder=folder)), REQUESTS)
+    drafter = ScriptedDrafter()
+    speculations = [Speculation(NUM_DRAFTS)] * 2 + [Speculation(NUM_DRAFTS, drafter=drafter)]
+    config = load_model_config(folder)
+    pipeline = LocalPipeline(
+        [
+            make_runner(kind, speculation, pipeline=group, layers=pipeline_layers(config, rank, 3), folder=folder)
+            for rank, (speculation, group) in enumerate(zip(speculations, local_pipeline(3), strict=True))
+        ]
+    )
+    got = live(
+        pipeline.execute,
+        REQUESTS,
+        num_drafts=NUM_DRAFTS,
+        scripts={name: life.token_ids for name, life in expected.items()},
+        drafter=drafter,
+        depth=3,
+        num_stages=3,
+    )
+    assert_same(got, expected)
+    assert pipeline.max_behind >= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_n_grams_change_no_token(expected: dict[str, Life], kind: str) -> None:
+    pipeline = make_pipeline((kind, kind), Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1)))
+    assert_same(live(pipeline.execute, REQUESTS, num_drafts=NUM_DRAFTS, depth=2, num_stages=2), expected)
+
+
+@pytest.mark.parametrize("kinds", [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")], ids="-".join)
+@pytest.mark.parametrize("seed", range(6))
+def test_drafting_may_pause(expected: dict[str, Life], kinds: tuple[str, str], seed: int) -> None:
+    """Then a step has requests with new drafts beside others that got none: all ranks hold the same for them."""
+    drafter = ScriptedDrafter(share_of_errors=0.3)
+    config = SchedulerConfig(64, 8, MAX_NUM_SEQS, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS, num_stages=2)
+    scheduler = Scheduler(config, controller=Whims(seed))
+    got = live(
+        make_pipeline(kinds, Speculation(NUM_DRAFTS, drafter=drafter)).execute,
+        REQUESTS,
+        scripts={name: life.token_ids for name, life in expected.items()},
+        drafter=drafter,
+        depth=1 + seed % 2,
+        scheduler=scheduler,
+    )
+    assert_same(got, expected)
+    assert scheduler.stats().drafts.num_accepted > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(12))
+def test_nobody_goes_on_beyond_the_end(kind: str, seed: int) -> None:
+    """A request alone, as long as the model's sequences may be: steps in flight go on with it when it has ended."""
+    params = [SamplingParams(max_tokens=MAX_MODEL_LEN - prompt_length(0), ignore_eos=True, temperature=0.0)]
+    expected = live(in_one_runner(make_runner(kind)), params)
+    drafter = ScriptedDrafter(share_of_errors=0.0)
+    config = SchedulerConfig(64, 8, 1, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS, num_stages=2)
+    got = live(
+        make_pipeline((kind, kind), Speculation(NUM_DRAFTS, drafter=drafter)).execute,
+        params,
+        scripts={name: life.token_ids for name, life in expected.items()},
+        drafter=drafter,
+        depth=3,
+        scheduler=Scheduler(config, controller=Whims(seed)),
+    )
+    assert_same(got, expected)

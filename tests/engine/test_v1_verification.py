@@ -1,0 +1,115 @@
+"""Which drafts hold in Model Runner V1: as the device's operation says for V2; and which logits they are judged by."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from fleetfoot.ops.prepare.accept_drafts import accept_drafts_cpu
+from fleetfoot.runner.v1.host_state import HostState
+from fleetfoot.runner.v1.inputs import StepInputs, prepare_inputs
+from fleetfoot.runner.v1.verification import LogitsRows, accept_drafts, logprobs_of_requests
+from fleetfoot.sampling.logprob import RowLogprobs
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
+
+NUM_ROWS = 6
+NUM_DRAFTS = 3
+
+
+def make_step(rng: random.Random, num_decodes: int, num_ending: int) -> tuple[HostState, SchedulerOutput, StepInputs]:
+    """Decodes that verify drafts, prefills that end, and one that goes on; drafts are of three tokens and none."""
+    host = HostState(NUM_ROWS, max_model_len=40, block_size=4, num_drafts=NUM_DRAFTS)
+    rows = rng.sample(range(NUM_ROWS), num_decodes + num_ending + 1)
+    requests = []
+    for index, row in enumerate(rows):
+        length = rng.randint(5, 30)
+        computed = length - 1 if index < num_decodes else 0
+        blocks = list(range(row * 11, row * 11 + 11))
+        tokens = [rng.randint(1, 3) for _ in range(length)]
+        most = length + (rng.randint(0, 5) if index < num_decodes else 9)
+        requests.append(
+            NewRequest(
+                str(row), row, tokens, 2, computed, blocks, SamplingParams(), 0, frozenset(), [], max_tokens_in_all=most
+            )
+        )
+    counts = [1 + NUM_DRAFTS] * num_decodes + [len(r.token_ids) for r in requests[num_decodes:]]
+    counts[-1] -= 2
+    output = SchedulerOutput(
+        0,
+        rows,
+        counts,
+        num_decodes,
+        num_decodes + num_ending,
+        sum(counts),
+        new_requests=requests,
+        num_drafts=NUM_DRAFTS if num_decodes else 0,
+    )
+    host.apply(output)
+    for row in rows[:num_decodes]:
+        host.drafts[row] = [rng.choice((-1, 1, 2, 3)) for _ in range(NUM_DRAFTS)]
+    return host, output, prepare_inputs(host, output, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_as_on_the_device(seed: int) -> None:
+    rng = random.Random(seed)
+    num_decodes, num_ending = rng.randint(1, 3), rng.randint(0, 2)
+    host, output, inputs = make_step(rng, num_decodes, num_ending)
+    logits = LogitsRows.of(inputs, output)
+    num_logits = num_decodes * (1 + NUM_DRAFTS) + num_ending
+    assert len(logits.tokens) == num_logits
+    # the logits behind each token of a decode, and behind the last of a prefill that ends
+    places = [(int(inputs.token_rows[t]), int(inputs.positions[t])) for t in logits.tokens]
+    expected = [(row, int(host.num_computed[row]) + j) for row in output.rows[:num_decodes] for j in range(4)]
+    expected += [(row, int(host.num_tokens[row]) - 1) for row in output.rows[num_decodes : num_decodes + num_ending]]
+    assert places == expected
+
+    chosen = [rng.randint(1, 3) for _ in range(num_logits)]
+    flags = [rng.random() < 0.1 for _ in range(num_logits)]
+    new = accept_drafts(host, inputs, output, logits, chosen, flags)
+
+    verified, width = num_decodes * (1 + NUM_DRAFTS), 1 + NUM_DRAFTS
+    taken, rejected, drafted = torch.zeros((3, num_decodes), dtype=torch.int32)
+    accept_drafts_cpu(
+        torch.tensor(output.rows[:num_decodes], dtype=torch.int32),
+        torch.tensor(chosen[:verified]).view(num_decodes, width),
+        torch.tensor(flags[:verified]).view(num_decodes, width),
+        torch.from_numpy(host.drafts),
+        torch.from_numpy(host.num_computed),
+        torch.from_numpy(host.limits),
+        num_sampled=taken,
+        num_rejected=rejected,
+        num_drafted=drafted,
+    )
+    assert [len(tokens) for tokens in new.token_ids] == taken.tolist() + [1] * num_ending
+    assert new.num_rejected.tolist() == rejected.tolist() + [0] * num_ending
+    assert new.num_drafted == drafted.tolist()
+    for index, (tokens, rows) in enumerate(zip(new.token_ids, logits.requests, strict=True)):
+        assert tokens == chosen[rows][: len(tokens)]
+        assert (index in new.invalid) == (bool(tokens) and flags[rows][len(tokens) - 1])
+
+
+def test_a_query_beyond_the_end_is_kept_nowhere() -> None:
+    host, output, inputs = make_step(random.Random(3), 2, 1)
+    slots = inputs.metadata.slot_mapping.numpy()
+    is_dead = inputs.positions >= host.limits[inputs.token_rows]
+    assert is_dead.any() and not is_dead.all()
+    assert (slots[is_dead] == -1).all()
+    rows, positions = inputs.token_rows[~is_dead], inputs.positions[~is_dead]
+    np.testing.assert_array_equal(slots[~is_dead], host.block_table[rows, positions // 4] * 4 + positions % 4)
+    assert inputs.metadata.num_decodes == 0  # of one token each
+    drafts = [max(int(draft), 0) for row in output.rows[:2] for draft in host.drafts[row]]
+    ids = inputs.input_ids.tolist()
+    assert [*ids[1:4], *ids[5:8]] == drafts
+
+
+def test_logprobs_go_to_the_tokens_that_count() -> None:
+    rows = [RowLogprobs([token], [-0.5], 1) for token in range(9)]
+    logits = LogitsRows(np.arange(9), [slice(0, 4), slice(4, 8), slice(8, 9)])
+    wanted = dict(enumerate(rows[:4])) | {8: rows[8]}
+    assert logprobs_of_requests(wanted, logits, [[0, 1], [4], [8]]) == {0: rows[:2], 2: [rows[8]]}
+    assert logprobs_of_requests(wanted, logits, [[], [4], [8]]) == {2: [rows[8]]}

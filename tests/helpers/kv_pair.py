@@ -1,0 +1,260 @@
+"""Two engines' connectors around real tensors: one lends, one reads; and a line between them that can go wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from fleetfoot.kv_transfer.connector import TransferContext
+from fleetfoot.kv_transfer.nixl import NixlSettings
+from fleetfoot.kv_transfer.nixl_worker import NixlWorker
+from fleetfoot.kv_transfer.output import KVConnectorOutput
+from fleetfoot.kv_transfer.sockets import SocketServer, parse_address
+from fleetfoot.kv_transfer.tcp_agent import TcpAgent
+from fleetfoot.kv_transfer.transfer_agent import TransferAgent, make_agent
+from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
+from fleetfoot.scheduler.request import Request, RequestStatus
+from tests.helpers.kv_bench import Bench, transfer_config
+
+TOKENS = list(range(17))
+"""Four full blocks, and a token that must be computed."""
+
+
+def whole(content: bytes, offset: int) -> bytes:
+    """Nothing happens to it."""
+    return content
+
+
+def flip_at(place: int) -> Callable[[bytes, int], bytes]:
+    """A bit of this byte of every connection changes."""
+
+    def flip(content: bytes, offset: int) -> bytes:
+        index = place - offset
+        if not 0 <= index < len(content):
+            return content
+        return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
+
+    return flip
+
+
+def cut_at(place: int) -> Callable[[bytes, int], bytes]:
+    """Every connection ends after so many bytes."""
+    return lambda content, offset: content[: max(0, place - offset)]
+
+
+class Gate:
+    """Holds bytes back until it is opened.
+
+    Args:
+        at: only those in which these bytes are, and all behind them.
+    """
+
+    def __init__(self, at: bytes = b"") -> None:
+        self._at = at
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, content: bytes, offset: int) -> bytes:
+        if self._at in content:
+            self.reached.set()
+            assert self.opened.wait(30)
+        return content
+
+
+class Line:
+    """A relay between readers and one lender, for all that the lender sends.
+
+    Attributes:
+        spoil: called with bytes of a connection as they come, and how many came before; returns what becomes of them.
+            Empty bytes: the line is cut.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.lender = address
+        self._server = SocketServer("127.0.0.1", 0, self._serve, "line")
+        self.address = self._server.address
+        self.spoil: Callable[[bytes, int], bytes] = whole
+
+    def close(self) -> None:
+        self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def change(self, content: bytes, offset: int) -> bytes:
+        return self.spoil(content, offset)
+
+    def _serve(self, reader: socket.socket) -> None:
+        with socket.create_connection(parse_address(self.lender)) as lender:
+            back = threading.Thread(target=self._pass_back, args=(lender, reader), daemon=True)
+            back.start()
+            with contextlib.suppress(OSError):
+                while content := reader.recv(1 << 16):
+                    lender.sendall(content)
+            _cut(lender)
+            back.join()
+
+    def _pass_back(self, lender: socket.socket, reader: socket.socket) -> None:
+        offset = 0
+        with contextlib.suppress(OSError):
+            while content := lender.recv(1 << 16):
+                spoiled = self.change(content, offset)
+                offset += len(content)
+                if not spoiled:
+                    break
+                reader.sendall(spoiled)
+        _cut(reader)
+
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class EngineLine(Line):
+    """A relay for the side channel of an engine with a TCP agent. Its readers are sent to `data` for the KV itself.
+
+    Args:
+        address: of the side channel, one of ``remote_addresses``.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.data = Line("")  # the agent's address comes with the first Welcome
+
+    def close(self) -> None:
+        super().close()
+        self.data.close()
+
+    def change(self, content: bytes, offset: int) -> bytes:
+        if b"Welcome" in content:  # so small that it comes in one piece
+            welcome = msgspec.msgpack.decode(content[4:])
+            agent = msgspec.msgpack.decode(welcome["agent"])
+            self.data.lender = agent["address"]
+            welcome["agent"] = msgspec.msgpack.encode({**agent, "address": self.data.address})
+            body = msgspec.msgpack.encode(welcome)
+            content = len(body).to_bytes(4, "little") + body
+        return super().change(content, offset)
+
+
+class LineAgent(TcpAgent):
+    """A TCP agent whose peers reach it through a `Line`."""
+
+    def __init__(self, name: str, host: str) -> None:
+        super().__init__(name, host)
+        self.line = Line(self._server.address)
+
+    @property
+    def metadata(self) -> bytes:
+        return msgspec.msgpack.encode({"name": self.name, "address": self.line.address})
+
+    def close(self) -> None:
+        self.line.close()
+        super().close()
+
+
+class Engine(Bench):
+    """One of the pair.
+
+    Args:
+        line: readers reach its memory through a `Line`: attribute ``lines``, of each rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str = "kv_both",
+        backend: str = "tcp",
+        timeout: float = 60.0,
+        line: bool = False,
+        extra: dict[str, Any] | None = None,
+        jobs: Any = None,
+        **options: Any,
+    ) -> None:
+        self.lines: list[Line] = []
+
+        def make(backend: str, name: str, host: str) -> TransferAgent:
+            if not line:
+                return make_agent(backend, name, host)
+            agent = LineAgent(name, host)
+            self.lines.append(agent.line)
+            return agent
+
+        def worker(context: TransferContext) -> NixlWorker:
+            return NixlWorker(context, NixlSettings.of(context.config), make_agent=make, jobs=jobs)
+
+        config = transfer_config("NixlConnector", role=role, timeout=timeout, backend=backend, **(extra or {}))
+        super().__init__(config, make_worker=worker, **options)
+        self.sent: set[str] = set()
+        self.step(idle=True)  # says where its ranks are
+
+    def step(self, *arguments: Any, **options: Any) -> KVConnectorOutput:
+        output = super().step(*arguments, **options)
+        if hasattr(self, "sent"):
+            self.sent |= output.sent
+        return output
+
+    def lend(
+        self,
+        request_id: str,
+        tokens: Sequence[int] = TOKENS,
+        block_ids: Sequence[int] = (3, 7, 1, 12, 5),
+        *,
+        tells: bool = True,
+    ) -> Any:
+        """A prefill ends; what its output says.
+
+        Args:
+            tells: the workers hear of it, in a step.
+        """
+        request = self.request(request_id, tokens, block_ids)
+        request.kv_transfer_params = {"do_remote_decode": True}
+        self.scheduler.check_request(request)
+        request.token_ids.append(99)
+        request.status = RequestStatus.FINISHED_LENGTH
+        is_lent, params = self.scheduler.request_finished(request)
+        assert is_lent == (params is not None)
+        if tells:
+            self.step(idle=True)
+        return params
+
+    def wants(
+        self,
+        params: Any,
+        request_id: str = "r",
+        tokens: Sequence[int] = TOKENS,
+        blocks: Sequence[int] = (9, 8, 2, 0, 4),
+    ) -> Request:
+        """A request that is to be loaded."""
+        request = self.request(request_id, tokens, blocks)
+        request.kv_transfer_params = params
+        self.scheduler.check_request(request)
+        return request
+
+    def begin(self, request: Request, num_local: int = 0) -> None:
+        """Begin to load what there is."""
+        matched = self.scheduler.num_matched_tokens(request, num_local)
+        assert matched > 0
+        self.scheduler.start_load(request, num_local, matched)
+
+    def run(self, request: Request) -> None:
+        """A step in which it gets a row, without a load."""
+        output = SchedulerOutput(self.num_steps, [], [], 0, 0, 0, new_requests=[NewRequest.of(request)])
+        output.kv_connector_metadata = self.scheduler.build_metadata(output)
+        for step in self.steps:
+            step.pre_forward(output)
+            step.post_forward(set())
+
+    def until_sent(self, request_id: str) -> None:
+        for _ in range(1000):
+            if request_id in self.sent:
+                return
+            self.step(idle=True)
+        raise AssertionError(f"{request_id} is never reported as sent")

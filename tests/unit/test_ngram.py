@@ -1,0 +1,109 @@
+"""N-gram lookup: against a search that is written to be read, on the host, in pages, and in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.helpers.interpreter import mend_interpreter
+
+from fleetfoot.speculative.ngram import (
+    propose_ngrams,
+    propose_ngrams_paged_cpu,
+    propose_ngrams_paged_triton,
+)
+
+INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    mend_interpreter()
+
+
+def search(tokens: list[int], num_drafts: int, longest: int, shortest: int) -> list[int]:
+    for size in range(longest, shortest - 1, -1):
+        for begin in range(len(tokens) - size - 1, -1, -1):
+            if tokens[begin : begin + size] == tokens[len(tokens) - size :]:
+                known = list(tokens)
+                for place in range(begin + size, begin + size + num_drafts):
+                    known.append(known[place])
+                return known[len(tokens) :]
+    return [-1] * num_drafts
+
+
+sequences = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+@given(sequences, st.integers(1, 6), st.integers(1, 4), st.integers(0, 3))
+def test_the_longest_latest_match_is_continued(tokens: list[int], num_drafts: int, shortest: int, more: int) -> None:
+    got = propose_ngrams(np.array(tokens), num_drafts, shortest + more, shortest)
+    assert got.dtype == np.int32
+    assert got.tolist() == search(tokens, num_drafts, shortest + more, shortest)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]),
+        ([5, 5, 5, 5], [5, 5, 5]),
+        ([1, 7, 8, 2, 7, 8], [2, 7, 8]),  # the longest match, not the latest
+        ([1, 2, 3, 4], [-1, -1, -1]),
+        ([4], [-1, -1, -1]),
+    ],
+)
+def test_cases(tokens: list[int], expected: list[int]) -> None:
+    assert propose_ngrams(np.array(tokens), 3, 3, 1).tolist() == expected
+
+
+@dataclass
+class Paged:
+    """Sequences in shuffled pages, whose newest token is in no page, and one request of padding."""
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    newest: torch.Tensor
+    pages: torch.Tensor
+    table: torch.Tensor
+    sequences: list[np.ndarray]
+
+
+def paged(lengths: list[int], block_size: int, seed: int) -> Paged:
+    rng = np.random.default_rng(seed)
+    num_rows, width = len(lengths) + 2, -(-max(lengths) // block_size) + 1
+    table = rng.permutation(num_rows * width).reshape(num_rows, width).astype(np.int32)
+    pages = np.full(num_rows * width * block_size, 777, dtype=np.int32)
+    rows = rng.permutation(num_rows)[: len(lengths)].astype(np.int32)
+    newest = np.full(num_rows, 778, dtype=np.int32)
+    sequences = [rng.integers(0, 4, length).astype(np.int32) for length in lengths]
+    for row, tokens in zip(rows, sequences, strict=True):
+        places = np.arange(len(tokens) - 1)
+        pages[table[row, places // block_size] * block_size + places % block_size] = tokens[:-1]
+        newest[row] = tokens[-1]
+    return Paged(
+        rows=torch.from_numpy(np.append(rows, np.int32(-1))),
+        lengths=torch.tensor([*lengths, 5], dtype=torch.int32),
+        newest=torch.from_numpy(newest),
+        pages=torch.from_numpy(pages),
+        table=torch.from_numpy(table),
+        sequences=sequences,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "triton"])
+@pytest.mark.parametrize(("block_size", "lengths"), [(4, [1, 2, 3, 17, 40]), (16, [33, 16, 1100]), (8, [8, 9])])
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_in_pages(implementation: str, block_size: int, lengths: list[int], num_drafts: int) -> None:
+    if implementation == "triton" and not INTERPRETED:
+        pytest.skip("needs Triton's interpreter; on a GPU, tests/gpu runs the same case compiled")
+    case = paged(lengths, block_size, seed=num_drafts)
+    drafts = torch.full((len(lengths) + 3, num_drafts), 99, dtype=torch.int32)
+    run = propose_ngrams_paged_cpu if implementation == "cpu" else propose_ngrams_paged_triton
+    run(case.rows, case.lengths, case.newest, case.pages, case.table, block_size, 4, 2, draft_tokens=drafts)
+    for row, tokens in zip(case.rows.tolist(), case.sequences, strict=False):
+        assert drafts[row].tolist() == search(tokens.tolist(), num_drafts, 4, 2)
+    for row in set(range(len(drafts))) - set(case.rows.tolist()):
+        assert (drafts[row] == 99).all()
