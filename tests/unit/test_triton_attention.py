@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -33,6 +34,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 REPOSITORY = Path(__file__).parents[2]
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DECODES: Requests = [(1, 50), (1, 1), (1, 0), (1, 130), (1, 16), (1, 17)]
+TILING = DecodeTiling(16, min_tiles=1, full_tiles=2, pair_tiles=1, programs_per_sm=2, num_warps=4, num_stages=3)
 MIXED: Requests = [(1, 5), (1, 40), (3, 3), (33, 80), (1, 7), (17, 17)]
 
 interpreted = pytest.mark.skipif(
@@ -77,7 +79,7 @@ def check_decode(
             metadata.max_query_len,
             workspace=workspace,
             out=out,
-            tiling=tiling or DecodeTiling(16, min_tiles=1, full_tiles=2, programs_per_sm=2, num_warps=4, num_stages=3),
+            tiling=tiling or TILING,
         )
         check(out, batch, window)
 
@@ -105,6 +107,16 @@ def check_prefill(batch: Batch, window: int | None = None, *, tiling: PrefillTil
 def test_decodes_cut_anywhere(num_programs: int, window: int | None) -> None:
     """From one program for all pairs to more programs than tiles. A launch must leave the workspace as it was found."""
     check_decode(make_batch(DECODES), window, num_programs=num_programs, times=2 if num_programs == 3 else 1)
+
+
+@interpreted
+@pytest.mark.parametrize("pair_tiles", [0, 2, 7])
+@pytest.mark.parametrize("num_programs", [2, 5, 7])
+def test_decodes_and_padding_in_any_order(num_programs: int, pair_tiles: int) -> None:
+    """What a pair costs moves the cuts, and nothing else. Requests that pad the batch take no place in the line."""
+    requests = [(1, 0), (1, 1), (1, 130), (0, 0), (1, 0), (1, 5), (1, 48), (1, 49), (1, 0), (1, 0)]
+    tiling = dataclasses.replace(TILING, pair_tiles=pair_tiles)
+    check_decode(make_batch(requests, behind=3), num_programs=num_programs, tiling=tiling, times=2)
 
 
 @interpreted
@@ -342,7 +354,7 @@ def check_fused(
         metadata.max_query_len,
         workspace=AttentionWorkspace(torch.device("cpu"), num_programs),
         out=out,
-        tiling=DecodeTiling(16, min_tiles=1, full_tiles=2, programs_per_sm=2, num_warps=4, num_stages=3),
+        tiling=TILING,
         rotary=batch.rotary,
         slot_mapping=metadata.slot_mapping,
     )

@@ -32,6 +32,7 @@ from fleetfoot.attention.metadata import RotaryInputs
 from fleetfoot.ops.dependent_launch import can_overlap, launch_dependents, launch_options, prefetch, wait_for_inputs
 from fleetfoot.ops.gpu_limits import fit_tile, gpu_limits
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace, merge_pieces, store_piece
+from fleetfoot.ops.paged_attention_rotary import angles, norm_and_rotate
 from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ MAX_ROWS = 64
 """Most query heads per KV head times query tokens per request; see `most_rows`."""
 MIN_ROWS = 16
 """Rows that are computed where there are fewer: the tensor cores' least."""
+PAIR_TILES = 1
+"""What a (request, KV head) pair costs before its first tile, as tiles: its query, and what it waits for."""
 _MERGED_FLOATS = 4096  # loaded at once by a merging program: 32 registers of a thread
 _LEAST_COUNTS = 1 << 16
 _REQUESTS_STEPS = (16, 256, 4096)
@@ -56,6 +59,8 @@ class DecodeTiling:
     """Fewest tiles for a program: merging costs more than so many tiles do."""
     full_tiles: int
     """Tiles that every program has before a multiprocessor gets another program: merging costs by their number."""
+    pair_tiles: int
+    """What a pair costs besides its tiles; counted where programs get several pairs."""
     programs_per_sm: int
     """Programs of a launch for each multiprocessor. As many fit there at once, so that all get the same share."""
     num_warps: int
@@ -86,6 +91,7 @@ def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_b
         tile,
         min_tiles=1,
         full_tiles=4 if is_small else 8,
+        pair_tiles=PAIR_TILES,
         programs_per_sm=programs_per_sm,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -171,6 +177,7 @@ def paged_attention_decode(
         0 if window is None else window,
         tiling.min_tiles,
         tiling.full_tiles,
+        tiling.pair_tiles,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -210,8 +217,8 @@ def _first_tile(seq_len, window, max_query_len: tl.constexpr, tile: tl.constexpr
 
 @triton_kernel(specialize=False)
 def _count_tiles(seq_len, first_tile, tile: tl.constexpr):
-    """At least one: a padding request has zeros to write."""
-    return tl.maximum((seq_len + tile - 1) // tile - first_tile, 1)
+    """None for a padding request."""
+    return (seq_len + tile - 1) // tile - first_tile
 
 
 @triton_kernel(specialize=False)
@@ -239,46 +246,25 @@ def _store_rows(
 
 
 @triton_kernel(specialize=False)
-def _angles(cos_sin_ptr, position, is_row, head_dim: tl.constexpr, padded_dim: tl.constexpr):
-    """Cosines and signed sines ``[n, padded_dim]`` for ``position [n]``: an element and its partner half a head away
-    become ``element * cos + partner * sin``."""
-    column = tl.arange(0, padded_dim)
-    half: tl.constexpr = head_dim // 2
-    is_low = column < half
-    angle_ptrs = cos_sin_ptr + tl.maximum(position, 0)[:, None] * head_dim + (column % half)[None, :]
-    mask = is_row[:, None] & (column < head_dim)[None, :]
-    cos = tl.load(angle_ptrs, mask=mask, other=1.0)
-    sin = tl.load(angle_ptrs + half, mask=mask, other=0.0)
-    return cos, tl.where(is_low[None, :], -sin, sin)
-
-
-@triton_kernel(specialize=False)
-def _norm_and_rotate(
-    head_ptrs,
-    is_row,
-    norm_ptr,
-    eps,
-    cos,
-    sin,
+def _store_zeros(
+    out_ptr,
+    token,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
     head_dim: tl.constexpr,
+    num_rows: tl.constexpr,
     padded_dim: tl.constexpr,
-    has_norm: tl.constexpr,
 ):
-    """``[n, padded_dim]`` float32: heads at ``head_ptrs [n]``, normed if there is a norm, and rotated."""
+    """All heads of a token that belongs to nobody."""
+    row = tl.arange(0, num_rows)
     column = tl.arange(0, padded_dim)
-    half: tl.constexpr = head_dim // 2
-    partner = tl.where(column < half, column + half, column - half)
-    mask = is_row[:, None] & (column < head_dim)[None, :]
-    x = tl.load(head_ptrs[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(head_ptrs[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    if has_norm:
-        is_column = column < head_dim
-        weight = tl.load(norm_ptr + column, mask=is_column, other=0.0).to(tl.float32)
-        partner_weight = tl.load(norm_ptr + partner, mask=is_column, other=0.0).to(tl.float32)
-        inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / head_dim + eps)
-        x = x * inverse_rms[:, None] * weight[None, :]
-        y = y * inverse_rms[:, None] * partner_weight[None, :]
-    return x * cos + y * sin
+    mask = (row < group)[:, None] & (column < head_dim)[None, :]
+    for kv_head in tl.range(0, num_kv_heads, num_stages=1):
+        head_offset = (kv_head * group + row)[:, None] * head_dim + column[None, :]
+        out_ptrs = out_ptr + token.to(tl.int64) * (num_kv_heads * group * head_dim) + head_offset
+        tl.store(
+            tl.multiple_of(out_ptrs, (1, 16)), tl.zeros([num_rows, padded_dim], out_ptr.dtype.element_ty), mask=mask
+        )
 
 
 @triton_kernel(specialize=False)
@@ -305,6 +291,7 @@ def _paged_attention_decode_kernel(
     window,
     min_tiles,
     full_tiles,
+    pair_tiles,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -333,24 +320,31 @@ def _paged_attention_decode_kernel(
     behind = tl.load(query_start_loc_ptr + num_reqs) + program  # the first token without a request is program 0's
     lens = tl.load(seq_lens_ptr + index, mask=index < num_reqs, other=0)
     counts = _count_tiles(lens, _first_tile(lens, window, max_query_len, tile, has_window), tile)
-    counts = tl.where(index < num_reqs, counts, 0)  # [requests_tile], of each head
+    # [requests_tile], of each head; a padding request has none, whatever comes before or behind it
     num_tiles = tl.sum(counts, 0) * num_kv_heads
-    num_sms = tl.maximum(tl.num_programs(0) // programs_per_sm, 1)
-    wanted = (num_tiles + num_sms * full_tiles - 1) // (num_sms * full_tiles)
-    num_used = tl.minimum(num_sms * tl.maximum(wanted, 1), tl.num_programs(0))
-    stretch = tl.maximum((num_tiles + num_used - 1) // num_used, min_tiles)
     # Where there are programs enough, none works on two pairs: each pair takes a whole number of stretches.
     aligned = tl.maximum((num_tiles + tl.num_programs(0) - 1) // tl.num_programs(0), min_tiles)
     if tl.sum((counts + aligned - 1) // aligned, 0) * num_kv_heads > tl.num_programs(0):
         aligned *= 2
     is_aligned = tl.sum((counts + aligned - 1) // aligned, 0) * num_kv_heads <= tl.num_programs(0)
-    stretch = tl.where(is_aligned, aligned, stretch)
     unit = tl.where(is_aligned, aligned, 1)
-    ends = tl.cumsum((counts + unit - 1) // unit * unit * num_kv_heads, 0)
+    # Else a gap before each pair's tiles stands for what the pair costs, so that stretches take equally long.
+    gap = tl.where(is_aligned, 0, pair_tiles)
+    widths = tl.where(counts > 0, (counts + gap + unit - 1) // unit * unit, 0)  # of a pair in the line
+    ends = tl.cumsum(widths * num_kv_heads, 0)
+    length = tl.max(ends, 0)
+    num_sms = tl.maximum(tl.num_programs(0) // programs_per_sm, 1)
+    wanted = (length + num_sms * full_tiles - 1) // (num_sms * full_tiles)
+    num_used = tl.minimum(num_sms * tl.maximum(wanted, 1), tl.num_programs(0))
+    stretch = tl.where(is_aligned, aligned, tl.maximum((length + num_used - 1) // num_used, min_tiles))
     at = program * stretch
-    end = tl.minimum(at + stretch, tl.max(ends, 0))
+    end = tl.minimum(at + stretch, length)
     request = tl.sum((ends <= at).to(tl.int32), 0)
     request_begin = tl.max(tl.where(ends <= at, ends, 0), 0)
+    # A stretch that would end in a gap ends before it.
+    last_width = tl.max(tl.where((ends >= end) & (ends - widths * num_kv_heads < end), widths, 0), 0)
+    last_place = (end - tl.max(tl.where(ends < end, ends, 0), 0)) % tl.maximum(last_width, 1)
+    end = tl.where(last_place <= gap, end - last_place, end)
 
     row = tl.arange(0, rows)
     column = tl.arange(0, padded_dim)
@@ -361,14 +355,19 @@ def _paged_attention_decode_kernel(
 
     while at < end:
         seq_len = tl.load(seq_lens_ptr + request)
+        while seq_len == 0:  # padding
+            request += 1
+            seq_len = tl.load(seq_lens_ptr + request)
         query_begin = tl.load(query_start_loc_ptr + request)
         query_len = tl.load(query_start_loc_ptr + request + 1) - query_begin
         first_tile = _first_tile(seq_len, window, max_query_len, tile, has_window)
         count = _count_tiles(seq_len, first_tile, tile)
-        width = (count + unit - 1) // unit * unit  # of the pair in the line
+        width = (count + gap + unit - 1) // unit * unit
         kv_head = (at - request_begin) // width
-        begin = (at - request_begin) % width
-        stop = tl.minimum(begin + end - at, count)
+        place = (at - request_begin) % width
+        taken = tl.minimum(width - place, end - at)
+        begin = tl.maximum(place - gap, 0)
+        stop = tl.minimum(place + taken - gap, count)  # above begin: no stretch ends in a gap
 
         token = row // group
         is_row = token < query_len
@@ -388,13 +387,13 @@ def _paged_attention_decode_kernel(
         if is_fused:
             new = tl.arange(0, new_rows)
             new_position = seq_len - query_len + new
-            new_cos, new_sin = _angles(cos_sin_ptr, new_position, new < query_len, head_dim, padded_dim)
+            new_cos, new_sin = angles(cos_sin_ptr, new_position, new < query_len, head_dim, padded_dim)
             slot = tl.load(slot_mapping_ptr + query_begin + new, mask=new < query_len, other=-1)
             in_stretch = new_position // tile - first_tile
             is_new = (new < query_len) & (in_stretch >= begin) & (in_stretch < stop) & (slot >= 0)
             if new_rows == 1:
                 wait_for_inputs(overlap)
-                q = _norm_and_rotate(
+                q = norm_and_rotate(
                     query_ptr + query_offset,
                     is_row,
                     q_norm_ptr,
@@ -406,15 +405,15 @@ def _paged_attention_decode_kernel(
                     has_q_norm,
                 )
             else:
-                cos, sin = _angles(cos_sin_ptr, row_position, is_row, head_dim, padded_dim)
+                cos, sin = angles(cos_sin_ptr, row_position, is_row, head_dim, padded_dim)
                 wait_for_inputs(overlap)
-                q = _norm_and_rotate(
+                q = norm_and_rotate(
                     query_ptr + query_offset, is_row, q_norm_ptr, eps, cos, sin, head_dim, padded_dim, has_q_norm
                 )
             q = q.to(query_ptr.dtype.element_ty)
             if tl.max(is_new.to(tl.int32), 0) > 0:
                 source = (query_begin + new).to(tl.int64) * query_stride + (num_kv_heads * group + kv_head) * head_dim
-                new_k = _norm_and_rotate(
+                new_k = norm_and_rotate(
                     query_ptr + source, is_new, k_norm_ptr, eps, new_cos, new_sin, head_dim, padded_dim, has_k_norm
                 )
                 mask = is_new[:, None] & is_column[None, :]
@@ -470,8 +469,8 @@ def _paged_attention_decode_kernel(
             piece = program * 2 + (begin == 0).to(tl.int32)
             store_piece(pieces_ptr, stats_ptr, piece, top, total, acc, is_row, rows, padded_dim, stored_rows)
             pair_begin = request_begin + kv_head * width
-            first_program = pair_begin // stretch
-            last_program = (pair_begin + width - 1) // stretch
+            first_program = (pair_begin + gap) // stretch
+            last_program = (pair_begin + gap + count - 1) // stretch
             arrivals_of_pair = arrivals_ptr + request * num_kv_heads + kv_head
             tl.debug_barrier()  # every thread's part of the piece is written before one of them says so
             if tl.atomic_add(arrivals_of_pair, 1, sem="acq_rel") == last_program - first_program:
@@ -500,18 +499,21 @@ def _paged_attention_decode_kernel(
                     padded_dim,
                 )
 
-        at = tl.where(is_aligned, end, at + stop - begin)
+        at += taken
         if at == request_begin + width * num_kv_heads:
             request_begin = at
             request += 1
 
     wait_for_inputs(overlap)  # programs without work too
+    padding = program
+    while padding < num_reqs:
+        if tl.load(seq_lens_ptr + padding) == 0:
+            token = tl.load(query_start_loc_ptr + padding)
+            end_token = tl.load(query_start_loc_ptr + padding + 1)
+            while token < end_token:
+                _store_zeros(out_ptr, token, num_kv_heads, group, head_dim, stored_rows, padded_dim)
+                token += 1
+        padding += tl.num_programs(0)
     while behind < num_tokens:
-        for kv_head in tl.range(0, num_kv_heads, num_stages=1):
-            stored_row = tl.arange(0, stored_rows)
-            head_offset = (kv_head * group + stored_row)[:, None] * head_dim + column[None, :]
-            out_ptrs = out_ptr + behind.to(tl.int64) * (num_kv_heads * group * head_dim) + head_offset
-            out_ptrs = tl.multiple_of(out_ptrs, (1, 16))
-            mask = (stored_row < group)[:, None] & is_column[None, :]
-            tl.store(out_ptrs, tl.zeros([stored_rows, padded_dim], out_ptr.dtype.element_ty), mask=mask)
+        _store_zeros(out_ptr, behind, num_kv_heads, group, head_dim, stored_rows, padded_dim)
         behind += tl.num_programs(0)
