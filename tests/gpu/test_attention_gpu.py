@@ -195,10 +195,11 @@ def _served_by_twin(requests: Requests) -> Requests:
     return requests if is_decode else [request if request[1] else (0, 0) for request in requests]
 
 
+MANY: Requests = [(1, 100), (1, 1), (1, 0), (1, 300), (1, 16), (1, 17), (1, 600), (1, 0)] * 40
 FUSED_DRAFTS: Requests = [(3, 100), (3, 3), (3, 900), (3, 65), (3, 4097), (3, 34)]
 
 
-@pytest.mark.parametrize("requests", [DECODES, FUSED_DRAFTS, DECODES * 40], ids=["decodes", "drafts", "many"])
+@pytest.mark.parametrize("requests", [DECODES, FUSED_DRAFTS, MANY], ids=["decodes", "drafts", "many"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("has_norm", [False, True])
