@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -34,11 +35,14 @@ class CapturableAttention(SDPABackend):
     is_capturable = True
 
 
-def make_runner(device: RecordingDevice | None = None, folder: Path = DRAFT) -> ModelRunnerV2:
+def make_runner(
+    device: RecordingDevice | None = None, folder: Path = DRAFT, *, filters_in_graphs: bool = False
+) -> ModelRunnerV2:
     config = load_model_config(folder)
     has_graphs = device is not None and device.has_graphs
     attention = CapturableAttention() if has_graphs else select_attention("cpu")
-    context = ModelContext(select_ops("cpu"), attention, torch.float32, torch.device("cpu"))
+    ops = dataclasses.replace(select_ops("cpu"), filters_in_graphs=filters_in_graphs)
+    context = ModelContext(ops, attention, torch.float32, torch.device("cpu"))
     table = CaptureTable.of(
         device="cuda", enforce_eager=not has_graphs, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64
     )
@@ -109,6 +113,33 @@ def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
     assert runner.graphs.num_steps == {"mixed": 1, "decode": 5}
 
 
+def test_filters_are_part_of_a_graph_where_the_device_can_draw_with_them() -> None:
+    device = RecordingDevice(has_graphs=True)
+    runner, scheduler = make_runner(device, filters_in_graphs=True), make_scheduler()
+    plain = [add(scheduler, f"r{number}", 3, temperature=number / 2) for number in range(3)]
+    filtered = add(scheduler, "filtered", 4, top_p=0.5, top_k=20, min_p=0.01)
+    for step in range(6):
+        device.counts.clear()
+        output = scheduler.schedule()
+        assert output is not None
+        runner.execute_model(output)
+        pending = runner.sample_tokens(None)
+        if step > 1:
+            assert device.counts == {"copy_in": 1, "replay": 1, "copy_out": 1}
+        scheduler.update(output, pending.get())
+    assert runner.graphs.num_steps == {"mixed": 1, "decode": 5}
+    assert {(key.samples, key.filters) for key in runner.graphs.captured} == {(True, True)}
+    other_runner, other = make_runner(), make_scheduler()
+    expected = [add(other, f"r{number}", 3, temperature=number / 2) for number in range(3)]
+    expected.append(add(other, "filtered", 4, top_p=0.5, top_k=20, min_p=0.01))
+    for _ in range(6):
+        output = other.schedule()
+        assert output is not None
+        other_runner.execute_model(output)
+        other.update(output, other_runner.sample_tokens(None).get())
+    assert [request.token_ids for request in (*plain, filtered)] == [request.token_ids for request in expected]
+
+
 def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
     """Requests that come and go at random; their tokens."""
     rng = random.Random(seed)
@@ -127,9 +158,10 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
     return {request.request_id: request.token_ids for request in requests}
 
 
+@pytest.mark.parametrize("filters_in_graphs", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
-    captured = make_runner(RecordingDevice(has_graphs=True))
+def test_captured_and_padded_steps_give_the_same_tokens(seed: int, filters_in_graphs: bool) -> None:
+    captured = make_runner(RecordingDevice(has_graphs=True), filters_in_graphs=filters_in_graphs)
     captured.warm_up()
     assert run_lives(captured, seed) == run_lives(make_runner(), seed)
     assert captured.graphs.num_steps["decode"] > 0

@@ -18,6 +18,11 @@ from tests.helpers.ops_checks import (
     random_logits,
 )
 
+from fleetfoot.ops.choose_tokens import choose_tokens_torch
+from fleetfoot.ops.choose_tokens_triton import choose_tokens_triton
+from fleetfoot.ops.filter_cuts_triton import filter_cuts_triton
+from fleetfoot.sampling.filters import RowFilters
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -179,3 +184,37 @@ def test_no_synchronisation() -> None:
 def test_the_twins_run_on_the_device_too() -> None:
     x, weight = torch.randn(3, 64, device="cuda").bfloat16(), torch.rand(64, device="cuda").bfloat16()
     torch.testing.assert_close(TRITON.rms_norm(x, weight, 1e-6), TWINS.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_filtered_draws(dtype: torch.dtype, spread: float) -> None:
+    """Kept sets are the twin's: exactly for min-p and top-k, and but for rounding of exp for top-p."""
+    num_rows, vocab_size = 48, 151_936
+    generator = torch.Generator("cuda").manual_seed(7)
+    logits = (torch.randn(num_rows, vocab_size, generator=generator, device="cuda") * spread).to(dtype)
+    temperatures = torch.linspace(0.3, 2.0, num_rows, device="cuda")
+    row = torch.arange(num_rows, device="cuda")
+    filters = RowFilters(
+        torch.where(row % 4 == 1, -3.0, -torch.inf),
+        torch.where(row % 3 == 1, 40 + 1000 * row, 0).int(),
+        torch.where(row % 2 == 1, 0.1 + 0.018 * row, 1.0),
+    )
+    best = torch.empty(num_rows, 1, dtype=torch.int64, device="cuda")
+    chosen = logits.float().argmax(dim=1)
+    bits = logits.float().gather(1, chosen[:, None]).view(torch.int32).to(torch.int64)
+    best[:] = (bits << 32) | (0x7FFFFFFF - chosen[:, None])
+    cuts = filter_cuts_triton(logits, best, temperatures, None, filters, overlap=False)
+    scores = logits.float()
+    scores = (scores - scores.max(dim=1, keepdim=True).values) / temperatures[:, None]
+    limits = -cuts[:, :1].contiguous().view(torch.float32)
+    index = torch.arange(vocab_size, device="cuda")
+    kept = (scores > limits) | ((scores == limits) & (index <= cuts[:, 1:]))
+    filters.apply(scores)
+    differing = (kept != (scores > -torch.inf)).sum(dim=1)
+    assert int(differing.max()) <= 2 and int(differing[row % 2 == 0].max()) == 0
+    seeds, positions = row * 31 + 1, row + 5
+    arguments = (logits, temperatures, seeds, positions)
+    tokens = choose_tokens_triton(*arguments, filters=filters)
+    assert int((tokens != choose_tokens_torch(*arguments, filters=filters)).sum()) <= 1
+    assert bool(kept.gather(1, tokens[:, None]).all())

@@ -21,6 +21,7 @@ from fleetfoot.ops.linear_tiled_triton import TiledTiling
 from fleetfoot.ops.linear_triton import Tiling, TritonLinear
 from fleetfoot.ops.triton_ops import triton_ops
 from fleetfoot.ops.triton_support import TritonKernel
+from fleetfoot.sampling.filters import RowFilters
 
 _OPTIONS = ("num_warps", "launch_pdl")
 
@@ -64,6 +65,8 @@ def main() -> None:
     ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), zeros(2), zeros(2), angles, 4, norm, norm, 1e-6)
     temperatures, rows, invalid = empty(2, dtype=torch.float32), zeros(2, dtype=torch.int32), empty(2, dtype=torch.bool)
     ops.choose_tokens(empty(2, 40000), temperatures, zeros(2), zeros(2), rows=rows, invalid=invalid)
+    filters = RowFilters(temperatures, rows, temperatures)
+    ops.choose_tokens(empty(2, 40000), temperatures, zeros(2), zeros(2), rows=rows, filters=filters)
     tilings: tuple[tuple[int, Tiling], ...] = (
         (8, StagedTiling(inputs=256, num_chunks=1, row_tile=8)),
         (1, StreamedTiling(outputs=16, num_stages=4, row_tile=1)),

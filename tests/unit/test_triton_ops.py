@@ -273,6 +273,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "_silu_and_mul_kernel",
         "_rope_and_cache_kernel",
         "_row_max_kernel",
+        "_filter_cuts_kernel",
         "_draw_kernel",
         "_pick_kernel",
         "_linear_staged_kernel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fleetfoot.sampling.filters import RowFilters
 from fleetfoot.sampling.gumbel import gumbel_argmax
 
 
@@ -15,6 +16,7 @@ def choose_tokens_torch(
     *,
     rows: torch.Tensor | None = None,
     invalid: torch.Tensor | None = None,
+    filters: RowFilters | None = None,
 ) -> torch.Tensor:
     """One token for each row of ``logits [n, vocab]``, which stay as they are.
 
@@ -22,9 +24,10 @@ def choose_tokens_torch(
         temperatures: ``[n]`` float32. Rows above 0 draw from ``softmax(logits / temperature)``; None or 0: the argmax,
             the lowest index among equals.
         seeds: ``[n]`` int64, 64-bit patterns; wanted if there are temperatures, as is ``positions [n]`` int32 or int64.
-        rows: ``[n]``: entry ``rows[i]`` of ``temperatures`` and ``seeds``, which may be longer, is that of row ``i``.
-            -1: the row is padding, and its token means nothing.
+        rows: ``[n]``: entry ``rows[i]`` of ``temperatures``, ``seeds`` and ``filters``, which may be longer, is that of
+            row ``i``. -1: the row is padding, and its token means nothing.
         invalid: written, ``[n]`` bool: whether the chosen logit is NaN or infinite.
+        filters: for rows above 0; min-p first, then top-k, then top-p (`fleetfoot.sampling.filters`).
 
     Returns:
         ``[n]`` int64. In a row that holds NaN the token's own logit is NaN, and in a row that holds +inf it is +inf: a
@@ -32,9 +35,10 @@ def choose_tokens_torch(
     """
     if rows is not None and temperatures is not None and seeds is not None:
         temperatures, seeds = temperatures[rows], seeds[rows]
+        filters = None if filters is None else filters.at(rows)
     token_ids = logits.argmax(dim=-1)
     if temperatures is not None and seeds is not None and positions is not None:
-        _draw(token_ids, logits, temperatures, seeds, positions.to(torch.int64))
+        _draw(token_ids, logits, temperatures, seeds, positions.to(torch.int64), filters)
     if invalid is not None:
         mark_invalid(logits, token_ids, invalid)
     return token_ids
@@ -51,10 +55,13 @@ def _draw(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    filters: RowFilters | None,
 ) -> None:
     """Replace the argmaxes ``token_ids [n]`` of random rows."""
     highest = logits.gather(1, token_ids.unsqueeze(1)).float()  # [n, 1]
     random = ((temperatures > 0) & highest.isfinite().squeeze(1)).nonzero().squeeze(1)
     if len(random) > 0:
         scores = logits[random].float().sub_(highest[random]).div_(temperatures[random].unsqueeze(1))
+        if filters is not None:
+            filters.at(random).apply(scores)
         token_ids[random] = gumbel_argmax(scores, seeds[random], positions[random])

@@ -1,10 +1,10 @@
-"""Choosing one token per row of logits on a GPU, in two or three launches whose grids depend on shapes alone.
+"""Choosing one token per row of logits on a GPU, in two to four launches whose grids depend on shapes alone.
 
-The vocabulary is cut, so that one row keeps the whole chip busy. A candidate is one int64 that compares as argmax does:
-its score in the upper half, as an integer of the same order (NaN above all, both zeros alike), and its index in the
-lower half, the lowest above. So a piece of a row is one maximum, and a row is the maximum of its pieces, in any order.
+The vocabulary is cut, so that one row keeps the whole chip busy: a piece of a row is one maximum over candidates
+(`fleetfoot.ops.row_candidates_triton`), and a row is the maximum of its pieces, in any order.
 
     row_max   the best logit of each piece
+    cuts      what min-p, top-k and top-p leave, where a batch has filters (`fleetfoot.ops.filter_cuts_triton`)
     draw      random rows: the best of score + noise of each piece, where score = (logit - highest) / temperature
     pick      the best of each row's pieces
 
@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.ops.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.ops.filter_cuts_triton import filter_cuts_triton, score_depth
+from fleetfoot.ops.row_candidates_triton import candidate_index, candidate_value, pack_candidates
 from fleetfoot.ops.triton_support import cdiv, next_power_of_2, triton_kernel
+from fleetfoot.sampling.filters import RowFilters
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -36,6 +39,7 @@ def choose_tokens_triton(
     *,
     rows: torch.Tensor | None = None,
     invalid: torch.Tensor | None = None,
+    filters: RowFilters | None = None,
 ) -> torch.Tensor:
     """See `choose_tokens_torch`. Launches alone: no synchronisation, and no count that a graph could not hold.
 
@@ -62,6 +66,9 @@ def choose_tokens_triton(
     _row_max_kernel[grid](highest, logits, logits.stride(0), vocab_size, tile=_TILE, overlap=overlap, **options)
     best = highest
     if temperatures is not None and seeds is not None and positions is not None:
+        cuts = None
+        if filters is not None:
+            cuts = filter_cuts_triton(logits, highest, temperatures, rows, filters, overlap=overlap)
         best = torch.empty_like(highest)
         _draw_kernel[grid](
             best,
@@ -71,9 +78,11 @@ def choose_tokens_triton(
             seeds,
             positions,
             token_ids if rows is None else rows,
+            token_ids if cuts is None else cuts,
             logits.stride(0),
             vocab_size,
             has_rows=rows is not None,
+            has_cuts=cuts is not None,
             pieces=pieces,
             pieces_tile=width,
             tile=_TILE,
@@ -94,28 +103,6 @@ def choose_tokens_triton(
         **options,
     )
     return token_ids
-
-
-@triton_kernel()
-def pack_candidates(value, index):
-    """int64 of the order of argmax: by ``value`` (float32), NaN the highest, then by the lowest ``index``."""
-    value = tl.where(value == 0.0, 0.0, value)  # -0.0 equals 0.0
-    bits = value.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = tl.where(value != value, 0x7FFFFFFF, key)
-    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
-
-
-@triton_kernel()
-def candidate_index(candidate):
-    return 0x7FFFFFFF - (candidate & 0xFFFFFFFF)
-
-
-@triton_kernel()
-def candidate_value(candidate):
-    """float32; NaN for NaN."""
-    key = (candidate >> 32).to(tl.int32)
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton_kernel()
@@ -178,9 +165,11 @@ def _draw_kernel(
     seeds_ptr,
     positions_ptr,
     rows_ptr,
+    cuts_ptr,
     row_stride,
     vocab_size,
     has_rows: tl.constexpr,
+    has_cuts: tl.constexpr,
     pieces: tl.constexpr,
     pieces_tile: tl.constexpr,
     tile: tl.constexpr,
@@ -213,7 +202,15 @@ def _draw_kernel(
             logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
             inverse = tl.minimum(1.0 / temperature, 3e38)
             rough = (logit - highest) * inverse + rough_noise(seed, position, piece * tile, tile)
-            is_close = rough >= tl.max(rough, axis=0) - 0.0625
+            if has_cuts:
+                depth = score_depth(logit, highest, temperature)
+                limit = tl.load(cuts_ptr + request * 2)
+                last = tl.load(cuts_ptr + request * 2 + 1)
+                is_kept = (index < vocab_size) & ((depth < limit) | ((depth == limit) & (index <= last)))
+                rough = tl.where(is_kept, rough, -3e38)
+                is_close = is_kept & (rough >= tl.max(rough, axis=0) - 0.0625)
+            else:
+                is_close = rough >= tl.max(rough, axis=0) - 0.0625
             best = tl.full((), smallest, tl.int64)
             num_close = tl.sum(is_close.to(tl.int32), axis=0)
             while num_close > 0:

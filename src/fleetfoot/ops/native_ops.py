@@ -14,6 +14,7 @@ from fleetfoot.ops.opset import OpSet
 from fleetfoot.ops.rms_norm import add_rms_norm_torch, rms_norm_torch
 from fleetfoot.ops.rope_and_cache import rope_and_cache_torch
 from fleetfoot.ops.silu_and_mul import silu_and_mul_torch
+from fleetfoot.sampling.filters import RowFilters
 
 
 @cache  # asked at each step, and looking for a library that is not there costs a file access and an exception
@@ -188,12 +189,15 @@ class _NativeOps:
         *,
         rows: torch.Tensor | None = None,
         invalid: torch.Tensor | None = None,
+        filters: RowFilters | None = None,
     ) -> torch.Tensor:
         code = DTYPES.get(logits.dtype)
         num_rows, vocab_size = logits.shape
         stride = logits.stride()
-        if code is None or stride[1] != 1 or vocab_size == 0:
-            return choose_tokens_torch(logits, temperatures, seeds, positions, rows=rows, invalid=invalid)
+        if code is None or stride[1] != 1 or vocab_size == 0 or filters is not None:
+            return choose_tokens_torch(
+                logits, temperatures, seeds, positions, rows=rows, invalid=invalid, filters=filters
+            )
         if rows is not None and temperatures is not None and seeds is not None:
             temperatures, seeds = temperatures[rows], seeds[rows]
         if positions is not None:

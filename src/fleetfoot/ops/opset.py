@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from fleetfoot.ops.linear import PreparedLinear
+from fleetfoot.sampling.filters import RowFilters
 
 
 class RMSNorm(Protocol):
@@ -53,6 +54,7 @@ class ChooseTokens(Protocol):
         *,
         rows: torch.Tensor | None = None,
         invalid: torch.Tensor | None = None,
+        filters: RowFilters | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -83,4 +85,7 @@ class OpSet:
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw from ``softmax(logits / temperature)`` for rows
     whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for. With ``rows
     [n]``, entry ``rows[i]`` of ``temperatures`` and ``seeds`` is row ``i``'s; -1: any token will do. ``invalid [n]``
-    bool is written where it is given: the chosen logit is NaN or infinite."""
+    bool is written where it is given: the chosen logit is NaN or infinite. ``filters`` limit what rows draw from."""
+    filters_in_graphs: bool = False
+    """Whether ``choose_tokens`` with filters is launches alone, as cheap for rows without: whole batches go through
+    it. Else rows with filters are drawn from apart."""

@@ -22,9 +22,11 @@ class GraphKey:
     num_tokens: int
     samples: bool = True
     """Whether sampling and the update of the rows are captured too; they are not where a request wants more of the
-    sampler than a temperature."""
+    sampler than a temperature, and filters where the device can draw with them."""
     drafting: int | None = None
     """How many drafts are proposed at the end; 0: a drafter fills its cache alone; None: there is nothing to do."""
+    filters: bool = False
+    """Whether sampling has min-p, top-k and top-p in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class CaptureTable:
         num_drafts: draft tokens of a uniform decode; 0: there is none.
         uniform: requests in a uniform decode with drafts.
         mixed: tokens in a small batch that holds prefills; padded to ``max_num_seqs`` requests.
-        eager_capture: how many of the smallest decode shapes are captured at the start; the others when first needed.
+        eager_capture: how many of the smallest decode shapes, with drafts if there are any, are captured at the start;
+            the others when first needed.
     """
 
     decode: tuple[int, ...] = ()
@@ -73,26 +76,28 @@ class CaptureTable:
         is_uniform: bool,
         samples: bool = True,
         drafting: int | None = None,
+        filters: bool = False,
     ) -> GraphKey | None:
         """The smallest captured shape that holds a batch; None: it runs eagerly.
 
         Args:
             is_uniform: every request has ``max_query_len`` tokens and samples.
-            samples: nobody in the batch wants more of the sampler than a temperature.
-            drafting: as in `GraphKey`.
+            samples: nobody in the batch wants more of the sampler than a temperature, and filters.
+            drafting, filters: as in `GraphKey`; without ``samples`` there are no filters in the graph.
         """
+        filters = filters and samples
         if is_uniform and max_query_len == 1:
             size = _at_least(self.decode, num_reqs)
-            return None if size is None else GraphKey("decode", size, size, samples, drafting)
+            return None if size is None else GraphKey("decode", size, size, samples, drafting, filters)
         if is_uniform and self.num_drafts and max_query_len == 1 + self.num_drafts:
             size = _at_least(self.uniform, num_reqs)
             if size is None:
                 return None
-            return GraphKey("uniform", size, size * (1 + self.num_drafts), samples, drafting)
+            return GraphKey("uniform", size, size * (1 + self.num_drafts), samples, drafting, filters)
         if drafting is not None:
             return None
         size = _at_least(self.mixed, num_tokens)
-        return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size, samples)
+        return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size, samples, filters=filters)
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
@@ -102,6 +107,16 @@ class CaptureTable:
             *(GraphKey("uniform", size, size * (1 + self.num_drafts)) for size in self.uniform),
             *(GraphKey("mixed", min(size, self.max_num_seqs), size) for size in self.mixed),
         )
+
+    @property
+    def first_keys(self) -> tuple[GraphKey, ...]:
+        """The shapes to capture at the start: the smallest decodes, as steps are when requests want no more than a
+        temperature and drafting is on."""
+        if not self.num_drafts:
+            return self.keys[: self.eager_capture]
+        sizes = self.uniform[: self.eager_capture]
+        width = 1 + self.num_drafts
+        return tuple(GraphKey("uniform", size, size * width, drafting=self.num_drafts) for size in sizes)
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:

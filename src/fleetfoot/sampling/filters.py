@@ -7,10 +7,37 @@ Where tokens tie: min-p and top-k compare with a threshold and keep all that equ
 needs, the lowest ids first. So the outcome is a function of the scores, not of the order in which something was sorted.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 
 _MASS_SCALE = 2.0**40
 _NUM_SORTED = 1024  # most top-p sets are smaller; a larger one costs a sort of the row
+
+
+@dataclass(frozen=True, slots=True)
+class RowFilters:
+    """What may be drawn from random rows. Each is ``[m]``, indexed as temperatures are."""
+
+    log_min_p: torch.Tensor
+    """float32, -inf where off."""
+    top_k: torch.Tensor
+    """int32, 0 where off."""
+    top_p: torch.Tensor
+    """float32, 1 where off."""
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """To ``scores [m, vocab]``: min-p first, then top-k, then top-p. Asks the device what the greatest k is."""
+        apply_min_p(scores, self.log_min_p)
+        max_top_k = int(self.top_k.clamp(max=scores.shape[1]).max())
+        if max_top_k > 0:
+            apply_top_k(scores, self.top_k.clamp(0, max_top_k), max_top_k)
+        apply_top_p(scores, self.top_p)
+
+    def at(self, rows: torch.Tensor) -> RowFilters:
+        return RowFilters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])
 
 
 def apply_min_p(scores: torch.Tensor, log_min_p: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from fleetfoot.sampling.filters import RowFilters
 from fleetfoot.sampling.masks import AllowedTokens, TokenBias, banned_tokens
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.sampling.penalties import Penalties, count_tokens
@@ -87,6 +88,15 @@ class RandomRows:
     @property
     def has_filters(self) -> bool:
         return self.log_min_p is not None or self.top_k is not None or self.top_p is not None
+
+    def filters(self) -> RowFilters:
+        """All three, those too that are off everywhere."""
+        temperature = self.temperature
+        return RowFilters(
+            torch.full_like(temperature, -math.inf) if self.log_min_p is None else self.log_min_p,
+            torch.zeros_like(temperature, dtype=torch.int32) if self.top_k is None else self.top_k.to(torch.int32),
+            torch.ones_like(temperature) if self.top_p is None else self.top_p,
+        )
 
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], indices: Sequence[int], device: torch.device) -> RandomRows:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from fleetfoot.sampling.filters import apply_min_p, apply_top_k, apply_top_p
+from fleetfoot.sampling.filters import RowFilters, apply_min_p, apply_top_k, apply_top_p
 from fleetfoot.sampling.gumbel import gumbel_argmax, rows_per_chunk
 from fleetfoot.sampling.logprobs import LogprobsTensors, token_logprobs
 from fleetfoot.sampling.metadata import RandomRows, SamplingMetadata
@@ -41,6 +41,8 @@ class ChooseTokens(Protocol):
         temperatures: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        *,
+        filters: RowFilters | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -49,10 +51,12 @@ class Sampler:
 
     Args:
         choose_tokens: draws from rows without filters; None: what draws from those with filters does it too.
+        draws_filtered: it draws from rows with filters as well.
     """
 
-    def __init__(self, choose_tokens: ChooseTokens | None = None) -> None:
+    def __init__(self, choose_tokens: ChooseTokens | None = None, *, draws_filtered: bool = False) -> None:
         self._choose_tokens = choose_tokens
+        self._draws_filtered = draws_filtered
 
     def __call__(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Sample one token per row of ``logits [n, vocab]`` (any float dtype), which stay as they are.
@@ -66,11 +70,15 @@ class Sampler:
         highest = processed.gather(1, token_ids.unsqueeze(1))  # [n, 1]
         invalid = highest.isfinite().logical_not_().squeeze(1)
         for rows in metadata.random:
-            if rows.has_filters or self._choose_tokens is None:
+            if self._choose_tokens is None or (rows.has_filters and not self._draws_filtered):
                 token_ids[rows.rows] = sample_rows(processed, highest, rows)
             else:
                 token_ids[rows.rows] = self._choose_tokens(
-                    processed[rows.rows], rows.temperature, rows.seeds, rows.positions
+                    processed[rows.rows],
+                    rows.temperature,
+                    rows.seeds,
+                    rows.positions,
+                    filters=rows.filters() if rows.has_filters else None,
                 )
         return SamplerOutput(token_ids, invalid, _logprobs(logits, token_ids, metadata))
 

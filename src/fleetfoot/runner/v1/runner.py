@@ -62,7 +62,8 @@ class ModelRunnerV1:
         self._pipeline = pipeline
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
-        self._sampler = Sampler(loader.context.ops.choose_tokens)
+        ops = loader.context.ops
+        self._sampler = Sampler(ops.choose_tokens, draws_filtered=ops.filters_in_graphs)
         self._pending: ExecuteModelState | None = None
         self._left: ModelRunnerOutput | None = None  # the output of a step that ended in `execute_model`
 

@@ -30,13 +30,13 @@ class GraphManager:
         """Steps by the way they went: ``eager``, ``decode``, ``uniform``, ``mixed``."""
 
     def dispatch(
-        self, output: SchedulerOutput, *, samples: bool, drafting: int | None = None
+        self, output: SchedulerOutput, *, samples: bool, drafting: int | None = None, filters: bool = False
     ) -> tuple[BatchShape, GraphKey | None]:
         """The shape that a step runs in, padded if a graph serves it, and that graph's key.
 
         Args:
-            samples: nobody in the batch wants more of the sampler than a temperature.
-            drafting: as in `GraphKey`.
+            samples: nobody in the batch wants more of the sampler than a temperature, and filters.
+            drafting, filters: as in `GraphKey`.
         """
         num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
         is_uniform = output.num_decodes == num_reqs
@@ -48,6 +48,7 @@ class GraphManager:
             is_uniform=is_uniform,
             samples=samples,
             drafting=drafting,
+            filters=filters,
         )
         shape = BatchShape(
             num_reqs=num_reqs,
@@ -73,7 +74,7 @@ class GraphManager:
 
     def capture_first(self) -> None:
         """Capture the shapes that are wanted at the start."""
-        for key in self._table.keys[: self._table.eager_capture]:
+        for key in self._table.first_keys:
             self.get(key)
 
     @property

@@ -183,7 +183,8 @@ class ModelRunnerV2:
         self._note(scheduler_output)
         samples = self._sampler.is_simple and not self._prompt_logprobs.is_wanted
         drafting = self._drafting.wanted(scheduler_output)
-        shape, key = self.graphs.dispatch(scheduler_output, samples=samples, drafting=drafting)
+        filters = self._sampler.has_filters
+        shape, key = self.graphs.dispatch(scheduler_output, samples=samples, drafting=drafting, filters=filters)
         graph = None if key is None else self.graphs.get(key)  # captured, if need be, before this step is sent
         starts = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         self._state.staging.send(scheduler_output.rows, starts, shape.num_sampled, shape.padded_reqs)
@@ -311,7 +312,8 @@ class ModelRunnerV2:
             if not key.samples:
                 return StepTensors(hidden)
             whose = self._verifier.logits_rows(batch, key.num_reqs)
-            sampled = self._sampler.sample_simple(self._logits(hidden, whose, shape.num_logits), whose)
+            logits = self._logits(hidden, whose, shape.num_logits)
+            sampled = self._sampler.sample_simple(logits, whose, filters=key.filters)
             new = self._verifier.accept(batch, sampled.token_ids, sampled.invalid, key.num_reqs)
             packed = new.packed()
             self._verifier.update_rows(batch, new)

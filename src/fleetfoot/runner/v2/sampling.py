@@ -1,8 +1,8 @@
 """Sampling in Model Runner V2: parameters are read on the device, through the batch's row numbers.
 
-A batch in which nobody wants more than a temperature takes one op. Where somebody wants filters, penalties, masks or
-logprobs, the `Sampler` of `fleetfoot.sampling` runs, which works on each row by itself: what a row gets does not depend
-on which of the two ways its neighbours make the batch go.
+A batch in which nobody wants more than a temperature, or than filters where the op knows them, takes one op. Where
+somebody wants penalties, masks or logprobs, the `Sampler` of `fleetfoot.sampling` runs, which works on each row by
+itself: what a row gets does not depend on which of the two ways its neighbours make the batch go.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fleetfoot.ops.opset import OpSet
 from fleetfoot.runner.v2.device_edits import BannedWords, DevicePenalties
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.verification import LogitsRows
+from fleetfoot.sampling.filters import RowFilters
 from fleetfoot.sampling.masks import AllowedTokens, TokenBias
 from fleetfoot.sampling.metadata import LogprobRows, RandomRows, SamplingMetadata, SamplingRow
 from fleetfoot.sampling.sampler import Sampler, SamplerOutput
@@ -29,8 +30,8 @@ class _Wishes:
     length: int
 
     @property
-    def is_simple(self) -> bool:
-        return self.sampling.is_plain and not self.sampling.is_filtered
+    def is_filtered(self) -> bool:
+        return self.sampling.is_filtered and self.sampling.params.temperature > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,11 @@ class RowSampler:
     def __init__(self, state: DeviceState, ops: OpSet, max_num_seqs: int) -> None:
         self._state = state
         self._choose_tokens = ops.choose_tokens
-        self._sampler = Sampler(ops.choose_tokens)
+        self._draws_filtered = ops.filters_in_graphs
+        self._sampler = Sampler(ops.choose_tokens, draws_filtered=ops.filters_in_graphs)
         self._wishes: list[_Wishes | None] = [None] * max_num_seqs
         self._num_special = 0
+        self._num_filtered = 0
         self._num_random = 0
         self._layout: _Layout | None = None
 
@@ -76,7 +79,8 @@ class RowSampler:
         )
         wishes = _Wishes(sampling, len(request.token_ids))
         self._wishes[request.row] = wishes
-        self._num_special += not wishes.is_simple
+        self._num_special += self._is_special(wishes)
+        self._num_filtered += wishes.is_filtered
         self._num_random += request.params.temperature > 0
         self._layout = None
 
@@ -84,7 +88,8 @@ class RowSampler:
         """A row is given back."""
         wishes = self._wishes[row]
         if wishes is not None:
-            self._num_special -= not wishes.is_simple
+            self._num_special -= self._is_special(wishes)
+            self._num_filtered -= wishes.is_filtered
             self._num_random -= wishes.sampling.params.temperature > 0
             self._wishes[row] = None
             self._layout = None
@@ -102,24 +107,35 @@ class RowSampler:
             Tokens, and which of the rows the logprobs in it belong to.
         """
         if not self._num_special:
-            return self.sample_simple(logits, whose, is_greedy=not self._num_random), None
+            return self.sample_simple(logits, whose, is_greedy=not self._num_random, filters=self.has_filters), None
         layout = self._lay_out(rows)
         metadata = self._metadata(layout, whose, num_drafts)
         for wishes in layout.wishes:
             wishes.length += 1  # with drafts a bound, which the request's limit bounds
         return self._sampler(logits, metadata), metadata.logprobs
 
+    def _is_special(self, wishes: _Wishes) -> bool:
+        return not wishes.sampling.is_plain or (wishes.is_filtered and not self._draws_filtered)
+
     @property
     def is_simple(self) -> bool:
-        """Whether no row wants more than a temperature."""
+        """Whether no row wants more than a temperature, and filters where they can be part of a graph."""
         return not self._num_special
 
-    def sample_simple(self, logits: torch.Tensor, whose: LogitsRows, *, is_greedy: bool = False) -> SamplerOutput:
-        """Sample a batch in which nobody wants more than a temperature.
+    @property
+    def has_filters(self) -> bool:
+        """Whether some row has filters."""
+        return self._num_filtered > 0
+
+    def sample_simple(
+        self, logits: torch.Tensor, whose: LogitsRows, *, is_greedy: bool = False, filters: bool = False
+    ) -> SamplerOutput:
+        """Sample a batch in which nobody wants more than a temperature, and perhaps filters.
 
         Args:
             logits: ``[L, vocab_size]``, those of padding among them if need be.
             is_greedy: the host knows that nobody draws.
+            filters: somebody has filters.
         """
         invalid = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
         if is_greedy:
@@ -127,7 +143,13 @@ class RowSampler:
         else:
             requests = self._state.requests
             token_ids = self._choose_tokens(
-                logits, requests.temperature, requests.seeds, whose.seq_lens, rows=whose.rows, invalid=invalid
+                logits,
+                requests.temperature,
+                requests.seeds,
+                whose.seq_lens,
+                rows=whose.rows,
+                invalid=invalid,
+                filters=RowFilters(requests.log_min_p, requests.top_k, requests.top_p) if filters else None,
             )
         return SamplerOutput(token_ids, invalid, None)
 

@@ -1,0 +1,75 @@
+"""What a model must read and compute at least, against counts made position by position."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.cli.bench_floor import Work, batch_floors, floor_report
+from fleetfoot.cli.bench_load import Samples
+from fleetfoot.config.model import ModelConfig, load_model_config
+from fleetfoot.plan.floors import Costs, Floor, Speed
+from fleetfoot.utils.ceilings import measure_ceilings
+
+
+@pytest.fixture
+def model() -> ModelConfig:
+    return load_model_config(embedded_model_path())
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
+@pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 1), (0, 7), (3, 5), (8, 1), (8, 20), (30, 2)])
+def test_positions_are_counted(window: int | None, first: int, count: int) -> None:
+    costs = Costs(1, 1, 1, 1, 1, windows=(window, None, window))
+    seen = [[min(position + 1, limit or 1000) for position in range(first, first + count)] for limit in costs.windows]
+    assert costs.positions(first, count) == sum(map(sum, seen))
+
+
+def test_costs_follow_from_the_weights(model: ModelConfig) -> None:
+    costs = Costs.of(model, "bfloat16")
+    embedding = model.vocab_size * model.hidden_size
+    others = model.num_parameters - embedding * (1 if model.tie_word_embeddings else 2) - model.hidden_size
+    assert costs.weight_bytes == 2 * (others + embedding)
+    assert (costs.flops_per_token, costs.flops_per_logits) == (2 * others, 2 * embedding)
+    assert costs.kv_bytes * model.num_layers == model.kv_bytes_per_token("bfloat16")
+    assert costs.attention_flops == 4 * model.num_heads * model.head_dim
+
+
+def test_a_step_is_bound_by_memory_or_by_arithmetic() -> None:
+    floor = Floor(Costs(1000, 10, 40, 2, 3, windows=(None,)), Speed(bytes_per_s=100, flops_per_s=50))
+    assert floor.linear_s(1, 1) == 10.0  # 1000 bytes
+    assert floor.linear_s(100, 1) == (100 * 10 + 40) / 50
+    assert floor.prefill_attention_s(4, 1) == (2 + 3 + 4) * 3 / 50
+    assert floor.decode_attention_s(4, 3) == (5 + 6) * 2 / 100  # the third token is nobody's input
+    assert floor.decode_attention_s(4, 1) == floor.decode_attention_s(4, 0) == 0
+
+
+def test_the_floor_of_a_load_is_that_of_its_steps() -> None:
+    floor = Floor(Costs(1000, 10, 40, 2, 3, windows=(None,)), Speed(bytes_per_s=100, flops_per_s=50))
+    steps: list[Any] = [SimpleNamespace(num_tokens=8, num_requests=2), SimpleNamespace(num_tokens=2, num_requests=2)]
+    samples = Samples(steps=steps, load_duration=[40.0, 10.0], work=[Work(4, 0, 2), Work(4, 2, 2)])
+    report = floor_report(floor, samples)
+    assert report is not None
+    assert report["linear_s"] == 20.0
+    assert report["attention_s"] == pytest.approx((10 + 7) * 3 / 50 + 2 * 5 * 2 / 100)
+    assert report["share"] == pytest.approx((report["linear_s"] + report["attention_s"]) / 50.0)
+    paced = floor_report(floor, samples, is_paced=True)
+    assert paced is not None and paced["share"] is None and paced["duration_s"] == report["duration_s"]
+    assert floor_report(None, samples) is None
+    equal = batch_floors(floor, 2, 4, 2)
+    assert equal["ttft_ms"] == pytest.approx(1e3 * (10.0 + 2 * 10 * 3 / 50))
+    assert equal["tpot_ms"] == pytest.approx(1e3 * (10.0 + 2 * 5 * 2 / 100))
+    assert batch_floors(floor, 2, 4, 1).keys() == {"ttft_ms"}
+
+
+def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that says that everything takes two seconds."""
+    ticks = iter(range(0, 1000, 2))
+    monkeypatch.setattr("fleetfoot.utils.ceilings.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr("fleetfoot.utils.ceilings._SQUARE", {"cpu": 64})
+    monkeypatch.setattr("fleetfoot.utils.ceilings._COPY_BYTES", 1 << 16)
+    ceilings = measure_ceilings("cpu", "float32")
+    assert (ceilings.bytes_per_s, ceilings.flops_per_s) == ((1 << 16), 64**3)
