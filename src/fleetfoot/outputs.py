@@ -18,6 +18,10 @@ class RequestMetrics:
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
+    num_drafted_tokens: int = 0
+    """Draft tokens that were verified for it (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """How many of those were accepted."""
 
     @property
     def first_token_latency(self) -> float:

@@ -49,6 +49,12 @@ CASES = [
 ]
 
 
+class SummingGroup(TorchTensorGroup):
+    """As GPUs have it: layers are split by their inputs, and the parts are summed over the ranks."""
+
+    is_exact = False
+
+
 def context(group: TensorGroup) -> ModelContext:
     return ModelContext(select_ops("cpu"), select_attention("cpu"), torch.float32, CPU, tensor_group=group)
 
@@ -59,10 +65,12 @@ def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, size in CASES:
         if rank < size:
-            group = TorchTensorGroup(groups[size])
-            model = load_model(load_model_config(folders[name]), context(group), folders[name])
+            exact, summing = TorchTensorGroup(groups[size]), SummingGroup(groups[size])
+            model = load_model(load_model_config(folders[name]), context(exact), folders[name])
             found[name, size] = run_steps(model)
             found["heads", name, size] = (model.heads.num_heads, model.heads.num_kv_heads)
+            model = load_model(load_model_config(folders[name]), context(summing), folders[name])
+            found["summed", name, size] = run_steps(model)
     if rank < 2:
         group, folder = TorchTensorGroup(groups[2]), folders["biases"]
         model = load_model(load_model_config(folder), context(group), None, "dummy", seed=5)
@@ -122,12 +130,13 @@ def assert_same_logits(actual: list[torch.Tensor], expected: list[torch.Tensor])
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
+@pytest.mark.parametrize("way", ["exact", "summed"])
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_logits_are_those_of_the_whole_model(
-    four: list[dict[Any, Any]], folders: dict[str, Path], name: str, size: int
+    four: list[dict[Any, Any]], folders: dict[str, Path], name: str, size: int, way: str
 ) -> None:
     expected = whole_logits(folders[name])
-    ranks = [found[name, size] for found in four[:size]]
+    ranks = [found[name, size] if way == "exact" else found[way, name, size] for found in four[:size]]
     assert_same_logits(ranks[0], expected)
     for logits in ranks[1:]:
         for one, other in zip(logits, ranks[0], strict=True):

@@ -31,7 +31,7 @@ from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.draft_model import DraftModel
 from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import find_drafter
-from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
+from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 SMALL = Path(__file__).parent.parent / "assets" / "story-draft"
@@ -62,7 +62,7 @@ class Kind:
 
     target: Path
     drafter: str
-    """``self``, ``small`` or ``eagle``; empty: nobody."""
+    """``self``, ``small``, ``eagle`` or ``ngram``; empty: nobody."""
 
 
 def make_runner(kind: Kind, *, num_blocks: int = 128, device: RecordingDevice | None = None) -> ModelRunnerV2:
@@ -97,6 +97,8 @@ def make_runner(kind: Kind, *, num_blocks: int = 128, device: RecordingDevice | 
 def make_speculation(kind: Kind, target: ModelConfig, context: ModelContext) -> Speculation:
     if not kind.drafter:
         return NO_SPECULATION
+    if kind.drafter == "ngram":
+        return Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1))
     if kind.drafter == "eagle":
         wish = {"method": "eagle", "num_speculative_tokens": NUM_DRAFTS}
         found = find_drafter(EngineConfig(speculative_config=wish), target)  # type: ignore[arg-type]

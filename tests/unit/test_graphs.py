@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fleetfoot.runner.capture_table import CaptureTable, GraphKey, decode_sizes
@@ -111,6 +113,16 @@ def test_a_shape_is_captured_once_when_it_is_first_needed() -> None:
     assert eager == [steps[3]]
     assert manager.num_steps == {"decode": 3, "mixed": 1, "eager": 1}
     assert manager.captured == tuple(captures.captured)
+
+
+def test_with_drafts_the_first_shapes_are_those_that_verify_and_draft() -> None:
+    captures = FakeCaptures()
+    manager = GraphManager(table(num_drafts=3), captures)
+    manager.capture_first()
+    sizes = (1, 2, 4, 8)
+    assert captures.captured == [GraphKey("uniform", size, 4 * size, drafting=3) for size in sizes]
+    _, key = manager.dispatch(replace(step([4, 4], 2), num_drafts=3), samples=True, drafting=3)
+    assert key == captures.captured[1]
 
 
 def test_the_first_shapes_are_captured_at_the_start_and_not_again() -> None:

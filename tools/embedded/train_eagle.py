@@ -2,7 +2,8 @@
 
 `python tools/embedded/train_eagle.py --out src/fleetfoot/assets/story-llama-eagle` trains the head of `story-llama` on
 one CPU core in twenty minutes. The target is frozen; its hidden states are made anew for every batch, so that nothing
-is stored. The checkpoint is written at every evaluation.
+is stored. The checkpoint is written at every evaluation. Of two runs on one machine that end by `--steps`, not by
+`--max-seconds`, both write the same file.
 """
 
 import argparse

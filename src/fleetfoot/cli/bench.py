@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.arguments import add_engine_arguments, given_settings
+from fleetfoot.cli.bench_floor import batch_floors, floor_of, floor_report
 from fleetfoot.cli.bench_load import Samples, run_load
 from fleetfoot.cli.bench_report import report, summary
 from fleetfoot.cli.bench_workload import BenchRequest, Lengths, Workload
@@ -62,7 +63,11 @@ def _run_latency(arguments: argparse.Namespace) -> int:
         measured = [workload.random_requests(count, stream=(_MEASURED, i)) for i in range(arguments.num_iters)]
         samples = _measure(started, warm_up, measured, arguments.temperature)
         settings = _settings(arguments, "input_len", "output_len", "batch_size", "num_iters", "num_warmup")
-        return _finish(report("latency", started, settings, samples), arguments.output)
+        machine = floor_of(started)
+        floor = floor_report(machine, samples)
+        if machine is not None and floor is not None:
+            floor |= batch_floors(machine, count, arguments.input_len, arguments.output_len)
+        return _finish(report("latency", started, settings, samples, floor), arguments.output)
 
 
 # --- throughput ------------------------------------------------------------------------------------------------------
@@ -122,7 +127,8 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
             "output_len": str(workload.output_len),
             "request_rate": arguments.request_rate if math.isfinite(arguments.request_rate) else "inf",
         }
-        return _finish(report("throughput", started, settings, samples), arguments.output)
+        floor = floor_report(floor_of(started), samples, is_paced=math.isfinite(arguments.request_rate))
+        return _finish(report("throughput", started, settings, samples, floor), arguments.output)
 
 
 def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
@@ -192,7 +198,8 @@ def _measure(
     for requests in (*warm_up, *measured):
         _check_lengths(requests, started.engine)
     _run_loads("Warm-up", started.engine, warm_up, temperature)
-    started.engine.reset_prefix_cache()
+    if any(warm_up):  # else what a KV connector has from earlier runs may be found
+        started.engine.reset_prefix_cache()
     return _run_loads("Measuring", started.engine, measured, temperature)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fleetfoot.cli.bench_floor import Work
 from fleetfoot.cli.bench_workload import BenchRequest
 from fleetfoot.cli.command import usage_errors
 from fleetfoot.outputs import RequestOutput
@@ -16,7 +17,7 @@ from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.engine.stats import StatsCollector, StepStats
-    from fleetfoot.scheduler.scheduler import SchedulerStats
+    from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 TAKE_EVERY = 20_000
 """Samples after which they are taken out of the engine's collector, which keeps a limited number."""
@@ -35,12 +36,21 @@ class Samples:
     steps: list[StepStats] = field(default_factory=list)
     in_steps: float = 0.0
     """Inside the engine's steps."""
+    work: list[Work] = field(default_factory=list)
+    """Of each request."""
     num_requests: int = 0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    drafts: DraftStats | None = None
+    """From the first load to the last; None: before the first."""
+    drafts_before: DraftStats | None = None
+    """What had been counted before the first load."""
+    transfers: TransferStats | None = None
+    """As ``drafts``."""
+    transfers_before: TransferStats | None = None
 
     def take(self, collector: StatsCollector) -> None:
         """Move the collector's samples here."""
@@ -53,6 +63,10 @@ class Samples:
         self.num_preemptions += after.num_preemptions - before.num_preemptions
         self.prefix_cache_queries += after.prefix_cache_queries - before.prefix_cache_queries
         self.prefix_cache_hits += after.prefix_cache_hits - before.prefix_cache_hits
+        self.drafts_before = self.drafts_before or before.drafts
+        self.drafts = after.drafts.since(self.drafts_before)
+        self.transfers_before = self.transfers_before or before.transfers
+        self.transfers = after.transfers.since(self.transfers_before)
 
     def add_finished(self, output: RequestOutput, due_ts: float | None) -> None:
         """A request has ended.
@@ -65,8 +79,10 @@ class Samples:
         begin = metrics.queued_ts if due_ts is None else due_ts
         self.ttft.append(metrics.first_token_ts - begin)
         self.request_latency.append(metrics.last_token_ts - begin)
+        prompt_len = len(output.prompt_token_ids)
+        self.work.append(Work(prompt_len, output.num_cached_tokens, metrics.num_generation_tokens))
         self.num_requests += 1
-        self.num_prompt_tokens += len(output.prompt_token_ids)
+        self.num_prompt_tokens += prompt_len
         self.num_output_tokens += metrics.num_generation_tokens
 
 

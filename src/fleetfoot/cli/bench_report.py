@@ -10,13 +10,17 @@ from typing import Any
 
 from fleetfoot._version import __version__
 from fleetfoot.cli.bench_load import Samples
+from fleetfoot.cli.numbers import count
 from fleetfoot.cli.start import StartedEngine
+from fleetfoot.scheduler.stats import DraftStats, TransferStats
 
 PERCENTILES = (50, 90, 95, 99)
 _MS, _US = 1e3, 1e6
 
 
-def report(benchmark: str, started: StartedEngine, settings: dict[str, Any], samples: Samples) -> dict[str, Any]:
+def report(
+    benchmark: str, started: StartedEngine, settings: dict[str, Any], samples: Samples, floor: dict[str, Any] | None
+) -> dict[str, Any]:
     """The whole object."""
     return {
         "benchmark": benchmark,
@@ -24,14 +28,15 @@ def report(benchmark: str, started: StartedEngine, settings: dict[str, Any], sam
         "machine": _machine(started.plan.device),
         "engine": _engine(started),
         "settings": settings,
-        "results": results(samples, with_loads=benchmark == "latency"),
+        "results": results(samples, with_loads=benchmark == "latency", floor=floor),
     }
 
 
-def results(samples: Samples, *, with_loads: bool) -> dict[str, Any]:
+def results(samples: Samples, *, with_loads: bool, floor: dict[str, Any] | None = None) -> dict[str, Any]:
     """What was measured.
 
     Args:
+        floor: of `fleetfoot.cli.bench_floor`.
         with_loads: report the durations of single loads, the batches of a latency benchmark.
     """
     duration = sum(samples.load_duration)
@@ -70,6 +75,39 @@ def results(samples: Samples, *, with_loads: bool) -> dict[str, Any]:
             "hit_rate": _ratio(samples.prefix_cache_hits, samples.prefix_cache_queries),
         },
         "num_preemptions": samples.num_preemptions,
+        "drafts": _drafts(samples.drafts),
+        "kv_transfer": _transfers(samples.transfers),
+        "floor": floor,
+    }
+
+
+def _drafts(drafts: DraftStats | None) -> dict[str, Any] | None:
+    """Of speculative decoding; None: there is none."""
+    if drafts is None or not drafts.accepted_at:
+        return None
+    has_any = drafts.num_rows > 0
+    return {
+        "num_steps": drafts.num_steps,
+        "num_drafted_tokens": drafts.num_drafted,
+        "num_accepted_tokens": drafts.num_accepted,
+        "mean_acceptance_length": drafts.mean_acceptance_length if has_any else None,
+        "acceptance_rate": drafts.acceptance_rate if has_any else None,
+        "acceptance_rate_at": list(drafts.acceptance_rates) if has_any else None,
+        "steps_without": drafts.off,
+        "off_reason": drafts.off_reason or None,
+    }
+
+
+def _transfers(transfers: TransferStats | None) -> dict[str, Any] | None:
+    """Of the KV connector; None: there is none, or it had nothing to do."""
+    if transfers is None or not (transfers.loads_started or transfers.counters):
+        return None
+    return {
+        "loads_done": transfers.loads_done,
+        "loads_failed": transfers.loads_failed,
+        "loads_timed_out": transfers.loads_timed_out,
+        "loaded_tokens": transfers.tokens_loaded,
+        "counters": transfers.counters,
     }
 
 
@@ -79,20 +117,20 @@ def distribution(values: Iterable[float], scale: float) -> dict[str, float | int
     Percentiles are interpolated between the two nearest samples.
     """
     ordered = sorted(values)
-    count = len(ordered)
-    if not count:
+    num_values = len(ordered)
+    if not num_values:
         return {"mean": None, **{f"p{percent}": None for percent in PERCENTILES}, "max": None, "count": 0}
-    content: dict[str, float | int | None] = {"mean": math.fsum(ordered) / count * scale}
+    content: dict[str, float | int | None] = {"mean": math.fsum(ordered) / num_values * scale}
     for percent in PERCENTILES:
-        place = (count - 1) * percent / 100
+        place = (num_values - 1) * percent / 100
         below = int(place)
-        above = min(below + 1, count - 1)
+        above = min(below + 1, num_values - 1)
         content[f"p{percent}"] = (ordered[below] + (ordered[above] - ordered[below]) * (place - below)) * scale
-    return content | {"max": ordered[-1] * scale, "count": count}
+    return content | {"max": ordered[-1] * scale, "count": num_values}
 
 
 def summary(content: dict[str, Any]) -> str:
-    """The result in two lines, for a person."""
+    """The result in two lines, for a person; in one more for what the machine could do, and for drafts."""
     measured = content["results"]
     times = ", ".join(
         f"{name} {measured[key]['mean']:.2f} ms (p99 {measured[key]['p99']:.2f})"
@@ -103,8 +141,38 @@ def summary(content: dict[str, Any]) -> str:
         f"[{measured['num_requests']} requests in {measured['duration_s']:.2f} s: "
         f"{measured['output_tokens_per_s']:.1f} output tokens/s, {measured['total_tokens_per_s']:.1f} tokens/s in all, "
         f"{measured['steps_per_s']:.1f} steps/s\n"
-        f" {times}, host time {measured['host_time_per_step_us']['mean']:.0f} us a step]"
+        f" {times}, host time {measured['host_time_per_step_us']['mean']:.0f} us a step"
+        f"{_floor_summary(measured)}{_drafts_summary(measured['drafts'])}]"
     )
+
+
+def _floor_summary(measured: dict[str, Any]) -> str:
+    floor = measured["floor"]
+    if floor is None or floor["share"] is None:
+        return ""
+    parts = [f"{100 * floor['share']:.0f}% of what {_machine_speed(floor)} could do"]
+    for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
+        if key in floor and measured[key]["count"]:
+            parts.append(f"{name} {100 * floor[key] / measured[key]['mean']:.0f}% of {floor[key]:.2f} ms")
+    return "\n " + ", ".join(parts)
+
+
+def _machine_speed(floor: dict[str, Any]) -> str:
+    return f"{floor['copy_bandwidth_gb_s']:,.0f} GB/s and {floor['matmul_tflop_s']:.3g} TFLOP/s"
+
+
+def _drafts_summary(drafts: dict[str, Any] | None) -> str:
+    if drafts is None:
+        return ""
+    text = "none were verified"
+    if drafts["acceptance_rate"] is not None:
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in drafts["acceptance_rate_at"])
+        text = (
+            f"{drafts['mean_acceptance_length']:.2f} tokens a step, {100 * drafts['acceptance_rate']:.0f}% of "
+            f"{drafts['num_drafted_tokens']} accepted ({rates}% by place)"
+        )
+    off = "".join(f"; none in {count(steps, 'step')}: {reason}" for reason, steps in drafts["steps_without"].items())
+    return f"\n drafts: {text}{off}"
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fleetfoot.cli.arguments import add_engine_arguments
 from fleetfoot.cli.command import Command, UsageError, usage_errors
 from fleetfoot.cli.json_output import dump_array, request_json
-from fleetfoot.cli.numbers import count, numbers_line
+from fleetfoot.cli.numbers import count, drafts_line, numbers_line
 from fleetfoot.cli.prompts import read_prompts
 from fleetfoot.cli.sampling_arguments import add_sampling_arguments, sampling_params
 from fleetfoot.cli.start import StartedEngine, started_engine
@@ -31,7 +31,7 @@ _EPILOG = """\
   outputs: index, text, token_ids, finish_reason (stop, length, abort, error), stop_reason, cumulative_logprob,
     logprobs (for each token, an object of token id to {logprob, rank, decoded_token})
   metrics: arrival_time (seconds since 1970), ttft_ms, tpot_ms, latency_ms, num_prompt_tokens, num_cached_tokens,
-    num_generation_tokens
+    num_generation_tokens, num_drafted_tokens, num_accepted_tokens (of speculative decoding)
   prompt_logprobs, with --prompt-logprobs
 What was not asked for or does not exist is null."""
 
@@ -131,9 +131,11 @@ def _summary(started: StartedEngine, finished: list[RequestOutput], duration_s: 
     metrics = [output.metrics for output in finished]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in finished)
     generated = sum(request.num_generation_tokens for request in metrics)
+    has_drafts = started.plan.config.speculative_config is not None
+    drafts = f" | {drafts_line(started.engine.stats().drafts)}" if has_drafts else ""
     return (
         f"[{count(len(finished), 'prompt')}, {count(prompt_tokens, 'token')} in, {generated} out | "
-        f"{numbers_line(metrics, duration_s)} | start {started.start_s:.2f} s | "
+        f"{numbers_line(metrics, duration_s)}{drafts} | start {started.start_s:.2f} s | "
         f"{started.plan.device} {started.plan.dtype}, runner {started.engine.runner_name}]"
     )
 

@@ -68,6 +68,8 @@ def _metrics_json(output: RequestOutput) -> dict[str, Any]:
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "num_generation_tokens": metrics.num_generation_tokens,
+        "num_drafted_tokens": metrics.num_drafted_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
     }
 
 

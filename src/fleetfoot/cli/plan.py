@@ -33,6 +33,9 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its
     ranks (first and last in the world), layers (first and last), num_heads and num_kv_heads (of a rank), and the parts
     of a rank's memory
+  drafter: of speculative decoding, else null: method, model (null for n-grams), num_speculative_tokens,
+    prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, adaptive; num_layers, weights, bytes_per_block and
+    kv_cache are its own, on the last rank of a pipeline, and part of that rank's weights and KV cache below
   kv_layout: name, dimensions, shape (of a layer, on a rank), num_layers (of the model), dtype, bytes_per_block (over
     all layers of a rank)
   memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fleetfoot.cli.numbers import count
 from fleetfoot.cli.sizes import readable
 
 _WIDTH = 18
@@ -63,7 +64,7 @@ def _running(report: dict[str, Any]) -> list[str]:
         _line("scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"),
         _line("KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"),
     ]
-    lines[3:3] = _parallel(report["parallel"])
+    lines[3:3] = [*_parallel(report["parallel"]), *_drafter(report["drafter"])]
     if not graphs["num_shapes"]:
         return [*lines, _line("graphs", "none: every step runs eagerly")]
     capture = f"{graphs['captured_at_start']} captured at the start"
@@ -89,6 +90,24 @@ def _parallel(parallel: dict[str, Any]) -> list[str]:
         sizes = ", ".join(f"{readable(stage[key])} {name}" for key, name in _STAGE_PARTS)
         lines.append(_line("", f"{ranks}: layers {layers}, {heads}; {sizes}"))
     return lines
+
+
+def _drafter(drafter: dict[str, Any] | None) -> list[str]:
+    """Nothing where nobody drafts."""
+    if drafter is None:
+        return []
+    if drafter["method"] == "ngram":
+        name = f"n-grams of {drafter['prompt_lookup_min']} to {drafter['prompt_lookup_max']} tokens"
+    else:
+        name = f"{'EAGLE head' if drafter['method'] == 'eagle' else 'draft model'} {drafter['model']}"
+    num_drafts, limit = drafter["num_speculative_tokens"], drafter["disable_by_batch_size"]
+    text = f"{name}: {count(num_drafts, 'draft')} for each decode"
+    text += "" if limit is None else f", up to {count(limit, 'request')} at a time"
+    text += ", where it is seen to pay" if drafter["adaptive"] else ""
+    if not drafter["num_layers"]:
+        return [_line("drafter", text)]
+    sizes = f"{readable(drafter['weights'])} weights, {readable(drafter['kv_cache'])} KV cache"
+    return [_line("drafter", text), _line("", f"{count(drafter['num_layers'], 'layer')}: {sizes}, counted in below")]
 
 
 def _span(ends: Sequence[int]) -> str:

@@ -20,6 +20,8 @@ class TensorGroup:
 
     rank = 0
     size = 1
+    is_exact = False
+    """Whether layers gather where they could sum, so that what they make has the bits that one rank would get."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's ``x``, the same bits on each of them; may write to ``x``."""
@@ -33,9 +35,10 @@ class TensorGroup:
         """`OpSet.add_rms_norm` for an ``x`` that is still to be summed over the ranks.
 
         Layers that are split by their inputs leave that sum to the norm behind them, where it can be one kernel with
-        the residual sum and the norm. Alone there is nothing to sum: it is the operation itself.
+        the residual sum and the norm. Alone there is nothing to sum, nor where it was gathered: it is the operation
+        itself.
         """
-        if self.size == 1:
+        if self.size == 1 or self.is_exact:
             return add_rms_norm
 
         def reduce_add_rms_norm(
@@ -74,6 +77,10 @@ class PipelineGroup:
         The tensors begin at the same addresses in every step, whatever ``num_tokens``, and hold the step until the next
         call.
         """
+        return None
+
+    def buffers(self, num_tokens: int) -> IntermediateTensors | None:
+        """The tensors that `receive` gives, without receiving anything: graphs are captured with them."""
         return None
 
     def send(self, tensors: IntermediateTensors) -> None:

@@ -102,11 +102,13 @@ def _tensor_group(group: dist.ProcessGroup, shape: StepShape) -> TensorGroup:
 
 
 class TorchTensorGroup(TensorGroup):
-    """A tensor group on any backend.
+    """A tensor group on any backend, and exact: on a CPU what messages cost matters less than the same tokens.
 
     Sums are made on each rank from everybody's parts, in rank order: their bits depend neither on the number of tokens
     nor on how the backend would have gone about it, and are the same on all ranks.
     """
+
+    is_exact = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
@@ -144,6 +146,8 @@ class CudaTensorGroup(TorchTensorGroup):
 
     NCCL computes each element of a sum once and copies it, so it too has the same bits on all ranks.
     """
+
+    is_exact = False
 
     def __init__(self, group: dist.ProcessGroup, one_shot: OneShotSum | None) -> None:
         super().__init__(group)
@@ -215,11 +219,15 @@ class TorchPipelineGroup(PipelineGroup):
             arriving = dist.irecv(landing, group=self._activations, group_src=self.rank - 1)
         assert arriving is not None
         arriving.wait()
-        received = self._received[:, :num_tokens]
-        received.copy_(landing)
+        self._received[:, :num_tokens].copy_(landing)
         if self._arrivals is not None:
             self._arrivals.wait_stream(torch.cuda.current_stream(landing.device))
-        return IntermediateTensors(received[0], received[1])
+        return self.buffers(num_tokens)
+
+    def buffers(self, num_tokens: int) -> IntermediateTensors | None:
+        if self._received is None:
+            return None
+        return IntermediateTensors(self._received[0, :num_tokens], self._received[1, :num_tokens])
 
     def send(self, tensors: IntermediateTensors) -> None:
         if self._outgoing is None:

@@ -246,6 +246,8 @@ class OutputProcessor:
         """Up to date: what can be summed up when it is asked for is not counted with each token."""
         metrics = state.metrics
         metrics.num_generation_tokens = sum(len(sequence.token_ids) for sequence in state.sequences)
+        metrics.num_drafted_tokens = sum(sequence.request.num_drafted for sequence in state.sequences)
+        metrics.num_accepted_tokens = sum(sequence.request.num_accepted for sequence in state.sequences)
         metrics.scheduled_ts = min(sequence.request.scheduled_ts for sequence in state.sequences)
         metrics.last_token_ts = max(sequence.last_token_ts for sequence in state.sequences)
         return metrics

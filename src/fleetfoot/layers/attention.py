@@ -13,6 +13,7 @@ from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.layers.residual_linear import ResidualLinear
 from fleetfoot.layers.shards import check_tensor_parallel_size, even_span, kv_head_span, num_kv_heads
 from fleetfoot.layers.slots import WeightSlot
 
@@ -70,9 +71,7 @@ class Attention:
         kv = slice(kv_heads.start * head_dim, kv_heads.stop * head_dim)
         parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
         self.qkv = Linear(context, config.hidden_size, parts, config.qkv_bias, rows=(q, kv, kv))
-        o_part = (("o_proj", config.hidden_size),)
-        has_o_bias = config.o_bias and group.is_first_rank  # once in the sum over the ranks
-        self.o = Linear(context, q_size, o_part, has_o_bias, context.ops.prepare_residual_linear, columns=q)
+        self.o = ResidualLinear(context, "o_proj", q_size, config.hidden_size, config.o_bias, q)
         self.q_norm = RMSNorm(context, heads.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(context, heads.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self._rotary = RotaryInputs(

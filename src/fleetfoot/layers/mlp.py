@@ -9,6 +9,7 @@ import torch
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
+from fleetfoot.layers.residual_linear import ResidualLinear
 from fleetfoot.layers.shards import even_span
 from fleetfoot.layers.slots import WeightSlot
 
@@ -22,10 +23,9 @@ class MLP:
         hidden_size, size = config.hidden_size, config.intermediate_size
         group, ops = context.tensor_group, context.ops
         part = even_span(size, group.rank, group.size)
-        gate_up, down = (("gate_proj", size), ("up_proj", size)), (("down_proj", hidden_size),)
+        gate_up = (("gate_proj", size), ("up_proj", size))
         self.gate_up = Linear(context, hidden_size, gate_up, config.mlp_bias, ops.prepare_gate_up, rows=(part, part))
-        has_down_bias = config.mlp_bias and group.is_first_rank  # once in the sum over the ranks
-        self.down = Linear(context, size, down, has_down_bias, ops.prepare_residual_linear, columns=part)
+        self.down = ResidualLinear(context, "down_proj", size, hidden_size, config.mlp_bias, part)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape, or partial sums, for the norm that follows, which also

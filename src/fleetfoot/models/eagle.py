@@ -24,7 +24,7 @@ from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.ops.rms_norm import sum_parts
 
 INPUT_NORM = "layers.0.input_layernorm.weight"
-FC_BIAS = "fc.bias"
+FC_WEIGHT, FC_BIAS = "fc.weight", "fc.bias"
 OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
 """What a head's checkpoint may hold besides, as a copy of the target's."""
 _BASE_PREFIX = "model."

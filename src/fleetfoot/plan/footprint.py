@@ -49,6 +49,13 @@ class DrafterShape:
     """Of its model on one rank; 0: it has none."""
     layer_groups: tuple[LayerGroup, ...] = ()
     """Its layers in the KV cache, with one rank's heads."""
+    model: str | None = None
+    """Its model, as it was asked for; None: it has none."""
+
+    def kv_block_bytes(self, dtype: str, block_size: int) -> int:
+        """Bytes of its layers in one KV block."""
+        elements = sum(group.num_layers * group.num_kv_heads * group.head_dim for group in self.layer_groups)
+        return 2 * elements * DTYPE_BYTES[dtype] * block_size
 
 
 NO_DRAFTER = DrafterShape()
@@ -143,10 +150,8 @@ class Footprint:
 def kv_block_bytes(shape: EngineShape) -> int:
     """Bytes of one KV block over all layers of the rank, a drafter's included."""
     elements = len(shape.layers) * shape.num_kv_heads * shape.model.head_dim
-    if shape.is_last:
-        groups = shape.drafter.layer_groups
-        elements += sum(group.num_layers * group.num_kv_heads * group.head_dim for group in groups)
-    return 2 * elements * DTYPE_BYTES[shape.dtype] * shape.block_size
+    of_drafter = shape.drafter.kv_block_bytes(shape.dtype, shape.block_size) if shape.is_last else 0
+    return 2 * elements * DTYPE_BYTES[shape.dtype] * shape.block_size + of_drafter
 
 
 def state_block_bytes(shape: EngineShape) -> int:

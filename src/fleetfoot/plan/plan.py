@@ -10,6 +10,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.plan.backends import Backends
 from fleetfoot.plan.features import Unsupported
+from fleetfoot.plan.footprint import NO_DRAFTER, DrafterShape
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision
@@ -43,6 +44,8 @@ class EnginePlan:
     capture_table: CaptureTable
     """The batch shapes that are captured as graphs."""
     memory: MemoryPlan
+    drafter: DrafterShape = NO_DRAFTER
+    """What speculative decoding adds on the last rank of a pipeline."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     """What other engines know this one by, unless kv_transfer_config names it: the same in all of its processes."""
 

@@ -26,6 +26,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "graphs": _graphs(plan),
         "parallel": _parallel(plan),
+        "drafter": _drafter(plan),
         "kv_layout": _kv_layout(plan),
         "memory": _memory(plan),
         "capacity": _capacity(plan),
@@ -50,6 +51,7 @@ def decision_report(decision: Decision, *, architecture: str, device: str, probl
         "attention_backend": None,
         "graphs": None,
         "parallel": None,
+        "drafter": None,
         "kv_layout": None,
         "memory": None,
         "capacity": None,
@@ -64,7 +66,7 @@ def _graphs(plan: EnginePlan) -> dict[str, Any]:
         "num_drafts": table.num_drafts,
         "uniform": list(table.uniform),
         "mixed": list(table.mixed),
-        "captured_at_start": min(table.eager_capture, len(table.keys)),
+        "captured_at_start": len(table.first_keys),
         "is_captured": bool(table.keys) and plan.backends.is_capturable,
     }
 
@@ -91,6 +93,27 @@ def _parallel(plan: EnginePlan) -> dict[str, Any]:
         "pipeline_parallel_size": pipeline_size,
         "vocab_rows": vocab_rows(model.vocab_size, tensor_size),
         "stages": stages,
+    }
+
+
+def _drafter(plan: EnginePlan) -> dict[str, Any] | None:
+    """Who proposes tokens, and what that takes on the last rank of a pipeline; None: nobody."""
+    config, drafter, memory = plan.config.speculative_config, plan.drafter, plan.memory
+    if config is None:
+        return None
+    per_block = drafter.kv_block_bytes(plan.dtype, memory.block_size)
+    return {
+        "method": config.method,
+        "model": drafter.model,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "prompt_lookup_max": config.prompt_lookup_max,
+        "prompt_lookup_min": config.prompt_lookup_min,
+        "disable_by_batch_size": config.disable_by_batch_size,
+        "adaptive": config.adaptive,
+        "num_layers": sum(group.num_layers for group in drafter.layer_groups),
+        "weights": drafter.weight_bytes,
+        "bytes_per_block": per_block,
+        "kv_cache": memory.num_blocks * per_block,
     }
 
 

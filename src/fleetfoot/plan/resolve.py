@@ -20,6 +20,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.traits import ModelTraits
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.speculative.build import drafter_shape
+from fleetfoot.speculative.find import find_drafter
 from fleetfoot.weights.hub import resolve_model
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -48,6 +49,8 @@ def resolve_plan(
     traits = ModelTraits.of(read_config_json(model_path), model)
     decision = resolve_runner(config, traits, machine, environ)
     shape, memory = _fit(config, model, machine, device, decision.runner, config_only=config_only)
+    if (drafter := find_drafter(config, model, config_only=config_only)) is not None:
+        drafter.check_length(shape.max_model_len)
     return EnginePlan(
         config=config,
         machine=machine,
@@ -64,6 +67,7 @@ def resolve_plan(
         async_scheduling=_async_scheduling(config, decision.runner, device),
         capture_table=shape.capture_table,
         memory=memory,
+        drafter=shape.drafter,
     )
 
 

@@ -65,7 +65,7 @@ def too_many_decodes(num_decodes: int, max_num_decodes: int | None) -> str:
     """Why a batch of this size is not drafted for; empty: it is."""
     if max_num_decodes is None or num_decodes <= max_num_decodes:
         return ""
-    return f"more than {max_num_decodes} requests"
+    return f"more than {max_num_decodes} request{'s' * (max_num_decodes != 1)}"
 
 
 class Drafting:
@@ -83,23 +83,27 @@ class Drafting:
         self.last_accepted = 0
         self._controller = controller
         self._num_steps = 0
-        self._num_rows = 0
         self._num_drafted = 0
-        self._num_accepted = 0
+        self._lengths = [0] * (1 + num_drafts)  # by the number of drafts accepted: how often a request had that many
         self._off: dict[str, int] = {}
+        self._off_reason = ""
 
     def choose(self, num_sampled: int) -> int:
         """Drafts to propose at the end of a step for each of ``num_sampled`` requests, which then decode."""
         if not self.num_drafts or not num_sampled:
             return 0
         self.num_proposed = self._controller.choose(num_sampled)
+        self._off_reason = ""
         if not self.num_proposed:
-            reason = self._controller.off_reason
+            reason = self._off_reason = self._controller.off_reason
             self._off[reason] = self._off.get(reason, 0) + 1
         return self.num_proposed
 
     def take_back(self, output: SchedulerOutput, batch: list[Request], result: ModelRunnerOutput) -> None:
-        """Every decode was counted with all its drafts accepted: take back what was not, and count what was."""
+        """Every decode was counted with all its drafts accepted: take back what was not, and count what was.
+
+        What a step in flight brings a request that has ended counts nowhere.
+        """
         self.last_drafted = self.last_accepted = 0
         if not output.num_drafts:
             return
@@ -109,12 +113,13 @@ class Drafting:
         for request, new_token_ids, num_drafted in zip(batch, result.sampled_token_ids, real, strict=False):
             num_new = len(new_token_ids)
             request.num_computed -= most - num_new
-            if num_new and num_drafted:
-                self._num_rows += 1
+            if num_new and num_drafted and not request.is_finished:
+                self._lengths[num_new - 1] += 1
                 self.last_drafted += num_drafted
                 self.last_accepted += num_new - 1
+                request.num_drafted += num_drafted
+                request.num_accepted += num_new - 1
         self._num_drafted += self.last_drafted
-        self._num_accepted += self.last_accepted
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Tell the controller how the step went that was updated last."""
@@ -129,4 +134,13 @@ class Drafting:
             )
 
     def stats(self) -> DraftStats:
-        return DraftStats(self._num_steps, self._num_rows, self._num_drafted, self._num_accepted, dict(self._off))
+        accepted_at = tuple(sum(self._lengths[place:]) for place in range(1, 1 + self.num_drafts))
+        return DraftStats(
+            num_steps=self._num_steps,
+            num_rows=sum(self._lengths),
+            num_drafted=self._num_drafted,
+            num_accepted=sum(accepted_at),
+            accepted_at=accepted_at,
+            off=dict(self._off),
+            off_reason=self._off_reason,
+        )

@@ -53,8 +53,10 @@ class Request:
         "max_tokens_in_all",
         "may_load",
         "min_tokens_in_all",
+        "num_accepted",
         "num_cached_tokens",
         "num_computed",
+        "num_drafted",
         "num_in_flight",
         "num_loaded",
         "num_preemptions",
@@ -122,6 +124,8 @@ class Request:
         self.num_in_flight = 0  # steps queued and not yet retired that hold this request
         self.num_cached_tokens = -1  # prefix cache hits of the first admission; -1: not admitted yet
         self.num_preemptions = 0
+        self.num_drafted = 0  # draft tokens that were verified for it
+        self.num_accepted = 0
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []

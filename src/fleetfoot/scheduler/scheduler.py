@@ -90,7 +90,6 @@ class Scheduler:
             raise ValueError(
                 f"request id {request.request_id!r} is in use: KV of a request that had it is still being transferred"
             )
-        self.transfers.connector.check_request(request)
         # the last token is never an input, so it needs no room
         room, wanted = self.config.num_blocks * self.config.block_size, request.max_tokens_in_all - 1
         if wanted > room:
@@ -106,6 +105,7 @@ class Scheduler:
                 f"request {request.request_id!r} has a prompt of {request.num_prompt_tokens} tokens, and a step holds "
                 f"{budget}; raise max_num_batched_tokens or set enable_chunked_prefill=True"
             )
+        self.transfers.connector.check_request(request)  # last: the connector remembers what it has not refused
         if not self.config.priority:
             request.priority = 0
         request.sequence_number = self._arrivals

@@ -40,7 +40,7 @@ def build_speculation(plan: EnginePlan, context: ModelContext) -> Speculation:
             and sharing its layers would put two sums over the ranks into each of its short passes.
 
     Raises:
-        ValueError: the drafter does not fit the model or its length; the message names both numbers.
+        ValueError: the drafter does not fit the model; the message names both numbers.
         FileNotFoundError: there is no such model.
     """
     from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
@@ -53,7 +53,6 @@ def build_speculation(plan: EnginePlan, context: ModelContext) -> Speculation:
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         assert longest is not None and shortest is not None  # filled in by the config
         return Speculation(speculative.num_speculative_tokens, ngram=NgramSettings(longest, shortest))
-    found.check_length(plan.max_model_len)
     drafter = _build_drafter(plan, speculative, found, context)
     return Speculation(speculative.num_speculative_tokens, drafter=drafter)
 
@@ -80,7 +79,10 @@ def drafter_shape(
     rotary_table = max_positions * found.config.head_dim * _FLOAT32
     parameters = _num_parameters(found, target, device, has_embedding=config.pipeline_parallel_size == 1)
     return DrafterShape(
-        speculative.num_speculative_tokens, parameters * DTYPE_BYTES[dtype] + rotary_table, _layer_groups(found)
+        speculative.num_speculative_tokens,
+        parameters * DTYPE_BYTES[dtype] + rotary_table,
+        _layer_groups(found),
+        found.name,
     )
 
 

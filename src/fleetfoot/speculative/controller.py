@@ -101,8 +101,12 @@ class AdaptiveDrafts:
             return ""
         if not size.without.is_known:
             return MEASURING
+        if size.pays:
+            return ""
+        if num_decodes == 1:
+            return "it does not pay at 1 request"
         first = 1 << (num_decodes.bit_length() - 1)
-        return "" if size.pays else f"it does not pay at {first} to {2 * first - 1} requests"
+        return f"it does not pay at {first} to {2 * first - 1} requests"
 
     def observe(
         self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float

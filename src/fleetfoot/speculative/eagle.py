@@ -8,7 +8,8 @@ import torch
 
 from fleetfoot.attention.layer_group import LayerGroup
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.models.eagle import EagleHead, not_of_the_head, plain_name
+from fleetfoot.layers.slots import WeightError
+from fleetfoot.models.eagle import FC_WEIGHT, EagleHead, not_of_the_head, plain_name
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
 from fleetfoot.speculative.find import DrafterModel
@@ -60,6 +61,11 @@ class EagleDrafter:
             with Checkpoint(self._found.folder) as checkpoint:
                 names = list(checkpoint.names())
             own_names = {plain_name(name) for name in names}
+            if FC_WEIGHT not in own_names:
+                raise WeightError(
+                    f"{self._found} in {self._found.folder} has no tensor {FC_WEIGHT}, which every EAGLE head has; a "
+                    "whole model drafts with method 'draft_model'"
+                )
             self._head = EagleHead(self._found.config, self._context, own_names, has_embedding=needs_embedding)
             load_safetensors(self._head.weight_slots(), self._found.folder, not_of_the_head(names))
         self._head.finish_loading()

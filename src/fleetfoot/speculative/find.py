@@ -10,7 +10,7 @@ from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.parsing import parse_model_config
 from fleetfoot.config.speculative import EMBEDDED_EAGLE
-from fleetfoot.weights.hub import resolve_model
+from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 
 _EMBEDDED = {EMBEDDED_MODEL: embedded_model_path, EMBEDDED_EAGLE: embedded_eagle_path}
 
@@ -62,13 +62,22 @@ def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool
                 f"carries a head for its own model, {EMBEDDED_MODEL!r}, and for no other"
             )
         name = EMBEDDED_EAGLE
-    folder = _EMBEDDED[name]() if _is_embedded(name) else resolve_model(name, config_only=config_only)
+    folder = _find_folder(name, config_only=config_only)
     is_head = speculative.method == "eagle"
     found = DrafterModel(speculative.method, name, folder, _read_config(folder, is_head=is_head))
     _check_fits(found, target)
     if config.max_model_len is not None:
         found.check_length(config.max_model_len)
     return found
+
+
+def _find_folder(name: str, *, config_only: bool) -> Path:
+    if _is_embedded(name):
+        return _EMBEDDED[name]()
+    try:
+        return resolve_model(name, config_only=config_only)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"speculative_config: {error}") from error
 
 
 def _is_embedded(name: str) -> bool:
