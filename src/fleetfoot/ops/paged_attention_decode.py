@@ -73,20 +73,23 @@ class DecodeTiling:
         return min(255, 65536 // (self.programs_per_sm * self.num_warps * 32) // 8 * 8)
 
 
-def choose_decode_tiling(rows: int, padded_dim: int, element_size: int, shared_bytes: int) -> DecodeTiling:
-    """Small tiles for many small programs, whose waits overlap: on an H100, four programs of two warps with tiles of
-    8 KB take 20% off a step of 64 or 256 short requests and 4 to 12% off one of 8 or 64 long ones, against three
-    programs of four warps with tiles of 16 KB. One warp, and more programs, gain at 256 requests and lose at 64. Four
-    warps gain up to 5% where q, k and v are rotated before, and run out of registers where they are rotated here.
+def choose_decode_tiling(
+    rows: int, padded_dim: int, element_size: int, shared_bytes: int, *, is_fused: bool = False
+) -> DecodeTiling:
+    """Small tiles for many programs, whose waits overlap: on an H100, four programs with tiles of 8 KB take 20% off a
+    step of 64 or 256 short requests and 4 to 12% off one of 8 or 64 long ones, against three with tiles of 16 KB. One
+    warp, more programs, or fewer stages lose. Four warps take up to 4% off what two need, but spill registers where
+    the kernel norms and rotates.
 
     Args:
         rows: of the query tile. padded_dim: head_dim, rounded up to a power of 2.
         shared_bytes: most shared memory of a program.
+        is_fused: the kernel norms, rotates and writes K and V itself.
     """
     row_bytes = padded_dim * element_size
     # More rows take all the registers that a thread may have.
     is_small = rows == MIN_ROWS
-    tile_bytes, num_warps, most_programs = (8192, 2, 4) if is_small else (16384, 4, 2)
+    tile_bytes, num_warps, most_programs = (8192, 2 if is_fused else 4, 4) if is_small else (16384, 4, 2)
     tile, num_stages = fit_tile(rows, max(16, min(128, tile_bytes // row_bytes)), row_bytes, shared_bytes)
     programs_per_sm = max(1, min(most_programs, shared_bytes // ((rows + 4 * tile) * row_bytes)))
     return DecodeTiling(
@@ -148,7 +151,7 @@ def paged_attention_decode(
     padded_dim = max(16, next_power_of_2(head_dim))
     if tiling is None:
         shared_bytes = gpu_limits(query.device).shared_bytes
-        tiling = choose_decode_tiling(rows, padded_dim, query.element_size(), shared_bytes)
+        tiling = choose_decode_tiling(rows, padded_dim, query.element_size(), shared_bytes, is_fused=rotary is not None)
     num_programs = workspace.num_programs(tiling.programs_per_sm)
     # Room for the most rows at once, so that no later shape outgrows it.
     most_floats = num_programs * 2 * MAX_ROWS * (padded_dim + 2)
