@@ -5,12 +5,16 @@ A row's scores are ``(logit - highest) / temperature``: 0 and below. Read as int
 those at that depth the first few (`fleetfoot.sampling.filters` is the twin, and says why the first).
 
 Top-k and top-p ask the same question: which is the greatest depth whose predecessors weigh less than is wanted? A token
-weighs 1 for top-k and its probability, as an integer, for top-p; integers add up to the same sum in any order. Two
-passes over the row narrow the answer down to an eighth of an octave, a third one copies the tokens that lie in there,
-and among those, few, the depth is found bit by bit.
+weighs 1 for top-k and its probability, as an integer, for top-p; integers add up to the same sum in any order. Each
+filter takes four launches, the first three of which cut the row in pieces, so that one row keeps the whole chip busy:
 
-One program works on one row, and does nothing for a row without filters. There is no loop whose bounds the host would
-have to know: a CUDA graph holds the launch.
+    weigh     what lies above each of eight bounds, which are octaves
+    weigh     the same within the octave that this leaves
+    collect   the tokens of the eighth of an octave that this leaves
+    settle    among those, few, the cut is found bit by bit
+
+Rows without filters leave at once. No grid and no loop depends on what the host would have to know: a CUDA graph holds
+the launches.
 """
 
 from __future__ import annotations
@@ -21,14 +25,17 @@ import torch
 
 from fleetfoot.ops.dependent_launch import launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.ops.row_candidates_triton import candidate_value
-from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
+from fleetfoot.ops.triton_support import cdiv, next_power_of_2, triton_kernel
 from fleetfoot.sampling.filters import RowFilters
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 _TILE = 2048
-_NUM_WARPS = 16
+"""Tokens in a piece, and of those that were collected looked at at once."""
+_SETTLING_WARPS = 16
+_NUM_SUMS = 32
+"""int64 of a row's state: two times eight sums, and how many tokens were collected; the rest keeps rows apart."""
 
 
 def filter_cuts_triton(
@@ -51,11 +58,12 @@ def filter_cuts_triton(
         ``[n, 2]`` int32: the depth of the last score that is kept, and the last index that is kept at that depth.
     """
     num_rows, vocab_size = logits.shape
-    cuts = torch.empty((num_rows, 2), dtype=torch.int32, device=logits.device)
-    close = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=logits.device)
-    _filter_cuts_kernel[(num_rows,)](
-        cuts,
-        close,
+    device, num_pieces = logits.device, cdiv(vocab_size, _TILE)
+    sums = torch.zeros((2, num_rows, _NUM_SUMS), dtype=torch.int64, device=device)
+    close = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device)  # indices
+    limits = torch.empty(num_rows, dtype=torch.int32, device=device)  # what min-p leaves, then what top-k does
+    cuts = torch.empty((num_rows, 2), dtype=torch.int32, device=device)
+    arguments = (
         highest,
         logits,
         temperatures,
@@ -65,14 +73,32 @@ def filter_cuts_triton(
         cuts if rows is None else rows,
         logits.stride(0),
         vocab_size,
-        has_rows=rows is not None,
-        pieces=highest.shape[1],
-        pieces_tile=next_power_of_2(highest.shape[1]),
-        tile=_TILE,
-        overlap=overlap,
-        num_warps=_NUM_WARPS,
-        **launch_options(overlap),
     )
+    constants = {
+        "has_rows": rows is not None,
+        "pieces": highest.shape[1],
+        "pieces_tile": next_power_of_2(highest.shape[1]),
+        "tile": _TILE,
+        "num_sums": _NUM_SUMS,
+        "overlap": overlap,
+        **launch_options(overlap),
+    }
+    for is_mass in (False, True):
+        own = sums[int(is_mass)]
+        for level in (0, 1):
+            _weigh_kernel[(num_rows, num_pieces)](own, limits, *arguments, level=level, is_mass=is_mass, **constants)
+        _collect_kernel[(num_rows, num_pieces)](own, close, limits, *arguments, is_mass=is_mass, **constants)
+        _settle_kernel[(num_rows,)](
+            own,
+            close,
+            limits,
+            cuts,
+            *arguments,
+            index_bits=vocab_size.bit_length(),
+            is_mass=is_mass,
+            num_warps=_SETTLING_WARPS,
+            **constants,
+        )
     return cuts
 
 
@@ -93,95 +119,97 @@ def _weight(depth, is_mass: tl.constexpr):
 
 
 @triton_kernel()
-def _load_depth(row_ptr, index, vocab_size, highest, temperature):
-    """Of tokens ``index [tile]``; behind the vocabulary as deep as can be."""
-    logit = tl.load(row_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-    return score_depth(logit, highest, temperature)
-
-
-@triton_kernel()
-def _weights_above(row_ptr, vocab_size, highest, temperature, limit, bounds, is_mass: tl.constexpr, tile: tl.constexpr):
-    """``[8]`` int64: what the tokens weigh that are above each of ``bounds [8]`` and not below ``limit``."""
-    sums = tl.zeros([8, tile], tl.int64)
-    for start in tl.range(0, vocab_size, tile):
-        depth = _load_depth(row_ptr, start + tl.arange(0, tile), vocab_size, highest, temperature)
-        weight = tl.where(depth <= limit, _weight(depth, is_mass), 0)
-        sums += tl.where(depth[None, :] < bounds[:, None], weight[None, :], 0)
-    return tl.sum(sums, 1)
-
-
-@triton_kernel()
-def _find_cut(
-    row_ptr,
-    close_ptr,
-    vocab_size,
-    highest,
-    temperature,
-    limit,
-    top_k,
-    top_p,
-    is_mass: tl.constexpr,
-    tile: tl.constexpr,
+def _row_of(
+    request,
+    highest_ptr,
+    temperatures_ptr,
+    rows_ptr,
+    has_rows: tl.constexpr,
+    pieces: tl.constexpr,
+    pieces_tile: tl.constexpr,
 ):
-    """The greatest depth of all up to ``limit`` whose predecessors weigh less than ``top_k``, or than ``top_p`` of all.
+    """The row of a request's parameters, its temperature, its highest logit, and whether it draws at all."""
+    row = request
+    if has_rows:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
+    of_row = tl.arange(0, pieces_tile)
+    smallest = -0x7FFFFFFFFFFFFFFF - 1
+    candidates = tl.load(highest_ptr + request * pieces + of_row, mask=of_row < pieces, other=smallest)
+    highest = candidate_value(tl.max(candidates, axis=0))
+    return row, temperature, highest, (temperature > 0) & (tl.abs(highest) < float("inf"))  # not of NaN either
 
-    Returns it with what is above it, how many tokens are at it, and what was wanted.
-    """
-    place = tl.arange(0, 8)
-    # depths of the scores -1/2, -1, -2, -4, -8, -16, -64, and of all that count
-    octave = tl.where(place < 6, 126 + place, 133)
-    bounds = tl.where(place < 7, tl.minimum(octave << 23, limit + 1), limit + 1)
-    above = _weights_above(row_ptr, vocab_size, highest, temperature, limit, bounds, is_mass, tile)
+
+@triton_kernel()
+def _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass: tl.constexpr):
+    """Whether the filter is on."""
     if is_mass:
-        wanted = tl.max(above, 0).to(tl.float64) * top_p.to(tl.float64)
+        return tl.load(top_p_ptr + row, mask=row >= 0, other=1.0) < 1.0
     else:
-        wanted = top_k.to(tl.float64)
+        top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
+        return (top_k > 0) & (top_k < vocab_size)
+
+
+@triton_kernel()
+def _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass: tl.constexpr):
+    """The depth behind which nothing is kept, as the filters before leave it."""
+    if is_mass:
+        return tl.load(limits_ptr + request)
+    else:
+        log_min_p = tl.load(log_min_p_ptr + row, mask=row >= 0, other=float("-inf"))
+        return log_min_p.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton_kernel()
+def _octaves(limit):
+    """``[8]`` depths: of the scores -1/2, -1, -2, -4, -8, -16 and -64, and behind all that count."""
+    place = tl.arange(0, 8)
+    octave = tl.where(place < 6, 126 + place, 133)
+    return tl.where(place < 7, tl.minimum(octave << 23, limit + 1), limit + 1)
+
+
+@triton_kernel()
+def _eighths(low, high):
+    """``[8]`` depths from ``low`` to ``high``, both int32, the latter included."""
+    step = tl.maximum((high - low + 7) // 8, 1)
+    return tl.minimum(low + (tl.arange(0, 8) + 1) * step, high)
+
+
+@triton_kernel()
+def _wanted(row, above, top_k_ptr, top_p_ptr, is_mass: tl.constexpr):
+    """float64: what is to be reached; ``above`` are the sums of the octaves, the last of which is all."""
+    if is_mass:
+        return tl.max(above, 0).to(tl.float64) * tl.load(top_p_ptr + row).to(tl.float64)
+    else:
+        return tl.load(top_k_ptr + row).to(tl.float64)
+
+
+@triton_kernel()
+def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, is_mass: tl.constexpr):
+    """Where the cut is after one or two levels: depths from ``low`` on and above ``high``. Also what weighs above
+    ``low``, and what is wanted."""
+    place = tl.arange(0, 8)
+    above = tl.load(sums_ptr + place)
+    wanted = _wanted(row, above, top_k_ptr, top_p_ptr, is_mass)
+    bounds = _octaves(limit)
     is_passed = above.to(tl.float64) < wanted
     low = tl.max(tl.where(is_passed, bounds, 0), 0)
     high = tl.min(tl.where(is_passed, limit + 1, bounds), 0)
     base = tl.max(tl.where(is_passed, above, 0), 0)
-
-    step = tl.maximum((high - low + 7) // 8, 1)
-    bounds = tl.minimum(low + (place + 1) * step, high)
-    above = _weights_above(row_ptr, vocab_size, highest, temperature, limit, bounds, is_mass, tile)
-    is_passed = above.to(tl.float64) < wanted
-    high = tl.min(tl.where(is_passed, high, bounds), 0)
-    low = tl.max(tl.where(is_passed, bounds, low), 0)
-    base = tl.maximum(tl.max(tl.where(is_passed, above, 0), 0), base)
-
-    num_close = limit * 0
-    for start in tl.range(0, vocab_size, tile):
-        depth = _load_depth(row_ptr, start + tl.arange(0, tile), vocab_size, highest, temperature)
-        is_close = (depth >= low) & (depth < high)
-        slot = num_close + tl.cumsum(is_close.to(tl.int32), 0) - 1
-        tl.store(close_ptr + slot, depth, mask=is_close)
-        num_close += tl.sum(is_close.to(tl.int32), 0)
-    tl.debug_barrier()  # written by some threads, read by others
-
-    num_above, num_at = base, num_close * 0
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        weight_above = tl.zeros([tile], tl.int64)
-        for start in tl.range(0, num_close, tile):
-            index = start + tl.arange(0, tile)
-            depth = tl.load(close_ptr + index, mask=index < num_close, other=0x7F800000)
-            weight_above += tl.where(depth < middle, _weight(depth, is_mass), 0)
-        weight = base + tl.sum(weight_above, 0)
-        is_below = weight.to(tl.float64) < wanted
-        low = tl.where(is_below, middle, low)
-        high = tl.where(is_below, high, middle)
-        num_above = tl.where(is_below, weight, num_above)
-    for start in tl.range(0, num_close, tile):
-        index = start + tl.arange(0, tile)
-        depth = tl.load(close_ptr + index, mask=index < num_close, other=0x7F800000)
-        num_at += tl.sum(((depth == low) & (index < num_close)).to(tl.int32), 0)
-    return tl.minimum(low, limit), num_above, num_at, wanted
+    if levels == 2:
+        bounds = _eighths(low, high)
+        above = base + tl.load(sums_ptr + 8 + place)
+        is_passed = above.to(tl.float64) < wanted
+        high = tl.min(tl.where(is_passed, high, bounds), 0)
+        low = tl.max(tl.where(is_passed, bounds, low), 0)
+        base = tl.maximum(tl.max(tl.where(is_passed, above, 0), 0), base)
+    return low, high, base, wanted
 
 
 @triton_kernel()
-def _filter_cuts_kernel(
-    cuts_ptr,
-    close_ptr,
+def _weigh_kernel(
+    sums_ptr,
+    limits_ptr,
     highest_ptr,
     logits_ptr,
     temperatures_ptr,
@@ -191,58 +219,148 @@ def _filter_cuts_kernel(
     rows_ptr,
     row_stride,
     vocab_size,
+    level: tl.constexpr,
+    is_mass: tl.constexpr,
     has_rows: tl.constexpr,
     pieces: tl.constexpr,
     pieces_tile: tl.constexpr,
     tile: tl.constexpr,
+    num_sums: tl.constexpr,
     overlap: tl.constexpr,
 ):
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
-    row = request
-    if has_rows:
-        row = tl.load(rows_ptr + request).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
-    log_min_p = tl.load(log_min_p_ptr + row, mask=row >= 0, other=float("-inf"))
-    top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
-    top_p = tl.load(top_p_ptr + row, mask=row >= 0, other=1.0)
+    row, temperature, highest, is_random = _row_of(
+        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, pieces, pieces_tile
+    )
+    if is_random & _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
+        sums_ptr += request * num_sums
+        limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
+        first = limit * 0  # depths before it are not counted
+        bounds = _octaves(limit)
+        if level == 1:
+            first, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, 1, is_mass)
+            bounds = _eighths(first, high)
+        index = tl.program_id(1) * tile + tl.arange(0, tile)
+        logit = tl.load(logits_ptr + request * row_stride + index, mask=index < vocab_size, other=float("-inf"))
+        depth = score_depth(logit.to(tl.float32), highest, temperature)
+        is_counted = (index < vocab_size) & (depth >= first) & (depth <= limit)
+        weight = tl.where(is_counted, _weight(depth, is_mass), 0)
+        sums = tl.sum(tl.where(depth[None, :] < bounds[:, None], weight[None, :], 0), 1)  # [8]
+        tl.atomic_add(sums_ptr + level * 8 + tl.arange(0, 8), sums, mask=sums > 0, sem="relaxed")
 
-    of_row = tl.arange(0, pieces_tile)
-    smallest = -0x7FFFFFFFFFFFFFFF - 1
-    candidates = tl.load(highest_ptr + request * pieces + of_row, mask=of_row < pieces, other=smallest)
-    highest = candidate_value(tl.max(candidates, axis=0))
-    row_ptr = logits_ptr + request * row_stride
-    close_ptr += request * vocab_size
 
-    limit = log_min_p.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+@triton_kernel()
+def _collect_kernel(
+    sums_ptr,
+    close_ptr,
+    limits_ptr,
+    highest_ptr,
+    logits_ptr,
+    temperatures_ptr,
+    log_min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    rows_ptr,
+    row_stride,
+    vocab_size,
+    is_mass: tl.constexpr,
+    has_rows: tl.constexpr,
+    pieces: tl.constexpr,
+    pieces_tile: tl.constexpr,
+    tile: tl.constexpr,
+    num_sums: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    """The indices of tokens near the cut, in any order."""
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    request = tl.program_id(0).to(tl.int64)
+    row, temperature, highest, is_random = _row_of(
+        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, pieces, pieces_tile
+    )
+    if is_random & _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
+        sums_ptr += request * num_sums
+        limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
+        low, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, 2, is_mass)
+        index = tl.program_id(1) * tile + tl.arange(0, tile)
+        logit = tl.load(logits_ptr + request * row_stride + index, mask=index < vocab_size, other=float("-inf"))
+        depth = score_depth(logit.to(tl.float32), highest, temperature)
+        is_close = (index < vocab_size) & (depth >= low) & (depth < high)
+        num_close = tl.sum(is_close.to(tl.int32), 0)
+        if num_close > 0:
+            begin = tl.atomic_add(sums_ptr + 16, num_close.to(tl.int64), sem="relaxed")
+            slot = begin + tl.cumsum(is_close.to(tl.int32), 0) - 1
+            tl.store(close_ptr + request * vocab_size + slot, index, mask=is_close)
+
+
+@triton_kernel()
+def _settle_kernel(
+    sums_ptr,
+    close_ptr,
+    limits_ptr,
+    cuts_ptr,
+    highest_ptr,
+    logits_ptr,
+    temperatures_ptr,
+    log_min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    rows_ptr,
+    row_stride,
+    vocab_size,
+    index_bits: tl.constexpr,
+    is_mass: tl.constexpr,
+    has_rows: tl.constexpr,
+    pieces: tl.constexpr,
+    pieces_tile: tl.constexpr,
+    tile: tl.constexpr,
+    num_sums: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    """The greatest key whose predecessors weigh less than is wanted; of a row without the filter, what was before."""
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    request = tl.program_id(0).to(tl.int64)
+    row, temperature, highest, is_random = _row_of(
+        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, pieces, pieces_tile
+    )
+    limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
     last = tl.full((), 0x7FFFFFFF, tl.int32)
-    is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # not of NaN either
-    if is_random & (top_k > 0) & (top_k < vocab_size):
-        limit, _, _, _ = _find_cut(
-            row_ptr, close_ptr, vocab_size, highest, temperature, limit, top_k, top_p, False, tile
-        )
-        tl.debug_barrier()  # `close` has been read
-    if is_random & (top_p < 1.0):
-        limit, above, num_at, wanted = _find_cut(
-            row_ptr, close_ptr, vocab_size, highest, temperature, limit, top_k, top_p, True, tile
-        )
-        mass = _weight(limit, True)
-        if (num_at > 1) & (mass > 0):
-            num_kept = tl.ceil((wanted - above.to(tl.float64)) / mass.to(tl.float64)).to(tl.int64)
-            while (num_kept > 1) & ((above + (num_kept - 1) * mass).to(tl.float64) >= wanted):
-                num_kept -= 1
-            while (above + num_kept * mass).to(tl.float64) < wanted:
-                num_kept += 1
-            num_seen = num_kept * 0
-            start = num_at * 0
-            while (num_kept < num_at) & (num_seen < num_kept):
-                index = start + tl.arange(0, tile)
-                depth = _load_depth(row_ptr, index, vocab_size, highest, temperature)
-                is_at = depth == limit
-                rank = num_seen + tl.cumsum(is_at.to(tl.int64), 0)
-                last = tl.minimum(last, tl.min(tl.where(is_at & (rank == num_kept), index, 0x7FFFFFFF), 0))
-                num_seen += tl.sum(is_at.to(tl.int64), 0)
-                start += tile
-    tl.store(cuts_ptr + request * 2, limit)
-    tl.store(cuts_ptr + request * 2 + 1, last)
+    if is_random & _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
+        sums_ptr += request * num_sums
+        low, high, base, wanted = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, 2, is_mass)
+        num_close = tl.load(sums_ptr + 16).to(tl.int32)
+        # Of tokens at the same depth top-k keeps all; top-p goes on to their indices.
+        first, behind = low.to(tl.int64), high.to(tl.int64)
+        if is_mass:
+            first, behind = first << index_bits, behind << index_bits
+        while behind - first > 1:
+            step = (behind - first + 7) // 8
+            bounds = tl.minimum(first + (tl.arange(0, 8) + 1) * step, behind)
+            above = tl.zeros([8, tile], tl.int64)
+            for start in tl.range(0, num_close, tile):
+                slot = start + tl.arange(0, tile)
+                index = tl.load(close_ptr + request * vocab_size + slot, mask=slot < num_close, other=0)
+                logit = tl.load(logits_ptr + request * row_stride + index).to(tl.float32)
+                depth = score_depth(logit, highest, temperature)
+                weight = tl.where(slot < num_close, _weight(depth, is_mass), 0)
+                key = depth.to(tl.int64)
+                if is_mass:
+                    key = (key << index_bits) | index
+                above += tl.where(key[None, :] < bounds[:, None], weight[None, :], 0)
+            is_below = (base + tl.sum(above, 1)).to(tl.float64) < wanted
+            first = tl.max(tl.where(is_below, bounds, first), 0)
+            behind = tl.min(tl.where(is_below, behind, bounds), 0)
+        if low < high:
+            if is_mass:
+                limit = (first >> index_bits).to(tl.int32)
+                last = (first & ((1 << index_bits) - 1)).to(tl.int32)
+            else:
+                limit = first.to(tl.int32)
+    if is_mass:
+        tl.store(cuts_ptr + request * 2, limit)
+        tl.store(cuts_ptr + request * 2 + 1, last)
+    else:
+        tl.store(limits_ptr + request, limit)
