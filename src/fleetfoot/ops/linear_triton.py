@@ -22,6 +22,8 @@ from fleetfoot.ops.triton_support import cdiv, next_power_of_2
 
 _MOST_BYTES = {64: 1 << 62, 128: 80 << 20, 256: 8 << 20}
 """Up to so many rows, the largest weight that the library does not multiply as fast: measured on an H100."""
+_MOST_UNSPLIT_BYTES = {64: 1 << 62, 128: 16 << 20, 256: 8 << 20}
+"""The same where the output must be whole, measured on an H200."""
 _STAGED_BYTES = 100 * 1024
 """Most bytes of the weight for a program that stages them: two such programs fit a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
@@ -39,7 +41,8 @@ def choose_tiling(
         num_outputs: of the result: half the rows of the weight if it is gated.
         may_split: partial sums will do.
     """
-    most_bytes = next((most for rows, most in _MOST_BYTES.items() if num_rows <= rows), 0)
+    table = _MOST_BYTES if may_split else _MOST_UNSPLIT_BYTES
+    most_bytes = next((most for rows, most in table.items() if num_rows <= rows), 0)
     weight_bytes = num_outputs * num_inputs * (4 if gated else 2)
     if num_rows == 0 or weight_bytes > most_bytes or num_outputs < 16 or num_inputs < 16 or num_inputs % 8:
         return None
