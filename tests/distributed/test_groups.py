@@ -95,7 +95,9 @@ def run_pipeline(pipeline: Any) -> tuple[list[torch.Tensor], list[Any]]:
                 part_of(step, num_tokens, 8, dtype=torch.bfloat16), torch.zeros(num_tokens, 8, dtype=torch.bfloat16)
             )
         else:
-            addresses.append((received.hidden_states.data_ptr(), received.residual.data_ptr()))
+            for tensors in (received, pipeline.buffers(num_tokens)):
+                assert tensors.hidden_states.shape == tensors.residual.shape == (num_tokens, 8)
+                addresses.append((tensors.hidden_states.data_ptr(), tensors.residual.data_ptr()))
         steps.append(torch.stack((received.hidden_states, received.residual)))
         if not pipeline.is_last_rank:
             leaving = IntermediateTensors(received.hidden_states.clone(), received.residual + pipeline.rank + 1)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.distributed.small_engines import check_lives
 from tests.helpers.engines import make_engine
-from tests.helpers.schedules import Life, assert_agree, live, live_alone, random_lives
+from tests.helpers.schedules import Life, live_alone, random_lives
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
@@ -57,11 +58,4 @@ def test_tokens_and_logprobs_are_those_of_one_process(way: str, expected: dict[i
         assert isinstance(engine.core.executor, MultiprocessExecutor)
         assert engine.runner_name == WAYS[way]["runner"]
         for seed in SEEDS:
-            lives = lives_of(seed)
-            got = live(engine, lives)
-            for life in lives:
-                try:
-                    assert_agree(got[life.request_id], expected[seed][life.request_id], tolerance=1e-4)
-                except AssertionError as error:
-                    raise AssertionError(f"{way}, seed {seed}, {life}: {error}") from error
-            engine.core.scheduler.check_idle()
+            check_lives(engine, lives_of(seed), expected[seed])

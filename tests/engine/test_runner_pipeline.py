@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from tests.engine.test_speculative_graphs import NoValues
 from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
+from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import (
     DRAFT,
     MAX_MODEL_LEN,
@@ -23,12 +28,15 @@ from tests.helpers.runner_lives import (
 from fleetfoot.config.model import load_model_config
 from fleetfoot.layers.shards import pipeline_layers
 from fleetfoot.runner.contract import ModelRunner
+from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
 
 REQUESTS = [wishes(number) for number in range(10)]
+PLAIN = [SamplingParams(max_tokens=12 + 5 * n, temperature=0.5 * (n % 3), ignore_eos=True) for n in range(9)]
+"""What a graph samples by itself."""
 KINDS = ["v1", "v2"]
 
 
@@ -101,6 +109,60 @@ def test_three_ranks(kind: str) -> None:
     )
     assert_same(got, expected)
     assert pipeline.max_behind >= 2
+
+
+class StrictDevice(RecordingDevice):
+    """Its graphs hold nothing that depends on a value."""
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        def watched() -> Any:
+            with NoValues():
+                return work()
+
+        return super().capture(watched)
+
+
+@pytest.mark.parametrize("drafts", ["none", "right", "wrong", "ngram"])
+@pytest.mark.parametrize("requests", [REQUESTS, PLAIN], ids=["all", "plain"])
+def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], drafts: str) -> None:
+    """Each rank replays its part of a step, padding and all; only what ranks send each other is not captured."""
+    folder = DRAFT.parent / "story-qwen3"
+    config = load_model_config(folder)
+    expected = live(in_one_runner(make_runner("v2", folder=folder)), requests)
+    drafter = ScriptedDrafter(share_of_errors=0.0 if drafts == "right" else 0.5)
+    speculation = {"none": NO_SPECULATION, "ngram": Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1))}.get(
+        drafts, Speculation(NUM_DRAFTS, drafter=drafter)
+    )
+    num_drafts = speculation.num_drafts
+    device = StrictDevice if speculation.drafter is None else RecordingDevice  # the drafter looks at everything
+    runners = [
+        make_runner(
+            "v2",
+            speculation if group.is_last_rank else Speculation(num_drafts),
+            pipeline=group,
+            layers=pipeline_layers(config, rank, 3),
+            folder=folder,
+            device=device(has_graphs=True),
+        )
+        for rank, group in enumerate(local_pipeline(3, config.hidden_size))
+    ]
+    got = live(
+        LocalPipeline(runners).execute,
+        requests,
+        num_drafts=num_drafts,
+        scripts={name: life.token_ids for name, life in expected.items()},
+        drafter=drafter,
+        depth=3,
+        num_stages=3,
+    )
+    assert_same(got, expected, tolerance=1e-4)  # other shapes round otherwise
+    for runner in runners:
+        assert isinstance(runner, ModelRunnerV2)
+        assert runner.graphs.num_steps["uniform" if num_drafts else "decode"] > 10
+        # where something drafts, the steps that begin requests are not captured
+        assert (runner.graphs.num_steps["eager"] > 0) == (runner is runners[-1] and drafts != "none")
+        samples = [key.samples for key in runner.graphs.captured]
+        assert any(samples) == (runner is runners[-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,9 @@ from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.runner.contract import ModelRunner, PendingOutput
 from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
+MAX_NUM_TOKENS = 64
+"""Of a step, where buffers are persistent."""
+
 
 class LocalPipelineGroup(PipelineGroup):
     """One rank's end of the queues. Whoever receives something that nobody has sent yet would wait for ever: an error.
@@ -18,9 +21,20 @@ class LocalPipelineGroup(PipelineGroup):
     Args:
         ways: hidden states on their way, to ranks 1, 2, ...
         packets: packets on their way, to ranks 0, 1, ...
+        hidden_size: if it is known, steps are received in persistent buffers; what lies behind a step there is not a
+            number.
     """
 
-    def __init__(self, rank: int, ways: list[deque[IntermediateTensors]], packets: list[deque[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ways: list[deque[IntermediateTensors]],
+        packets: list[deque[torch.Tensor]],
+        hidden_size: int | None,
+    ) -> None:
+        self._buffers = None
+        if hidden_size is not None and rank > 0:
+            self._buffers = IntermediateTensors(*torch.full((2, MAX_NUM_TOKENS, hidden_size), float("nan")))
         self.rank = rank
         self.size = len(ways) + 1
         self._ways = ways
@@ -32,7 +46,20 @@ class LocalPipelineGroup(PipelineGroup):
         assert self._ways[self.rank - 1], "a rank receives hidden states that were not sent yet"
         tensors = self._ways[self.rank - 1].popleft()
         assert tensors.hidden_states.shape[0] == num_tokens
-        return tensors
+        if self._buffers is None:
+            return tensors
+        for buffer, tensor in (
+            (self._buffers.hidden_states, tensors.hidden_states),
+            (self._buffers.residual, tensors.residual),
+        ):
+            buffer.fill_(float("nan"))[:num_tokens] = tensor
+        return self.buffers(num_tokens)
+
+    def buffers(self, num_tokens: int) -> IntermediateTensors | None:
+        if self.is_first_rank:
+            return None
+        assert self._buffers is not None
+        return self._buffers.first(num_tokens)
 
     def send(self, tensors: IntermediateTensors) -> None:
         self._ways[self.rank].append(IntermediateTensors(tensors.hidden_states.clone(), tensors.residual.clone()))
@@ -48,13 +75,13 @@ class LocalPipelineGroup(PipelineGroup):
         packet.copy_(self._packets[self.rank].popleft())  # of the same shape, or it raises
 
 
-def local_pipeline(size: int) -> list[PipelineGroup]:
+def local_pipeline(size: int, hidden_size: int | None = None) -> list[PipelineGroup]:
     """Every rank's group."""
     if size == 1:
         return [SINGLE_PIPELINE_GROUP]
     ways: list[deque[IntermediateTensors]] = [deque() for _ in range(size - 1)]
     packets: list[deque[torch.Tensor]] = [deque() for _ in range(size - 1)]
-    return [LocalPipelineGroup(rank, ways, packets) for rank in range(size)]
+    return [LocalPipelineGroup(rank, ways, packets, hidden_size) for rank in range(size)]
 
 
 class LocalPipeline:

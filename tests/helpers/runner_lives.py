@@ -292,11 +292,11 @@ def in_one_runner(runner: ModelRunner) -> Callable[[SchedulerOutput], PendingOut
     return execute
 
 
-def assert_same(got: dict[str, Life], expected: dict[str, Life]) -> None:
+def assert_same(got: dict[str, Life], expected: dict[str, Life], *, tolerance: float = 1e-5) -> None:
     assert got.keys() == expected.keys()
     for name, life in expected.items():
         assert got[name].token_ids == life.token_ids, name
         assert len(got[name].logprobs) == len(life.logprobs), name
         for ours, theirs in zip(got[name].logprobs, life.logprobs, strict=True):
             assert ours.token_ids == theirs.token_ids
-            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=tolerance)

@@ -74,6 +74,7 @@ class EngineChannel:
             socket.linger = _LINGER_MS
 
     def close(self) -> None:
+        """Safe to call again, in any thread once no other uses the channel."""
         for socket in (*self._steps, self.reports):
             socket.close()
         self._context.term()

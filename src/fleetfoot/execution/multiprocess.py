@@ -77,13 +77,15 @@ class MultiprocessExecutor:
             nodes = self._nodes = EngineNodes(plan)
             channel = self._channel = EngineChannel(nodes.address, self._num_workers)
             nodes.gather(channel.addresses)
-            rendezvous = Rendezvous(None, nodes.address, nodes.port)
+            rendezvous = Rendezvous(None, nodes.address, nodes.store_port)
         else:
             channel = self._channel = EngineChannel(self._folder, self._num_workers)
             rendezvous = Rendezvous(str(self._folder / "meeting-point"))
         self._processes = WorkerProcesses(worker_specs(plan, channel.addresses, rendezvous))
-        # whoever forgets to shut down, or just ends
-        self._finalizer = weakref.finalize(self, _abandon, self._processes, self._folder)
+        # for whoever forgets to shut down, or just ends; then a thread may still use the sockets, which it has alone
+        weakref.finalize(self, _abandon, self._processes, self._folder)
+        closing = weakref.finalize(self, channel.close)
+        closing.atexit = False  # type: ignore[misc]  # it is a property
         self._poller = zmq.Poller()
         self._poller.register(channel.reports, zmq.POLLIN)
         for descriptor in (*self._processes.sentinels, *(self._nodes.descriptors if self._nodes else ())):
@@ -230,7 +232,7 @@ class _PendingStep:
 
 
 def _abandon(processes: WorkerProcesses, folder: Path) -> None:
-    """Whatever thread this runs in, it touches no sockets."""
+    """In any thread."""
     with contextlib.suppress(Exception):
         processes.kill()
     shutil.rmtree(folder, ignore_errors=True)

@@ -41,7 +41,7 @@ def run_node(config: EngineConfig) -> None:
     processes = None
     try:
         plan = dataclasses.replace(plan, engine_id=membership.engine_id)
-        rendezvous = Rendezvous(None, membership.address, membership.port)
+        rendezvous = Rendezvous(None, membership.address, membership.store_port)
         processes = WorkerProcesses(worker_specs(plan, membership.addresses, rendezvous))
         _watch(membership, processes)
     except BaseException as error:

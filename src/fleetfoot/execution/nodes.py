@@ -1,22 +1,20 @@
 """How the machines of one engine find each other, and hear of each other's end.
 
-Node 0, where the engine is, opens the store of torch.distributed at ``master_addr:master_port``. In it lies what the
-others need: what they must agree on, the addresses of the engine's sockets with their public key, and the address of a
-plain TCP connection, the link, that each of them keeps open to node 0. Its end is the end of the machine, or of what
-ran there. Whoever can read the store can become a part of the engine: the port is for the engine's machines alone.
+Node 0, where the engine is, listens at ``master_addr:master_port``. Every other node connects to it and says how it is
+set up; if that agrees, it is told where the engine's sockets are, with their public key, and where the store of
+torch.distributed is, at which all workers meet. The connection stays, as the link of both nodes: its end is the end
+of the machine, or of what ran there. Whoever reaches the port and knows the settings can become a part of the engine:
+it is for the engine's machines alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
 import select
 import socket
 import time
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -29,24 +27,33 @@ from fleetfoot.plan.plan import EnginePlan
 
 GATHER_S = 600.0
 """How long nodes wait for each other when they start."""
-_SLICE_S = 1.0
-"""How long a wait goes on before Ctrl-C can end it."""
 _KNOCK_S = 0.5
 """Between two attempts to reach a machine that may not be there yet; nothing could say when it is."""
 _HELLO_S = 10.0
 """How long whoever connects may take to say who it is."""
-_ENGINE, _NODE = "fleetfoot/engine", "fleetfoot/node-{}"
-_OVER, _FAILED = "over", "failed"
+_MAX_LINE = 1 << 20
+_OVER, _FAILED, _GONE = "over", "failed", "gone"
+
+_T = TypeVar("_T")
+
+
+class Hello(msgspec.Struct):
+    """What a node says first."""
+
+    node_rank: int
+    facts: dict[str, str]
 
 
 class Invitation(msgspec.Struct):
-    """What node 0 tells the others."""
+    """What node 0 answers."""
 
     facts: dict[str, str]
+    """Its own, so that both can say in what they differ."""
+    refusal: str
+    """Why the node cannot take part though its facts are the same; empty: it can."""
     engine_id: str
     addresses: list[WorkerAddresses]
-    link_port: int
-    secret: str
+    store_port: int
 
 
 def check_is_first_node(config: EngineConfig) -> None:
@@ -72,18 +79,34 @@ def check_devices(plan: EnginePlan) -> None:
 
 
 class Link:
-    """A connection between node 0 and another one. Each side says one thing at most, and then leaves."""
+    """A connection between node 0 and another one. After the greeting, each side says one thing at most, and leaves."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may go without a word
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._connection = connection
+        self._reader = connection.makefile("rb")
 
     def fileno(self) -> int:
         return self._connection.fileno()
+
+    def send(self, greeting: msgspec.Struct) -> None:
+        self._connection.sendall(msgspec.json.encode(greeting) + b"\n")
+
+    def receive(self, kind: type[_T], timeout_s: float) -> _T:
+        """The other side's greeting.
+
+        Raises:
+            OSError: it has left, or says nothing. ValueError: it says something else.
+        """
+        self._connection.settimeout(timeout_s)
+        line = self._reader.readline(_MAX_LINE)
+        self._connection.settimeout(None)
+        if not line:
+            raise ConnectionError("the connection has ended")
+        return msgspec.json.decode(line, type=kind)
 
     def say(self, kind: str, reason: str) -> None:
         with contextlib.suppress(OSError):  # who has left needs to hear nothing
@@ -92,15 +115,13 @@ class Link:
 
     def hear(self) -> tuple[str, str]:
         """What the other side says at its end; if it left without a word, ``gone``."""
-        said = b""
         try:
-            while part := self._connection.recv(1 << 16):
-                said += part
-            return msgspec.json.decode(said, type=tuple[str, str])
+            return msgspec.json.decode(self._reader.read(), type=tuple[str, str])
         except (OSError, msgspec.DecodeError):
-            return "gone", ""
+            return _GONE, ""
 
     def close(self) -> None:
+        self._reader.close()
         self._connection.close()
 
 
@@ -115,23 +136,16 @@ class EngineNodes:
         config = plan.config
         self._plan = plan
         self._links: dict[int, Link] = {}
-        self.port = config.master_port
         try:
             self.address = socket.gethostbyname(config.master_addr)
-            self._server = socket.create_server((self.address, 0), backlog=config.nnodes)
+            self._server = socket.create_server((self.address, config.master_port), backlog=config.nnodes)
         except OSError as error:
             raise ValueError(
-                f"master_addr is {config.master_addr!r}, and nothing can listen there: {error}; it must be an address "
-                "of node 0, which is this machine"
+                f"master_addr is {config.master_addr!r} and master_port {config.master_port}, and nothing can listen "
+                f"there: {error}; it must be an address of node 0, which is this machine, and a port that is free"
             ) from error
-        try:
-            self._store = dist.TCPStore(self.address, self.port, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
-            self._server.close()
-            raise ValueError(
-                f"master_port is {self.port}, and node 0 cannot listen there: {_first_line(error)}; choose another "
-                "one, the same on all nodes"
-            ) from error
+        self._store = dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+        self.store_port: int = self._store.port
 
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
         """Wait for all nodes.
@@ -139,30 +153,33 @@ class EngineNodes:
         Raises:
             ValueError: one of them is set up differently. TimeoutError: one does not come.
         """
-        facts, secret = facts_of(self._plan), secrets.token_hex(32)
-        link_port = self._server.getsockname()[1]
-        invitation = Invitation(facts, self._plan.engine_id, list(addresses), link_port, secret)
-        self._store.set(_ENGINE, msgspec.json.encode(invitation).decode())
+        invitation = Invitation(facts_of(self._plan), "", self._plan.engine_id, list(addresses), self.store_port)
+        expected = range(1, self._plan.config.nnodes)
         until = time.monotonic() + GATHER_S
-        for node in range(1, self._plan.config.nnodes):
-            others = _get(self._store, _NODE.format(node), until, f"node {node} has not come")
-            check_same(facts, msgspec.json.decode(others, type=dict[str, str]), node=node)
-        while len(self._links) < self._plan.config.nnodes - 1:
-            self._accept(secret, until)
+        while missing := sorted(expected - self._links.keys()):
+            self._server.settimeout(max(0.001, until - time.monotonic()))
+            try:
+                connection, _ = self._server.accept()
+            except TimeoutError as error:
+                raise TimeoutError(f"node {missing[0]} has not come within {GATHER_S:.0f} s") from error
+            self._admit(Link(connection), invitation)
 
-    def _accept(self, secret: str, until: float) -> None:
-        self._server.settimeout(max(0.0, until - time.monotonic()))
-        connection, _ = self._server.accept()
-        connection.settimeout(_HELLO_S)
+    def _admit(self, link: Link, invitation: Invitation) -> None:
+        """Whoever is no node of this engine is sent away, and nobody is disturbed by it."""
         try:
-            node, token = _read_line(connection).split()
-            is_known = hmac.compare_digest(token, secret) and int(node) not in self._links
+            hello = link.receive(Hello, _HELLO_S)
+            refusal = ""
+            if hello.node_rank in self._links:
+                refusal = f"node_rank is {hello.node_rank}, and another node has it already; each needs its own"
+            link.send(msgspec.structs.replace(invitation, refusal=refusal))
         except (OSError, ValueError):
-            is_known = False
-        if is_known:
-            self._links[int(node)] = Link(connection)
-        else:
-            connection.close()
+            link.close()
+            return
+        if refusal:
+            link.close()
+            return
+        self._links[hello.node_rank] = link
+        check_same(invitation.facts, hello.facts, node=hello.node_rank)
 
     @property
     def descriptors(self) -> list[int]:
@@ -196,46 +213,35 @@ class Membership:
     """This machine's place in an engine whose node 0 is another one.
 
     Raises:
-        ValueError: the machines are set up differently.
+        ValueError: the machines are set up differently, or another one has this one's number.
         TimeoutError, ConnectionError: node 0 does not come, or does not take this one.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
-        config, until = plan.config, time.monotonic() + GATHER_S
-        self.port = config.master_port
+        config = plan.config
+        where = f"master_addr {config.master_addr}, master_port {config.master_port}"
         try:
             self.address = socket.gethostbyname(config.master_addr)
         except OSError as error:
             raise ValueError(f"master_addr is {config.master_addr!r}, which is no address: {error}") from error
-        store = self._open_store(until)
-        invitation = msgspec.json.decode(_get(store, _ENGINE, until, "node 0 has not come"), type=Invitation)
         facts = facts_of(plan)
-        store.set(_NODE.format(config.node_rank), msgspec.json.encode(facts).decode())  # so that both refuse
-        check_same(facts, invitation.facts, node=0)
+        self.link = Link(_knock(self.address, config.master_port, where))
+        try:
+            self.link.send(Hello(config.node_rank, facts))
+            invitation = self.link.receive(Invitation, GATHER_S)
+        except (OSError, ValueError) as error:
+            self.link.close()
+            raise ConnectionError(f"what answers at {where} is not node 0 of an engine that starts: {error}") from error
+        try:
+            check_same(facts, invitation.facts, node=0)
+            if invitation.refusal:
+                raise ValueError(invitation.refusal)
+        except ValueError:
+            self.link.close()
+            raise
         self.engine_id = invitation.engine_id
         self.addresses = invitation.addresses
-        connection = socket.create_connection((self.address, invitation.link_port), timeout=_HELLO_S)
-        connection.sendall(f"{config.node_rank} {invitation.secret}\n".encode())
-        self.link = Link(connection)
-
-    def _open_store(self, until: float) -> dist.Store:
-        """The store's own way to wait for node 0 fills the terminal, and Ctrl-C does not end it."""
-        while True:
-            try:
-                socket.create_connection((self.address, self.port), timeout=_left(until, _HELLO_S)).close()
-                return dist.TCPStore(self.address, self.port, is_master=False)
-            except OSError as error:
-                if time.monotonic() >= until:
-                    raise TimeoutError(
-                        f"nobody answers at master_addr {self.address}, master_port {self.port}: start node 0, and "
-                        "check both"
-                    ) from error
-                time.sleep(_KNOCK_S)
-            except RuntimeError as error:
-                raise ConnectionError(
-                    f"what answers at master_addr {self.address}, master_port {self.port} is not node 0: "
-                    f"{_first_line(error)}"
-                ) from error
+        self.store_port = invitation.store_port
 
     def failed(self, reason: str) -> None:
         """Tell node 0 that this one is no more."""
@@ -249,32 +255,15 @@ class Membership:
         return reason or "node 0 is gone"
 
 
-def _get(store: dist.Store, key: str, until: float, problem: str) -> bytes:
-    """Wait for a value; Ctrl-C gets through."""
+def _knock(address: str, port: int, where: str) -> socket.socket:
+    """Connect to node 0, which may not be there yet."""
+    until = time.monotonic() + GATHER_S
     while True:
         try:
-            store.wait([key], timedelta(seconds=_left(until, _SLICE_S)))
-            return store.get(key)
-        except RuntimeError as error:
+            return socket.create_connection(
+                (address, port), timeout=min(_HELLO_S, max(0.001, until - time.monotonic()))
+            )
+        except OSError as error:
             if time.monotonic() >= until:
-                raise TimeoutError(f"{problem} within {GATHER_S:.0f} s") from error
-            if not isinstance(error, dist.DistStoreError):
-                raise ConnectionError(f"the store of node 0 is gone: {_first_line(error)}") from error
-
-
-def _left(until: float, most: float) -> float:
-    return min(most, max(0.001, until - time.monotonic()))
-
-
-def _read_line(connection: socket.socket) -> str:
-    line = b""
-    while not line.endswith(b"\n"):
-        part = connection.recv(256)
-        if not part or len(line) > 256:
-            raise ValueError("no line")
-        line += part
-    return line.decode()
-
-
-def _first_line(error: Any) -> str:
-    return str(error).partition("\n")[0]
+                raise TimeoutError(f"nobody answers at {where}: start node 0, and check both") from error
+            time.sleep(_KNOCK_S)

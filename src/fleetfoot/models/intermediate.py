@@ -19,6 +19,10 @@ class IntermediateTensors:
     residual: torch.Tensor
     """``[num_tokens, hidden_size]``: the same on every rank of the tensor group."""
 
+    def first(self, num_tokens: int) -> IntermediateTensors:
+        """Those of the first tokens, as views."""
+        return IntermediateTensors(self.hidden_states[:num_tokens], self.residual[:num_tokens])
+
     def empty_like(self) -> IntermediateTensors:
         """Memory of the same shapes, dtype and device, to receive into."""
         return IntermediateTensors(torch.empty_like(self.hidden_states), torch.empty_like(self.residual))

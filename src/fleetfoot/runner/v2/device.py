@@ -114,7 +114,8 @@ class _CudaCapture:
 
     def __init__(self, work: Callable[[], Any], pool: Any, stream: torch.cuda.Stream) -> None:
         work()
-        torch.cuda.synchronize()
+        # Not the whole device: in a pipeline it may be sending what the peer, which captures too, takes later.
+        torch.cuda.current_stream().synchronize()
         self._graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which collects garbage and empties caches first: a step that captures waits for this.
         with torch.cuda.stream(stream):

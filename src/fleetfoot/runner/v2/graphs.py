@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 from fleetfoot.runner.capture_table import CaptureTable, GraphKey
 from fleetfoot.runner.v2.device import Capture
@@ -20,9 +21,12 @@ class GraphManager:
     Args:
         table: the shapes; an empty one makes every step eager.
         make: captures a shape; None where the device has no graphs.
+        has_end: False: steps end with the forward pass, as on a rank that is not the last of its pipeline; keys then
+            know nothing of what comes after it.
     """
 
-    def __init__(self, table: CaptureTable, make: CaptureMaker | None = None) -> None:
+    def __init__(self, table: CaptureTable, make: CaptureMaker | None = None, *, has_end: bool = True) -> None:
+        self._has_end = has_end
         self._table = table if make is not None else CaptureTable()
         self._make = make
         self._captured: dict[GraphKey, Capture] = {}
@@ -46,8 +50,8 @@ class GraphManager:
             num_tokens=num_tokens,
             max_query_len=max_query_len,
             is_uniform=is_uniform,
-            samples=samples,
-            drafting=drafting,
+            samples=samples and self._has_end,
+            drafting=drafting if self._has_end else None,
             filters=filters,
         )
         shape = BatchShape(
@@ -75,7 +79,7 @@ class GraphManager:
     def capture_first(self) -> None:
         """Capture the shapes that are wanted at the start."""
         for key in self._table.first_keys:
-            self.get(key)
+            self.get(key if self._has_end else replace(key, samples=False, drafting=None, filters=False))
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:

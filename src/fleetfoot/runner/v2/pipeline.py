@@ -41,10 +41,11 @@ class Packets:
         self._width = 2 + state.num_draft
         self._awaited: deque[_Awaited] = deque()
 
-    def send(self, batch: InputBatch, new: NewTokens) -> None:
-        """On the last rank, after a step in which somebody sampled, and its drafting."""
+    def pack(self, batch: InputBatch, new: NewTokens) -> torch.Tensor | None:
+        """The packet of a step in which somebody sampled, on the last rank, after its drafting; None: nobody wants
+        one. Padding of a graph makes rows behind."""
         if self._pipeline.size == 1:
-            return
+            return None
         shape = len(new.token_ids), self._width
         packet = torch.empty(shape, dtype=torch.int32, device=new.token_ids.device)
         last = (new.num_sampled - 1).clamp(min=0).to(torch.int64)
@@ -54,7 +55,12 @@ class Packets:
         # The drafts that the rows hold. They are old ones where the step proposed none, and may have to be verified all
         # the same, beside new ones of other requests; then all ranks must have the same.
         packet[:, 2:] = self._requests.draft_tokens[batch.idx_mapping[: len(packet)]]
-        self._pipeline.send_packet(packet)
+        return packet
+
+    def send(self, packet: torch.Tensor | None) -> None:
+        """On the last rank, what `pack` has made, without padding."""
+        if packet is not None:
+            self._pipeline.send_packet(packet)
 
     def expect(self, batch: InputBatch) -> None:
         """On an earlier rank, after its part of a step."""

@@ -45,10 +45,12 @@ from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 class StepTensors:
     """What a step has left on the device."""
 
-    hidden: torch.Tensor
-    """``[padded_tokens, hidden_size]``"""
+    hidden: torch.Tensor | IntermediateTensors
+    """``[padded_tokens, hidden_size]``; what goes to the next rank, if this one is not the last of its pipeline."""
     packed: torch.Tensor | None = None
     """Of `NewTokens.packed`, if everything up to drafting was part of it."""
+    packet: torch.Tensor | None = None
+    """Then also what the last rank of a pipeline sends to the others."""
 
 
 class ModelRunnerV2:
@@ -81,8 +83,10 @@ class ModelRunnerV2:
         pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     ) -> None:
         self.device = device or open_device(loader.context.device)
-        can_capture = self.device.has_graphs and loader.context.attention.is_capturable and pipeline.size == 1
-        self.graphs = GraphManager(capture_table or CaptureTable(), self._capture if can_capture else None)
+        can_capture = self.device.has_graphs and loader.context.attention.is_capturable
+        self.graphs = GraphManager(
+            capture_table or CaptureTable(), self._capture if can_capture else None, has_end=pipeline.is_last_rank
+        )
         self._loader = loader
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -191,13 +195,13 @@ class ModelRunnerV2:
         batch = self._buffers.batch(shape, scheduler_output.rows)
         if graph is None:
             self._buffers.fill(batch)
-            hidden = self._run_model(batch, intermediate_tensors or self._pipeline.receive(shape.num_tokens))
-            if isinstance(hidden, IntermediateTensors):
-                return self._pass_on(hidden, batch, scheduler_output)
-            done = StepTensors(hidden)
+            done = StepTensors(self._run_model(batch, intermediate_tensors or self._pipeline.receive(shape.num_tokens)))
         else:
+            self._pipeline.receive(shape.num_tokens)  # to where the graph reads it
             graph.replay()
             done = graph.output
+        if isinstance(done.hidden, IntermediateTensors):
+            return self._pass_on(done.hidden.first(shape.num_tokens), batch)
         self._pending = ExecuteModelState(
             scheduler_output, done.hidden, scheduler_output.finished_req_ids, (batch, done)
         )
@@ -220,11 +224,8 @@ class ModelRunnerV2:
             self._sampler.remove(row)
             self._prompt_logprobs.remove(row)
 
-    def _pass_on(
-        self, hidden: IntermediateTensors, batch: InputBatch, scheduler_output: SchedulerOutput
-    ) -> IntermediateTensors | None:
+    def _pass_on(self, hidden: IntermediateTensors, batch: InputBatch) -> IntermediateTensors | None:
         """The end of a step on a rank that is not the last of its pipeline."""
-        self._verifier.update_rows(batch, None)  # every query is taken to be right, until the packet comes
         self._packets.expect(batch)
         if self._pipeline.size == 1:
             return hidden
@@ -242,6 +243,7 @@ class ModelRunnerV2:
         if done.packed is not None:  # the graph has sampled; its memory is written over by the next replay
             packed = done.packed[: shape.num_sampled] if shape.num_drafts else done.packed[:, : shape.num_sampled]
             output.send_tokens(packed.clone(), shape.num_sampled, shape.num_drafts)
+            self._packets.send(None if done.packet is None else done.packet[: shape.num_sampled])
             return output
         for index, position, tensors in self._prompt_logprobs.collect(done.hidden, scheduler_output):
             output.send_prompt_logprobs(index, position, tensors)
@@ -252,7 +254,7 @@ class ModelRunnerV2:
         self._verifier.update_rows(batch, new)
         self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
         if new is not None:
-            self._packets.send(batch, new)
+            self._packets.send(self._packets.pack(batch, new))
         return output
 
     def _choose(self, batch: InputBatch, hidden: torch.Tensor, output: AsyncOutput) -> NewTokens:
@@ -277,9 +279,12 @@ class ModelRunnerV2:
         self, batch: InputBatch, intermediate_tensors: IntermediateTensors | None = None
     ) -> torch.Tensor | IntermediateTensors:
         assert self._model is not None
-        return self._model.forward(
+        hidden = self._model.forward(
             batch.input_ids, batch.metadata.positions, self._kv_caches, batch.metadata, intermediate_tensors
         )
+        if isinstance(hidden, IntermediateTensors):  # the step ends here, as if every query were right
+            self._verifier.update_rows(batch, None)
+        return hidden
 
     def _logits(self, hidden: torch.Tensor, whose: LogitsRows, num_logits: int) -> torch.Tensor:
         """``[padded_tokens, hidden_size]`` -> ``[num_logits, vocab_size]``."""
@@ -307,9 +312,8 @@ class ModelRunnerV2:
 
         def work() -> StepTensors:
             self._buffers.fill(batch)
-            hidden = self._run_model(batch)
-            assert isinstance(hidden, torch.Tensor)
-            if not key.samples:
+            hidden = self._run_model(batch, self._pipeline.buffers(key.num_tokens))
+            if isinstance(hidden, IntermediateTensors) or not key.samples:
                 return StepTensors(hidden)
             whose = self._verifier.logits_rows(batch, key.num_reqs)
             logits = self._logits(hidden, whose, shape.num_logits)
@@ -318,7 +322,7 @@ class ModelRunnerV2:
             packed = new.packed()
             self._verifier.update_rows(batch, new)
             self._drafting.propose(batch, hidden, new, key.drafting)
-            return StepTensors(hidden, packed)
+            return StepTensors(hidden, packed, self._packets.pack(batch, new))
 
         return self.device.capture(work)
 

@@ -1,0 +1,54 @@
+"""Engines of worker processes for tests of what becomes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.helpers.schedules import Life, assert_agree, live
+
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.execution.multiprocess import MultiprocessExecutor
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.sampling.params import SamplingParams
+
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 80,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 64,
+    "block_size": 4,
+    "skip_tokenizer_init": True,
+}
+PROMPT = [5, 6, 7]
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+"""Nearly as long as requests can be."""
+
+
+def executor_of(engine: LLMEngine) -> MultiprocessExecutor:
+    executor = engine.core.executor
+    assert isinstance(executor, MultiprocessExecutor)
+    return executor
+
+
+def check_lives(engine: LLMEngine, lives: list[Life], expected: dict[str, RequestOutput]) -> None:
+    """Live them, and compare each with what is expected; afterwards the engine holds nothing."""
+    got = live(engine, lives)
+    for life in lives:
+        try:
+            assert_agree(got[life.request_id], expected[life.request_id], tolerance=1e-4)
+        except AssertionError as error:
+            raise AssertionError(f"{life}: {error}") from error
+    engine.core.scheduler.check_idle()
+
+
+def step_until_dead(engine: LLMEngine) -> EngineDeadError:
+    """There are always requests that run."""
+    with pytest.raises(EngineDeadError) as caught:
+        while True:
+            if not engine.has_unfinished_requests():
+                engine.add_request("again", PROMPT, LONG)
+            engine.step()
+    return caught.value

@@ -1,0 +1,108 @@
+"""An engine over two nodes, both of them this machine: one in the test, the other a `fleetfoot worker` command."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.distributed.small_engines import LONG, PROMPT, SMALL, check_lives, executor_of, step_until_dead
+from tests.helpers.gate import HANG
+from tests.helpers.processes import Watched, running_child
+from tests.helpers.schedules import live_alone, random_lives
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.execution import nodes
+from fleetfoot.execution.errors import WorkerError
+
+LIVES = random_lives(9, 2048)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(nodes, "GATHER_S", HANG)
+    yield
+    assert multiprocessing.active_children() == []
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextmanager
+def second_node(port: int, **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """The command; settings as of the engine."""
+    flags = []
+    for name, value in {**SMALL, **settings, "nnodes": 2, "node_rank": 1, "master_port": port}.items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    with running_child(sys.executable, "-m", "fleetfoot.cli.main", "worker", *flags) as command:
+        yield command
+
+
+@contextmanager
+def first_node(port: int, **settings: Any) -> Iterator[LLMEngine]:
+    engine = LLMEngine.from_config(EngineConfig(**{**SMALL, **settings, "nnodes": 2, "master_port": port}))
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_tokens_are_those_of_one_process(way: str, port: int) -> None:
+    engine = LLMEngine.from_config(EngineConfig(**SMALL))
+    expected = live_alone(engine, LIVES)
+    size = {f"{way}_parallel_size": 2}
+    with second_node(port, **size) as command:
+        with first_node(port, **size) as engine:
+            assert len(executor_of(engine).worker_pids) == 1
+            check_lives(engine, LIVES, expected)
+        _, complaints = command.communicate(timeout=HANG)
+    assert (command.returncode, complaints) == (0, "")
+
+
+def test_nodes_that_are_set_up_differently_refuse_each_other(port: int) -> None:
+    size = {"tensor_parallel_size": 2}
+    with second_node(port, **size, block_size=8) as command:
+        with pytest.raises(ValueError, match=r"node 1 is set up differently.*\n  - block_size: 4 here, 8 there"):
+            first_node(port, **size).__enter__()
+        _, complaints = command.communicate(timeout=HANG)
+    assert command.returncode != 0
+    assert "node 0 is set up differently" in complaints and "block_size: 8 here, 4 there" in complaints
+
+
+def test_a_node_that_is_gone_ends_the_engine_by_name(port: int) -> None:
+    size = {"pipeline_parallel_size": 2}
+    with second_node(port, **size) as command, first_node(port, **size) as engine:
+        engine.add_request("a", PROMPT, LONG)
+        engine.step()
+        workers = Watched(executor_of(engine).worker_pids.values())
+        command.kill()
+        error = step_until_dead(engine)
+        assert isinstance(error.__cause__, WorkerError)
+        assert str(error.__cause__) == "node 1: the connection to it has ended"
+        workers.wait()
+
+
+def test_an_engine_that_is_killed_ends_the_other_node(port: int) -> None:
+    """Here an engine's own worker dies; the node hears why."""
+    size = {"tensor_parallel_size": 2}
+    with second_node(port, **size) as command, first_node(port, **size) as engine:
+        (pid,) = executor_of(engine).worker_pids.values()
+        workers = Watched([pid])
+        workers.kill(pid)
+        said = f"worker 0 (process {pid}) was ended by {signal.SIGKILL.name}"
+        assert said in str(step_until_dead(engine))
+        _, complaints = command.communicate(timeout=HANG)
+        assert command.returncode == 1
+        assert f"the engine has failed: {said}" in complaints

@@ -1,0 +1,127 @@
+"""A KV connector that goes wrong in one worker process alone; in all others it is the real one.
+
+Unlike `tests.helpers.faulty_connector`, whose faults are an object that test and worker share, its settings travel to
+worker processes: plain values in ``kv_connector_extra_config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.block_moves import BlockMoves
+from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
+from fleetfoot.kv_transfer.registry import find_connector
+
+EXIT_CODE = 3
+"""Of a worker that ends without a word."""
+
+
+class InjectedError(RuntimeError):
+    """What a worker raises; its constructor wants more than a message, so it cannot be pickled."""
+
+    def __init__(self, where: str, rank: int) -> None:
+        super().__init__(f"injected {where} on rank {rank}")
+
+
+def faulty_rank(inner: dict[str, Any], rank: int, fault: str) -> dict[str, Any]:
+    """A kv_transfer_config.
+
+    Args:
+        inner: the real connector's.
+        fault: ``step``: the third step raises. ``start``: a ValueError when the KV cache is there. ``exit``: the
+            process ends there. ``loads``: what this rank loads is reported as failed, and is not a number.
+    """
+    return {
+        "kv_connector": "FaultyRankConnector",
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"inner": inner, "rank": rank, "fault": fault},
+    }
+
+
+class FaultyRankConnector(KVConnector):
+    """See `faulty_rank`."""
+
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+
+    @staticmethod
+    def scheduler_side(context: TransferContext) -> SchedulerConnector:
+        inner = _inner(context)
+        return find_connector(inner.config).scheduler_side(inner)
+
+    @staticmethod
+    def worker_side(context: TransferContext) -> WorkerConnector:
+        inner, extra = _inner(context), context.config.kv_connector_extra_config
+        worker = find_connector(inner.config).worker_side(inner)
+        return _FaultyWorker(worker, context.rank, extra["fault"]) if context.rank == extra["rank"] else worker
+
+
+class _FaultyWorker(WorkerConnector):
+    def __init__(self, inner: WorkerConnector, rank: int, fault: str) -> None:
+        self._inner, self._rank, self._fault = inner, rank, fault
+        self._num_steps = 0
+        self._blocks: dict[str, list[int]] = {}  # request -> what is loaded for it
+        self._kv_caches: list[torch.Tensor] = []
+
+    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        if self._fault == "start":
+            raise ValueError(f"injected at the start of rank {self._rank}")
+        if self._fault == "exit":
+            os._exit(EXIT_CODE)
+        self._kv_caches = list(kv_caches)
+        self._inner.register_kv_caches(kv_caches, layout)
+
+    def bind(self, metadata: object | None) -> None:
+        self._num_steps += 1
+        if self._fault == "step" and self._num_steps == 3:
+            raise InjectedError("in a step", self._rank)
+        if isinstance(metadata, BlockMoves):
+            for order in metadata.loads:
+                self._blocks[order.request_id] = [move.block_id for move in order.moves]
+        self._inner.bind(metadata)
+
+    def flush(self) -> None:
+        self._inner.flush()
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def save(self) -> None:
+        self._inner.save()
+
+    def wait_for_save(self) -> None:
+        self._inner.wait_for_save()
+
+    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        output = self._inner.take_ended(finished_req_ids)
+        if self._fault == "loads":
+            for request_id in output.loaded:
+                output.failed[request_id] = TransferFailure(f"injected on rank {self._rank}")
+                for cache in self._kv_caches:
+                    cache[self._blocks[request_id]] = float("nan")
+            output.loaded = set()
+        return output
+
+    def clear(self) -> None:
+        self._inner.clear()
+
+    def wait_for_progress(self) -> None:
+        self._inner.wait_for_progress()
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+
+def _inner(context: TransferContext) -> TransferContext:
+    extra = context.config.kv_connector_extra_config
+    config = KVTransferConfig.parse({"kv_role": context.config.kv_role, **extra["inner"]})
+    return dataclasses.replace(context, config=config)
