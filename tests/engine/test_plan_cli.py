@@ -409,3 +409,17 @@ def test_sizes(text: str, size: int) -> None:
 )
 def test_readable_sizes(size: int, text: str) -> None:
     assert readable(size) == text
+
+
+def test_who_moves_kv_is_said(capsys: Streams, llama_8b: str) -> None:
+    assert plan(capsys, llama_8b, *H100)["kv_connector"] is None
+    both = plan(capsys, llama_8b, *H100, "--kv-offloading-size", "4", "--kv-transfer-config", NIXL)
+    assert both["kv_connector"] == {
+        "name": "MultiConnector",
+        "role": "kv_both",
+        "connectors": ["OffloadingConnector", "NixlConnector"],
+        "load_failure_policy": "recompute",
+    }
+    assert main(["plan", llama_8b, *H100, "--kv-offloading-size", "4"]) == 0
+    line = "KV connector      OffloadingConnector as kv_both; tokens that cannot be loaded are computed again\n"
+    assert line in capsys.readouterr().out

@@ -64,7 +64,7 @@ def _running(report: dict[str, Any]) -> list[str]:
         _line("scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"),
         _line("KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"),
     ]
-    lines[3:3] = [*_parallel(report["parallel"]), *_drafter(report["drafter"])]
+    lines[3:3] = [*_parallel(report["parallel"]), *_drafter(report["drafter"]), *_connector(report["kv_connector"])]
     if not graphs["num_shapes"]:
         return [*lines, _line("graphs", "none: every step runs eagerly")]
     capture = f"{graphs['captured_at_start']} captured at the start"
@@ -90,6 +90,15 @@ def _parallel(parallel: dict[str, Any]) -> list[str]:
         sizes = ", ".join(f"{readable(stage[key])} {name}" for key, name in _STAGE_PARTS)
         lines.append(_line("", f"{ranks}: layers {layers}, {heads}; {sizes}"))
     return lines
+
+
+def _connector(connector: dict[str, Any] | None) -> list[str]:
+    """Nothing where nobody moves KV."""
+    if connector is None:
+        return []
+    after = {"recompute": "are computed again", "fail": "fail their request"}[connector["load_failure_policy"]]
+    names = ", then ".join(connector["connectors"])
+    return [_line("KV connector", f"{names} as {connector['role']}; tokens that cannot be loaded {after}")]
 
 
 def _drafter(drafter: dict[str, Any] | None) -> list[str]:

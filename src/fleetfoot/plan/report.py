@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fleetfoot.kv_transfer.layouts import LAYOUT_DIMENSIONS
+from fleetfoot.kv_transfer.multi_config import MULTI_CONNECTOR, part_configs
 from fleetfoot.layers.shards import num_kv_heads, pipeline_layers, vocab_rows
-from fleetfoot.plan.oracle import Decision
+from fleetfoot.plan.oracle import Decision, active_connector
 from fleetfoot.plan.plan import EnginePlan
 
 
@@ -27,6 +28,7 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "graphs": _graphs(plan),
         "parallel": _parallel(plan),
         "drafter": _drafter(plan),
+        "kv_connector": _kv_connector(plan),
         "kv_layout": _kv_layout(plan),
         "memory": _memory(plan),
         "capacity": _capacity(plan),
@@ -52,6 +54,7 @@ def decision_report(decision: Decision, *, architecture: str, device: str, probl
         "graphs": None,
         "parallel": None,
         "drafter": None,
+        "kv_connector": None,
         "kv_layout": None,
         "memory": None,
         "capacity": None,
@@ -93,6 +96,20 @@ def _parallel(plan: EnginePlan) -> dict[str, Any]:
         "pipeline_parallel_size": pipeline_size,
         "vocab_rows": vocab_rows(model.vocab_size, tensor_size),
         "stages": stages,
+    }
+
+
+def _kv_connector(plan: EnginePlan) -> dict[str, Any] | None:
+    """Who moves KV in and out, as it was asked for; None: nobody."""
+    connector = active_connector(plan.config)
+    if connector is None:
+        return None
+    parts = part_configs(connector) if connector.kv_connector == MULTI_CONNECTOR else [connector]
+    return {
+        "name": connector.kv_connector,
+        "role": connector.kv_role,
+        "connectors": [part.kv_connector for part in parts],
+        "load_failure_policy": connector.kv_load_failure_policy,
     }
 
 
