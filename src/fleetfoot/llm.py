@@ -9,11 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.utils.interrupts import StopSignal, deferred_interrupts
 from fleetfoot.utils.progress import ProgressBar, progress_bar
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class LLM:
         keywords: the fields of `EngineConfig`.
 
     Raises:
-        TypeError: an unknown keyword; near matches are listed.
+        TypeError: an unknown keyword; near matches are listed, or what to do where vLLM knows it.
         ValueError: a value is out of range, or settings, model and machine do not fit together.
 
     Use it as a context manager, or call `shutdown`, to give its memory back.
@@ -48,19 +50,25 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
+        **unknown: Any,
     ) -> list[RequestOutput]:
         """Generate for one prompt or many; they run together, and the outputs come in the order of the prompts.
 
         Args:
-            prompts: text, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}``, token ids, or a list of these.
-            sampling_params: for all, or one for each; None: the defaults.
+            prompts: text, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}``, token ids, or a list of these. The
+                dictionaries can have a ``cache_salt``: only prompts with the same one share KV.
+            sampling_params: for all, or one for each; None: `get_default_sampling_params`.
             use_tqdm: show a progress bar on standard error; or a callable that makes one, as ``tqdm`` does.
             priority: one for each prompt, lower is sooner; needs ``scheduling_policy="priority"``.
+            unknown: refused, but for keywords of vLLM's that ask for nothing (``lora_request=None``).
 
         Raises:
-            ValueError, TypeError: a prompt or its parameters were refused; nothing was generated.
+            ValueError, TypeError: a prompt, its parameters or a keyword were refused; nothing was generated.
             EngineDeadError: the engine has failed.
+            KeyboardInterrupt: Ctrl-C, at the end of the step that it came in. The requests of this call are aborted,
+                and the engine is ready for the next one. A second Ctrl-C does not wait, and ends the engine.
         """
+        check_call_keywords("LLM.generate", self.generate, unknown)
         many = _as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -75,13 +83,30 @@ class LLM:
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **unknown: Any,
     ) -> list[RequestOutput]:
-        """Generate replies to one conversation or many, through the model's own chat template or the one given."""
+        """Generate replies to one conversation or many, through the model's own chat template or the one given.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` dictionaries, or a list of such lists.
+            sampling_params, use_tqdm: as of `generate`.
+            lora_request, chat_template_content_format: stand where vLLM has them; their defaults are all they can be.
+            chat_template: Jinja source, or the name of one of the model's templates.
+            tools, chat_template_kwargs: for the template.
+            unknown: as of `generate`.
+
+        Raises:
+            ValueError, TypeError, EngineDeadError, KeyboardInterrupt: as of `generate`.
+        """
+        asked = {"lora_request": lora_request, "chat_template_content_format": chat_template_content_format}
+        check_call_keywords("LLM.chat", self.chat, asked | unknown)
         if not messages:
             raise ValueError("messages is empty; a conversation needs at least one message")
         conversations = cast(
@@ -113,8 +138,12 @@ class LLM:
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given none."""
-        return SamplingParams()
+        """What `generate` uses when it is given none, as a new object.
+
+        The model's ``generation_config.json`` and the settings ``generation_config`` and ``override_generation_config``
+        say what differs from ``SamplingParams()`` (`fleetfoot.sampling.defaults`).
+        """
+        return self.llm_engine.get_default_sampling_params()
 
     def stats(self) -> EngineStats:
         """Counters of the engine, and its state now."""
@@ -146,26 +175,39 @@ class LLM:
         priorities: Sequence[int],
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        engine = self.llm_engine
         request_ids: list[str] = []
+        with deferred_interrupts() as interrupts:  # a step that Ctrl-C cuts short would end the engine
+            try:
+                for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
+                    request_ids.append(self._new_request_id())
+                    self.llm_engine.add_request(request_ids[-1], prompt, _final_only(wanted), priority=priority)
+                    interrupts.check()
+                return self._finish(request_ids, use_tqdm, interrupts)
+            except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine
+                self.llm_engine.discard(request_ids)
+                raise
+
+    def _finish(
+        self, request_ids: list[str], use_tqdm: bool | Callable[..., Any], interrupts: StopSignal
+    ) -> list[RequestOutput]:
+        """Step until these requests have ended; their last outputs in order."""
         finished: dict[str, RequestOutput] = {}
-        try:
-            for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
-                request_id = str(self._num_requests)
-                self._num_requests += 1
-                engine.add_request(request_id, prompt, _final_only(wanted), priority=priority)
-                request_ids.append(request_id)
-            mine = set(request_ids)
-            with progress_bar(use_tqdm, total=len(prompts), description="Generating") as bar:
-                while len(finished) < len(request_ids):
-                    for output in engine.step():
-                        if output.finished and output.request_id in mine:  # not a stranger's, added by hand
-                            finished[output.request_id] = output
-                            _advance(bar, output)
-        except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine
-            engine.discard(request_ids)
-            raise
+        mine = set(request_ids)
+        with progress_bar(use_tqdm, total=len(request_ids), description="Generating") as bar:
+            while len(finished) < len(request_ids):
+                for output in self.llm_engine.step():
+                    if output.finished and output.request_id in mine:  # not a stranger's, added by hand
+                        finished[output.request_id] = output
+                        _advance(bar, output)
+                interrupts.check()
         return [finished[request_id] for request_id in request_ids]
+
+    def _new_request_id(self) -> str:
+        """A number that no request has, one that was added by hand included."""
+        while self.llm_engine.has_request(str(self._num_requests)):
+            self._num_requests += 1
+        self._num_requests += 1
+        return str(self._num_requests - 1)
 
 
 def _advance(bar: ProgressBar, output: RequestOutput) -> None:

@@ -150,7 +150,7 @@ def test_a_stop_string_in_the_prompt_does_not_count() -> None:
 
 
 def test_copies_stop_each_by_itself() -> None:
-    script = {"0_r": TOKENS, "1_r": TOKENS[::-1], "2_r": TOKENS[5:]}
+    script = {"r\x1f0": TOKENS, "r\x1f1": TOKENS[::-1], "r\x1f2": TOKENS[5:]}
     engine = scripted_engine(ScriptedExecutor(script), tokenizer=TOKENIZER)
     params = SamplingParams(n=3, max_tokens=len(TOKENS) - 5, stop=["STOPPED"], output_kind=RequestOutputKind.CUMULATIVE)
     outputs = stream(engine, params)
@@ -158,7 +158,7 @@ def test_copies_stop_each_by_itself() -> None:
     assert [completion.finish_reason for completion in last.outputs] == ["stop", "length", "stop"]
     assert last.outputs[0].text == TEXT[: TEXT.index("STOPPED")]
     assert last.outputs[2].text == last.outputs[0].text.removeprefix(TOKENIZER.decode(TOKENS[:5]))
-    assert last.outputs[1].token_ids == script["1_r"][: len(TOKENS) - 5]
+    assert last.outputs[1].token_ids == script["r\x1f1"][: len(TOKENS) - 5]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
 
 

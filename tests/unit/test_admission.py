@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.admission import Admission, AdmittedRequest
@@ -49,6 +50,8 @@ def admit(prompt: Any, admission: Admission | None = None, priority: int = 0, **
         range(5, 8),
         array("q", [5, 6, 7]),
         np.array([5, 6, 7]),
+        torch.tensor([5, 6, 7]),
+        iter([5, 6, 7]),
         np.array([5, 6, 7], dtype=np.uint8),
         [np.int64(5), np.int32(6), 7],
         {"prompt_token_ids": [5, 6, 7]},
@@ -63,6 +66,11 @@ def test_token_ids(prompt: Any) -> None:
     (sequence,) = admitted.sequences
     assert (sequence.request_id, sequence.token_ids, sequence.num_prompt_tokens) == ("r", [5, 6, 7], 3)
     assert (admitted.arrival_time, sequence.cache_salt, sequence.priority) == (123.0, None, 0)
+
+
+def test_the_tokens_0_and_1_are_tokens() -> None:
+    assert admit([1, 0, 1]).prompt_token_ids == [1, 0, 1]
+    assert admit(np.array([0, 1])).prompt_token_ids == [0, 1]
 
 
 def test_a_prompt_is_copied() -> None:
@@ -102,6 +110,12 @@ def test_token_ids_win_over_text() -> None:
         ([5, None], TypeError, r"prompt_token_ids\[1\] is None"),
         ([5, [6]], TypeError, r"prompt_token_ids\[1\] is \[6\]"),
         ([5, 2**63], TypeError, r"prompt_token_ids\[1\] is 9223372036854775808"),
+        ([5, True], TypeError, r"prompt_token_ids\[1\] is True, a boolean; token ids are ints"),
+        ({"prompt_token_ids": [False, 5]}, TypeError, r"prompt_token_ids\[0\] is False, a boolean"),
+        ([True, "6"], TypeError, r"prompt_token_ids\[0\] is True"),
+        (np.array([True, False]), TypeError, r"prompt_token_ids\[0\] is np.True_"),
+        (torch.tensor([False, True]), TypeError, r"prompt_token_ids\[0\] is tensor\(False\), a boolean"),
+        (iter([5, True]), TypeError, r"prompt_token_ids\[1\] is True, a boolean"),
         ([5, -1], ValueError, r"prompt_token_ids\[1\] is -1; the model's vocabulary has 100 tokens, 0 to 99"),
         ([5, 100], ValueError, r"prompt_token_ids\[1\] is 100; the model's vocabulary has 100 tokens, 0 to 99"),
         ([5] * 32, ValueError, "the prompt has 32 tokens; with max_model_len=32 it can have at most 31"),
@@ -165,7 +179,7 @@ def test_what_ends_a_request() -> None:
 
 def test_copies() -> None:
     admitted = admit([5], n=3, seed=1)
-    assert [sequence.request_id for sequence in admitted.sequences] == ["0_r", "1_r", "2_r"]
+    assert [sequence.request_id for sequence in admitted.sequences] == ["r\x1f0", "r\x1f1", "r\x1f2"]
     assert len({sequence.seed for sequence in admitted.sequences}) == 3
     assert admitted.sequences[0].seed == admit([5], seed=1).sequences[0].seed
 

@@ -16,7 +16,12 @@ from fleetfoot.cli.arguments import add_engine_arguments, engine_config, flag_of
 from fleetfoot.cli.command import UsageError
 from fleetfoot.cli.logs import logs_on_stderr
 from fleetfoot.cli.main import main
-from fleetfoot.cli.sampling_arguments import NOT_A_FLAG, add_sampling_arguments, sampling_params
+from fleetfoot.cli.sampling_arguments import (
+    NOT_A_FLAG,
+    add_sampling_arguments,
+    check_sampling_arguments,
+    sampling_params,
+)
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 
@@ -42,6 +47,8 @@ ENGINE_VALUES: dict[str, Any] = {
     "task": "embed",
     "quantization": "fp8",
     "enable_lora": True,
+    "generation_config": "a/folder",
+    "override_generation_config": '{"temperature": 0.5, "max_new_tokens": null}',
     "enable_prompt_embeds": True,
     "runner": "v1",
     "use_v2_model_runner": False,
@@ -150,6 +157,31 @@ def test_a_command_has_its_own_defaults() -> None:
     assert sampling_params(parse(["--max-tokens", "4"], max_tokens=99), RequestOutputKind.DELTA).max_tokens == 4
 
 
+def test_what_the_model_says_stands_between_the_user_and_the_command() -> None:
+    model = {"max_tokens": 50, "top_k": 7, "temperature": 0.5}
+    shown = sampling_params(parse(["--top-k", "3"], max_tokens=99, seed=1), RequestOutputKind.DELTA, model)
+    assert (shown.top_k, shown.max_tokens, shown.temperature, shown.seed) == (3, 50, 0.5, 1)
+
+
+def test_the_check_before_the_model_is_known_refuses_nothing_that_its_defaults_may_allow() -> None:
+    arguments = parse(["--min-tokens", "50"], max_tokens=20)
+    check_sampling_arguments(arguments)
+    assert sampling_params(arguments, RequestOutputKind.DELTA, {"max_tokens": 60}).min_tokens == 50
+    with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=20, got 50"):
+        sampling_params(arguments, RequestOutputKind.DELTA)
+    for argv in (["--min-tokens", "5", "--max-tokens", "4"], ["--n", "2", "--temperature", "0"], ["--top-p", "0"]):
+        with pytest.raises(ValueError, match="must be"):
+            check_sampling_arguments(parse(argv))
+
+
+def test_help_says_where_sampling_defaults_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("generate", "chat"):
+        assert main([command, "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "What is not given here is as the model's generation_config.json says" in text
+        assert "--generation-config NAME" in text and "--override-generation-config JSON" in text
+
+
 # --- messages and exit codes --------------------------------------------------------------------------------------
 
 
@@ -171,6 +203,15 @@ def test_a_command_has_its_own_defaults() -> None:
         (["generate", "--n", "2", "--temperature", "0"], "n must be 1 with greedy sampling"),
         (["generate", "--prompt", "x", "--max-model-len", "0"], "max_model_len is 0; it must be at least 1"),
         (["generate", "--prompt", "x", "--gpu-memory-utilization", "2"], "gpu_memory_utilization is 2.0"),
+        (["generate", "--prompt", "x", "--generation-config", ""], "generation_config is an empty string"),
+        (
+            ["generate", "--prompt", "x", "--override-generation-config", "[1]"],
+            "generation_config is [1]; it must be",
+        ),
+        (
+            ["generate", "--prompt", "x", "--override-generation-config", '{"top_q": 1}'],
+            "'top_q'; did you mean 'top_p'",
+        ),
         (["generate", "--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: No such file"),
         (["generate", "--stream", "--json"], "--stream and --json do not go together"),
         (["chat", "--n", "2"], "unknown argument '--n'"),

@@ -18,7 +18,6 @@ from fleetfoot.cli.bench_report import distribution, results
 from fleetfoot.cli.bench_workload import BenchRequest, Lengths, Workload
 from fleetfoot.cli.command import UsageError
 from fleetfoot.cli.conversation import Conversation, fit
-from fleetfoot.cli.interrupts import StopSignal
 from fleetfoot.cli.json_output import dump_array, request_json
 from fleetfoot.cli.numbers import numbers_line
 from fleetfoot.cli.prompts import STORY_OPENING, read_prompts
@@ -28,6 +27,7 @@ from fleetfoot.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fleetfoot.sampling.logprob import Logprob
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.scheduler import SchedulerStats
+from fleetfoot.utils.interrupts import StopSignal
 
 # --- prompts ------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import sys
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams, bad_words_token_ids
 from fleetfoot.sampling.seeds import request_seed
@@ -42,7 +43,8 @@ REFUSED = [
     ("seed", 2**64), ("seed", -(2**63) - 1), ("seed", 1.0), ("seed", False), ("seed", "1"),
     ("stop", [""]), ("stop", ""), ("stop", 5), ("stop", ["a", 3]),
     ("stop_token_ids", [-1]), ("stop_token_ids", [1.0]), ("stop_token_ids", "12"), ("stop_token_ids", 3),
-    ("stop_token_ids", [True]),
+    ("stop_token_ids", [True]), ("stop_token_ids", [5, False]), ("allowed_token_ids", [True]),
+    ("allowed_token_ids", [0, False]), ("logit_bias", {True: 1.0}), ("logit_bias", {5: 1.0, False: 1.0}),
     ("bad_words", [""]), ("bad_words", "word"), ("bad_words", [1]),
     ("ignore_eos", 1), ("ignore_eos", None), ("detokenize", "yes"), ("skip_special_tokens", 0),
     ("spaces_between_special_tokens", None), ("include_stop_str_in_output", 1),
@@ -70,6 +72,16 @@ def test_refused_values_name_the_field_and_the_value(name, value):
     if isinstance(value, dict):
         shown += [part for item in value.items() for part in item]
     assert any(repr(part) in message for part in shown), message
+
+
+def test_booleans_are_no_token_ids_and_the_message_says_so() -> None:
+    for name, value in (("stop_token_ids", [True]), ("allowed_token_ids", [7, False]), ("logit_bias", {True: 1.0})):
+        with pytest.raises(ValueError, match=rf"{name} must be .*True and False are none\), got (True|False)"):
+            SamplingParams(**{name: value})
+    for array in (torch.tensor([True, False]), np.array([True])):
+        with pytest.raises(ValueError, match="True and False are none"):
+            SamplingParams(stop_token_ids=array)
+    assert SamplingParams(stop_token_ids=torch.tensor([1, 0])).stop_token_ids == [1, 0]
 
 
 ACCEPTED = [

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from fleetfoot.cli.arguments import add_engine_arguments
 from fleetfoot.cli.command import Command, UsageError, usage_errors
 from fleetfoot.cli.conversation import Conversation, fit
-from fleetfoot.cli.interrupts import StopSignal
 from fleetfoot.cli.numbers import count, numbers_line
-from fleetfoot.cli.sampling_arguments import add_sampling_arguments, sampling_params
+from fleetfoot.cli.sampling_arguments import add_sampling_arguments, check_sampling_arguments, sampling_params
 from fleetfoot.cli.start import StartedEngine, started_engine
 from fleetfoot.inputs import ChatMessage
 from fleetfoot.outputs import RequestMetrics
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.utils.interrupts import StopSignal
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -55,8 +55,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
-        params = sampling_params(arguments, RequestOutputKind.DELTA)
+        check_sampling_arguments(arguments)
     with started_engine(arguments) as started:
+        with usage_errors():
+            params = sampling_params(arguments, RequestOutputKind.DELTA, started.engine.admission.sampling_defaults)
         tokenizer = started.engine.tokenizer
         assert tokenizer is not None  # the flag that leaves it out is not offered
         template = _chat_template(arguments.chat_template, tokenizer, started.plan.config.model)

@@ -12,7 +12,7 @@ from fleetfoot.cli.command import Command, UsageError, usage_errors
 from fleetfoot.cli.json_output import dump_array, request_json
 from fleetfoot.cli.numbers import count, drafts_line, numbers_line
 from fleetfoot.cli.prompts import read_prompts
-from fleetfoot.cli.sampling_arguments import add_sampling_arguments, sampling_params
+from fleetfoot.cli.sampling_arguments import add_sampling_arguments, check_sampling_arguments, sampling_params
 from fleetfoot.cli.start import StartedEngine, started_engine
 from fleetfoot.cli.text_output import TextPrinter
 from fleetfoot.inputs import PromptType
@@ -62,9 +62,11 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UsageError("--stream and --json do not go together: JSON is one array, printed at the end; leave one out")
     kind = RequestOutputKind.DELTA if arguments.stream else RequestOutputKind.FINAL_ONLY
     with usage_errors():
-        params = sampling_params(arguments, kind)
+        check_sampling_arguments(arguments)
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
     with started_engine(arguments) as started:
+        with usage_errors():
+            params = sampling_params(arguments, kind, started.engine.admission.sampling_defaults)
         request_ids = _add_requests(started.engine, prompts, params)
         printer = _printer(started.engine, request_ids, params)
         begin = time.perf_counter()

@@ -36,6 +36,8 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   drafter: of speculative decoding, else null: method, model (null for n-grams), num_speculative_tokens,
     prompt_lookup_max, prompt_lookup_min, disable_by_batch_size, adaptive; num_layers, weights, bytes_per_block and
     kv_cache are its own, on the last rank of a pipeline, and part of that rank's weights and KV cache below
+  kv_connector: null where nobody moves KV; else name, role, connectors (one, or several by their order) and
+    load_failure_policy
   kv_layout: name, dimensions, shape (of a layer, on a rank), num_layers (of the model), dtype, bytes_per_block (over
     all layers of a rank)
   memory: of a rank, the one with the least room: total; budget (what the engine may use), which is weights + kv_cache

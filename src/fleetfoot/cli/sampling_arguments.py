@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from fleetfoot.cli.arguments import flag_of, help_text
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 
 _PREFIX = "sampling."
+_DEFAULTS = "sampling_defaults"
+"""Where the command's own defaults stand in the parsed arguments."""
 
 NOT_A_FLAG = frozenset({"output_kind", "extra_args"})
 """Fields that the commands set themselves (whether an output is streamed), and what only other programs have to say."""
@@ -27,7 +29,12 @@ def add_sampling_arguments(
         leave_out: fields that mean nothing to the command.
         defaults: the command's own, where they are not those of `SamplingParams`.
     """
-    group = parser.add_argument_group("sampling")
+    parser.set_defaults(**{_DEFAULTS: defaults})
+    group = parser.add_argument_group(
+        "sampling",
+        "What is not given here is as the model's generation_config.json says, and else as shown; --generation-config "
+        "none leaves the file out.",
+    )
     for field in dataclasses.fields(SamplingParams):
         if field.name in NOT_A_FLAG or field.name in leave_out:
             continue
@@ -37,7 +44,7 @@ def add_sampling_arguments(
             shown = "none" if defaults[field.name] is None else defaults[field.name]
         options: dict[str, Any] = {
             "dest": _PREFIX + field.name,
-            "default": defaults.get(field.name, argparse.SUPPRESS),
+            "default": argparse.SUPPRESS,  # only what the user gives counts against the model's own defaults
             "help": help_text(flag.help, shown),
         }
         if flag.read is bool:
@@ -50,17 +57,36 @@ def add_sampling_arguments(
         group.add_argument(flag_of(field.name), **options)
 
 
-def sampling_params(arguments: argparse.Namespace, output_kind: RequestOutputKind) -> SamplingParams:
-    """The parameters that the user gave.
+def sampling_params(
+    arguments: argparse.Namespace, output_kind: RequestOutputKind, model_defaults: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """What the user gave; else the model's defaults, the command's, or those of `SamplingParams`, in this order.
+
+    Args:
+        model_defaults: `fleetfoot.sampling.defaults.read_sampling_defaults`.
 
     Raises:
         ValueError: a value is out of its range; the message names field and value.
     """
+    defaults = {**getattr(arguments, _DEFAULTS), **(model_defaults or {})}
+    return SamplingParams(**{**defaults, **_given(arguments)}, output_kind=output_kind)
+
+
+def check_sampling_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse what is wrong whatever the model's defaults are, before a model is loaded.
+
+    Raises:
+        ValueError: a value is out of its range; the message names field and value.
+    """
+    SamplingParams(**{"max_tokens": None, **_given(arguments)})  # no default of max_tokens can contradict min_tokens
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name.removeprefix(_PREFIX): value for name, value in vars(arguments).items() if name.startswith(_PREFIX)}
     for name in ("stop_token_ids", "allowed_token_ids"):
         if name in given:
             given[name] = [token_id for part in given[name] for token_id in part]
-    return SamplingParams(**given, output_kind=output_kind)
+    return given
 
 
 def integer_or_none(text: str) -> int | None:

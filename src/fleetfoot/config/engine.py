@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from fleetfoot.config.compilation import CompilationConfig
+from fleetfoot.config.generation import GenerationOverride
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.speculative import SpeculativeConfig
+from fleetfoot.config.vllm_names import ENGINE_KEYWORDS
 from fleetfoot.utils.suggest import unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -24,19 +26,20 @@ EMBEDDED_MODEL = "story-llama"
 """The name of the model that the package carries; the default of ``model``."""
 
 
-def _flag(default: Any, help: str, *, choices: Any = None, record: Any = None) -> Any:
+def _flag(default: Any, help: str, *, choices: Any = None, record: Any = None, is_hashed: bool | None = None) -> Any:
     """A field with the help text that the CLI shows.
 
     Args:
         choices: a Literal type with the values that it can have.
         record: a class whose ``parse`` makes the value out of a dictionary or JSON text.
+        is_hashed: False for a value that has no hash, and is left out of the config's.
     """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:
         metadata["choices"] = get_args(choices)
     if record is not None:
         metadata["record"] = record
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, hash=is_hashed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,19 @@ class EngineConfig:
     quantization: str | None = _flag(None, "how weights are quantized, fp8 for instance; default: not at all")
     enable_lora: bool = _flag(False, "serve LoRA adapters beside the model")
     enable_prompt_embeds: bool = _flag(False, "take prompts as embeddings too")
+
+    generation_config: str = _flag(
+        "auto",
+        "where sampling defaults come from: auto, the model's generation_config.json if it has one; none, the engine's "
+        "own defaults (vllm means the same); or a folder with that file",
+    )
+    override_generation_config: dict[str, Any] | None = _flag(
+        None,
+        "JSON: sampling defaults in place of the file's (temperature, top_p, top_k, min_p, repetition_penalty, "
+        "max_new_tokens)",
+        record=GenerationOverride,
+        is_hashed=False,
+    )
 
     runner: Runner = _flag("auto", "which model runner: auto lets the oracle choose", choices=Runner)
     use_v2_model_runner: bool | None = _flag(
@@ -125,7 +141,9 @@ class EngineConfig:
                 object.__setattr__(self, item.name, record.parse(value))  # frozen to all but its own making
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:
-                raise ValueError(f"{item.name} is {getattr(self, item.name)!r}; it can be {', '.join(choices)}")
+                is_task = item.name == "runner" and value in ("generate", "pooling")
+                hint = "; what vLLM calls runner is task here" if is_task else ""
+                raise ValueError(f"{item.name} is {value!r}; it can be {', '.join(choices)}{hint}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
                      "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size",
                      "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes"):  # fmt: skip
@@ -142,6 +160,8 @@ class EngineConfig:
             raise ValueError(f"kv_offloading_size is {self.kv_offloading_size}; it must be above 0, in GiB")
         if self.quantization == "":
             raise ValueError("quantization is an empty string; leave it out for weights that are not quantized")
+        if not self.generation_config:
+            raise ValueError("generation_config is an empty string; it can be 'auto', 'none' or a folder")
         if self.use_v2_model_runner is not None and self.runner == ("v1" if self.use_v2_model_runner else "v2"):
             raise ValueError(
                 f"runner is {self.runner!r} and use_v2_model_runner is {self.use_v2_model_runner}: they contradict "
@@ -192,11 +212,11 @@ class EngineConfig:
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], *, owner: str) -> EngineConfig:
-        """Build from keyword arguments; an unknown one is a TypeError of `owner` that lists near matches."""
+        """Build from keyword arguments; an unknown one is a TypeError of `owner`, with near matches or advice."""
         known = [item.name for item in fields(cls)]
         for name in keywords:
             if name not in known:
-                raise unknown_keyword(owner, name, known)
+                raise unknown_keyword(owner, name, known, ENGINE_KEYWORDS.get(name))
         return cls(**{name: _plain(value) for name, value in keywords.items()})
 
 

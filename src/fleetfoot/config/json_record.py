@@ -18,6 +18,20 @@ def checked_object(field: str, value: Any, record: type) -> dict[str, Any]:
     Raises:
         ValueError: text that is not JSON. TypeError: no object, or a key that the record does not have.
     """
+    value = json_object(field, value)
+    known = [item.name for item in dataclasses.fields(record)]
+    for key in value:
+        if key not in known:
+            raise unknown_keyword(field, key, known)
+    return value
+
+
+def json_object(field: str, value: Any) -> dict[str, Any]:
+    """The object in ``value``, a dictionary or JSON text; ``field`` is the setting's name, for messages.
+
+    Raises:
+        ValueError: text that is not JSON. TypeError: no object.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -25,10 +39,6 @@ def checked_object(field: str, value: Any, record: type) -> dict[str, Any]:
             raise ValueError(f"{field} is not JSON ({error}): {value!r}") from error
     if not isinstance(value, dict):
         raise TypeError(f"{field} is {value!r}; it must be a JSON object or a dictionary")
-    known = [item.name for item in dataclasses.fields(record)]
-    for key in value:
-        if key not in known:
-            raise unknown_keyword(field, key, known)
     return value
 
 

@@ -94,7 +94,7 @@ def load_model_config(folder: str | Path) -> ModelConfig:
 
     path = Path(folder)
     config = read_config_json(path)
-    generation = _read_json(path / "generation_config.json", required=False)
+    generation = read_generation_json(path)
     return parse_model_config(config, generation, source=str(path / "config.json"))
 
 
@@ -105,6 +105,15 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
         ConfigError: the file is missing or holds no JSON object.
     """
     return _read_json(Path(folder) / "config.json", required=True)
+
+
+def read_generation_json(folder: str | Path) -> dict[str, Any]:
+    """The object in ``generation_config.json``, as it stands; empty if there is no such file.
+
+    Raises:
+        ConfigError: the file holds no JSON object.
+    """
+    return _read_json(Path(folder) / "generation_config.json", required=False)
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:

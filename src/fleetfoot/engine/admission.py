@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.inputs import PromptType
-from fleetfoot.sampling.params import SamplingParams, bad_words_token_ids
+from fleetfoot.sampling.params import SamplingParams, bad_words_token_ids, is_boolean
 from fleetfoot.sampling.seeds import request_seed
 from fleetfoot.scheduler.request import Request
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
+COPY_MARK = "\x1f"
+"""Stands in the ids of a request's copies (n above 1) and in no id of a user's, so that none can be both."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(slots=True)
+class CheckedRequest:
+    """A request in which nothing is wrong by itself; what it is among others is decided when it is admitted."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    bad_words_token_ids: list[list[int]]
+    priority: int
+    cache_salt: str | None
+    kv_transfer_params: dict[str, Any] | None
+    arrival_time: float
+    """Wall clock, seconds since the epoch."""
 
 
 @dataclass(slots=True)
@@ -41,6 +60,7 @@ class Admission:
         eos_token_ids: the model's end tokens.
         tokenizer: None when the engine runs on token ids alone.
         seed: of the engine; sequences without a seed of their own draw from it.
+        sampling_defaults: what takes the place of defaults of `SamplingParams` where a user gives no parameters.
     """
 
     def __init__(
@@ -52,6 +72,7 @@ class Admission:
         tokenizer: Tokenizer | None,
         max_logprobs: int,
         seed: int,
+        sampling_defaults: Mapping[str, Any] | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.vocab_size = vocab_size
@@ -60,6 +81,7 @@ class Admission:
         self.eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
         self.tokenizer = tokenizer
         self.max_logprobs = max_logprobs
+        self.sampling_defaults = dict(sampling_defaults or {})
         self._seed = seed
         self._wall_clock = wall_clock
         self._num_admitted = 0
@@ -67,11 +89,22 @@ class Admission:
     def admit(
         self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
     ) -> AdmittedRequest:
-        """Check everything about a request.
+        """`check` and `enter` in one.
+
+        Raises:
+            ValueError, TypeError: as of `check`.
+        """
+        return self.enter(self.check(request_id, prompt, params, priority=priority))
+
+    def check(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
+    ) -> CheckedRequest:
+        """Check everything about a request, and tokenize it. Changes nothing: it may run in any thread.
 
         Raises:
             ValueError, TypeError: the message names the field, its value and what would work.
         """
+        arrival_time = self._wall_clock()
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
         if not isinstance(priority, int) or isinstance(priority, bool):
@@ -92,27 +125,43 @@ class Admission:
                 f"min_tokens is {params.min_tokens}, but a prompt of {len(token_ids)} tokens leaves room for "
                 f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})"
             )
-        bad_words = self._bad_words(params)
-        kv_transfer_params = _kv_transfer_params(params)
+        return CheckedRequest(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            bad_words_token_ids=self._bad_words(params),
+            priority=priority,
+            cache_salt=cache_salt,
+            kv_transfer_params=_kv_transfer_params(params),
+            arrival_time=arrival_time,
+        )
+
+    def enter(self, checked: CheckedRequest) -> AdmittedRequest:
+        """Make the sequences of a request. Their seeds depend on how many requests have come in before."""
+        params = checked.params
         seed = None if params.seed == -1 else params.seed
         number = self._num_admitted
         self._num_admitted += 1
         sequences = [
             Request(
-                request_id if params.n == 1 else f"{index}_{request_id}",
-                token_ids,
+                checked.request_id if params.n == 1 else f"{checked.request_id}{COPY_MARK}{index}",
+                checked.prompt_token_ids,
                 params,
-                max_tokens=max_tokens,
+                max_tokens=checked.max_tokens,
                 seed=request_seed(seed, index, self._seed, number),
                 eos_token_ids=self.eos_token_ids,
-                bad_words_token_ids=bad_words,
-                priority=priority,
-                cache_salt=cache_salt,
-                kv_transfer_params=kv_transfer_params,
+                bad_words_token_ids=checked.bad_words_token_ids,
+                priority=checked.priority,
+                cache_salt=checked.cache_salt,
+                kv_transfer_params=checked.kv_transfer_params,
             )
             for index in range(params.n)
         ]
-        return AdmittedRequest(request_id, text, token_ids, params, sequences, self._wall_clock())
+        return AdmittedRequest(
+            checked.request_id, checked.prompt, checked.prompt_token_ids, params, sequences, checked.arrival_time
+        )
 
     def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str | None]:
         """Text (if known), token ids and cache salt of any form of prompt."""
@@ -148,13 +197,19 @@ class Admission:
     def _as_token_ids(token_ids: object) -> list[int]:
         if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__iter__"):
             raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
+        entries: Any = token_ids if hasattr(token_ids, "__len__") else list(token_ids)
         try:
-            return array("q", token_ids).tolist()  # checks every entry, in C
+            ids: list[int] = array("q", entries).tolist()  # checks every entry, in C
         except (TypeError, OverflowError):
-            for position, token in enumerate(token_ids):
-                if not isinstance(token, int) or not -(2**63) <= token < 2**63:
+            for position, token in enumerate(entries):
+                if is_boolean(token) or not isinstance(token, int) or not -(2**63) <= token < 2**63:
                     raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
             raise
+        if 0 in ids or 1 in ids:  # what a boolean would have become: a mask in the place of token ids
+            for position, token in enumerate(entries):
+                if is_boolean(token):
+                    raise TypeError(f"prompt_token_ids[{position}] is {token!r}, a boolean; token ids are ints")
+        return ids
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.admission import CheckedRequest
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.stats import EngineStats
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_Item = RequestOutput | Exception
+LONG_TEXT = 4096
+"""Characters from which on a prompt is tokenized in a thread of the event loop's: a millisecond's work."""
+
+_Item = RequestOutput | BaseException
 _T = TypeVar("_T")
 
 
@@ -36,12 +40,22 @@ class _Mailbox(Generic[_T]):
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[_T | Exception] = asyncio.Queue()
+        self.queue: asyncio.Queue[_T | BaseException] = asyncio.Queue()
 
-    def put(self, item: _T | Exception) -> None:
-        """From the engine's thread."""
+    def put(self, item: _T | BaseException) -> None:
+        """From any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: its owner has gone with it
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+class _Command:
+    """What the engine's thread is to do, in the order of submission."""
+
+    __slots__ = ("mailbox", "run")
+
+    def __init__(self, run: Callable[[], None] | None, mailbox: _Mailbox[Any] | None) -> None:
+        self.run = run  # None: not known yet, it only keeps its place
+        self.mailbox = mailbox  # of who waits for it: a command that never runs must be answered too
 
 
 class AsyncLLM:
@@ -71,8 +85,7 @@ class AsyncLLM:
     def _start(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._mailboxes: dict[str, _Mailbox[RequestOutput]] = {}  # the engine's thread alone touches it
-        # what to run, and who waits for it: a command that never runs must be answered too
-        self._commands: deque[tuple[Callable[[], None], _Mailbox[Any] | None]] = deque()
+        self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._cause: BaseException | None = None
@@ -91,6 +104,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come, the last one with ``finished`` set.
 
+        The prompt is checked and tokenized here, in a thread of the event loop's if it is long, and steps go on
+        meanwhile. Requests enter the engine in the order in which their generators are first asked for an output.
         Leaving the generator early, by ``break`` or by cancellation, aborts the request.
 
         Raises:
@@ -98,15 +113,15 @@ class AsyncLLM:
             EngineDeadError: the engine has failed or was shut down; the first cause is chained.
         """
         mailbox: _Mailbox[RequestOutput] = _Mailbox()
-        self._submit(lambda: self._add(mailbox, request_id, prompt, sampling_params, priority), mailbox)
+        self._submit_request(mailbox, request_id, prompt, sampling_params, priority)
         finished = False
         try:
             while not finished:
                 item = await mailbox.queue.get()
                 while not mailbox.queue.empty():  # a slow reader gets what has piled up as one output
                     item = _merge(item, mailbox.queue.get_nowait(), sampling_params.output_kind)
-                finished = isinstance(item, Exception) or item.finished
-                if isinstance(item, Exception):
+                finished = isinstance(item, BaseException) or item.finished
+                if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
@@ -133,6 +148,10 @@ class AsyncLLM:
     def get_tokenizer(self) -> Tokenizer | None:
         """None when the engine runs on token ids alone."""
         return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """As of `fleetfoot.LLM`: the defaults with the model's own in their place, as a new object."""
+        return self._engine.get_default_sampling_params()
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -163,17 +182,56 @@ class AsyncLLM:
 
     # --- in any thread ----------------------------------------------------------------------------------------------
 
-    def _submit(self, command: Callable[[], None], mailbox: _Mailbox[Any]) -> None:
+    def _submit_request(
+        self,
+        mailbox: _Mailbox[RequestOutput],
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        priority: int,
+    ) -> None:
+        def check() -> Callable[[], None]:
+            checked: CheckedRequest | Exception
+            try:
+                checked = self._engine.check_request(request_id, prompt, params, priority=priority)
+            except Exception as error:  # for the engine's thread to deliver: an id that is in use comes first
+                checked = error
+            return lambda: self._add(mailbox, request_id, checked)
+
+        def check_elsewhere() -> None:
+            try:
+                self._fill(place, check())
+            except BaseException as error:  # a panic of the tokenizer's: nobody may be left to wait behind it
+                self._fill(place, lambda failure=error: mailbox.put(failure))  # type: ignore[misc]
+
+        if not _is_long(prompt):
+            self._submit(check(), mailbox)
+            return
+        place = self._submit(None, mailbox)
+        try:
+            asyncio.get_running_loop().run_in_executor(None, check_elsewhere)
+        except RuntimeError:  # the loop is about to end and starts no threads any more
+            check_elsewhere()
+
+    def _submit(self, run: Callable[[], None] | None, mailbox: _Mailbox[Any]) -> _Command:
+        """Put a command in line; one of None keeps those behind it waiting until it is filled."""
+        command = _Command(run, mailbox)
         with self._wake:
             if not self.is_running:
                 raise self._death()
-            self._commands.append((command, mailbox))
+            self._commands.append(command)
+            self._wake.notify()
+        return command
+
+    def _fill(self, command: _Command, run: Callable[[], None]) -> None:
+        with self._wake:
+            command.run = run
             self._wake.notify()
 
-    def _submit_if_alive(self, command: Callable[[], None]) -> None:
+    def _submit_if_alive(self, run: Callable[[], None]) -> None:
         with self._wake:
             if self.is_running:
-                self._commands.append((command, None))
+                self._commands.append(_Command(run, None))
                 self._wake.notify()
 
     def _death(self) -> EngineDeadError:
@@ -195,7 +253,7 @@ class AsyncLLM:
             self._cause = error
         with self._wake:
             self._stopping = True  # from here on nothing is submitted any more
-        unheard = [mailbox for _, mailbox in self._commands if mailbox is not None]
+        unheard = [command.mailbox for command in self._commands if command.mailbox is not None]
         for mailbox in [*self._mailboxes.values(), *unheard]:
             mailbox.put(self._death())
         self._engine.shutdown()
@@ -203,26 +261,25 @@ class AsyncLLM:
     def _obey(self) -> bool:
         """Run what was submitted; sleep while there is nothing to do. False: the end has come."""
         with self._wake:
-            while not (self._commands or self._stopping or self._engine.has_unfinished_requests()):
+            while not (self._next_command() or self._stopping or self._engine.has_unfinished_requests()):
                 if self._engine.has_transfers():
                     break  # a step waits for them, briefly
                 self._wake.wait()
-        while self._commands:
-            command, _ = self._commands[0]
-            command()
+        while run := self._next_command():
+            run()
             self._commands.popleft()  # only now: were it to raise, whoever waits for it must be found
         return not self._stopping
 
-    def _add(
-        self,
-        mailbox: _Mailbox[RequestOutput],
-        request_id: str,
-        prompt: PromptType,
-        params: SamplingParams,
-        priority: int,
-    ) -> None:
+    def _next_command(self) -> Callable[[], None] | None:
+        """The first in line; None while there is none, or it is not known yet."""
+        return self._commands[0].run if self._commands else None
+
+    def _add(self, mailbox: _Mailbox[RequestOutput], request_id: str, checked: CheckedRequest | Exception) -> None:
         try:
-            self._engine.add_request(request_id, prompt, params, priority=priority)
+            self._engine.check_id(request_id)
+            if isinstance(checked, Exception):
+                raise checked
+            self._engine.add_checked(checked)
         except Exception as error:  # one bad request hurts only itself
             mailbox.put(error)
         else:
@@ -254,9 +311,16 @@ class AsyncLLM:
                 del self._mailboxes[output.request_id]
 
 
+def _is_long(prompt: object) -> bool:
+    """Whether it is a long text that must be tokenized."""
+    if isinstance(prompt, dict):
+        prompt = None if prompt.get("prompt_token_ids") is not None else prompt.get("prompt")
+    return isinstance(prompt, str) and len(prompt) >= LONG_TEXT
+
+
 def _merge(earlier: _Item, later: _Item, kind: RequestOutputKind) -> _Item:
     """Two outputs of one request as one. Only deltas have to be joined: others hold everything."""
-    if isinstance(earlier, Exception) or isinstance(later, Exception):
+    if isinstance(earlier, BaseException) or isinstance(later, BaseException):
         return later
     if kind is RequestOutputKind.DELTA:
         for before, after in zip(earlier.outputs, later.outputs, strict=True):

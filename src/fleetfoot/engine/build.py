@@ -17,6 +17,7 @@ from fleetfoot.execution.build import start_executor
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.sampling.defaults import read_sampling_defaults
 from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.speculative.controller import AdaptiveDrafts
@@ -48,6 +49,11 @@ def build_parts(config: EngineConfig) -> EngineParts:
         logger.warning(warning)
     for reason in plan.reasons:
         logger.info(reason)
+    sampling_defaults = read_sampling_defaults(
+        config.generation_config, config.override_generation_config, plan.model_path
+    )
+    if sampling_defaults:
+        logger.info("sampling defaults that come with the model or the settings: %s", sampling_defaults)
     tokenizer = None if plan.tokenizer_path is None else _load_tokenizer(plan.tokenizer_path)
     executor, layout = start_executor(plan)
     try:
@@ -62,6 +68,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         tokenizer=tokenizer,
         max_logprobs=config.max_logprobs,
         seed=config.seed,
+        sampling_defaults=sampling_defaults,
     )
     core = EngineCore(scheduler, executor, StatsCollector(), depth=_depth(plan))
     return EngineParts(plan, layout, core, admission, tokenizer)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.admission import Admission
+from fleetfoot.engine.admission import COPY_MARK, Admission, CheckedRequest
 from fleetfoot.engine.build import build_parts
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.errors import EngineDeadError
@@ -87,13 +87,47 @@ class LLMEngine:
             EngineDeadError: the engine has ended.
         """
         self._check_alive()
+        self.check_id(request_id)
+        self.add_checked(self.check_request(request_id, prompt, params, priority=priority))
+
+    def check_id(self, request_id: str) -> None:
+        """Whether a request can have this id now.
+
+        Raises:
+            ValueError: it cannot; says why.
+        """
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
-        if self._outputs.has(request_id):
+        if COPY_MARK in request_id:
+            raise ValueError(
+                f"request_id is {request_id!r}; it must not hold the character {COPY_MARK!r}, which the engine keeps "
+                "for the ids of a request's copies (n above 1)"
+            )
+        if self.has_request(request_id):
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+
+    def check_request(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
+    ) -> CheckedRequest:
+        """The long half of `add_request`, for any thread: all that can be checked and tokenized beside a step.
+
+        Raises:
+            ValueError, TypeError: the request is refused.
+        """
         if priority and not self.core.scheduler.config.priority:
             raise ValueError(f"priority is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'")
-        admitted = self.admission.admit(request_id, prompt, params, priority=priority)
+        return self.admission.check(request_id, prompt, params, priority=priority)
+
+    def add_checked(self, checked: CheckedRequest) -> None:
+        """The short half of `add_request`, between steps.
+
+        Raises:
+            ValueError: the id is in use, or there is no room for such a request; nothing has changed.
+            EngineDeadError: the engine has ended.
+        """
+        self._check_alive()
+        self.check_id(checked.request_id)
+        admitted = self.admission.enter(checked)
         added = []
         try:
             for sequence in admitted.sequences:
@@ -120,19 +154,23 @@ class LLMEngine:
     def discard(self, request_ids: Iterable[str]) -> None:
         """Abort requests that nobody waits for any more: they are owed nothing."""
         discarded = set(request_ids)
-        self.abort_request(discarded)
-        self._owed = [output for output in self._owed if output.request_id not in discarded]
-        if self._cause is None:
-            try:
+        try:
+            self.abort_request(discarded)
+            self._owed = [output for output in self._owed if output.request_id not in discarded]
+            if self._cause is None:
                 self.core.settle()
-            except BaseException as error:
-                self._fail(error)
-                raise
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def take_owed(self) -> list[RequestOutput]:
         """The outputs of aborted requests now, instead of with the next step."""
         owed, self._owed = self._owed, []
         return owed
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether the id is in use by a request that has not ended."""
+        return self._outputs.has(request_id)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._outputs.num_unfinished or self._owed or self.core.has_work)
@@ -160,6 +198,10 @@ class LLMEngine:
             self._fail(error)
             raise
         return owed + outputs
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """For a request without parameters: the defaults, with the model's own in their place where it has any."""
+        return SamplingParams(**self.admission.sampling_defaults)
 
     def stats(self) -> EngineStats:
         return self.stats_collector.snapshot(self.core.scheduler.stats())

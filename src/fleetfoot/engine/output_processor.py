@@ -63,10 +63,11 @@ class _RequestState:
     __slots__ = (
         "admitted",
         "detokenize",
+        "first_token_ts",
         "kind",
-        "metrics",
         "num_unfinished",
         "prompt_logprobs",
+        "queued_ts",
         "sequences",
     )
 
@@ -75,7 +76,8 @@ class _RequestState:
         self.admitted = admitted
         self.kind = params.output_kind
         self.detokenize = params.detokenize and tokenizer is not None
-        self.metrics = RequestMetrics(arrival_time=admitted.arrival_time, queued_ts=now)
+        self.queued_ts = now
+        self.first_token_ts = 0.0
         self.num_unfinished = len(admitted.sequences)
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None]
@@ -213,12 +215,12 @@ class OutputProcessor:
         return new_token_ids
 
     def _take_time(self, sequence: _Sequence, now: float) -> None:
-        metrics = sequence.state.metrics
+        state = sequence.state
         if sequence.last_token_ts:
             self._stats.itl.append(now - sequence.last_token_ts)
-        elif not metrics.first_token_ts:
-            metrics.first_token_ts = now
-            self._stats.ttft.append(now - metrics.queued_ts)
+        elif not state.first_token_ts:
+            state.first_token_ts = now
+            self._stats.ttft.append(now - state.queued_ts)
         sequence.last_token_ts = now
 
     def _take_logprobs(self, sequence: _Sequence, entries: list[RowLogprobs]) -> None:
@@ -230,7 +232,8 @@ class OutputProcessor:
         """Keep what is new: each copy, and a prompt computed again after a preemption, brings the same once more."""
         collected = state.prompt_logprobs
         if collected is not None:
-            collected += [logprob_dict(*entry, self._decode) for entry in entries[len(collected) - position :]]
+            new = [logprob_dict(*entry, self._decode) for entry in entries[len(collected) - position :]]
+            state.prompt_logprobs = [*collected, *new]  # another list: outputs that are out there hold the former one
 
     def _end(self, sequence: _Sequence, reason: str | None, stop_reason: int | str | None) -> None:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -243,14 +246,18 @@ class OutputProcessor:
 
     @staticmethod
     def _metrics(state: _RequestState) -> RequestMetrics:
-        """Up to date: what can be summed up when it is asked for is not counted with each token."""
-        metrics = state.metrics
-        metrics.num_generation_tokens = sum(len(sequence.token_ids) for sequence in state.sequences)
-        metrics.num_drafted_tokens = sum(sequence.request.num_drafted for sequence in state.sequences)
-        metrics.num_accepted_tokens = sum(sequence.request.num_accepted for sequence in state.sequences)
-        metrics.scheduled_ts = min(sequence.request.scheduled_ts for sequence in state.sequences)
-        metrics.last_token_ts = max(sequence.last_token_ts for sequence in state.sequences)
-        return metrics
+        """As of now, and nobody else's: an output that a user keeps does not change later."""
+        sequences = state.sequences
+        return RequestMetrics(
+            arrival_time=state.admitted.arrival_time,
+            queued_ts=state.queued_ts,
+            scheduled_ts=min([sequence.request.scheduled_ts for sequence in sequences]),
+            first_token_ts=state.first_token_ts,
+            last_token_ts=max([sequence.last_token_ts for sequence in sequences]),
+            num_generation_tokens=sum([len(sequence.token_ids) for sequence in sequences]),
+            num_drafted_tokens=sum([sequence.request.num_drafted for sequence in sequences]),
+            num_accepted_tokens=sum([sequence.request.num_accepted for sequence in sequences]),
+        )
 
     # --- what a user is given ---------------------------------------------------------------------------------------
 

@@ -10,7 +10,15 @@ import torch
 from fleetfoot._version import __version__
 from fleetfoot.plan.plan import EnginePlan
 
-_OWN = ("node_rank", "master_addr", "model", "tokenizer", "skip_tokenizer_init")
+_OWN = (
+    "node_rank",
+    "master_addr",
+    "model",
+    "tokenizer",
+    "skip_tokenizer_init",
+    "generation_config",
+    "override_generation_config",
+)
 """Settings that a machine may have to itself. Where the model lies is its own business; that it is the same is not."""
 
 

@@ -214,7 +214,8 @@ class SamplingParams:
             raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text")
 
     def _check_token_ids(self) -> None:
-        self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", self.stop_token_ids or ())))
+        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", stop_token_ids)))
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
@@ -264,6 +265,11 @@ def bad_words_token_ids(
     return [list(sequence) for sequence in sequences if vocab_size is None or max(sequence) < vocab_size]
 
 
+def is_boolean(value: object) -> bool:
+    """Whether it is True or False, of Python or out of an array, some of which pass for the integers 1 and 0."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+
+
 def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]) -> float:
     """``value`` as a float if it is a finite real number (a bool is none) that ``accept`` takes."""
     try:
@@ -278,7 +284,7 @@ def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]
 def _integer(name: str, value: Any, allowed: str, accept: Callable[[int], bool]) -> int:
     """``value`` as an int if it is one (numpy's too; a bool is none) that ``accept`` takes."""
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if is_boolean(value) else operator.index(value)
     except TypeError:
         number = None
     if number is None or not accept(number):
@@ -300,7 +306,8 @@ def _strings(name: str, values: Any) -> list[str]:
 def _token_ids(name: str, values: Any) -> list[int]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of token ids, got {values!r}")
-    return [_integer(name, value, "a list of token ids (integers of at least 0)", lambda x: x >= 0) for value in values]
+    allowed = "a list of token ids (integers of at least 0; True and False are none)"
+    return [_integer(name, value, allowed, lambda x: x >= 0) for value in values]
 
 
 def _logit_bias(values: Any) -> dict[int, float]:
@@ -309,7 +316,8 @@ def _logit_bias(values: Any) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in values.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
-        token_id = _integer("logit_bias", token_id, "keyed by token ids (integers of at least 0)", lambda x: x >= 0)
+        allowed = "keyed by token ids (integers of at least 0; True and False are none)"
+        token_id = _integer("logit_bias", token_id, allowed, lambda x: x >= 0)
         if token_id in biases:
             raise ValueError(f"logit_bias must name each token once, as an int or as a string, got {values!r}")
         allowed = f"a number in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"

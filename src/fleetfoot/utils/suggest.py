@@ -10,14 +10,19 @@ from typing import Any, TypeVar
 _Class = TypeVar("_Class", bound=type)
 
 
-def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> TypeError:
-    """The error to raise where ``owner`` (a class or function, as the user knows it) was given the keyword ``name``."""
+def unknown_keyword(owner: str, name: str, known: Iterable[str], advice: str | None = None) -> TypeError:
+    """The error to raise where ``owner`` (a class or function, as the user knows it) was given the keyword ``name``.
+
+    Args:
+        known: the keywords that there are; near matches are listed.
+        advice: what to do, where that is known; it stands in the place of near matches.
+    """
     import difflib  # only an error needs it
 
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it takes {', '.join(known)}"
-    return TypeError(f"{owner} got an unknown keyword {name!r}; {hint}")
+    return TypeError(f"{owner} got an unknown keyword {name!r}; {advice or hint}")
 
 
 def checked_keywords(cls: _Class) -> _Class:

@@ -1,0 +1,71 @@
+"""Names that scripts written for vLLM use and that mean nothing here, each with what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fleetfoot.utils.suggest import unknown_keyword
+
+_NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
+_NO_MULTIMODAL = "models take text alone; leave it out"
+
+ENGINE_KEYWORDS = {
+    "swap_space": "leave it out: a preempted request is computed again; kv_offloading_size keeps KV in CPU memory",
+    "cpu_offload_gb": "weights stay on the device; leave it out, or spread them with tensor_parallel_size",
+    "tokenizer_mode": "leave it out: tokenizer.json is read, as by 'auto'",
+    "tokenizer_revision": "revision holds for model and tokenizer; give tokenizer a folder for another one",
+    "disable_log_stats": "leave it out: nothing is logged; stats() has the numbers",
+    "disable_custom_all_reduce": "leave it out",
+    "max_seq_len_to_capture": "leave it out: max_num_seqs says which shapes are captured; enforce_eager=True: none",
+    "kv_cache_dtype": "leave it out: KV has the model's dtype, as with 'auto'",
+    "download_dir": "leave it out: the environment variable HF_HOME says where the hub's files go",
+    "served_model_name": "leave it out: model is the name",
+    "hf_overrides": "change config.json in a copy of the checkpoint's folder; max_model_len has a keyword of its own",
+    "rope_scaling": "change config.json in a copy of the checkpoint's folder",
+    "limit_mm_per_prompt": _NO_MULTIMODAL,
+    "mm_processor_kwargs": _NO_MULTIMODAL,
+    "max_loras": _NO_LORA,
+    "max_lora_rank": _NO_LORA,
+    "data_parallel_size": "start one engine for each replica; tensor_parallel_size splits a model over GPUs",
+    "enable_expert_parallel": "models are dense; leave it out",
+    "guided_decoding_backend": "output is not constrained by grammars; leave it out",
+    "structured_outputs_config": "output is not constrained by grammars; leave it out",
+    "use_v2_block_manager": "leave it out",
+    "num_scheduler_steps": "leave it out: async_scheduling hides the host's work behind the device's",
+    "speculative_model": "set speculative_config={'model': ..., 'num_speculative_tokens': ...}",
+    "num_speculative_tokens": "set speculative_config={'num_speculative_tokens': ..., 'method': ...}",
+    "disable_async_output_proc": "leave it out; async_scheduling=False runs step by step",
+    "chat_template": "give it to chat(chat_template=...)",
+}
+"""Keywords of vLLM's ``LLM``."""
+
+CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
+    "lora_request": (None, _NO_LORA),
+    "tokenization_kwargs": (None, "SamplingParams(truncate_prompt_tokens=...) truncates; give token ids for all else"),
+    "mm_processor_kwargs": (None, _NO_MULTIMODAL),
+    "chat_template_content_format": ("auto", "leave it out: templates get the content of messages as it is given"),
+    "prompt_token_ids": (None, "give {'prompt_token_ids': [...]} as a prompt"),
+    "guided_options_request": (None, "output is not constrained by grammars; leave it out"),
+}
+"""Keywords of vLLM's ``LLM.generate`` and ``LLM.chat``: the value that asks for nothing, and what to do instead."""
+
+
+def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse keywords that a call does not have, unless they are vLLM's and ask for nothing.
+
+    Args:
+        owner: the call as the user knows it, for messages.
+        call: what names the keywords that there are.
+        given: the others, with their values.
+
+    Raises:
+        TypeError: says what to do instead, or lists near names.
+    """
+    for name, value in given.items():
+        neutral, hint = CALL_KEYWORDS.get(name, (None, None))
+        asks_for_nothing = value is None or (isinstance(value, str) and value == neutral)
+        if hint is None or not asks_for_nothing:
+            known = [parameter for parameter in inspect.signature(call).parameters if parameter not in CALL_KEYWORDS]
+            raise unknown_keyword(owner, name, [word for word in known if word not in ("self", "unknown")], hint)

@@ -1,0 +1,135 @@
+"""Sampling defaults of a model on their way to requests: `LLM`, `AsyncLLM` and the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetfoot import LLM, AsyncLLM, LLMEngine, SamplingParams
+from fleetfoot.cli.main import main
+
+SAYS = {"temperature": 0.5, "top_k": 3, "max_new_tokens": 7, "do_sample": True}
+
+
+@pytest.fixture
+def model(text_model: Path, tmp_path: Path) -> Path:
+    """A model that recommends SAYS."""
+    folder = tmp_path / "model"
+    shutil.copytree(text_model, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **SAYS}))
+    return folder
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
+    """The parameters that reach the engine."""
+    params: list[SamplingParams] = []
+    add_request = LLMEngine.add_request
+
+    def spy(self: LLMEngine, request_id: str, prompt: Any, wanted: SamplingParams, **more: Any) -> None:
+        params.append(wanted)
+        add_request(self, request_id, prompt, wanted, **more)
+
+    monkeypatch.setattr(LLMEngine, "add_request", spy)
+    return params
+
+
+def open_llm(model: Path, **settings: Any) -> LLM:
+    return LLM(model, device="cpu", max_num_seqs=2, **settings)
+
+
+def test_generate_and_chat_use_them_when_they_are_given_none(model: Path, seen: list[SamplingParams]) -> None:
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with open_llm(model) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3, max_tokens=7)
+        llm.generate("Once", use_tqdm=False)
+        llm.chat([{"role": "user", "content": "Once"}], use_tqdm=False, chat_template=template)
+        assert [(params.temperature, params.top_k, params.max_tokens) for params in seen] == [(0.5, 3, 7)] * 2
+
+
+def test_parameters_of_the_users_own_are_not_touched(model: Path, seen: list[SamplingParams]) -> None:
+    with open_llm(model) as llm:
+        mine = SamplingParams(top_p=0.9)
+        before = repr(mine)
+        llm.generate("Once", mine, use_tqdm=False)
+        assert repr(mine) == before
+        assert (seen[0].temperature, seen[0].top_k, seen[0].max_tokens) == (1.0, 0, 16)
+        changed = llm.get_default_sampling_params()
+        changed.top_k = 99
+        assert llm.get_default_sampling_params().top_k == 3  # a new object each time
+
+
+def test_settings_turn_them_off_or_replace_them(model: Path) -> None:
+    with open_llm(model, generation_config="none") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    with open_llm(model, override_generation_config={"top_k": None, "temperature": 0.0}) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=7)
+
+
+def test_the_async_engine_has_them_too(model: Path) -> None:
+    async def defaults() -> SamplingParams:
+        async with AsyncLLM(model, device="cpu", max_num_seqs=2) as llm:
+            return llm.get_default_sampling_params()
+
+    assert asyncio.run(defaults()) == SamplingParams(temperature=0.5, top_k=3, max_tokens=7)
+
+
+def test_a_wrong_value_stops_the_start(model: Path) -> None:
+    (model / "generation_config.json").write_text(json.dumps({"top_p": 2}))
+    with pytest.raises(ValueError, match=r"model/generation_config.json: top_p is 2: top_p must be .*'none' all"):
+        open_llm(model)
+    with open_llm(model, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
+# --- the commands ---------------------------------------------------------------------------------------------------
+
+
+def command(name: str, model: Path, *flags: str) -> int:
+    small = ["--device", "cpu", "--num-gpu-blocks-override", "64", "--max-num-seqs", "2"]
+    return main([name, "--model", str(model), *small, *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (0.5, 3, 7)),
+        (["--temperature", "0.9", "--max-tokens", "2"], (0.9, 3, 2)),
+        (["--generation-config", "none", "--max-tokens", "2"], (1.0, 0, 2)),
+        (["--override-generation-config", '{"max_new_tokens": 4}'], (0.5, 3, 4)),
+    ],
+    ids=str,
+)
+def test_generate_takes_them_for_what_was_not_given(
+    flags: list[str], expected: tuple[float, int, int], model: Path, seen: list[SamplingParams]
+) -> None:
+    assert command("generate", model, "--prompt", "Once", *flags) == 0
+    assert [(params.temperature, params.top_k, params.max_tokens) for params in seen] == [expected]
+
+
+def test_generate_keeps_its_own_default_where_the_model_has_none(text_model: Path, seen: list[SamplingParams]) -> None:
+    assert command("generate", text_model, "--prompt", "Once", "--temperature", "0") == 0
+    assert seen[0].max_tokens == 256
+
+
+def test_what_contradicts_the_models_defaults_is_a_usage_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("generate", model, "--prompt", "Once", "--min-tokens", "9") == 2
+    assert "min_tokens must be at most max_tokens=7, got 9" in capsys.readouterr().err
+
+
+def test_chat_takes_them_too(
+    model: Path, seen: list[SamplingParams], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import io
+    import sys
+
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n"))
+    assert command("chat", model, "--chat-template", str(template), "--top-k", "5") == 0
+    assert [(params.temperature, params.top_k, params.max_tokens) for params in seen] == [(0.5, 5, 7)]

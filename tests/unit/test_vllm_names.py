@@ -1,0 +1,102 @@
+"""Keywords that scripts bring along from vLLM: each is refused with what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.speculative import SpeculativeConfig
+from fleetfoot.config.vllm_names import CALL_KEYWORDS, ENGINE_KEYWORDS, check_call_keywords
+from fleetfoot.sampling.params import SamplingParams
+
+SETTINGS = {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: bool = True, **unknown: Any) -> None:
+    """Stands for one of the calls of `LLM`."""
+
+
+@pytest.mark.parametrize("owner", ["LLM", "AsyncLLM"])
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("swap_space", 4, "leave it out: a preempted request is computed again; kv_offloading_size"),
+        ("cpu_offload_gb", 0, "tensor_parallel_size"),
+        ("tokenizer_mode", "auto", "leave it out"),
+        ("disable_log_stats", True, r"stats\(\) has the numbers"),
+        ("max_seq_len_to_capture", 8192, "enforce_eager=True"),
+        ("kv_cache_dtype", "fp8", "KV has the model's dtype"),
+        ("hf_overrides", {}, "config.json"),
+        ("limit_mm_per_prompt", {"image": 1}, "text alone"),
+        ("data_parallel_size", 2, "one engine for each replica"),
+        ("speculative_model", "x/y", "speculative_config="),
+        ("max_lora_rank", 8, "merge the adapter"),
+        ("guided_decoding_backend", "xgrammar", "not constrained by grammars"),
+    ],
+)
+def test_a_setting_that_only_vllm_has(name: str, value: Any, advice: str, owner: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{owner} got an unknown keyword '{name}'; .*{advice}"):
+        EngineConfig.from_keywords({"model": "x", name: value}, owner=owner)
+
+
+def test_settings_that_both_have_are_taken() -> None:
+    both = {
+        "tokenizer": "t",
+        "seed": 3,
+        "gpu_memory_utilization": 0.8,
+        "tensor_parallel_size": 1,
+        "enforce_eager": True,
+    }
+    config = EngineConfig.from_keywords({"model": "m", "trust_remote_code": True, **both}, owner="LLM")
+    assert {name: getattr(config, name) for name in both} == both
+
+
+def test_a_misspelt_setting_still_has_its_neighbours() -> None:
+    with pytest.raises(TypeError, match="'gpu_memory_utilisation'; did you mean 'gpu_memory_utilization'"):
+        EngineConfig.from_keywords({"gpu_memory_utilisation": 0.5}, owner="LLM")
+
+
+def test_what_vllm_calls_runner() -> None:
+    with pytest.raises(
+        ValueError, match="runner is 'generate'; it can be auto, v1, v2; what vLLM calls runner is task"
+    ):
+        EngineConfig(runner="generate")  # type: ignore[arg-type]
+
+
+def test_advice_is_about_settings_that_there_are() -> None:
+    assert not ENGINE_KEYWORDS.keys() & SETTINGS
+    known = SETTINGS | {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    known |= {field.name for field in dataclasses.fields(SamplingParams)} | {"chat_template", "prompt_token_ids"}
+    for advice in [*ENGINE_KEYWORDS.values(), *(advice for _, advice in CALL_KEYWORDS.values())]:
+        assert advice and set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", advice)) <= known, advice
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def test_keywords_that_ask_for_nothing_are_taken() -> None:
+    check_call_keywords("LLM.chat", call, {name: neutral for name, (neutral, _) in CALL_KEYWORDS.items()})
+    check_call_keywords("LLM.chat", call, dict.fromkeys(CALL_KEYWORDS))
+    check_call_keywords("LLM.chat", call, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lora_request": object()}, "'lora_request'; LoRA adapters are not served"),
+        ({"tokenization_kwargs": {}}, r"'tokenization_kwargs'; SamplingParams\(truncate_prompt_tokens"),
+        ({"chat_template_content_format": "openai"}, "'chat_template_content_format'; leave it out"),
+        ({"prompt_token_ids": [[5]]}, r"'prompt_token_ids'; give \{'prompt_token_ids': \[...\]\} as a prompt"),
+        ({"use_tqmd": False}, r"'use_tqmd'; did you mean 'use_tqdm'\?"),
+        ({"use_tqmd": None}, "'use_tqmd'; did you mean"),
+        ({"xyz": 1}, "'xyz'; it takes prompts, use_tqdm$"),
+    ],
+    ids=str,
+)
+def test_others_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^LLM.generate got an unknown keyword {message}"):
+        check_call_keywords("LLM.generate", call, given)
