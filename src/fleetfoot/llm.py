@@ -149,9 +149,9 @@ class LLM:
         """Counters of the engine, and its state now."""
         return self.llm_engine.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes."""
-        self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes; with ``reset_connector`` what a KV connector has saved is not loaded any more."""
+        self.llm_engine.reset_prefix_cache(reset_connector=reset_connector)
         return True
 
     def shutdown(self) -> None:

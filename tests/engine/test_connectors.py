@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
+from tests.helpers import prefill_decode
+from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
 from tests.helpers.faulty_connector import SCHEDULER_POINTS, WORKER_POINTS, Faults, InjectedError, faulty
+from tests.helpers.prefill_decode import RUNNERS, SIZE, VOCAB, Tokens, settle, tokens_of
 
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
+from fleetfoot.cli.main import main
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.scheduler.stats import TransferStats
 
-VOCAB = TEXT_MODEL["vocab_size"]
-SHARED_PROMPT = prompt_of(21, VOCAB, seed=1)
-PROMPTS = {
-    "alone": prompt_of(18, VOCAB, seed=2),
-    "one": [*SHARED_PROMPT, *prompt_of(9, VOCAB, seed=3)],
-    "two": [*SHARED_PROMPT, *prompt_of(6, VOCAB, seed=4)],
-    "short": prompt_of(3, VOCAB, seed=5),
-    "long": prompt_of(40, VOCAB, seed=6),
-}
-PARAMS = {
-    "alone": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-    "one": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2),
-    "two": SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, repetition_penalty=1.3),
-    "short": SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1),
-    "long": SamplingParams(temperature=0.7, seed=8, max_tokens=14, ignore_eos=True),
-}
+PROMPTS = prefill_decode.PROMPTS
+PARAMS = {**prefill_decode.PARAMS, "tiny": replace(prefill_decode.PARAMS["tiny"], prompt_logprobs=1)}
 REQUESTS = {name: (PROMPTS[name], PARAMS[name]) for name in PROMPTS}
-SIZE: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 24}
-"""Room for 96 tokens: less than the requests need together, so some are preempted, and blocks are evicted."""
 
-RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
 OFFLOAD: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
@@ -63,11 +51,6 @@ CONNECTORS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "filesystem": shared,
     "multi": several,
 }
-Tokens = dict[str, list[int]]
-
-
-def tokens_of(outputs: dict[str, RequestOutput]) -> Tokens:
-    return {name: output.outputs[0].token_ids for name, output in outputs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +62,7 @@ def expected(text_model: Path) -> Tokens:
 
 def close(engine: LLMEngine) -> TransferStats:
     """End an engine after its last transfer, with every block back; what was transferred."""
-    steps = 0
-    while engine.has_transfers():
-        engine.step()
-        engine.check_integrity()
-        steps += 1
-        assert steps < 10_000, "transfers never end"
-    pool = engine.core.scheduler.pool
-    assert pool.num_free == pool.num_blocks
-    engine.core.scheduler.check_idle()
+    settle(engine)
     stats = engine.stats().transfers
     engine.shutdown()
     return stats
@@ -114,6 +89,18 @@ def test_tokens_are_those_without(
 
 
 @RUNNERS
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_a_reset_of_the_prefix_cache_reaches_the_connector_if_it_is_to(
+    runner: str, reset_connector: bool, text_model: Path, expected: Tokens
+) -> None:
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=OFFLOAD, **SIZE)
+    for _ in range(2):
+        assert tokens_of(run_requests(engine, {"long": REQUESTS["long"]})) == {"long": expected["long"]}
+        engine.reset_prefix_cache(reset_connector=reset_connector)
+    assert close(engine).loads_done == (0 if reset_connector else 1)
+
+
+@RUNNERS
 @pytest.mark.parametrize("depth", [0, 1])
 def test_another_engine_finds_what_one_has_computed(
     runner: str, depth: int, text_model: Path, tmp_path: Path, expected: Tokens
@@ -126,7 +113,7 @@ def test_another_engine_finds_what_one_has_computed(
     outputs = run_requests(other, REQUESTS)
     assert tokens_of(outputs) == expected
     assert {name: output.num_cached_tokens for name, output in outputs.items()} == {
-        "alone": 16, "one": 28, "two": 24, "short": 0, "long": 36,
+        "alone": 16, "one": 28, "two": 24, "tiny": 0, "long": 36,
     }  # fmt: skip
     stats = close(other)
     assert (stats.loads_done, stats.tokens_loaded, stats.loads_failed) == (4, 104, 0)
@@ -234,7 +221,7 @@ def test_spoiled_files(runner: str, policy: str, how: str, text_model: Path, tmp
     outputs = run_requests(other, REQUESTS)
     for name, output in outputs.items():
         completion = output.outputs[0]
-        if policy == "recompute" or name == "short":  # which has no block to load
+        if policy == "recompute" or name == "tiny":  # which has no block to load
             assert completion.token_ids == expected[name]
         else:
             assert (completion.finish_reason, completion.token_ids) == ("error", [])
@@ -347,3 +334,46 @@ def test_blocks_that_are_lent_come_back(runner: str, text_model: Path, expected:
     assert engine.stats().transfers.num_lent_blocks > 30
     faults.released.set()
     close(engine)
+
+
+# --- what is counted ------------------------------------------------------------------------------------------------
+
+
+def test_bench_shows_what_was_loaded(text_model: Path, tmp_path: Path) -> None:
+    """From files of an earlier run, which a run without a warm-up may find."""
+    results = []
+    for number in range(2):
+        output = tmp_path / f"{number}.json"
+        flags = ["--num-prompts", "3", "--input-len", "40", "--output-len", "4", "--num-warmup", "0", "--device", "cpu"]
+        config = json.dumps(shared(tmp_path / "kv"))
+        arguments = ["--model", str(text_model), *flags, "--block-size", "4", "--kv-transfer-config", config]
+        assert main(["bench", "throughput", *arguments, "--max-num-seqs", "8", "--output", str(output)]) == 0
+        results.append(json.loads(output.read_text())["results"]["kv_transfer"])
+    first, second = results
+    assert first is None or first["loads_done"] == 0  # what is written behind its last step is not counted
+    assert (second["loads_done"], second["loads_failed"], second["loaded_tokens"]) == (3, 0, 3 * 36)
+    assert second["counters"]["blocks_loaded"] == 3 * 9
+
+
+def test_statistics_since_a_moment() -> None:
+    before = TransferStats(loads_started=3, loads_done=1, loads_failed=2, loads_timed_out=1, counters={"a": 5})
+    now = TransferStats(
+        num_loading=1,
+        num_lent_blocks=4,
+        loads_started=9,
+        loads_done=5,
+        loads_failed=3,
+        loads_timed_out=1,
+        tokens_loaded=64,
+        counters={"a": 7, "b": 1},
+    )
+    assert now.since(before) == TransferStats(
+        num_loading=1,
+        num_lent_blocks=4,
+        loads_started=6,
+        loads_done=4,
+        loads_failed=1,
+        loads_timed_out=0,
+        tokens_loaded=64,
+        counters={"a": 2, "b": 1},
+    )

@@ -157,7 +157,7 @@ class FakeEngine:
     def change_weights(self) -> None:
         """What was computed before must not be found any more."""
         self.device.runner.weights += 1
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache(reset_connector=True)
 
     def settle(self) -> None:
         """Step until nothing is in flight, lent or pending."""

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import msgspec
+import pytest
 
 from fleetfoot.kv_transfer.connector import TransferContext
 from fleetfoot.kv_transfer.nixl import NixlSettings
+from fleetfoot.kv_transfer.nixl_agent import nixl_api
 from fleetfoot.kv_transfer.nixl_worker import NixlWorker
 from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.kv_transfer.sockets import SocketServer, parse_address
@@ -23,6 +25,15 @@ from tests.helpers.kv_bench import Bench, transfer_config
 
 TOKENS = list(range(17))
 """Four full blocks, and a token that must be computed."""
+
+
+def skip_without(backend: str) -> None:
+    """Skip the test if the backend's library is not installed."""
+    if backend == "nixl":
+        try:
+            nixl_api()
+        except ValueError:
+            pytest.skip("the extra nixl is not installed")
 
 
 def whole(content: bytes, offset: int) -> bytes:
@@ -70,7 +81,8 @@ class Line:
 
     Attributes:
         spoil: called with bytes of a connection as they come, and how many came before; returns what becomes of them.
-            Empty bytes: the line is cut.
+            Fewer bytes: the line is cut behind them.
+        asked: set once the lender has been sent something.
     """
 
     def __init__(self, address: str) -> None:
@@ -78,6 +90,7 @@ class Line:
         self._server = SocketServer("127.0.0.1", 0, self._serve, "line")
         self.address = self._server.address
         self.spoil: Callable[[bytes, int], bytes] = whole
+        self.asked = threading.Event()
 
     def close(self) -> None:
         self._server.close()
@@ -98,6 +111,7 @@ class Line:
             with contextlib.suppress(OSError):
                 while content := reader.recv(1 << 16):
                     lender.sendall(content)
+                    self.asked.set()
             _cut(lender)
             back.join()
 
@@ -107,9 +121,9 @@ class Line:
             while content := lender.recv(1 << 16):
                 spoiled = self.change(content, offset)
                 offset += len(content)
-                if not spoiled:
-                    break
                 reader.sendall(spoiled)
+                if not spoiled or len(spoiled) < len(content):
+                    break
         _cut(reader)
 
 

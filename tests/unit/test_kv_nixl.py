@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, ManualJobs, same
-from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, whole
+from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, skip_without, whole
 
 from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.nixl import NixlSettings
+from fleetfoot.kv_transfer.nixl_leases import DECLINED, LeaseError, Leases
 from fleetfoot.scheduler.request import RequestStatus
 
 MakeEngine = Callable[..., Engine]
@@ -22,8 +26,7 @@ LENT, TAKEN = [3, 7, 1, 12], [9, 8, 2, 0]
 @pytest.fixture(params=["tcp", "nixl"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each agent that there is."""
-    if request.param == "nixl":
-        pytest.importorskip("nixl_cu12", reason="the extra nixl is not installed")
+    skip_without(request.param)
     return str(request.param)
 
 
@@ -127,6 +130,8 @@ def test_other_fingerprints_are_refused(make: MakeEngine) -> None:
 def test_other_numbers_of_ranks_are_refused(make: MakeEngine) -> None:
     lender, reader = make(), make(num_ranks=2)
     assert "its tp_size is 1, and 2 here" in refused(reader, lender, lender.lend("p"))
+    lender, reader = make(num_ranks=3), make()  # each of its ranks hears of it
+    assert "its tp_size is 3, and 1 here" in refused(reader, lender, lender.lend("p"))
 
 
 @pytest.mark.parametrize("name, value", [("block_size", 16), ("dtype", "bfloat16"), ("pp_size", 2)])
@@ -144,6 +149,8 @@ def test_other_layouts_are_refused_by_the_lender(make: MakeEngine) -> None:
     request = reader.wants(lender.lend("p"))
     reason = reader.load(request).failed["r"].reason
     assert f"its layout is '{LAYOUT.fingerprint}', and '{other.fingerprint}' here" in reason
+    lender.until_sent("p")
+    assert lender.counters == {"sends_declined": 1}
 
 
 def test_other_tokens_are_refused(make: MakeEngine) -> None:
@@ -204,6 +211,8 @@ def test_settings_are_checked() -> None:
         of(backend="udp")
     with pytest.raises(ValueError, match="abort_timeout is 0"):
         of(abort_timeout=0)
+    with pytest.raises(ValueError, match=r"side_channel_host is '0\.0\.0\.0'; it must be an address of this machine"):
+        of(side_channel_host="0.0.0.0")
     with pytest.raises(TypeError, match="side_chanel_port"):
         of(side_chanel_port=3)
 
@@ -317,6 +326,22 @@ def test_a_reader_that_comes_too_late(make: MakeEngine) -> None:
     assert lender.counters == {"sends_expired": 1}
 
 
+def test_a_lease_that_is_declined_before_it_is_granted() -> None:
+    """Its reader is faster than the step that tells the lender's workers of it."""
+    leases = Leases(30.0, Clock())
+    leases.give_up("early", DECLINED)
+    with pytest.raises(LeaseError, match="its reader has given it up"):
+        leases.acquire("early", 30.0)
+    leases.grant("early", "p", [1, 2], None)
+    leases.grant("other", "q", [3], None)
+    assert [(lease.request_id, how) for lease, how in leases.take_ended()] == [("p", DECLINED)]
+    assert leases.acquire("other", 0.0) == [3]
+    with pytest.raises(LeaseError, match="there is no lease late here"):
+        leases.acquire("late", 0.0)  # no step has told of it in all the time that a reader waits
+    leases.grant("late", "r", [4], None)
+    assert [(lease.request_id, how) for lease, how in leases.take_ended()] == [("r", DECLINED)]
+
+
 def test_a_lease_is_read_once(make: MakeEngine) -> None:
     lender, reader, other = make(), make(), make()
     params = lender.lend("p")
@@ -329,6 +354,41 @@ def test_an_engine_that_is_gone(make: MakeEngine, backend: str) -> None:
     params = lender.lend("p")
     lender.shutdown()
     assert "cannot be reached" in reader.load(reader.wants(params)).failed["r"].reason
+
+
+def test_nothing_is_left_open() -> None:
+    """Neither connections nor threads, whatever became of the loads."""
+
+    def num_open() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before, threads_before = num_open(), set(threading.enumerate())
+    lender, reader = Engine(line=True), Engine(extra={"num_threads": 2})
+    for number in range(5):
+        for spoil in (damaged, cut_at(0), whole):
+            lender.lines[0].spoil = spoil
+            output = reader.load(reader.wants(lender.lend(name := f"{number}")))
+            assert bool(output.loaded) == (spoil is whole)
+            lender.until_sent(name)
+            lender.sent.clear()
+        gone = Engine()
+        params = gone.lend("p")
+        gone.shutdown()
+        assert reader.load(reader.wants(params)).failed
+    busy = num_open()
+    reader.shutdown()
+    lender.shutdown()
+    for thread in set(threading.enumerate()) - threads_before:
+        thread.join(20)
+        assert not thread.is_alive(), thread.name
+    assert num_open() == before
+    assert busy < before + 20  # 20 loads, of which most have failed
+
+
+def damaged(content: bytes, offset: int) -> bytes:
+    """The last bit of each piece."""
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
 def test_one_rank_that_fails(make: MakeEngine) -> None:
@@ -383,6 +443,8 @@ def test_loads_that_wait_for_a_thread(make: MakeEngine) -> None:
     assert reader.step().loaded == {"one"}
     clock.now += 5
     assert set(reader.step().failed) == {"two"}
-    jobs.run()  # finds that nobody waits for it any more
+    jobs.run()  # finds that nobody waits for it any more, and says so
     assert reader.step().is_empty
-    assert lender.step(idle=True).sent == {"p"}
+    lender.until_sent("p")
+    lender.until_sent("q")
+    assert lender.counters["sends_sent"] == lender.counters["sends_declined"] == 1

@@ -185,7 +185,7 @@ def misfortune(rng: random.Random, faults: Faults, folder: Path, engine: Engine,
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         victim.write_bytes(content[: rng.choice([0, 50, len(content), len(content)])])
     if rng.random() < 0.03:
-        engine.scheduler.reset_prefix_cache()
+        engine.scheduler.reset_prefix_cache(reset_connector=True)
         engine.runner.weights += 1
 
 

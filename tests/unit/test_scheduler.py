@@ -371,7 +371,7 @@ def test_reset_while_requests_run() -> None:
     a = request_of("a", 9, 20)
     drive = Drive(scheduler_of(), a)
     drive.step()
-    drive.scheduler.reset_prefix_cache()
+    drive.scheduler.reset_prefix_cache(reset_connector=True)
     for _ in range(12):
         drive.step()
     drive.scheduler.add_request(request_of("b", list(a.token_ids)))
@@ -433,7 +433,7 @@ def test_failures_and_ends_from_outside_at_any_time(seed: int, depth: int) -> No
                     scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, "text")
                     stopped.add(request.request_id)
         if rng.random() < 0.05:
-            scheduler.reset_prefix_cache()
+            scheduler.reset_prefix_cache(reset_connector=True)
         scheduler.check_integrity()
     scheduler.check_idle()
     for request in requests:

@@ -307,7 +307,7 @@ def test_new_weights_while_loading() -> None:
         scheduler.add_request(request)
     output = schedule(scheduler)
     update(scheduler, output, loaded={"a"})
-    scheduler.reset_prefix_cache()
+    scheduler.reset_prefix_cache(reset_connector=True)
     assert connector.calls[-1] == ("forget",)
     assert (a.status, a.block_ids, b.status) == (RequestStatus.WAITING, [], LOADING)
     scheduler.check_integrity()
@@ -329,7 +329,7 @@ def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_
     outputs = [schedule(scheduler), schedule(scheduler)]
     assert scheduler.schedule() is None  # a needs a block
     assert b.status is RequestStatus.PREEMPTED
-    scheduler.reset_prefix_cache()
+    scheduler.reset_prefix_cache(reset_connector=True)
     for output in outputs:
         update(scheduler, output)
     assert b.finish_reason == "length"  # its second block is full, of KV that nobody must find

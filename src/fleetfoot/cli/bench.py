@@ -198,8 +198,7 @@ def _measure(
     for requests in (*warm_up, *measured):
         _check_lengths(requests, started.engine)
     _run_loads("Warm-up", started.engine, warm_up, temperature)
-    if any(warm_up):  # else what a KV connector has from earlier runs may be found
-        started.engine.reset_prefix_cache()
+    started.engine.reset_prefix_cache()
     return _run_loads("Measuring", started.engine, measured, temperature)
 
 

@@ -15,11 +15,20 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 from fleetfoot._version import __version__
-from fleetfoot.cli import bench, chat, generate, plan, verify, worker
+from fleetfoot.cli import bench, chat, engine, generate, plan, proxy, verify, worker
 from fleetfoot.cli.command import UsageError, add_command
 from fleetfoot.cli.logs import logs_on_stderr
 
-COMMANDS = (generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND, worker.COMMAND)
+COMMANDS = (
+    generate.COMMAND,
+    chat.COMMAND,
+    bench.COMMAND,
+    plan.COMMAND,
+    verify.COMMAND,
+    worker.COMMAND,
+    engine.COMMAND,
+    proxy.COMMAND,
+)
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

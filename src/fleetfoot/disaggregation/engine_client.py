@@ -10,6 +10,7 @@ from typing import Any
 from fleetfoot.disaggregation.messages import (
     Answer,
     Drain,
+    EngineUnreachableError,
     Failed,
     Generate,
     Output,
@@ -20,17 +21,14 @@ from fleetfoot.disaggregation.messages import (
     write_message,
 )
 from fleetfoot.inputs import PromptType
-from fleetfoot.kv_transfer.sockets import parse_address
+from fleetfoot.kv_transfer.sockets import keep_alive, parse_address
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.sampling.params import SamplingParams
 
 
-class EngineUnreachableError(ConnectionError):
-    """The engine's process cannot be reached, or has gone away in the middle of a request."""
-
-
 class EngineClient:
-    """An `fleetfoot.disaggregation.engine_server.EngineServer`, from outside. Keeps no connection open.
+    """A `fleetfoot.disaggregation.engine_server.EngineServer`, from outside: implements
+    `fleetfoot.disaggregation.engine.Engine`. Keeps no connection open.
 
     Args:
         address: ``host:port``.
@@ -65,15 +63,9 @@ class EngineClient:
                 yield answer.output
 
     async def stats(self) -> dict[str, Any]:
-        """`fleetfoot.engine.stats.EngineStats` as plain data."""
         return await self._report(Stats())
 
     async def drain(self) -> dict[str, Any]:
-        """Wait until no request is under way and no KV is lent; the statistics.
-
-        Raises:
-            RuntimeError: the engine's books do not add up.
-        """
         return await self._report(Drain())
 
     async def _report(self, question: Question) -> dict[str, Any]:
@@ -90,6 +82,7 @@ class EngineClient:
                 reader, writer = await asyncio.open_connection(self._host, self._port)
         except (OSError, TimeoutError) as error:
             raise EngineUnreachableError(f"the engine at {self.address} cannot be reached ({error})") from error
+        keep_alive(writer.get_extra_info("socket"))
         try:
             write_message(writer, question)
             await writer.drain()

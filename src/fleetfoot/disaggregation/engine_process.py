@@ -1,28 +1,22 @@
-"""An engine in a process of its own.
+"""An engine in a process of its own, started from Python. From a shell, use `fleetfoot engine`.
 
-    python -m fleetfoot.disaggregation.engine_process '{"model": ..., "kv_transfer_config": {...}}' --port 8100
-
-The first argument holds the fields of `fleetfoot.config.engine.EngineConfig`. Once the engine can take requests, a line
-``{"address": "host:port"}`` is written to standard output. `EngineProcess` starts such a process from Python.
+The process is this module, with the fields of an `fleetfoot.config.engine.EngineConfig` as JSON in its first argument.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from fleetfoot.config import env
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.disaggregation.serve import serve_engine
 
 
 class EngineProcess:
@@ -98,25 +92,6 @@ class EngineProcess:
         self.stop()
 
 
-async def serve(config: Mapping[str, Any], host: str, port: int, *, until_stdin_closes: bool) -> None:
-    """Run an engine until a signal, or the end of standard input, says that it is enough."""
-    from fleetfoot.disaggregation.engine_server import EngineServer
-    from fleetfoot.engine.async_llm import AsyncLLM
-
-    enough = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, enough.set)
-    if until_stdin_closes:
-        loop.add_reader(0, lambda: None if os.read(0, 1) else enough.set())
-    async with AsyncLLM(**config) as llm:
-        server = EngineServer(llm)
-        await server.start(host, port)
-        print(msgspec.json.encode({"address": server.address}).decode(), flush=True)
-        await enough.wait()
-        await server.close()
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fleetfoot.disaggregation.engine_process")
     parser.add_argument("config", type=json.loads, help="the engine's settings, a JSON object")
@@ -125,7 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--until-stdin-closes", action="store_true", help="end with the end of standard input")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
-    asyncio.run(serve(options.config, options.host, options.port, until_stdin_closes=options.until_stdin_closes))
+    config = EngineConfig.from_keywords(options.config, owner="engine_process")
+    serve_engine(config, options.host, options.port, until_stdin_closes=options.until_stdin_closes)
     return 0
 
 

@@ -1,13 +1,14 @@
-"""An `AsyncLLM` behind a TCP port."""
+"""An engine behind a TCP port."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import socket
+from collections.abc import Callable
 
-import msgspec
-
+from fleetfoot.disaggregation.engine import Engine
 from fleetfoot.disaggregation.messages import (
     Answer,
     Drain,
@@ -19,36 +20,51 @@ from fleetfoot.disaggregation.messages import (
     read_message,
     write_message,
 )
-from fleetfoot.engine.async_llm import AsyncLLM
-from fleetfoot.engine.stats import EngineStats
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.kv_transfer.sockets import keep_alive
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.02
-"""Between looks at an engine that is to be drained."""
+
+def reserve(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A place to listen at, taken before an engine is loaded that may take minutes; until then nobody can connect.
+
+    Args:
+        port: 0: any that is free.
+
+    Raises:
+        ValueError: nobody can listen there; says why.
+    """
+    place = socket.socket()
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        place.bind((host, port))
+    except (OSError, OverflowError) as error:
+        place.close()
+        raise ValueError(f"nobody can listen on {host}:{port} ({error}); choose another host or port") from error
+    return place
 
 
 class EngineServer:
     """Serves an engine, which stays its owner's.
 
     Args:
-        llm: the engine.
+        engine: asked by all connections at once.
+        on_death: called when a request has met that the engine is dead.
     """
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+    def __init__(self, engine: Engine, on_death: Callable[[EngineDeadError], None] = lambda error: None) -> None:
+        self._engine = engine
+        self._on_death = on_death
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = ""
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; port 0: any that is free. `address` says where.
-
-        Raises:
-            OSError: nobody can listen there.
-        """
-        self._server = await asyncio.start_server(self._accept, host, port)
-        self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
+    async def start(self, place: socket.socket) -> None:
+        """Listen there (`reserve`); `address` says where that is."""
+        self._server = await asyncio.start_server(self._accept, sock=place)
+        host, port = place.getsockname()
+        self.address = f"{host}:{port}"
 
     async def close(self) -> None:
         """Requests under way are aborted."""
@@ -73,6 +89,7 @@ class EngineServer:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        keep_alive(writer.get_extra_info("socket"))
         try:
             question: Question = await read_message(reader, Question)
         except ValueError as error:
@@ -83,43 +100,32 @@ class EngineServer:
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            work.cancel()
+            work.cancel()  # aborts its request, if it has not ended
             gone.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work  # aborts its request
+            await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _answer(self, question: Question, writer: asyncio.StreamWriter) -> None:
         try:
             if isinstance(question, Generate):
                 await self._generate(question, writer)
             elif isinstance(question, Drain):
-                await _send(writer, _report(await self._drained()))
+                await _send(writer, Report(await self._engine.drain()))
             else:
-                await _send(writer, _report(self._llm.stats()))
-        except (ConnectionError, asyncio.CancelledError):
-            raise
+                await _send(writer, Report(await self._engine.stats()))
+        except ConnectionError:
+            raise  # the client's: there is nobody to tell
         except Exception as error:
+            if isinstance(error, EngineDeadError):
+                self._on_death(error)
             await _send(writer, Failed.of(error))
 
     async def _generate(self, question: Generate, writer: asyncio.StreamWriter) -> None:
-        outputs = self._llm.generate(question.prompt, question.params, question.request_id, priority=question.priority)
+        outputs = self._engine.generate(
+            question.prompt, question.params, question.request_id, priority=question.priority
+        )
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 await _send(writer, Output(output))
-
-    async def _drained(self) -> EngineStats:
-        while True:
-            stats = self._llm.stats()
-            transfers = stats.transfers
-            num_requests = stats.scheduler.num_running + stats.scheduler.num_waiting + transfers.num_loading
-            if not (num_requests or transfers.num_lent_blocks):
-                await self._llm.check_integrity()
-                return stats
-            await asyncio.sleep(_LOOK_SECONDS)
-
-
-def _report(stats: EngineStats) -> Report:
-    return Report(msgspec.to_builtins(stats))
 
 
 async def _send(writer: asyncio.StreamWriter, answer: Answer) -> None:

@@ -19,6 +19,10 @@ MAX_MESSAGE_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
 
 
+class EngineUnreachableError(RuntimeError):
+    """The engine's process cannot be reached, or has gone away in the middle of a request."""
+
+
 class Generate(msgspec.Struct, tag=True, frozen=True):
     """Answered by `Output`, as often as there is news, or by `Failed`."""
 
@@ -63,6 +67,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 _KINDS: dict[str, type[Exception]] = {
     "EngineDeadError": EngineDeadError,
+    "EngineUnreachableError": EngineUnreachableError,
     "ValueError": ValueError,
     "TypeError": TypeError,
     "RuntimeError": RuntimeError,

@@ -7,10 +7,13 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from fleetfoot.disaggregation.engine import Engine
 from fleetfoot.inputs import PromptType
+from fleetfoot.kv_transfer.nixl_params import parse_params
+from fleetfoot.kv_transfer.nixl_side_channel import decline
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 
@@ -18,14 +21,6 @@ logger = logging.getLogger(__name__)
 
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 DEFAULT_PREFILL_SECONDS = 60.0
-
-
-class Engine(Protocol):
-    """`fleetfoot.AsyncLLM`, or `fleetfoot.disaggregation.engine_client.EngineClient`."""
-
-    def generate(
-        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
-    ) -> AsyncGenerator[RequestOutput, None]: ...
 
 
 @dataclass(slots=True)
@@ -40,8 +35,10 @@ class ProxyStats:
 
 
 class DisaggregatedLLM:
-    """Two engines with the same model as one. Output is that of the decode engine; what the other computes can make it
-    faster, and never other than it would be: where prefill fails, the decode engine computes the prompt itself.
+    """Two engines with the same model as one; implements `fleetfoot.disaggregation.engine.Engine`.
+
+    Output is that of the decode engine. What the other computes can make it faster, and never other than it would be:
+    where prefill fails, the decode engine computes the prompt itself.
 
     Args:
         prefill: with role ``kv_producer`` or ``kv_both``.
@@ -53,7 +50,7 @@ class DisaggregatedLLM:
         self._prefill = prefill
         self._decode = decode
         self._prefill_timeout = prefill_timeout
-        self.stats = ProxyStats()
+        self.counts = ProxyStats()
 
     async def generate(
         self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -63,14 +60,29 @@ class DisaggregatedLLM:
         Raises:
             ValueError, TypeError, EngineDeadError, EngineUnreachableError: from the decode engine.
         """
-        self.stats.num_requests += 1
+        self.counts.num_requests += 1
         lent = await self.prefill(prompt, sampling_params, request_id, priority=priority)
         if lent is not None:
             sampling_params = replace(sampling_params, extra_args={KV_TRANSFER_PARAMS: lent})
         outputs = self._decode.generate(prompt, sampling_params, request_id, priority=priority)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                yield output
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    lent = None  # it has been taken
+                    yield output
+        finally:  # else the decode engine is dead, or refuses the request, or the client has left
+            if lent is not None and (remote := parse_params(lent)) is not None:
+                loop = asyncio.get_running_loop()
+                loop.run_in_executor(None, decline, remote.remote_addresses, remote.remote_lease)
+
+    async def stats(self) -> dict[str, Any]:
+        """`ProxyStats`."""
+        return asdict(self.counts)
+
+    async def drain(self) -> dict[str, Any]:
+        for engine in (self._decode, self._prefill):
+            await engine.drain()
+        return await self.stats()
 
     async def prefill(
         self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -85,11 +97,11 @@ class DisaggregatedLLM:
             async with asyncio.timeout(self._prefill_timeout):
                 lent = await self._lent(prompt, prefill_params(sampling_params), request_id, priority)
         except Exception as error:  # the decode engine says what is wrong with a request, if that is it
-            self.stats.num_prefills_failed += 1
+            self.counts.num_prefills_failed += 1
             reason = str(error) or f"it took longer than {self._prefill_timeout:g} s"
             logger.warning("request %r goes without prefill: %s", request_id, reason)
             return None
-        self.stats.num_prefilled += lent is not None
+        self.counts.num_prefilled += lent is not None
         return lent
 
     async def _lent(

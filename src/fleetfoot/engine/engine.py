@@ -206,8 +206,9 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         return self.stats_collector.snapshot(self.core.scheduler.stats())
 
-    def reset_prefix_cache(self) -> None:
-        self.core.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
+        """Forget cached prefixes; with ``reset_connector`` what a KV connector has saved is not loaded any more."""
+        self.core.scheduler.reset_prefix_cache(reset_connector=reset_connector)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if KV blocks, rows or queues do not add up."""

@@ -45,6 +45,8 @@ class NixlSettings:
         if backend not in BACKENDS:
             raise settings.error("backend", backend, " or ".join(BACKENDS))
         host = settings.text("side_channel_host") or DEFAULT_HOST
+        if host == "0.0.0.0":  # other engines are told to come to this very address
+            raise settings.error("side_channel_host", host, "an address of this machine that other engines reach it by")
         port = settings.integer("side_channel_port", 0, minimum=0)
         abort_timeout = settings.integer("abort_timeout", DEFAULT_ABORT_SECONDS)
         buffer_bytes = settings.integer("buffer_bytes", DEFAULT_BUFFER_BYTES)

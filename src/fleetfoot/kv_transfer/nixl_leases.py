@@ -72,6 +72,8 @@ class Leases:
         """From now on the blocks may be read, once what is queued for them has been done."""
         with self._changed:
             self._live[lease_id] = Lease(request_id, block_ids, written, self._clock() + self._timeout)
+            if lease_id in self._past:  # its reader has declined it, and was faster than the step that tells of it
+                self._end(lease_id, self._past[lease_id])
             self._changed.notify_all()
 
     def take_ended(self) -> list[tuple[Lease, str]]:
@@ -108,7 +110,9 @@ class Leases:
             LeaseError: there is no such lease.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_known(lease_id), patience)
+            if not self._changed.wait_for(lambda: self._is_known(lease_id), patience):
+                self._remember(lease_id, DECLINED)  # the reader goes: should it come after all, nobody wants it
+                raise LeaseError(f"there is no lease {lease_id} here")
             lease = self._find(lease_id)
             lease.deadline = self._clock() + self._timeout
         if lease.written is not None:
@@ -126,10 +130,12 @@ class Leases:
             self._end(lease_id, SENT)
 
     def give_up(self, lease_id: str, how: str) -> None:
-        """A reader will not read, or read on. Unknown leases are no error."""
+        """A reader will not read, or read on. For a lease that is not known yet, this holds when it comes."""
         with self._changed:
             if lease_id in self._live:
                 self._end(lease_id, how)
+            else:
+                self._remember(lease_id, how)
 
     def _is_known(self, lease_id: str) -> bool:
         return self._is_closed or lease_id in self._live or lease_id in self._past
@@ -144,7 +150,10 @@ class Leases:
 
     def _end(self, lease_id: str, how: str) -> None:
         self._ended.append((self._live.pop(lease_id), how))
-        self._past[lease_id] = how
+        self._remember(lease_id, how)
+
+    def _remember(self, lease_id: str, how: str) -> None:
+        self._past.setdefault(lease_id, how)
         if len(self._past) > NUM_REMEMBERED:
             self._past.popitem(last=False)
         self._changed.notify_all()

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fleetfoot.kv_transfer.counters import TransferCounters
 from fleetfoot.kv_transfer.io_threads import Jobs
 from fleetfoot.kv_transfer.nixl_orders import PullOrder
 from fleetfoot.kv_transfer.nixl_params import Source
-from fleetfoot.kv_transfer.nixl_pull import Load
+from fleetfoot.kv_transfer.nixl_pull import Load, Puller
+from fleetfoot.kv_transfer.nixl_side_channel import decline
 from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
-
-
-class Pulls(Protocol):
-    """What `fleetfoot.kv_transfer.nixl_pull.Puller` does."""
-
-    def pull(self, load: Load) -> None: ...
-
-    def decline(self, source: Source, should_stop: Callable[[], bool]) -> None: ...
 
 
 class NixlLoads:
@@ -36,17 +26,20 @@ class NixlLoads:
     Args:
         jobs: run the pulls.
         tell: run what lenders are told; of their own, so that lenders which do not answer hold up no load.
+        rank, num_ranks: of this worker, and of its engine.
         timeout: seconds that a load may take.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        puller: Pulls,
+        puller: Puller,
         jobs: Jobs,
         tell: Jobs,
         counters: TransferCounters,
         *,
+        rank: int,
+        num_ranks: int,
         bytes_per_block: int,
         timeout: float,
         clock: Callable[[], float],
@@ -55,12 +48,12 @@ class NixlLoads:
         self._jobs = jobs
         self._tell = tell
         self._counters = counters
+        self._rank, self._num_ranks = rank, num_ranks
         self._bytes_per_block = bytes_per_block
         self._timeout = timeout
         self._clock = clock
         self._loads: list[Load] = []
         self._ended: queue.SimpleQueue[Load] = queue.SimpleQueue()
-        self._is_closing = False
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -80,7 +73,9 @@ class NixlLoads:
             self._jobs.submit(partial(self._run, load))
 
     def decline(self, source: Source) -> None:
-        self._tell.submit(partial(self._decline, source))
+        """Tell a lender that nobody comes: its rank of the same number, and where it has more of them, those that no
+        rank of this engine would tell."""
+        self._tell.submit(partial(decline, source.addresses[self._rank :: self._num_ranks], source.lease))
 
     def take_ended(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Add what has ended to ``output``."""
@@ -100,7 +95,6 @@ class NixlLoads:
 
     def close(self) -> None:
         """Give everything up."""
-        self._is_closing = True
         for load in self._loads:
             with load.lock:
                 load.is_cancelled = True
@@ -114,13 +108,9 @@ class NixlLoads:
         except Exception as error:  # whatever it is, somebody waits for this load's end
             load.error = str(error) or type(error).__name__
         self._ended.put(load)
-
-    def _decline(self, source: Source) -> None:
-        """In a thread."""
-        try:
-            self._puller.decline(source, lambda: self._is_closing)
-        except Exception as error:
-            logger.info("engine %r is not told that nobody reads from it: %s", source.engine_id, error)
+        if not load.has_acquired:
+            with contextlib.suppress(RuntimeError):  # the threads were stopped: this is the end
+                self.decline(load.order.source)
 
     def _take_pulls(self, output: KVConnectorOutput) -> None:
         while True:

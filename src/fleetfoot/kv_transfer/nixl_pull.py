@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fleetfoot.kv_transfer.nixl_orders import PullOrder
-from fleetfoot.kv_transfer.nixl_params import Source
 from fleetfoot.kv_transfer.nixl_side_channel import Identity, RefusedError, SideChannel, Welcome
 from fleetfoot.kv_transfer.nixl_staging import Lane, Staging
 from fleetfoot.kv_transfer.sockets import StoppedError
@@ -17,7 +16,6 @@ from fleetfoot.kv_transfer.transfer_agent import TransferAgent, TransferError
 if TYPE_CHECKING:
     import torch
 
-CONNECT_SECONDS = 5.0
 _WAIT_SECONDS = 0.02
 
 
@@ -36,6 +34,8 @@ class Load:
     has_timed_out: bool = False
     is_new: bool = True
     """Begun in this very step: a request of its id that has ended is an earlier one."""
+    has_acquired: bool = False
+    """The lender knows of this reader, and that it has gone when its connection has."""
     num_arrived: int = 0
     error: str = ""
 
@@ -98,30 +98,15 @@ class Puller:
             RuntimeError: whatever went wrong; nothing of the blocks counts.
         """
         source, order = load.order.source, load.order
-        if order.refusal:
-            raise RefusedError(order.refusal)
-        channel = SideChannel(source.addresses[self._rank], CONNECT_SECONDS, load.should_stop)
+        channel = SideChannel(source.addresses[self._rank], load.should_stop)
         try:
             welcome = channel.hello(self._identity, source.engine_id)
             lent = channel.acquire(source.lease)
+            load.has_acquired = True
             wanted = lent[order.first : order.first + len(order.block_ids)]
             self._check(lent, len(wanted), welcome, load)
             self._read(welcome, wanted, load)
             channel.finish(source.lease)
-        finally:
-            channel.close()
-
-    def decline(self, source: Source, should_stop: Callable[[], bool]) -> None:
-        """Tell a lender that nobody comes.
-
-        Raises:
-            RuntimeError: it cannot be told; it will notice by itself.
-        """
-        if self._rank >= len(source.addresses):
-            return
-        channel = SideChannel(source.addresses[self._rank], CONNECT_SECONDS, should_stop)
-        try:
-            channel.decline(source.lease)
         finally:
             channel.close()
 

@@ -9,12 +9,12 @@ from fleetfoot.kv_transfer.nixl_side_channel import (
     Accepted,
     Acquire,
     Blocks,
+    Decline,
     Finish,
     Hello,
     Identity,
     Refusal,
     Reply,
-    Request,
     Welcome,
     decode_request,
     differences,
@@ -62,14 +62,16 @@ class LendingServer:
         try:
             while True:
                 request = decode_request(receive_message(connection))
+                if isinstance(request, Decline):
+                    self._leases.give_up(request.lease, DECLINED)
+                    continue
                 if isinstance(request, Hello):
                     reply = self._greet(request)
                     is_welcome = isinstance(reply, Welcome)
-                elif isinstance(request, Acquire) and not is_welcome:
-                    reply = Refusal("this needs a Hello that was welcome")
-                else:
+                elif is_welcome:
                     reply = self._answer(request, held)
-                connection.settimeout(None)
+                else:
+                    reply = Refusal("this needs a Hello that was welcome")
                 send_message(connection, encode(reply))
         finally:
             for lease in held:
@@ -82,17 +84,14 @@ class LendingServer:
             return Refusal(f"it is another kind of engine: {unlike}")
         return self._welcome
 
-    def _answer(self, request: Request, held: set[str]) -> Reply:
+    def _answer(self, request: Acquire | Finish, held: set[str]) -> Reply:
         try:
             if isinstance(request, Acquire):
                 block_ids = self._leases.acquire(request.lease, PATIENCE_SECONDS)
                 held.add(request.lease)
                 return Blocks(block_ids)
-            if isinstance(request, Finish):
-                held.discard(request.lease)
-                self._leases.finish(request.lease)
-            elif not isinstance(request, Hello):
-                self._leases.give_up(request.lease, DECLINED)
+            held.discard(request.lease)
+            self._leases.finish(request.lease)
         except LeaseError as error:
             return Refusal(str(error))
         return Accepted()

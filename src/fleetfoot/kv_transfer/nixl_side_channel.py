@@ -8,19 +8,24 @@ One connection for each load, over TCP, from the reader (R) to the lender (L):
     R  Finish                              L  Accepted   they were lent all the time; or Refusal
 
 A connection that is lost gives up the lease that it has acquired. `Decline`, in place of all this, says that a lease is
-not wanted.
+not wanted; it has no answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import msgspec
 
 from fleetfoot.kv_transfer.sockets import ConnectionLostError, connect, receive_message, send_message
 
+logger = logging.getLogger(__name__)
+
 PROTOCOL = "fleetfoot-kv-1"
+CONNECT_SECONDS = 5.0
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -119,17 +124,16 @@ class SideChannel:
 
     Args:
         address: ``host:port`` of the lender's rank.
-        timeout: seconds for it to be reached.
         should_stop: whether nobody waits for an answer any more.
 
     Raises:
         ConnectionLostError: it cannot be reached. So do all methods, which also raise RefusedError and StoppedError.
     """
 
-    def __init__(self, address: str, timeout: float, should_stop: Callable[[], bool]) -> None:
+    def __init__(self, address: str, should_stop: Callable[[], bool]) -> None:
         self._address = address
         self._should_stop = should_stop
-        self._connection = connect(address, timeout)
+        self._connection = connect(address, CONNECT_SECONDS)
 
     def hello(self, identity: Identity, engine_id: str) -> Welcome:
         return self._ask(Hello(identity, engine_id), Welcome)
@@ -139,9 +143,6 @@ class SideChannel:
 
     def finish(self, lease: str) -> None:
         self._ask(Finish(lease), Accepted)
-
-    def decline(self, lease: str) -> None:
-        self._ask(Decline(lease), Accepted)
 
     def close(self) -> None:
         self._connection.close()
@@ -158,3 +159,13 @@ class SideChannel:
         if not isinstance(reply, kind):
             raise RefusedError(f"{self._address} answers {type(request).__name__} with {type(reply).__name__}")
         return reply
+
+
+def decline(addresses: Iterable[str], lease: str) -> None:
+    """Tell ranks of a lender that nobody comes for what they lend. Those that cannot be told notice by themselves."""
+    for address in addresses:
+        try:
+            with contextlib.closing(connect(address, CONNECT_SECONDS)) as connection:
+                send_message(connection, encode(Decline(lease)))
+        except ConnectionLostError as error:
+            logger.info("a lender is not told that nobody reads from it: %s", error)

@@ -64,11 +64,15 @@ class NixlWorker(WorkerConnector):
         self._device = kv_caches[0].device
         self._bytes_per_block = layout.bytes_per_block
         identity = self._identity(layout)
-        if self._context.config.can_load:
-            self._loads = self._make_loads(kv_caches, layout, identity)
-        if self._context.config.can_save:
-            self._server = self._make_server(kv_caches, layout, identity)
-            self._addresses = {self._context.rank: self._server.address}
+        try:
+            if self._context.config.can_load:
+                self._loads = self._make_loads(kv_caches, layout, identity)
+            if self._context.config.can_save:
+                self._server = self._make_server(kv_caches, layout, identity)
+                self._addresses = {self._context.rank: self._server.address}
+        except BaseException:  # a port that is taken, for one
+            self.shutdown()
+            raise
 
     def bind(self, metadata: object | None) -> None:
         self._orders = orders_of(metadata)
@@ -151,6 +155,8 @@ class NixlWorker(WorkerConnector):
             self._jobs,
             self._tell,
             self._counters,
+            rank=self._context.rank,
+            num_ranks=self._context.num_ranks,
             bytes_per_block=layout.bytes_per_block,
             timeout=self._context.config.kv_transfer_timeout,
             clock=self._clock,

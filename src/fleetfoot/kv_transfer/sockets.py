@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,16 @@ def _receive(connection: socket.socket, count: int, should_stop: Callable[[], bo
 
 def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that lost power says no goodbye
+    keep_alive(connection)
+
+
+def keep_alive(connection: Any) -> None:
+    """Have a socket's other end asked whether it is still there: a machine that lost power says no goodbye.
+
+    Args:
+        connection: has ``setsockopt``: a socket, or asyncio's view of one.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
         if hasattr(socket, option):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), _KEEPALIVE_SECONDS)

@@ -86,6 +86,7 @@ class TcpAgent(TransferAgent):
             raise TransferError(f"{peer} is not known any more")
         try:
             connection = connection or connect(address, CONNECT_SECONDS)
+            connection.settimeout(CONNECT_SECONDS)  # one that was used before does not block
             send_message(connection, remote.astype("<i8").tobytes())
         except ConnectionLostError as error:
             raise TransferError(f"{peer} cannot be read from: {error}") from error
@@ -107,7 +108,6 @@ class TcpAgent(TransferAgent):
     def _serve(self, connection: socket.socket) -> None:
         while True:
             request = receive_message(connection)
-            connection.settimeout(None)
             if len(request) % 16 or len(request) > 16 * MAX_PIECES:
                 return
             pieces = np.frombuffer(request, dtype="<i8").reshape(-1, 2)

@@ -440,15 +440,20 @@ class Scheduler:
             transfers=self.transfers.stats(),
         )
 
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix: KV of other weights, say. Running requests keep their own blocks."""
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
+        """Forget every cached prefix. Running requests keep their own blocks.
+
+        Args:
+            reset_connector: what a KV connector holds was computed with other weights, and may not be loaded again.
+        """
         self.pool.forget()
         in_flight = (request for _, batch in self._in_flight for request in batch)
         for request in chain(self.running, in_flight):
             # what it goes on to compute stands on what is forgotten, so nobody else may hit it
             request.num_published = sys.maxsize
-        for request in self.transfers.forget():
-            self._waiting.push(request)
+        if reset_connector:
+            for request in self.transfers.forget():
+                self._waiting.push(request)
 
     def check_idle(self) -> None:
         """With nothing running, everything must be free again but what transfers use. Costs next to nothing, so it is

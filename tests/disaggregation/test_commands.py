@@ -1,0 +1,140 @@
+"""`fleetfoot engine` and `fleetfoot proxy`, as a shell starts them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers.engine_pairs import ONE_THREAD, ask_all, engine_settings
+from tests.helpers.prefill_decode import nixl
+
+from fleetfoot import AsyncLLM, SamplingParams
+from fleetfoot.config import env
+from fleetfoot.disaggregation.engine_client import EngineClient
+from fleetfoot.disaggregation.engine_server import EngineServer, reserve
+from fleetfoot.disaggregation.local_engine import LocalEngine
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.outputs import RequestOutput
+
+Command = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def command() -> Iterator[Command]:
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "fleetfoot.cli.main", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env.for_child(ONE_THREAD),
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return str(json.loads(process.stdout.readline())["address"])
+
+
+def test_two_engines_and_a_proxy(command: Command, text_model: Path, expected: dict[str, RequestOutput]) -> None:
+    settings = ["--device", "cpu", "--max-num-seqs", "8", "--block-size", "4"]
+    engines = [
+        command("engine", str(text_model), *settings, "--kv-transfer-config", json.dumps(nixl(role)))
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    prefill, decode = [address_of(process) for process in engines]
+    proxy = command("proxy", "--prefill", prefill, "--decode", decode)
+    client = EngineClient(address_of(proxy))
+
+    async def everything() -> None:
+        outputs = await ask_all(client)
+        assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == {
+            name: output.outputs[0].token_ids for name, output in expected.items()
+        }
+        assert await client.drain() == {"num_requests": 5, "num_prefilled": 4, "num_prefills_failed": 0}
+        transfers = (await EngineClient(decode).stats())["scheduler"]["transfers"]
+        assert transfers["loads_done"] >= 3 and transfers["loads_failed"] == 0
+
+    asyncio.run(everything())
+    for process, number in zip((proxy, *engines), (signal.SIGTERM, signal.SIGINT, signal.SIGTERM), strict=True):
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=30)
+        assert (process.returncode, output) == (0, ""), errors
+        assert "Traceback" not in errors
+
+
+def test_what_cannot_work_is_said(command: Command) -> None:
+    with reserve() as place:
+        place.listen()
+        port = place.getsockname()[1]
+        for arguments, message in [
+            (("proxy", "--prefill", "nowhere", "--decode", "127.0.0.1:1"), "'nowhere'; it must be host:port"),
+            (("engine", f"--port={port}"), f"nobody can listen on 127.0.0.1:{port}"),
+            (("engine", "--port=99999"), "nobody can listen on 127.0.0.1:99999"),
+        ]:
+            process = command(*arguments)
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 2
+            assert message in errors
+
+
+def test_a_dead_engine_is_told_of(text_model: Path) -> None:
+    async def everything() -> None:
+        llm = AsyncLLM(**engine_settings(text_model, "kv_both", runner="v2"))
+        deaths: list[EngineDeadError] = []
+        server = EngineServer(LocalEngine(llm), on_death=deaths.append)
+        await server.start(reserve())
+        client = EngineClient(server.address)
+        llm.shutdown()
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            await anext(client.generate([5, 6, 7], SamplingParams(), "r"))
+        assert len(deaths) == 1
+        await server.close()
+
+    asyncio.run(everything())
+
+
+_PARENT = """
+import json, sys
+from fleetfoot.disaggregation.engine_process import EngineProcess
+
+process = EngineProcess(json.loads(sys.argv[1]))
+process.wait_until_ready()
+print(process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_engine_ends_with_its_parent(text_model: Path) -> None:
+    """However that has ended."""
+    settings = json.dumps(engine_settings(text_model, "kv_both", runner="v2"))
+    with subprocess.Popen(
+        [sys.executable, "-c", _PARENT, settings],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env.for_child(ONE_THREAD),
+    ) as parent:
+        assert parent.stdout is not None
+        engine = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+        ended, _, _ = select.select([engine], [], [], 60)
+        os.close(engine)
+    assert ended == [engine]

@@ -1,0 +1,421 @@
+"""Engines that are killed, lines that are slow or cut: the tokens stay what they are, and every block comes back.
+
+One side of a pair is in the test's own process, where its steps and its clock can be held; the other is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.clocked_nixl import clocked
+from tests.helpers.engine_pairs import ask, engine_settings, last_output, start
+from tests.helpers.engines import TEXT_MODEL, drain, run_requests
+from tests.helpers.kv_bench import Clock
+from tests.helpers.kv_pair import EngineLine, Gate, Line, cut_at, flip_at, skip_without
+from tests.helpers.prefill_decode import (
+    PARAMS,
+    PROMPTS,
+    RUNNERS,
+    SIZE,
+    decodes,
+    nixl,
+    prefilled,
+    settle,
+)
+
+from fleetfoot import AsyncLLM, LLMEngine
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.disaggregation.engine_client import EngineClient
+from fleetfoot.disaggregation.engine_process import EngineProcess
+from fleetfoot.disaggregation.local_engine import LocalEngine
+from fleetfoot.disaggregation.messages import EngineUnreachableError
+from fleetfoot.disaggregation.proxy import DisaggregatedLLM, ProxyStats
+from fleetfoot.outputs import RequestOutput
+
+Outputs = dict[str, RequestOutput]
+MakeEngine = Callable[..., LLMEngine]
+StartEngine = Callable[..., EngineProcess]
+BACKENDS = pytest.mark.parametrize("backend", ["tcp", "nixl"])
+
+
+@pytest.fixture
+def make(text_model: Path) -> Iterator[MakeEngine]:
+    """Engines in this process; ``clock``: what their transfers are timed by."""
+    engines: list[LLMEngine] = []
+
+    def make_engine(
+        role: str, *, clock: Clock | None = None, model: Path = text_model, backend: str = "tcp", **settings: Any
+    ) -> LLMEngine:
+        extra = {name: settings.pop(name) for name in ("kv_load_failure_policy",) if name in settings}
+        config = nixl(role, backend=backend, **extra)
+        settings["kv_transfer_config"] = config if clock is None else clocked(config, clock)
+        fields = engine_settings(model, role, **settings)
+        engines.append(LLMEngine.from_config(EngineConfig(**fields)))
+        return engines[-1]
+
+    yield make_engine
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.fixture
+def processes(text_model: Path) -> Iterator[StartEngine]:
+    """Engines in processes of their own, which need not be alive in the end."""
+    started: list[EngineProcess] = []
+
+    def start_one(role: str, **settings: Any) -> EngineProcess:
+        started.append(start(text_model, role, **settings))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.stop()
+
+
+def lent_by(producer: EngineProcess, name: str = "long") -> dict[str, Any]:
+    """Where the producer has the KV of one of REQUESTS."""
+
+    async def ask_for_it() -> dict[str, Any] | None:
+        engine = EngineClient(producer.wait_until_ready())
+        return await DisaggregatedLLM(engine, engine).prefill(PROMPTS[name], PARAMS[name], name)
+
+    lent = asyncio.run(ask_for_it())
+    assert lent is not None
+    return lent
+
+
+def tokens(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
+
+
+# --- the producer is killed -------------------------------------------------------------------------------------------
+
+
+@RUNNERS
+@BACKENDS
+def test_a_producer_killed_before_the_transfer(
+    runner: str, backend: str, make: MakeEngine, processes: StartEngine, expected: Outputs
+) -> None:
+    skip_without(backend)
+    producer = processes("kv_producer", runner=runner, backend=backend)
+    consumer = make("kv_consumer", runner=runner, backend=backend)
+    lent = lent_by(producer)
+    producer.kill()
+    output = run_requests(consumer, decodes({"long": lent}))["long"]
+    assert tokens(output) == tokens(expected["long"])
+    settle(consumer)
+    assert consumer.stats().transfers.loads_failed == 1
+
+
+@RUNNERS
+@BACKENDS
+def test_a_producer_killed_during_the_transfer(
+    runner: str, backend: str, make: MakeEngine, processes: StartEngine, expected: Outputs
+) -> None:
+    """What it has sent is held back on its way: with TCP in the middle of the KV, with NIXL just before it."""
+    skip_without(backend)
+    producer = processes("kv_producer", runner=runner, backend=backend)
+    consumer = make("kv_consumer", runner=runner, backend=backend)
+    lent = lent_by(producer)
+    with (EngineLine if backend == "tcp" else Line)(lent["remote_addresses"][0]) as line:
+        lent["remote_addresses"] = [line.address]
+        gate = Gate(b"Blocks") if not isinstance(line, EngineLine) else Gate()
+        (line.data if isinstance(line, EngineLine) else line).spoil = gate
+        consumer.add_request("long", *decodes({"long": lent})["long"])
+        consumer.step()
+        assert gate.reached.wait(30)
+        producer.kill()
+        gate.opened.set()
+        (output,) = [output for output in drain(consumer) if output.finished]
+    assert tokens(output) == tokens(expected["long"])
+    settle(consumer)
+    assert consumer.stats().transfers.loads_failed == 1
+
+
+@RUNNERS
+@BACKENDS
+def test_a_producer_killed_after_the_transfer(
+    runner: str, backend: str, make: MakeEngine, processes: StartEngine, expected: Outputs
+) -> None:
+    """And another one takes its place."""
+    skip_without(backend)
+    producer = processes("kv_producer", runner=runner, backend=backend)
+    successor = processes("kv_producer", runner=runner, backend=backend)
+    consumer = make("kv_consumer", runner=runner, backend=backend)
+    consumer.add_request("long", *decodes({"long": lent_by(producer)})["long"])
+    while not consumer.stats().num_generation_tokens:
+        consumer.step()
+    producer.kill()
+    (output,) = [output for output in drain(consumer) if output.finished]
+    assert tokens(output) == tokens(expected["long"])
+    other = run_requests(consumer, decodes({"alone": lent_by(successor, "alone")}))["alone"]
+    assert tokens(other) == tokens(expected["alone"])
+    settle(consumer)
+    stats = consumer.stats().transfers
+    assert (stats.loads_done, stats.loads_failed) == (2, 0)
+
+
+# --- the consumer is killed -------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def reading(consumer: EngineProcess, lent: dict[str, Any]) -> AsyncIterator[None]:
+    """The consumer reads what is lent, and gets no further. It is to be killed."""
+    client = EngineClient(consumer.wait_until_ready())
+    with EngineLine(lent["remote_addresses"][0]) as line:
+        lent["remote_addresses"] = [line.address]
+        line.data.spoil = gate = Gate()
+        request = asyncio.ensure_future(last_output(client, *decodes({"long": lent})["long"], "long"))
+        assert await asyncio.to_thread(gate.reached.wait, 30)
+        yield
+        with pytest.raises(EngineUnreachableError, match="has gone away"):
+            await request
+        gate.opened.set()
+
+
+@RUNNERS
+def test_a_consumer_killed_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
+    """Its connection is lost, so the blocks come back at once."""
+    consumer = processes("kv_consumer", runner=runner)
+    producer = make("kv_producer", runner=runner, clock=Clock())
+
+    async def everything() -> None:
+        async with reading(consumer, prefilled(producer, ["long"])["long"]):
+            consumer.kill()
+            assert settle(producer) == {"sends_lost": 1}
+
+    asyncio.run(everything())
+
+
+@RUNNERS
+def test_a_consumer_that_hangs_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
+    """It keeps its connection and says nothing any more: the blocks come back when their time is over."""
+    consumer = processes("kv_consumer", runner=runner)
+    producer = make("kv_producer", runner=runner, clock=(clock := Clock()))
+
+    async def everything() -> None:
+        async with reading(consumer, prefilled(producer, ["long"])["long"]):
+            os.kill(consumer.pid, signal.SIGSTOP)
+            clock.now += 479
+            producer.step()
+            assert producer.stats().transfers.num_lent_blocks == 10
+            clock.now += 1
+            assert settle(producer) == {"sends_expired": 1}
+            consumer.kill()
+
+    asyncio.run(everything())
+
+
+@RUNNERS
+def test_a_consumer_that_never_comes(runner: str, make: MakeEngine) -> None:
+    producer = make("kv_producer", runner=runner, clock=(clock := Clock()))
+    prefilled(producer, ["long"])
+    clock.now += 480
+    assert settle(producer) == {"sends_expired": 1}
+
+
+# --- the line between them ------------------------------------------------------------------------------------------
+
+
+@RUNNERS
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_transfer_that_takes_too_long(runner: str, policy: str, make: MakeEngine, expected: Outputs) -> None:
+    producer = make("kv_producer", runner=runner)
+    consumer = make("kv_consumer", runner=runner, clock=(clock := Clock()), kv_load_failure_policy=policy)
+    lent = prefilled(producer, ["long"])
+    with EngineLine(lent["long"]["remote_addresses"][0]) as line:
+        lent["long"]["remote_addresses"] = [line.address]
+        line.data.spoil = gate = Gate()
+        consumer.add_request("long", *decodes(lent)["long"])
+        consumer.step()
+        assert gate.reached.wait(30)
+        other = run_requests_beside(consumer, "alone")
+        assert tokens(other) == tokens(expected["alone"])  # nobody else is held up
+        clock.now += 59
+        assert consumer.step() == []
+        clock.now += 1
+        (output,) = [output for output in drain(consumer) if output.finished]
+        assert settle(producer) == {"sends_lost": 1}
+        gate.opened.set()
+    completion = output.outputs[0]
+    if policy == "recompute":
+        assert completion.token_ids == tokens(expected["long"])
+    else:
+        assert completion.finish_reason == "error"
+        assert "9 of 9 KV blocks had not come from engine" in str(completion.stop_reason)
+        assert "after 60 s (kv_transfer_timeout)" in str(completion.stop_reason)
+    settle(consumer)
+    stats = consumer.stats().transfers
+    assert (stats.loads_failed, stats.loads_timed_out) == (1, 1)
+
+
+def run_requests_beside(engine: LLMEngine, name: str) -> RequestOutput:
+    """One of REQUESTS, beside others that do not get on."""
+    engine.add_request(name, PROMPTS[name], PARAMS[name])
+    while True:
+        for output in engine.step():
+            if output.request_id == name and output.finished:
+                return output
+
+
+SPOIL: dict[str, tuple[str, Callable[[bytes, int], bytes]]] = {
+    "KV is damaged": ("data", flip_at(1000)),
+    "KV is cut short": ("data", cut_at(5000)),
+    "its checksum is damaged": ("data", flip_at(9 + 9 * 2048)),
+    "an announced length is damaged": ("data", flip_at(3)),
+    "the side channel is cut": ("side", cut_at(10)),
+    "the side channel says nonsense": ("side", flip_at(6)),
+}
+
+
+@RUNNERS
+@pytest.mark.parametrize("what", SPOIL)
+def test_a_line_that_spoils(runner: str, what: str, make: MakeEngine, expected: Outputs) -> None:
+    producer = make("kv_producer", runner=runner)
+    consumer = make("kv_consumer", runner=runner, enable_prefix_caching=False)
+    lent = prefilled(producer, ["long"])
+    where, spoil = SPOIL[what]
+    with EngineLine(lent["long"]["remote_addresses"][0]) as line:
+        lent["long"]["remote_addresses"] = [line.address]
+        (line.data if where == "data" else line).spoil = spoil
+        assert tokens(run_requests(consumer, decodes(lent))["long"]) == tokens(expected["long"])
+    settle(consumer)
+    assert consumer.stats().transfers.loads_failed == 1
+    again = prefilled(producer, ["alone"])
+    assert tokens(run_requests(consumer, decodes(again))["alone"]) == tokens(expected["alone"])
+    settle(consumer)
+    assert consumer.stats().transfers.loads_done == 1
+    if where == "data":
+        assert settle(producer)["sends_lost"] == 1
+
+
+# --- engines that do not fit together -------------------------------------------------------------------------------
+
+
+@RUNNERS
+@pytest.mark.parametrize("unlike", ["model", "weights", "block_size", "dtype"])
+def test_engines_that_are_unlike(
+    runner: str, unlike: str, make: MakeEngine, expected: Outputs, tmp_path: Path, text_model: Path
+) -> None:
+    """They are told apart at once, and by name."""
+    other: dict[str, Any] = {"block_size": {"block_size": 8}, "dtype": {"dtype": "bfloat16"}}.get(unlike, {})
+    if unlike in ("model", "weights"):
+        make_checkpoint(tmp_path, "llama", **{**TEXT_MODEL, "intermediate_size": 96 if unlike == "weights" else 80})
+        other = {"model": tmp_path, "skip_tokenizer_init": True}
+    producer = make("kv_producer", runner=runner, **other)
+    for policy in ("fail", "recompute"):
+        consumer = make("kv_consumer", runner=runner, kv_load_failure_policy=policy)
+        lent = prefilled(producer, ["long"])
+        theirs = lent["long"]["remote_engine"]["fingerprint"]
+        completion = run_requests(consumer, decodes(lent))["long"].outputs[0]
+        if policy == "fail":
+            assert f"its fingerprint is '{theirs}', and '" in str(completion.stop_reason)
+            assert (f"its {unlike} is " in str(completion.stop_reason)) == (unlike in ("block_size", "dtype"))
+            assert completion.token_ids == []
+        else:
+            assert completion.token_ids == tokens(expected["long"])
+        assert "sends_declined" in settle(producer)
+        settle(consumer)
+        assert consumer.stats().transfers.loads_failed == 1
+
+
+# --- the proxy ------------------------------------------------------------------------------------------------------
+
+
+@RUNNERS
+def test_a_proxy_whose_prefill_engine_dies(
+    runner: str, text_model: Path, processes: StartEngine, expected: Outputs
+) -> None:
+    """Before a request, and while it computes one: the decode engine computes prompts itself."""
+    prefill = processes("kv_producer", runner=runner)
+
+    async def everything() -> None:
+        settings = engine_settings(text_model, "kv_consumer", runner=runner)
+        async with AsyncLLM(**settings) as llm:
+            with Line(prefill.wait_until_ready()) as line:
+                proxy = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm))
+                assert await ask(proxy, "alone") == tokens(expected["alone"])
+                os.kill(prefill.pid, signal.SIGSTOP)
+                line.asked.clear()
+                request = asyncio.ensure_future(ask(proxy, "long"))
+                assert await asyncio.to_thread(line.asked.wait, 30)
+                assert not request.done()
+                prefill.kill()
+                assert await request == tokens(expected["long"])
+            assert await ask(proxy, "two") == tokens(expected["two"])
+            assert proxy.counts == ProxyStats(num_requests=3, num_prefilled=1, num_prefills_failed=2)
+            await LocalEngine(llm).drain()
+            assert llm.stats().transfers.loads_done == 1
+
+    asyncio.run(everything())
+
+
+def test_a_proxy_whose_prefill_engine_takes_too_long(
+    text_model: Path, processes: StartEngine, expected: Outputs
+) -> None:
+    prefill = processes("kv_producer", runner="v2")
+    address = prefill.wait_until_ready()
+
+    async def everything() -> None:
+        async with AsyncLLM(**engine_settings(text_model, "kv_consumer", runner="v2")) as llm:
+            os.kill(prefill.pid, signal.SIGSTOP)
+            proxy = DisaggregatedLLM(EngineClient(address), LocalEngine(llm), prefill_timeout=0.0)
+            assert await ask(proxy, "long") == tokens(expected["long"])
+            assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
+            prefill.kill()
+
+    asyncio.run(everything())
+
+
+def test_a_proxy_whose_prefill_engine_refuses(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
+    """It has another role, or no connector at all."""
+
+    async def everything() -> None:
+        settings = engine_settings(text_model, "kv_consumer", runner="v2")
+        async with AsyncLLM(**settings) as llm, AsyncLLM(**{**settings, "kv_transfer_config": None}) as plain:
+            for prefill in (llm, plain):
+                proxy = DisaggregatedLLM(LocalEngine(prefill), LocalEngine(llm))
+                assert await ask(proxy, "long") == tokens(expected["long"])
+                assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
+
+    asyncio.run(everything())
+
+
+def test_a_proxy_whose_decode_engine_dies(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
+    """Whoever waits for its tokens hears of it, and so do whoever asks later and the prefill engine."""
+    decode = processes("kv_consumer", runner="v2", **SIZE)
+
+    async def everything() -> None:
+        async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
+            proxy = DisaggregatedLLM(LocalEngine(llm), EngineClient(decode.wait_until_ready()))
+            assert await ask(proxy, "alone") == tokens(expected["alone"])
+            await LocalEngine(llm).drain()
+            os.kill(decode.pid, signal.SIGSTOP)
+            with Line(decode.wait_until_ready()) as line:
+                through_line = DisaggregatedLLM(LocalEngine(llm), EngineClient(line.address))
+                request = asyncio.ensure_future(ask(through_line, "one"))
+                assert await asyncio.to_thread(line.asked.wait, 30)
+                decode.kill()
+                with pytest.raises(EngineUnreachableError, match="has gone away"):
+                    await request
+            with pytest.raises(EngineUnreachableError, match="cannot be reached"):
+                await ask(proxy, "two")
+            stats = await LocalEngine(llm).drain()  # what was lent for them has come back
+            assert stats["scheduler"]["transfers"]["counters"]["sends_declined"] == 2
+
+    asyncio.run(everything())
+
+
+def test_an_engine_that_cannot_start(processes: StartEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    process = processes("kv_consumer", runner="v2", max_num_seqs=0)
+    with pytest.raises(RuntimeError, match="has ended with code 1 before it was ready"):
+        process.wait_until_ready()
+    assert "max_num_seqs" in capfd.readouterr().err

@@ -1,0 +1,80 @@
+"""Requests that are computed on one engine and go on in another, and engines for both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fleetfoot import LLMEngine, SamplingParams
+from fleetfoot.outputs import RequestOutput
+from tests.helpers.engines import TEXT_MODEL, prompt_of, run_requests
+
+VOCAB = TEXT_MODEL["vocab_size"]
+SHARED_PROMPT = prompt_of(21, VOCAB, seed=1)
+PROMPTS = {
+    "alone": prompt_of(18, VOCAB, seed=2),
+    "one": [*SHARED_PROMPT, *prompt_of(9, VOCAB, seed=3)],
+    "two": [*SHARED_PROMPT, *prompt_of(6, VOCAB, seed=4)],
+    "tiny": prompt_of(3, VOCAB, seed=5),
+    "long": prompt_of(40, VOCAB, seed=6),
+}
+PARAMS = {
+    "alone": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    "one": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2),
+    "two": SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, repetition_penalty=1.3),
+    "tiny": SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    "long": SamplingParams(temperature=0.7, seed=8, max_tokens=14, ignore_eos=True, logprobs=3),
+}
+REQUESTS = {name: (PROMPTS[name], PARAMS[name]) for name in PROMPTS}
+SIZE: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 24}
+"""Room for 96 tokens: less than the requests need together, so some are preempted, and blocks are evicted."""
+ROOMY: dict[str, Any] = {**SIZE, "num_gpu_blocks_override": 100}
+
+RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
+Tokens = dict[str, list[int]]
+
+
+def nixl(role: str, *, backend: str = "tcp", **fields: Any) -> dict[str, Any]:
+    """A kv_transfer_config."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"backend": backend},
+        **fields,
+    }
+
+
+def tokens_of(outputs: dict[str, RequestOutput]) -> Tokens:
+    return {name: output.outputs[0].token_ids for name, output in outputs.items()}
+
+
+def prefilled(engine: LLMEngine, names: list[str] | None = None) -> dict[str, Any]:
+    """Compute prompts; what the outputs say of their KV, which is lent from now on."""
+    params = SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    outputs = run_requests(engine, {name: (PROMPTS[name], params) for name in names or PROMPTS})
+    engine.step()  # the workers hear of the last of them
+    return {name: output.kv_transfer_params for name, output in outputs.items()}
+
+
+def decodes(lent: dict[str, Any]) -> dict[str, tuple[Any, SamplingParams]]:
+    """Requests that go on from there."""
+    return {
+        name: (PROMPTS[name], replace(PARAMS[name], extra_args={"kv_transfer_params": params} if params else None))
+        for name, params in lent.items()
+    }
+
+
+def settle(engine: LLMEngine) -> dict[str, int]:
+    """Until nothing is lent or loaded, every block is back and the books add up; what was counted."""
+    steps = 0
+    while engine.has_transfers():
+        engine.step()
+        engine.check_integrity()
+        steps += 1
+        assert steps < 10_000, "transfers never end"
+    pool = engine.core.scheduler.pool
+    assert pool.num_free == pool.num_blocks
+    engine.core.scheduler.check_idle()
+    return engine.stats().transfers.counters
