@@ -31,7 +31,13 @@ import torch
 from fleetfoot.attention.metadata import RotaryInputs
 from fleetfoot.ops.dependent_launch import can_overlap, launch_dependents, launch_options, prefetch, wait_for_inputs
 from fleetfoot.ops.gpu_limits import fit_tile, gpu_limits
-from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace, merge_pieces, store_piece
+from fleetfoot.ops.paged_attention_pieces import (
+    AttentionWorkspace,
+    merge_pieces,
+    store_piece,
+    store_rows,
+    store_zeros,
+)
 from fleetfoot.ops.paged_attention_rotary import angles, norm_and_rotate
 from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
 
@@ -227,52 +233,6 @@ def _count_tiles(seq_len, first_tile, tile: tl.constexpr):
 
 
 @triton_kernel(specialize=False)
-def _store_rows(
-    out_ptr,
-    result,
-    query_begin,
-    query_len,
-    kv_head,
-    num_kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    num_rows: tl.constexpr,
-    padded_dim: tl.constexpr,
-):
-    """Write ``result`` ``[num_rows, padded_dim]``, whose rows are query heads within query tokens."""
-    row = tl.arange(0, num_rows)
-    column = tl.arange(0, padded_dim)
-    token = row // group
-    token_offset = (query_begin + token).to(tl.int64) * (num_kv_heads * group * head_dim)
-    head_offset = (kv_head * group + row % group) * head_dim
-    out_ptrs = tl.multiple_of(out_ptr + (token_offset + head_offset)[:, None] + column[None, :], (1, 16))
-    mask = (token < query_len)[:, None] & (column < head_dim)[None, :]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton_kernel(specialize=False)
-def _store_zeros(
-    out_ptr,
-    token,
-    num_kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    num_rows: tl.constexpr,
-    padded_dim: tl.constexpr,
-):
-    """All heads of a token that belongs to nobody."""
-    row = tl.arange(0, num_rows)
-    column = tl.arange(0, padded_dim)
-    mask = (row < group)[:, None] & (column < head_dim)[None, :]
-    for kv_head in tl.range(0, num_kv_heads, num_stages=1):
-        head_offset = (kv_head * group + row)[:, None] * head_dim + column[None, :]
-        out_ptrs = out_ptr + token.to(tl.int64) * (num_kv_heads * group * head_dim) + head_offset
-        tl.store(
-            tl.multiple_of(out_ptrs, (1, 16)), tl.zeros([num_rows, padded_dim], out_ptr.dtype.element_ty), mask=mask
-        )
-
-
-@triton_kernel(specialize=False)
 def _paged_attention_decode_kernel(
     query_ptr,
     kv_ptr,
@@ -465,7 +425,7 @@ def _paged_attention_decode_kernel(
 
         if (begin == 0) & (stop == count):
             result = acc / tl.where(total > 0, total, 1.0)[:, None]
-            _store_rows(
+            store_rows(
                 out_ptr, result, query_begin, query_len, kv_head, num_kv_heads, group, head_dim, rows, padded_dim
             )
         else:
@@ -491,7 +451,7 @@ def _paged_attention_decode_kernel(
                     stored_rows,
                     merge_tile,
                 )
-                _store_rows(
+                store_rows(
                     out_ptr,
                     result,
                     query_begin,
@@ -516,9 +476,9 @@ def _paged_attention_decode_kernel(
             token = tl.load(query_start_loc_ptr + padding)
             end_token = tl.load(query_start_loc_ptr + padding + 1)
             while token < end_token:
-                _store_zeros(out_ptr, token, num_kv_heads, group, head_dim, stored_rows, padded_dim)
+                store_zeros(out_ptr, token, num_kv_heads, group, head_dim, stored_rows, padded_dim)
                 token += 1
         padding += tl.num_programs(0)
     while behind < num_tokens:
-        _store_zeros(out_ptr, behind, num_kv_heads, group, head_dim, stored_rows, padded_dim)
+        store_zeros(out_ptr, behind, num_kv_heads, group, head_dim, stored_rows, padded_dim)
         behind += tl.num_programs(0)

@@ -1,4 +1,4 @@
-"""The pieces of a (request, KV head) pair that several programs of the decode kernel worked on, and their merging.
+"""The pieces of a (request, KV head) pair that several programs of the decode kernel worked on, their merging, and what goes to the output.
 
 A piece is what attention over some of the pair's positions yields: for each row the largest score, the sum of the
 weights relative to it, and the weighted sum of V (Flash-Decoding, Dao et al., 2023).
@@ -123,3 +123,49 @@ def merge_pieces(
         acc = acc * kept[:, None] + tl.sum(piece_acc * taken[:, :, None], 1)
         top = new_top
     return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton_kernel(specialize=False)
+def store_rows(
+    out_ptr,
+    result,
+    query_begin,
+    query_len,
+    kv_head,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    num_rows: tl.constexpr,
+    padded_dim: tl.constexpr,
+):
+    """Write ``result`` ``[num_rows, padded_dim]``, whose rows are query heads within query tokens."""
+    row = tl.arange(0, num_rows)
+    column = tl.arange(0, padded_dim)
+    token = row // group
+    token_offset = (query_begin + token).to(tl.int64) * (num_kv_heads * group * head_dim)
+    head_offset = (kv_head * group + row % group) * head_dim
+    out_ptrs = tl.multiple_of(out_ptr + (token_offset + head_offset)[:, None] + column[None, :], (1, 16))
+    mask = (token < query_len)[:, None] & (column < head_dim)[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton_kernel(specialize=False)
+def store_zeros(
+    out_ptr,
+    token,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    num_rows: tl.constexpr,
+    padded_dim: tl.constexpr,
+):
+    """All heads of a token that belongs to nobody."""
+    row = tl.arange(0, num_rows)
+    column = tl.arange(0, padded_dim)
+    mask = (row < group)[:, None] & (column < head_dim)[None, :]
+    for kv_head in tl.range(0, num_kv_heads, num_stages=1):
+        head_offset = (kv_head * group + row)[:, None] * head_dim + column[None, :]
+        out_ptrs = out_ptr + token.to(tl.int64) * (num_kv_heads * group * head_dim) + head_offset
+        tl.store(
+            tl.multiple_of(out_ptrs, (1, 16)), tl.zeros([num_rows, padded_dim], out_ptr.dtype.element_ty), mask=mask
+        )
