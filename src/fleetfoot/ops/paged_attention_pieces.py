@@ -1,4 +1,4 @@
-"""The pieces of a (request, KV head) pair that several programs of the decode kernel worked on, their merging, and what goes to the output.
+"""What the decode kernel writes: pieces of (request, KV head) pairs, their merging, and rows of the output.
 
 A piece is what attention over some of the pair's positions yields: for each row the largest score, the sum of the
 weights relative to it, and the weighted sum of V (Flash-Decoding, Dao et al., 2023).
