@@ -176,10 +176,7 @@ class MultiprocessExecutor:
         assert self._processes is not None
         for sentence in self._processes.ended().values():
             if len(self._ready) < self._num_workers:
-                sentence += (
-                    " before it was ready: see what it has written to standard error, and start engines of several "
-                    'processes under `if __name__ == "__main__":` only'
-                )
+                sentence += " before it was ready: see what it has written to standard error"
             return sentence
         return "" if self._nodes is None else self._nodes.gone(wait_ms)
 

@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 
 from fleetfoot.config import env
 from fleetfoot.execution.worker_process import WorkerSpec, run_worker
@@ -26,7 +28,7 @@ class WorkerProcesses:
         reader, self._lifeline = context.Pipe(duplex=False)
         self._by_rank: dict[int, BaseProcess] = {}
         try:
-            with env.defaults(_variables(specs)):
+            with env.defaults(_variables(specs)), _without_program():
                 for spec in specs:
                     name = f"fleetfoot-worker-{spec.rank}"
                     process = context.Process(target=run_worker, args=(spec, reader), name=name, daemon=True)
@@ -78,6 +80,20 @@ class WorkerProcesses:
             process.kill()
         for process in self._by_rank.values():
             process.join(_REAP_S)
+
+
+@contextmanager
+def _without_program() -> Iterator[None]:
+    """Processes that start meanwhile do not run the program's file again, as spawned ones do to find what it defines.
+
+    Workers want nothing of it. So a script may make an engine at its top level, and there need not be a file at all.
+    """
+    program = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = program
 
 
 def _how(exit_code: int | None) -> str:

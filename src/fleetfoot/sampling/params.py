@@ -119,8 +119,12 @@ class SamplingParams:
         return self.temperature == 0
 
     def clone(self) -> SamplingParams:
-        """A checked copy that shares nothing mutable with this one."""
-        return dataclasses.replace(self)
+        """A checked copy that shares nothing mutable with this one; of a subclass, what this class has of it.
+
+        A worker's process could not make an object of a class that the user's program defines.
+        """
+        names = [item.name for item in dataclasses.fields(SamplingParams)]
+        return SamplingParams(**{name: getattr(self, name) for name in names})
 
     def validate_for_model(self, *, vocab_size: int, max_logprobs: int = 20, has_tokenizer: bool = True) -> None:
         """Check what depends on the model; raises `ValueError`.
