@@ -77,8 +77,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
 def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
     from fleetfoot.kv_transfer.build import load_failure_policy, scheduler_connector
 
-    config, speculative = plan.config, plan.config.speculative_config
-    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    config, num_drafts = plan.config, plan.drafter.num_drafts
     return Scheduler(
         SchedulerConfig(
             num_blocks=layout.num_blocks,
@@ -89,7 +88,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
             enable_chunked_prefill=config.enable_chunked_prefill,
             priority=config.scheduling_policy == "priority",
             num_drafts=num_drafts,
-            num_lookahead=num_drafts if _has_draft_kv(plan) else 0,
+            num_lookahead=num_drafts if plan.drafter.layer_groups else 0,  # for a drafter that keeps KV too
             num_stages=config.pipeline_parallel_size,
             kv_load_failure_policy=load_failure_policy(plan),
         ),
@@ -103,15 +102,6 @@ def _draft_controller(speculative: SpeculativeConfig | None) -> DraftController 
         return None
     kind = AdaptiveDrafts if speculative.adaptive else ConstantDrafts
     return kind(speculative.num_speculative_tokens, speculative.disable_by_batch_size)
-
-
-def _has_draft_kv(plan: EnginePlan) -> bool:
-    """Whether the drafter keeps KV of its own in the requests' blocks."""
-    if plan.config.speculative_config is None:
-        return False
-    from fleetfoot.speculative.build import speculation_layers
-
-    return bool(speculation_layers(plan))
 
 
 def _depth(plan: EnginePlan) -> int:

@@ -45,8 +45,7 @@ class Worker:
         if self.device.type == "cuda" and groups is not None:
             # by its number: threads that a connector starts have another current device
             self.device = torch.device("cuda", torch.cuda.current_device())
-        speculative = plan.config.speculative_config
-        num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        num_drafts = plan.drafter.num_drafts
         context = ModelContext(
             ops=select_ops(plan.device),
             attention=select_attention(plan.device),
@@ -125,11 +124,7 @@ class Worker:
             tensor_parallel_size=self.groups.tensor.size,
             layers=self._layers,
         )
-        if plan.config.speculative_config is None or not self.groups.pipeline.is_last_rank:
-            return layout
-        from fleetfoot.speculative.build import speculation_layers
-
-        return layout.with_groups(speculation_layers(plan))
+        return layout.with_groups(plan.drafter.layer_groups) if self.groups.pipeline.is_last_rank else layout
 
     def _num_blocks(self) -> int:
         """KV blocks that fit on all ranks."""

@@ -65,14 +65,6 @@ def _context(plan: EnginePlan, config: KVTransferConfig, block_size: int, rank: 
 def _bytes_per_block(plan: EnginePlan, block_size: int) -> int:
     """Of all layers on all ranks. Ranks that outnumber the KV heads each hold one."""
     model, ranks = plan.model, plan.config.tensor_parallel_size
-    groups = (LayerGroup(model.num_layers, model.num_kv_heads, model.head_dim), *_drafter_layers(plan))
+    groups = (LayerGroup(model.num_layers, model.num_kv_heads, model.head_dim), *plan.drafter.layer_groups)
     groups = tuple(LayerGroup(group.num_layers, max(group.num_kv_heads, ranks), group.head_dim) for group in groups)
     return KVLayout(1, block_size, plan.dtype, groups).bytes_per_block
-
-
-def _drafter_layers(plan: EnginePlan) -> tuple[LayerGroup, ...]:
-    if plan.config.speculative_config is None:
-        return ()
-    from fleetfoot.speculative.build import speculation_layers
-
-    return speculation_layers(plan)

@@ -86,7 +86,6 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
 
 def _drafter(plan: EnginePlan) -> dict[str, Any]:
     """What the KV of a drafter's layers depends on; n-grams have none."""
-    from fleetfoot.speculative.build import speculation_layers
     from fleetfoot.speculative.find import find_drafter
 
     found = find_drafter(plan.config, plan.model)
@@ -94,6 +93,6 @@ def _drafter(plan: EnginePlan) -> dict[str, Any]:
         return {}
     return {
         "method": found.method,
-        "layers": [asdict(group) for group in speculation_layers(plan)],
+        "layers": [asdict(group) for group in plan.drafter.layer_groups],
         "weights": weights_identity(found.folder, plan.config.load_format, plan.config.seed),
     }

@@ -170,7 +170,7 @@ def _octaves(limit):
 
 @triton_kernel()
 def _eighths(low, high):
-    """``[8]`` depths from ``low`` to ``high``, both int32, the latter included."""
+    """``[8]`` bounds from ``low`` to ``high``, the latter included."""
     step = tl.maximum((high - low + 7) // 8, 1)
     return tl.minimum(low + (tl.arange(0, 8) + 1) * step, high)
 
@@ -185,24 +185,36 @@ def _wanted(row, above, top_k_ptr, top_p_ptr, is_mass: tl.constexpr):
 
 
 @triton_kernel()
+def _between(bounds, above, wanted, low, high):
+    """The part of ``low`` to ``high`` whose bounds the cut lies between, and the most that weighs above one it has
+    passed."""
+    is_passed = above.to(tl.float64) < wanted
+    first = tl.max(tl.where(is_passed, bounds, low), 0)
+    behind = tl.min(tl.where(is_passed, high, bounds), 0)
+    return first, behind, tl.max(tl.where(is_passed, above, 0), 0)
+
+
+@triton_kernel()
+def _load_piece(logits_ptr, vocab_size, highest, temperature, tile: tl.constexpr):
+    """The program's piece of a row, ``[tile]`` each: indices, which of them are tokens, and depths."""
+    index = tl.program_id(1) * tile + tl.arange(0, tile)
+    is_token = index < vocab_size
+    logit = tl.load(logits_ptr + index, mask=is_token, other=float("-inf")).to(tl.float32)
+    return index, is_token, score_depth(logit, highest, temperature)
+
+
+@triton_kernel()
 def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, is_mass: tl.constexpr):
     """Where the cut is after one or two levels: depths from ``low`` on and above ``high``. Also what weighs above
     ``low``, and what is wanted."""
     place = tl.arange(0, 8)
     above = tl.load(sums_ptr + place)
     wanted = _wanted(row, above, top_k_ptr, top_p_ptr, is_mass)
-    bounds = _octaves(limit)
-    is_passed = above.to(tl.float64) < wanted
-    low = tl.max(tl.where(is_passed, bounds, 0), 0)
-    high = tl.min(tl.where(is_passed, limit + 1, bounds), 0)
-    base = tl.max(tl.where(is_passed, above, 0), 0)
+    low, high, base = _between(_octaves(limit), above, wanted, limit * 0, limit + 1)
     if levels == 2:
-        bounds = _eighths(low, high)
         above = base + tl.load(sums_ptr + 8 + place)
-        is_passed = above.to(tl.float64) < wanted
-        high = tl.min(tl.where(is_passed, high, bounds), 0)
-        low = tl.max(tl.where(is_passed, bounds, low), 0)
-        base = tl.maximum(tl.max(tl.where(is_passed, above, 0), 0), base)
+        low, high, passed = _between(_eighths(low, high), above, wanted, low, high)
+        base = tl.maximum(base, passed)
     return low, high, base, wanted
 
 
@@ -242,10 +254,8 @@ def _weigh_kernel(
         if level == 1:
             first, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, 1, is_mass)
             bounds = _eighths(first, high)
-        index = tl.program_id(1) * tile + tl.arange(0, tile)
-        logit = tl.load(logits_ptr + request * row_stride + index, mask=index < vocab_size, other=float("-inf"))
-        depth = score_depth(logit.to(tl.float32), highest, temperature)
-        is_counted = (index < vocab_size) & (depth >= first) & (depth <= limit)
+        _, is_token, depth = _load_piece(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
+        is_counted = is_token & (depth >= first) & (depth <= limit)
         weight = tl.where(is_counted, _weight(depth, is_mass), 0)
         sums = tl.sum(tl.where(depth[None, :] < bounds[:, None], weight[None, :], 0), 1)  # [8]
         tl.atomic_add(sums_ptr + level * 8 + tl.arange(0, 8), sums, mask=sums > 0, sem="relaxed")
@@ -284,10 +294,8 @@ def _collect_kernel(
         sums_ptr += request * num_sums
         limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
         low, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, 2, is_mass)
-        index = tl.program_id(1) * tile + tl.arange(0, tile)
-        logit = tl.load(logits_ptr + request * row_stride + index, mask=index < vocab_size, other=float("-inf"))
-        depth = score_depth(logit.to(tl.float32), highest, temperature)
-        is_close = (index < vocab_size) & (depth >= low) & (depth < high)
+        index, is_token, depth = _load_piece(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
+        is_close = is_token & (depth >= low) & (depth < high)
         num_close = tl.sum(is_close.to(tl.int32), 0)
         if num_close > 0:
             begin = tl.atomic_add(sums_ptr + 16, num_close.to(tl.int64), sem="relaxed")
@@ -337,8 +345,7 @@ def _settle_kernel(
         if is_mass:
             first, behind = first << index_bits, behind << index_bits
         while behind - first > 1:
-            step = (behind - first + 7) // 8
-            bounds = tl.minimum(first + (tl.arange(0, 8) + 1) * step, behind)
+            bounds = _eighths(first, behind)
             above = tl.zeros([8, tile], tl.int64)
             for start in tl.range(0, num_close, tile):
                 slot = start + tl.arange(0, tile)
@@ -350,9 +357,7 @@ def _settle_kernel(
                 if is_mass:
                     key = (key << index_bits) | index
                 above += tl.where(key[None, :] < bounds[:, None], weight[None, :], 0)
-            is_below = (base + tl.sum(above, 1)).to(tl.float64) < wanted
-            first = tl.max(tl.where(is_below, bounds, first), 0)
-            behind = tl.min(tl.where(is_below, behind, bounds), 0)
+            first, behind, _ = _between(bounds, base + tl.sum(above, 1), wanted, first, behind)
         if low < high:
             if is_mass:
                 limit = (first >> index_bits).to(tl.int32)

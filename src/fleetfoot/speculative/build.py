@@ -22,16 +22,6 @@ if TYPE_CHECKING:  # a plan can be made where there is no torch
 _FLOAT32 = 4
 
 
-def speculation_layers(plan: EnginePlan) -> tuple[LayerGroup, ...]:
-    """The drafter's layers in the KV cache, behind the model's; none for n-grams, or where nobody drafts.
-
-    Raises:
-        ValueError, FileNotFoundError: as `find_drafter`.
-    """
-    found = find_drafter(plan.config, plan.model, config_only=True)
-    return () if found is None else _layer_groups(found)
-
-
 def build_speculation(plan: EnginePlan, context: ModelContext) -> Speculation:
     """Who makes drafts on the last rank of a pipeline. Nothing is loaded yet.
 
