@@ -84,9 +84,23 @@ def test_block_sizes_and_windows(requests: Requests, block_size: int, window: in
 
 @pytest.mark.parametrize("window", [None, 700])
 def test_plain_prefill_kernel_where_hopper_has_its_own(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(triton_module, "_hopper_kernel", lambda device: None)
+    monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: None)
     for head_dim in (64, 128):
         check(cuda_batch(MIXED, (32, 8), head_dim=head_dim, behind=70), window)
+
+
+@pytest.mark.parametrize("requests", [DECODES, DRAFTS, [(1, 1 + 37 * row % 700) for row in range(300)]])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_plain_decode_kernel_where_hopper_has_its_own(
+    requests: Requests, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: None)
+    check(cuda_batch(_served_by_twin(requests), (32, 8), head_dim=head_dim), None)
+
+
+def test_pieces_of_one_long_request_among_short_ones() -> None:
+    for heads in ((8, 8), (32, 8), (32, 2)):
+        check(cuda_batch([(1, 30000), *((1, 1 + 13 * row % 90) for row in range(60)), (1, 0), (1, 9000)], heads))
 
 
 @pytest.mark.parametrize("num_reqs", [1, 16, 17, 256, 300])
@@ -206,7 +220,8 @@ FUSED_DRAFTS: Requests = [(3, 100), (3, 3), (3, 900), (3, 65), (3, 4097), (3, 34
 def test_norm_rotation_and_cache_write_within_the_kernel(
     requests: Requests, heads: tuple[int, int], head_dim: int, has_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_module, "FUSED_PAIRS_PER_SM", 1000)  # also where two kernels would be faster
+    for limit in ("FUSED_PAIRS_PER_SM", "HOPPER_FUSED_PAIRS_PER_SM"):
+        monkeypatch.setattr(triton_module, limit, 1000)  # also where two kernels would be faster
     num_heads, num_kv_heads = heads
     shape: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}
     batch = make_fused_batch(requests, num_heads=num_heads, num_kv_heads=num_kv_heads, has_norm=has_norm, **shape)

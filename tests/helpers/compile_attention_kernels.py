@@ -19,7 +19,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from fleetfoot.ops import gpu_limits, paged_attention_decode, paged_attention_prefill, paged_attention_prefill_hopper
+from fleetfoot.ops import (
+    gpu_limits,
+    paged_attention_decode,
+    paged_attention_decode_hopper,
+    paged_attention_prefill,
+    paged_attention_prefill_hopper,
+)
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
 from fleetfoot.ops.triton_support import TritonKernel
 from tests.helpers.attention_batches import make_batch, make_fused_batch
@@ -83,6 +89,14 @@ def main() -> None:
             rotary=fused.rotary,
             slot_mapping=metadata.slot_mapping,
         )
+    for heads in ((32, 8), (32, 2)):  # 8 rows, and 16
+        grouped = make_batch([(1, 5)], **shape | {"num_heads": heads[0], "num_kv_heads": heads[1]})
+        metadata, decoded = grouped.metadata, torch.empty_like(grouped.query)
+        tensors = (grouped.query, grouped.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
+        decode_hopper = paged_attention_decode_hopper.paged_attention_decode_hopper
+        decode_hopper(*tensors, 0.1, None, 1, workspace=workspace, out=decoded)
+    metadata = batch.metadata
+    tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
     paged_attention_prefill.paged_attention_prefill(*tensors, 0.1, None, out=out)
     hopper = paged_attention_prefill_hopper.paged_attention_prefill_hopper
     hopper(*tensors, 0.1, None, counter=workspace.counter, out=out)
@@ -95,6 +109,7 @@ if __name__ == "__main__":
         patch.object(gpu_limits, "gpu_limits", lambda device: H100),
         patch.object(paged_attention_decode, "gpu_limits", lambda device: H100),
         patch.object(paged_attention_decode, "can_overlap", lambda device: True),
+        patch.object(paged_attention_decode_hopper, "can_overlap", lambda device: True),
         patch.object(paged_attention_prefill, "gpu_limits", lambda device: H100),
     ):
         main()

@@ -291,7 +291,7 @@ def test_a_workspace_does_not_grow_while_a_graph_is_captured() -> None:
 def test_another_version_of_triton_gets_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_module, "gpu_limits", lambda device: type("Limits", (), {"capability": (9, 0)}))
     monkeypatch.setitem(sys.modules, "triton", type("Triton", (), {"__version__": "4.0.0"}))
-    assert triton_module._hopper_kernel.__wrapped__(torch.device("cpu")) is None
+    assert triton_module._hopper_kernels.__wrapped__(torch.device("cpu")) is None
 
 
 def run_python(*arguments: str) -> str:
@@ -314,10 +314,11 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A kernel's line ends in the bytes of registers that spilled: a few outside of loops at most."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = run_python("-m", "tests.helpers.compile_attention_kernels").splitlines()
-    assert len(compiled) == 5
+    assert len(compiled) == 7
     spilled = [int(line.split()[1]) for line in compiled]
-    # decode alone; with norm, rotation and cache write; the same with drafts; prefill, plain and for Hopper
-    assert all(found <= most for found, most in zip(spilled, (64, 96, 320, 32, 32), strict=True)), compiled
+    # decode alone; with norm, rotation and cache write; the same with drafts; for Hopper with 8 and 16 rows; prefill,
+    # plain and for Hopper
+    assert all(found <= most for found, most in zip(spilled, (64, 96, 320, 0, 0, 32, 32), strict=True)), compiled
 
 
 @interpreted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
@@ -17,9 +18,11 @@ from fleetfoot.ops.paged_attention_prefill import paged_attention_prefill
 MAX_HEAD_DIM = 256
 MAX_FUSED_QUERY_LEN = 8
 """Most query tokens of a request whose norm, rotation and cache write the decode kernel takes on."""
-FUSED_PAIRS_PER_SM = 3
+FUSED_PAIRS_PER_SM = 3.0
 """Most (request, KV head) pairs for which it does, for each multiprocessor: a program that works on several pairs one
 after the other waits for each one's query (measured on an H100: 5% slower at 256 requests, 7% faster at 1 and 8)."""
+HOPPER_FUSED_PAIRS_PER_SM = 0.5
+"""The same where the kernel for Hopper GPUs could do the rest, which is faster from 16 requests with 8 KV heads on."""
 _ALIGNMENT = 16  # bytes: the width of a load
 _GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is young, and its interface may change
 
@@ -71,7 +74,7 @@ class TritonBackend:
         rows = metadata.max_query_len * group
         num_decodes = 0 if metadata.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
         if num_decodes:
-            paged_attention_decode(
+            self._decode(
                 query[:num_decodes],
                 kv_cache,
                 metadata.query_start_loc[: num_decodes + 1],
@@ -80,8 +83,8 @@ class TritonBackend:
                 scale,
                 window,
                 1,
-                workspace=workspace,
-                out=out[:num_decodes],
+                workspace,
+                out[:num_decodes],
             )
         if query.shape[0] > num_decodes:
             rest = (
@@ -94,7 +97,7 @@ class TritonBackend:
                 window,
             )
             if rows <= most_rows(head_dim):
-                paged_attention_decode(*rest, metadata.max_query_len, workspace=workspace, out=out)
+                self._decode(*rest, metadata.max_query_len, workspace, out)
             else:
                 self._prefill(*rest, workspace.counter, out)
         return out
@@ -116,9 +119,12 @@ class TritonBackend:
         is_served = self.serves(head_dim, group, qkv.dtype) and max_query_len * group <= most_rows(head_dim)
         if not is_served or max_query_len > MAX_FUSED_QUERY_LEN:
             return None
-        if metadata.num_reqs * num_kv_heads > gpu_limits(qkv.device).num_sms * FUSED_PAIRS_PER_SM:
-            return None
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+        hopper = _hopper_kernels(qkv.device)
+        is_alone = hopper is None or not hopper.decode.serves(heads[:, :num_heads], kv_cache, max_query_len)
+        most_pairs = FUSED_PAIRS_PER_SM if is_alone else HOPPER_FUSED_PAIRS_PER_SM
+        if metadata.num_reqs * num_kv_heads > gpu_limits(qkv.device).num_sms * most_pairs:
+            return None
         _check(heads[:, :num_heads], kv_cache, scale)
         out = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         paged_attention_decode(
@@ -137,6 +143,26 @@ class TritonBackend:
         )
         return out
 
+    def _decode(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        scale: float,
+        window: int | None,
+        max_query_len: int,
+        workspace: AttentionWorkspace,
+        out: torch.Tensor,
+    ) -> None:
+        arguments = (query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len)
+        hopper = _hopper_kernels(query.device)
+        if hopper is not None and hopper.decode.serves(query, kv_cache, max_query_len):
+            hopper.decode.paged_attention_decode_hopper(*arguments, workspace=workspace, out=out)
+        else:
+            paged_attention_decode(*arguments, workspace=workspace, out=out)
+
     def _prefill(
         self,
         query: torch.Tensor,
@@ -150,9 +176,9 @@ class TritonBackend:
         out: torch.Tensor,
     ) -> None:
         arguments = (query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window)
-        hopper = _hopper_kernel(query.device)
-        if hopper is not None and hopper.serves(query, kv_cache):
-            hopper.paged_attention_prefill_hopper(*arguments, counter=counter, out=out)
+        hopper = _hopper_kernels(query.device)
+        if hopper is not None and hopper.prefill.serves(query, kv_cache):
+            hopper.prefill.paged_attention_prefill_hopper(*arguments, counter=counter, out=out)
         else:
             paged_attention_prefill(*arguments, out=out)
 
@@ -163,18 +189,26 @@ class TritonBackend:
         return workspace
 
 
+@dataclass(frozen=True, slots=True)
+class _HopperKernels:
+    """The modules of the kernels in Gluon."""
+
+    decode: ModuleType
+    prefill: ModuleType
+
+
 @cache
-def _hopper_kernel(device: torch.device) -> ModuleType | None:
-    """The module of the Hopper prefill kernel, where the GPU is one and Triton is a version that it was tested with."""
+def _hopper_kernels(device: torch.device) -> _HopperKernels | None:
+    """Those that the GPU can run, where Triton is a version that they were tested with."""
     if torch.version.hip is not None or gpu_limits(device).capability != (9, 0):
         return None
     import triton
 
     if not triton.__version__.startswith(_GLUON_VERSIONS):
         return None
-    from fleetfoot.ops import paged_attention_prefill_hopper
+    from fleetfoot.ops import paged_attention_decode_hopper, paged_attention_prefill_hopper
 
-    return paged_attention_prefill_hopper
+    return _HopperKernels(paged_attention_decode_hopper, paged_attention_prefill_hopper)
 
 
 def _check(query: torch.Tensor, kv_cache: torch.Tensor, scale: float) -> None:

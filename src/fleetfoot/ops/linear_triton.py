@@ -24,6 +24,8 @@ _MOST_BYTES = {64: 1 << 62, 128: 80 << 20, 256: 8 << 20}
 """Up to so many rows, the largest weight that the library does not multiply as fast: measured on an H100."""
 _MOST_UNSPLIT_BYTES = {64: 1 << 62, 128: 16 << 20, 256: 8 << 20}
 """The same where the output must be whole, measured on an H200."""
+_HALVED_BYTES = 16 << 20
+"""Largest weight that is read once for each half of the rows."""
 _STAGED_BYTES = 100 * 1024
 """Most bytes of the weight for a program that stages them: two such programs fit a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
@@ -95,7 +97,15 @@ def _some_rows(
     num_rows: int, num_outputs: int, num_inputs: int, gated: bool, may_split: bool, num_sms: int
 ) -> Tiling | None:
     row_tile = max(16, min(128, next_power_of_2(num_rows)))
-    num_tiles = cdiv(num_outputs, 32 if gated else 64) * cdiv(num_rows, row_tile)
+    column_tiles = cdiv(num_outputs, 32 if gated else 64)
+    weight_bytes = num_outputs * num_inputs * (4 if gated else 2)
+    # Two tiles of half the rows read a weight twice, the second time from L2 if it fits: worth it where they keep twice
+    # as many multiprocessors busy, and better than splitting the inputs, which leaves sums to be made.
+    if num_rows > 32 and weight_bytes <= _HALVED_BYTES:
+        halved = column_tiles * cdiv(num_rows, row_tile // 2)
+        if halved <= num_sms:
+            row_tile //= 2
+    num_tiles = column_tiles * cdiv(num_rows, row_tile)
     splits = 1
     while may_split and splits < 8 and num_tiles * splits * 2 <= num_sms and num_inputs >= splits * 512:
         splits *= 2
@@ -103,7 +113,7 @@ def _some_rows(
         return None
     # One program on a multiprocessor wants deep stages; where there are several for each, two should fit.
     one_each = num_tiles * splits <= num_sms
-    stages = {16: (6, 4), 32: (6, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
+    stages = {16: (6, 4), 32: (5, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
     return TiledTiling(row_tile, stages[0] if one_each else stages[1], splits)
 
 

@@ -40,6 +40,7 @@ from fleetfoot.ops.paged_attention_hopper_feed import (
     load,
     schedule,
 )
+from fleetfoot.ops.triton_support import launcher
 
 _TILE = 128  # KV positions
 _ROWS = 128  # query heads of a KV head within query tokens: 64 for each of two groups of warps
@@ -87,7 +88,7 @@ def paged_attention_prefill_hopper(
         kv_cache, [num_rows, head_dim], [head_dim, 1], [min(block_size, _TILE), 64], layout
     )
     num_items = (num_tokens // (_ROWS // group) + num_reqs + 1) * num_kv_heads
-    _paged_attention_prefill_kernel[(gpu_limits(query.device).num_sms,)](
+    launcher(_paged_attention_prefill_kernel, (gpu_limits(query.device).num_sms,))(
         query,
         rows_of_cache,
         out,

@@ -14,8 +14,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
+
+Launch = Callable[..., Any]
+"""Launches a kernel over a grid: ``launch(*arguments, **options)``."""
+
+instead_of_launching: ContextVar[Callable[[Any, tuple[int, ...]], Launch] | None] = ContextVar(
+    "instead_of_launching", default=None
+)
+"""Makes of ``(jit, grid)`` what stands for launching it in this context; None: it is launched."""
+
+
+def launcher(jit: Any, grid: tuple[int, ...]) -> Launch:
+    """What launches ``jit``, a function of ``triton.jit`` or ``gluon.jit``, over ``grid``.
+
+    `TritonKernel` goes through this; who launches a function that is not one, does too.
+    """
+    instead = instead_of_launching.get()
+    return jit[grid] if instead is None else instead(jit, grid)
 
 
 class TritonKernel:
@@ -30,8 +48,8 @@ class TritonKernel:
         self.__doc__ = function.__doc__
         self.__name__ = function.__name__
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return self.jit[grid]
+    def __getitem__(self, grid: tuple[int, ...]) -> Launch:
+        return launcher(self.jit, grid)
 
     def __call__(self, *arguments: Any) -> Any:
         raise TypeError(f"{self.__name__} is called within kernels; a kernel is launched as kernel[grid](...)")
