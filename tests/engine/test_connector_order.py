@@ -19,6 +19,7 @@ from fleetfoot.kv_transfer.connector import WorkerConnector
 from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.ops.select import select_ops
+from fleetfoot.runner.capture_table import PLAIN
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
@@ -380,4 +381,4 @@ def test_an_idle_step_gives_rows_back(kind: str) -> None:
         assert rank.runner._host.requests[0] is None
     else:
         assert isinstance(rank.runner, ModelRunnerV2)
-        assert rank.runner._sampler.is_simple
+        assert rank.runner._sampler.wanted == PLAIN

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.engine.test_speculative_graphs import NoValues
+from tests.engine.test_speculative_graphs import NoValues, unwatched
 from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import (
@@ -27,6 +27,7 @@ from tests.helpers.runner_lives import (
 
 from fleetfoot.config.model import load_model_config
 from fleetfoot.layers.shards import pipeline_layers
+from fleetfoot.ops.select import select_ops
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.params import SamplingParams
@@ -143,6 +144,7 @@ def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], dr
             layers=pipeline_layers(config, rank, 3),
             folder=folder,
             device=device(has_graphs=True),
+            ops=unwatched(select_ops("cpu")),
         )
         for rank, group in enumerate(local_pipeline(3, config.hidden_size))
     ]
@@ -161,8 +163,7 @@ def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], dr
         assert runner.graphs.num_steps["uniform" if num_drafts else "decode"] > 10
         # where something drafts, the steps that begin requests are not captured
         assert (runner.graphs.num_steps["eager"] > 0) == (runner is runners[-1] and drafts != "none")
-        samples = [key.samples for key in runner.graphs.captured]
-        assert any(samples) == (runner is runners[-1])
+        assert any(key.sampling for key in runner.graphs.captured) == (runner is runners[-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)

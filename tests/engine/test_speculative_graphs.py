@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.test_drafters import BLOCK_SIZE, MAX_NUM_SEQS, NUM_DRAFTS, SMALL, STORY, Kind, make_runner
 from tests.helpers.recording_device import RecordingDevice
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fleetfoot.runner.capture_table import GraphKey
+from fleetfoot.ops.opset import OpSet
+from fleetfoot.runner.capture_table import GraphKey, SamplingVariant
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
@@ -27,6 +29,7 @@ METHODS = pytest.mark.parametrize(
     ids=["ngram", "draft_model", "itself", "eagle"],
 )
 ONE_STEP = {"copy_in": 1, "replay": 1, "copy_out": 1}
+EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}, "logprobs": 2}
 OPENING = "Pip the mouse, Pip the mouse, Pip"
 
 ASKS_FOR_VALUES = {
@@ -50,6 +53,16 @@ class NoValues(TorchDispatchMode):
             assert all(index is None or index.dtype is not torch.bool for index in args[1]), func
         NoValues.num_operations += 1
         return func(*args, **(kwargs or {}))
+
+
+def unwatched(ops: OpSet) -> OpSet:
+    """Draws under filters look at values on a CPU, where kernels that do not stand for them on a GPU."""
+
+    def choose_tokens(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with _disable_current_modes():
+            return ops.choose_tokens(*args, **kwargs)
+
+    return replace(ops, choose_tokens=choose_tokens)
 
 
 def run_steps(
@@ -94,7 +107,10 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(kind: Kind, te
 
 
 @METHODS
-def test_nothing_in_a_graph_depends_on_a_value(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wishes", [{"temperature": 1.0}, EDITED], ids=["plain", "edited"])
+def test_nothing_in_a_graph_depends_on_a_value(
+    kind: Kind, wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = RecordingDevice(has_graphs=True)
     monkeypatch.setattr(NoValues, "num_operations", 0)
     capture = device.capture
@@ -108,7 +124,7 @@ def test_nothing_in_a_graph_depends_on_a_value(kind: Kind, monkeypatch: pytest.M
 
     monkeypatch.setattr(device, "capture", strict)
     runner = make_runner(kind, device=device)
-    run_steps(runner, device, 6, temperature=1.0)
+    run_steps(runner, device, 6, **wishes)
     assert NoValues.num_operations > 100
     assert runner.graphs.num_steps["uniform"] == 5
 
@@ -121,15 +137,27 @@ def test_what_no_graph_can_hold_is_refused() -> None:
 
 
 @METHODS
-def test_requests_that_want_more_are_verified_behind_the_graph(kind: Kind) -> None:
-    """The forward pass is a graph; what it takes to sample with penalties, and to draft then, is queued behind it."""
+def test_all_that_a_request_may_want_is_in_the_graph(kind: Kind) -> None:
     device = RecordingDevice(has_graphs=True)
     runner = make_runner(kind, device=device)
-    steps = run_steps(runner, device, 8, temperature=0.8, repetition_penalty=1.2)
+    steps = run_steps(runner, device, 8, **EDITED)
     for num_drafts, counts in steps[3:]:
         assert num_drafts == NUM_DRAFTS
-        assert counts == ONE_STEP
-    assert {key.samples for key in runner.graphs.captured if key.kind == "uniform"} == {False}
+        assert counts == {**ONE_STEP, "copy_out": 2}  # the logprobs
+    variants = {key.sampling for key in runner.graphs.captured if key.kind == "uniform"}
+    assert variants == {SamplingVariant(edits=True, logprobs=32)}
+
+
+@METHODS
+def test_very_many_logprobs_are_verified_behind_the_graph(kind: Kind) -> None:
+    """The forward pass is a graph; sampling, verification and drafting are queued behind it."""
+    device = RecordingDevice(has_graphs=True)
+    runner = make_runner(kind, device=device)
+    steps = run_steps(runner, device, 8, **{**EDITED, "logprobs": -1})
+    for num_drafts, counts in steps[3:]:
+        assert num_drafts == NUM_DRAFTS
+        assert counts == {**ONE_STEP, "copy_out": 2}
+    assert {key.sampling for key in runner.graphs.captured if key.kind == "uniform"} == {None}
 
 
 @METHODS

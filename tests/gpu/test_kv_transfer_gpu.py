@@ -29,7 +29,7 @@ def test_blocks_go_out_and_come_back(shape: str, monkeypatch: pytest.MonkeyPatch
     caches = [torch.randn(size, device=GPU).to(getattr(torch, layout.dtype)) for size in layout.layer_shapes]
     copies = block_copies(caches, layout)
     assert isinstance(copies, CudaBlockCopies)
-    host = HostMemory(12, layout.bytes_per_block, pinned=True)
+    host = HostMemory(12, layout.bytes_per_block, pinned=True, asked_by="")
     assert host.tensor.is_pinned()
     before = [cache.clone() for cache in caches]
     order, slots, targets = [5, 0, 9, 3, 2, 7, 11], [1, 2, 3, 9, 0, 11, 7], [4, 1, 8, 6, 10, 14, 15]
@@ -50,7 +50,7 @@ def test_what_is_queued_later_does_not_reach_what_is_saved() -> None:
     layout = SHAPES["plain"]
     caches = layout.allocate(GPU)
     copies = block_copies(caches, layout)
-    host = HostMemory(64, layout.bytes_per_block, pinned=True)
+    host = HostMemory(64, layout.bytes_per_block, pinned=True, asked_by="")
     blocks, big = list(range(64)), torch.randn(4096, 4096, device=GPU)
     events = []
     for value in (1.0, 2.0):

@@ -23,7 +23,7 @@ from fleetfoot.ops.triton_ops import triton_ops
 from fleetfoot.ops.triton_support import TritonKernel
 from fleetfoot.sampling.filters import RowFilters
 
-_OPTIONS = ("num_warps", "launch_pdl")
+_OPTIONS = ("num_warps", "launch_pdl", "enable_fp_fusion")
 
 
 def compile_instead(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[..., None]:

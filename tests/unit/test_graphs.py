@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey, decode_sizes
+from fleetfoot.runner.capture_table import EVERYTHING, PLAIN, CaptureTable, GraphKey, SamplingVariant, decode_sizes
 from fleetfoot.runner.v2.graphs import GraphManager
 from fleetfoot.scheduler.output import SchedulerOutput
 
@@ -101,7 +101,7 @@ def test_a_shape_is_captured_once_when_it_is_first_needed() -> None:
     manager = GraphManager(table(), captures)
     steps = [step([1, 1, 1], 3), step([1, 1, 1, 1], 4), step([1, 40], 1), step([1, 600], 1), step([1, 1, 1], 3)]
     for output in steps:
-        shape, key = manager.dispatch(output, samples=True)
+        shape, key = manager.dispatch(output, sampling=PLAIN)
         assert shape.padded_reqs >= shape.num_reqs
         assert shape.padded_tokens >= shape.num_tokens
         if key is None:
@@ -121,7 +121,7 @@ def test_with_drafts_the_first_shapes_are_those_that_verify_and_draft() -> None:
     manager.capture_first()
     sizes = (1, 2, 4, 8)
     assert captures.captured == [GraphKey("uniform", size, 4 * size, drafting=3) for size in sizes]
-    _, key = manager.dispatch(replace(step([4, 4], 2), num_drafts=3), samples=True, drafting=3)
+    _, key = manager.dispatch(replace(step([4, 4], 2), num_drafts=3), sampling=PLAIN, drafting=3)
     assert key == captures.captured[1]
 
 
@@ -131,19 +131,42 @@ def test_the_first_shapes_are_captured_at_the_start_and_not_again() -> None:
     manager.capture_first()
     manager.capture_first()
     assert captures.captured == [GraphKey("decode", size, size) for size in (1, 2, 4, 8)]
-    _, key = manager.dispatch(step([1], 1), samples=True)
+    _, key = manager.dispatch(step([1], 1), sampling=PLAIN)
     assert key is not None
     manager.get(key)
     assert len(captures.captured) == 4
-    _, other = manager.dispatch(step([1], 1), samples=False)  # sampling is not part of it: another graph
+    _, other = manager.dispatch(step([1], 1), sampling=None)  # sampling is not part of it: another graph
     assert other is not None
     manager.get(other)
-    assert captures.captured[4:] == [GraphKey("decode", 1, 1, samples=False)]
+    assert captures.captured[4:] == [GraphKey("decode", 1, 1, sampling=None)]
+
+
+def test_each_way_of_sampling_is_a_graph_of_its_own_captured_once() -> None:
+    captures = FakeCaptures()
+    manager = GraphManager(table(), captures)
+    ways = [PLAIN, EVERYTHING, SamplingVariant(edits=True), SamplingVariant(logprobs=32), SamplingVariant(logprobs=64)]
+    for sampling in ways * 2:
+        _, key = manager.dispatch(step([1, 1, 1], 3), sampling=sampling)
+        assert key == GraphKey("decode", 4, 4, sampling)
+        manager.get(key).replay()
+    assert [key.sampling for key in captures.captured] == ways
+    assert manager.num_steps == {"decode": 10}
+
+
+def test_a_rank_that_does_not_sample_has_one_graph_of_each_shape() -> None:
+    captures = FakeCaptures()
+    manager = GraphManager(table(), captures, has_end=False)
+    manager.capture_first()
+    for sampling in (PLAIN, EVERYTHING, None):
+        _, key = manager.dispatch(step([1, 1, 1], 3), sampling=sampling, drafting=3)
+        assert key == GraphKey("decode", 4, 4, sampling=None)
+        manager.get(key)
+    assert captures.captured == [GraphKey("decode", size, size, sampling=None) for size in (1, 2, 4, 8)]
 
 
 def test_a_device_without_graphs_runs_everything_eagerly_and_unpadded() -> None:
     manager = GraphManager(table())
-    shape, key = manager.dispatch(step([1, 1, 1], 3), samples=True)
+    shape, key = manager.dispatch(step([1, 1, 1], 3), sampling=PLAIN)
     assert key is None
     assert (shape.padded_reqs, shape.padded_tokens) == (3, 3)
     assert manager.captured == ()

@@ -253,7 +253,8 @@ def test_parts_have_from_the_whole_what_they_leave_out() -> None:
         (multi(OFFLOAD, {"kv_role": "kv_both"}), "connector 1 of MultiConnector has no kv_connector"),
         (multi({**SHARED, "kv_load_failure_policy": "fail"}), "the policy is one for all"),
         (multi({**SHARED, "kv_roll": 1}), "unknown keyword 'kv_roll'"),
-        (multi(5), "kv_transfer_config is 5"),
+        (multi(5), "connector 0 of MultiConnector is 5; it must be an object"),
+        (multi("OffloadingConnector"), "connector 0 of MultiConnector is 'OffloadingConnector'; it must be an object"),
         (
             dataclasses.replace(multi(), kv_connector_extra_config={"connectors": [SHARED], "path": 1}),
             "knows 'connectors' alone, and kv_connector_extra_config also has path",

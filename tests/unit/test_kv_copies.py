@@ -66,7 +66,7 @@ def test_rows_are_blocks(name: str, use_triton: bool) -> None:
 def test_blocks_go_out_and_come_back(blocks: list[int], slots: list[int], count: int, name: str) -> None:
     layout = LAYOUTS[name]
     caches = random_caches(layout)
-    copies, host = block_copies(caches, layout), HostMemory(12, layout.bytes_per_block, pinned=False)
+    copies, host = block_copies(caches, layout), HostMemory(12, layout.bytes_per_block, pinned=False, asked_by="")
     assert isinstance(copies, CpuBlockCopies)
     out, places = blocks[:count], slots[:count]
     rows = {slot: row_of(caches, block) for block, slot in zip(out, places, strict=True)}
@@ -90,6 +90,11 @@ def test_caches_that_are_not_one_piece() -> None:
     caches = [cache.transpose(2, 3) for cache in random_caches(layout)]
     with pytest.raises(ValueError, match=r"shape \(9, 2, 4, 2, 6\) is not one piece of memory"):
         block_copies(caches, layout)
+
+
+def test_more_than_there_is() -> None:
+    with pytest.raises(ValueError, match=r"no memory on the host for 1,125,899,906,842,624 KV blocks .*; lower a_s"):
+        HostMemory(1 << 50, 1 << 10, pinned=False, asked_by="a_setting")
 
 
 def test_free_slots() -> None:

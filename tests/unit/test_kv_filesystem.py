@@ -139,6 +139,16 @@ def test_a_request_that_waits_for_room_is_asked_again(make: MakeBench, monkeypat
     assert [other.scheduler.num_matched_tokens(request, 4) for _ in range(2)] == [12, 12]
 
 
+def test_what_the_prefix_cache_held_for_a_request_that_waits_is_not_taken_for_a_file(make: MakeBench) -> None:
+    nothing = make()
+    request = nothing.request("waits", TOKENS)
+    assert [nothing.scheduler.num_matched_tokens(request, num_local) for num_local in (12, 4, 0)] == [0, 0, 0]
+    saved(make)
+    other = make()
+    request = other.request("waits", TOKENS)
+    assert [other.scheduler.num_matched_tokens(request, num_local) for num_local in (8, 0, 12)] == [8, 16, 4]
+
+
 # --- files that are not what they should be -------------------------------------------------------------------------
 
 
@@ -223,6 +233,31 @@ def test_a_damaged_file_is_written_anew(make: MakeBench, tmp_path: Path) -> None
     assert third.load(third.request("third", TOKENS, [1, 2, 3, 4, 5])).loaded == {"third"}
     index = request.block_hashes.index(bytes.fromhex(files(tmp_path)[0].stem))
     assert torch.equal(third.contents([index + 1])[0][0], contents[0][0][index : index + 1])
+
+
+def test_one_damaged_file_fails_no_second_load(make: MakeBench, tmp_path: Path) -> None:
+    saved(make)
+    other = make()
+    request = other.request("first", TOKENS, [9, 8, 2, 0, 4])
+    flip(-1)(next(path for path in files(tmp_path) if path.stem == request.block_hashes[2].hex()))
+    waiting = other.request("second", TOKENS, [1, 3, 5, 6, 7])
+    assert other.scheduler.num_matched_tokens(waiting, 0) == 16
+    assert "first" in other.load(request).failed
+    assert other.scheduler.num_matched_tokens(waiting, 0) == 0  # it is not known which of them it was
+    other.save(request, 0, 4)
+    assert other.load(waiting).loaded == {"second"}
+
+
+def test_files_that_came_too_late_are_not_to_blame(make: MakeBench) -> None:
+    saved(make)
+    manual, clock = Manual(), Clock()
+    other = make(make_worker=manual, clock=clock, timeout=5.0)
+    request = other.request("r", TOKENS, [9, 8, 2, 0, 4])
+    other.scheduler.start_load(request, 0, other.scheduler.num_matched_tokens(request, 0))
+    other.step(idle=True)
+    clock.now += 6.0
+    assert other.until_ended(request).failed["r"].timed_out
+    assert other.scheduler.num_matched_tokens(request, 0) == 16
 
 
 def test_files_of_another_engine_are_refused_with_both_fingerprints(make: MakeBench, tmp_path: Path) -> None:

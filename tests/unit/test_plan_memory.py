@@ -133,6 +133,7 @@ def test_the_state_of_v2_is_what_it_allocates(seqs: int, tokens: int, length: in
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_batched_tokens=tokens,
+        vocab_size=SMALL.vocab_size,
     )
     buffers = InputBuffers(state, seqs, tokens, length)
     tensors = [state.arena.flat, state.requests.last_sampled, state.requests.draft_tokens, state.staging.on_device]

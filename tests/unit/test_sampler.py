@@ -106,7 +106,7 @@ def test_refresh_follows_the_tokens():
     again = SamplingMetadata.build(rows, CPU)
     assert sample(logits, fresh).token_ids.tolist() == sample(logits, again).token_ids.tolist()
     assert sample(logits, fresh).token_ids[0].item() == 1
-    assert [part.positions.tolist() for part in fresh.random] == [[3]]
+    assert fresh.random.positions.tolist() == [2, 3]
 
 
 # -- random rows -----------------------------------------------------------------------------------------------------
@@ -296,8 +296,9 @@ def test_metadata_of_plain_batches_is_empty():
     assert greedy.all_greedy and not greedy.edits_logits and greedy.logprobs is None
     plain = SamplingMetadata.build([row(), row(temperature=0)], CPU)
     assert not plain.all_greedy and not plain.edits_logits
-    assert [part.indices for part in plain.random] == [[0]]
-    assert plain.random[0].top_k is plain.random[0].top_p is plain.random[0].log_min_p is None
+    assert plain.random.temperature.tolist() == [1, 0]
+    assert plain.random.filters is None
+    assert SamplingMetadata.build([row(), row(temperature=0, top_k=2)], CPU).random.filters is None
 
 
 # -- independence ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,10 @@ import pytest
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.resolve import resolve_plan
+
+GIB = 1 << 30
 
 
 def parse(**settings: Any) -> SpeculativeConfig:
@@ -78,3 +82,25 @@ def test_num_speculative_tokens_cannot_be_left_out() -> None:
 def test_unknown_keys_are_refused_with_the_near_one() -> None:
     with pytest.raises(TypeError, match="did you mean 'disable_by_batch_size'"):
         parse(disable_by_batchsize=8)
+
+
+def drafting(k: int, **settings: Any) -> EngineConfig:
+    return EngineConfig(speculative_config={"num_speculative_tokens": k}, **settings)  # type: ignore[arg-type]
+
+
+def test_a_step_must_hold_the_drafts_of_every_request() -> None:
+    assert drafting(3, max_num_seqs=4, max_num_batched_tokens=16).max_decode_tokens == 16
+    message = (
+        r"max_num_batched_tokens is 15, .* 4 tokens, one and 3 drafts, .* max_num_seqs \(4\): raise it to 16, or set "
+        "max_num_seqs=3"
+    )
+    with pytest.raises(ValueError, match=message):
+        drafting(3, max_num_seqs=4, max_num_batched_tokens=15)
+    with pytest.raises(ValueError, match=r"max_num_seqs \(2\): raise it to 8$"):  # no number of requests would help
+        drafting(3, max_num_seqs=2, max_num_batched_tokens=3)
+
+
+@pytest.mark.parametrize(("k", "tokens"), [(3, 2048), (64, 256 * 65)])
+def test_a_step_of_the_default_size_does(k: int, tokens: int) -> None:
+    plan = resolve_plan(drafting(k), Machine(64 * GIB), environ={}, config_only=True)
+    assert plan.max_num_batched_tokens == tokens

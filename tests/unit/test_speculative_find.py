@@ -14,7 +14,7 @@ import pytest
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.attention.kv_layout import LayerGroup
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import load_model_config
+from fleetfoot.config.model import ModelConfig, load_model_config
 from fleetfoot.plan.footprint import NO_DRAFTER, DrafterShape
 from fleetfoot.speculative.build import drafter_shape
 from fleetfoot.speculative.find import DrafterModel, find_drafter
@@ -35,6 +35,10 @@ def find(config: EngineConfig) -> DrafterModel:
     found = find_drafter(config, TARGET)
     assert found is not None
     return found
+
+
+def shape_of(config: EngineConfig, target: ModelConfig, dtype: str, device: str) -> DrafterShape:
+    return drafter_shape(config, target, find_drafter(config, target), dtype, device)
 
 
 def changed_head(folder: Path, **fields: Any) -> Path:
@@ -94,7 +98,7 @@ def test_sizes_that_do_not_fit_are_both_named(tmp_path: Path) -> None:
 
 def test_a_heads_memory() -> None:
     config = wish(method="eagle", engine={"max_model_len": 256})
-    shape = drafter_shape(config, TARGET, "bfloat16", "cuda")
+    shape = shape_of(config, TARGET, "bfloat16", "cuda")
     with Checkpoint(embedded_eagle_path()) as checkpoint:
         values = sum(checkpoint.tensor(name).numel() for name in checkpoint.names())
     assert shape.num_drafts == 3
@@ -105,36 +109,38 @@ def test_a_heads_memory() -> None:
 
 def test_a_draft_models_memory() -> None:
     config = wish(DRAFT, engine={"max_model_len": 256})
-    shape = drafter_shape(config, TARGET, "float32", "cuda")
+    shape = shape_of(config, TARGET, "float32", "cuda")
     draft = load_model_config(DRAFT)
     assert shape.weight_bytes == 4 * draft.num_parameters + (256 + 3) * 32 * 4
     assert shape.layer_groups == (LayerGroup(2, 1, 32),)
-    on_cpu = drafter_shape(config, TARGET, "float32", "cpu")
+    on_cpu = shape_of(config, TARGET, "float32", "cpu")
     assert on_cpu.weight_bytes - shape.weight_bytes == 4 * 2048 * 64  # the packed head
     untied = dataclasses.replace(TARGET, tie_word_embeddings=False)
-    assert drafter_shape(config, untied, "float32", "cuda") == shape
+    assert shape_of(config, untied, "float32", "cuda") == shape
 
 
 def test_a_head_far_from_the_embedding_has_its_own() -> None:
     untied = dataclasses.replace(TARGET, tie_word_embeddings=False)
-    near = drafter_shape(wish(method="eagle"), untied, "float32", "cuda")
-    far = drafter_shape(wish(method="eagle", engine={"pipeline_parallel_size": 2}), untied, "float32", "cuda")
+    near = shape_of(wish(method="eagle"), untied, "float32", "cuda")
+    far = shape_of(wish(method="eagle", engine={"pipeline_parallel_size": 2}), untied, "float32", "cuda")
     assert far.weight_bytes - near.weight_bytes == 4 * 2048 * 192
 
 
 def test_n_grams_take_nothing_but_room_for_tokens() -> None:
-    assert drafter_shape(wish(method="ngram"), TARGET, "float32", "cpu") == DrafterShape(3)
-    assert drafter_shape(EngineConfig(), TARGET, "float32", "cpu") == NO_DRAFTER
+    assert shape_of(wish(method="ngram"), TARGET, "float32", "cpu") == DrafterShape(3)
+    assert shape_of(EngineConfig(), TARGET, "float32", "cpu") == NO_DRAFTER
 
 
 def test_none_of_it_needs_torch() -> None:
     code = f"""
 import sys
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import load_model_config
+from fleetfoot.config.model import ModelConfig, load_model_config
 from fleetfoot.speculative.build import drafter_shape
+from fleetfoot.speculative.find import find_drafter
 config = EngineConfig(speculative_config={{"method": "eagle", "num_speculative_tokens": 3}})
-assert drafter_shape(config, load_model_config({str(embedded_model_path())!r}), "float32", "cpu").weight_bytes
+target = load_model_config({str(embedded_model_path())!r})
+assert drafter_shape(config, target, find_drafter(config, target), "float32", "cpu").weight_bytes
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.sampling.filters import RowFilters
-from fleetfoot.sampling.gumbel import gumbel_argmax
+from fleetfoot.sampling.gumbel import gumbel_argmax, rows_per_chunk
 
 
 def choose_tokens_torch(
@@ -38,10 +38,29 @@ def choose_tokens_torch(
         filters = None if filters is None else filters.at(rows)
     token_ids = logits.argmax(dim=-1)
     if temperatures is not None and seeds is not None and positions is not None:
-        _draw(token_ids, logits, temperatures, seeds, positions.to(torch.int64), filters)
+        is_random = temperatures > 0
+        if filters is not None:
+            is_filtered = filters.are_on()
+            _draw(token_ids, logits, is_random & is_filtered, temperatures, seeds, positions, filters)
+            is_random = is_random & ~is_filtered
+        _draw(token_ids, logits, is_random, temperatures, seeds, positions, None)
     if invalid is not None:
         mark_invalid(logits, token_ids, invalid)
     return token_ids
+
+
+def draw_filtered(
+    token_ids: torch.Tensor,
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    filters: RowFilters,
+) -> None:
+    """Replace ``token_ids [n]`` of random rows whose filters are on. All else is as for `choose_tokens_torch`."""
+    wanted = (temperatures > 0) & filters.are_on()
+    token_ids[wanted] = logits[wanted].argmax(dim=-1)
+    _draw(token_ids, logits, wanted, temperatures, seeds, positions, filters)
 
 
 def mark_invalid(logits: torch.Tensor, token_ids: torch.Tensor, invalid: torch.Tensor) -> None:
@@ -52,16 +71,20 @@ def mark_invalid(logits: torch.Tensor, token_ids: torch.Tensor, invalid: torch.T
 def _draw(
     token_ids: torch.Tensor,
     logits: torch.Tensor,
+    wanted: torch.Tensor,
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
     filters: RowFilters | None,
 ) -> None:
-    """Replace the argmaxes ``token_ids [n]`` of random rows."""
+    """Replace the argmaxes ``token_ids [n]`` of ``wanted`` rows (``[n]`` bool), a few rows at a time."""
     highest = logits.gather(1, token_ids.unsqueeze(1)).float()  # [n, 1]
-    random = ((temperatures > 0) & highest.isfinite().squeeze(1)).nonzero().squeeze(1)
-    if len(random) > 0:
-        scores = logits[random].float().sub_(highest[random]).div_(temperatures[random].unsqueeze(1))
+    chosen = (wanted & highest.isfinite().squeeze(1)).nonzero().squeeze(1)
+    step = rows_per_chunk(logits.shape[1], logits.device)
+    for begin in range(0, len(chosen), step):
+        rows = chosen[begin : begin + step]
+        # shifting first keeps the quotient from overflowing, however small the temperature
+        scores = logits[rows].float().sub_(highest[rows]).div_(temperatures[rows].unsqueeze(1))
         if filters is not None:
-            filters.at(random).apply(scores)
-        token_ids[random] = gumbel_argmax(scores, seeds[random], positions[random])
+            filters.at(rows).apply(scores)
+        token_ids[rows] = gumbel_argmax(scores, seeds[rows], positions[rows].to(torch.int64))

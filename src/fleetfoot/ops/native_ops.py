@@ -7,7 +7,7 @@ from functools import cache, partial
 import torch
 
 from fleetfoot.native.library import DTYPES, Kernels, NativeUnavailableError, check_status, load_kernels
-from fleetfoot.ops.choose_tokens import choose_tokens_torch, mark_invalid
+from fleetfoot.ops.choose_tokens import choose_tokens_torch, draw_filtered, mark_invalid
 from fleetfoot.ops.gated_linear import gated
 from fleetfoot.ops.native_linear import prepare_linear_native
 from fleetfoot.ops.opset import OpSet
@@ -194,12 +194,13 @@ class _NativeOps:
         code = DTYPES.get(logits.dtype)
         num_rows, vocab_size = logits.shape
         stride = logits.stride()
-        if code is None or stride[1] != 1 or vocab_size == 0 or filters is not None:
+        if code is None or stride[1] != 1 or vocab_size == 0:
             return choose_tokens_torch(
                 logits, temperatures, seeds, positions, rows=rows, invalid=invalid, filters=filters
             )
         if rows is not None and temperatures is not None and seeds is not None:
             temperatures, seeds = temperatures[rows], seeds[rows]
+            filters = None if filters is None else filters.at(rows)
         if positions is not None:
             positions = positions.to(torch.int64)
         per_row: list[int | None] = [None, None, None]
@@ -227,6 +228,8 @@ class _NativeOps:
         )
         if status:
             check_status(status, "choose_tokens")
+        if filters is not None and temperatures is not None and seeds is not None and positions is not None:
+            draw_filtered(token_ids, logits, temperatures, seeds, positions, filters)
         if invalid is not None:
             mark_invalid(logits, token_ids, invalid)
         return token_ids

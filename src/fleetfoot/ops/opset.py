@@ -86,6 +86,3 @@ class OpSet:
     whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for. With ``rows
     [n]``, entry ``rows[i]`` of ``temperatures`` and ``seeds`` is row ``i``'s; -1: any token will do. ``invalid [n]``
     bool is written where it is given: the chosen logit is NaN or infinite. ``filters`` limit what rows draw from."""
-    filters_in_graphs: bool = False
-    """Whether ``choose_tokens`` with filters is launches alone, as cheap for rows without: whole batches go through
-    it. Else rows with filters are drawn from apart."""

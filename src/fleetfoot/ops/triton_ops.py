@@ -22,5 +22,4 @@ def triton_ops() -> OpSet:
         prepare_gate_up=prepare_gate_up_triton,
         prepare_residual_linear=prepare_residual_linear_triton,
         choose_tokens=choose_tokens_triton,
-        filters_in_graphs=True,
     )

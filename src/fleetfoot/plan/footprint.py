@@ -22,8 +22,10 @@ DRIVER_BYTES = 832 * MIB
 """What a GPU's driver, torch's context, cuBLAS workspaces and compiled kernels take before anything is allocated."""
 
 _INT32, _INT64, _FLOAT32 = 4, 8, 4
-_STATE_FIELDS = 14
-"""int32 in a row of V2's RequestState that the host writes: twelve fields and a seed of two."""
+_STATE_FIELDS = 19
+"""int32 in a row of V2's RequestState that the host writes: seventeen fields and a seed of two."""
+_LISTED_TOKENS = 4 * 512
+"""int32 in a row of what requests have listed: biases, bad words and stop tokens (`fleetfoot.ops.edits.records`)."""
 _NUM_SLOTS_OF_HEADER = 8
 _SCRATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits that sampling works on at once (`fleetfoot.sampling.gumbel.rows_per_chunk`)."""
@@ -33,6 +35,9 @@ _SDPA_GATHERED, _SDPA_MASK = 1 << 22, 1 << 21
 """Most elements that the torch attention backend gathers of K for decodes, and of a piece of a prefill's mask."""
 _GRAPH_BYTES_PER_LAYER = 96 * 1024
 """Of one captured graph: a dozen kernels a layer, each with its node and its arguments."""
+_SAMPLING_VARIANTS = 3
+"""Graphs of one shape that are counted: one for each way of sampling that it has been met with, of which an engine that
+serves one kind of request sees one or two."""
 _COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
 """What NCCL takes for a communicator that sums and gathers, and for one between two ranks, each with what its kernels
 take of the driver: measured on two H200s, torch 2.11."""
@@ -202,9 +207,10 @@ def runner_state_bytes(shape: EngineShape) -> int:
         return table + inputs
     # and the last sampled token, and drafts
     rows = reqs * (_STATE_FIELDS + 1) * _INT32 + (reqs + 1) * shape.drafter.num_drafts * _INT32
-    max_writes = tokens + shape.max_model_len + reqs * (_STATE_FIELDS + 2)
+    listed = _LISTED_TOKENS + -(-shape.model.vocab_size // 32)  # and a bit for each token that may be allowed
+    max_writes = tokens + shape.max_model_len + reqs * (_STATE_FIELDS + 2) + listed
     staging = (_NUM_SLOTS_OF_HEADER + 2 * reqs + 1 + 2 * max_writes) * _INT32
-    return 2 * table + inputs + rows + staging
+    return 2 * table + inputs + rows + reqs * listed * _INT32 + staging
 
 
 def activation_bytes(shape: EngineShape) -> int:
@@ -223,28 +229,43 @@ def activation_bytes(shape: EngineShape) -> int:
 
 
 def sampling_scratch_bytes(shape: EngineShape) -> int:
-    """Logits as the model gives them and in float32, and the temporaries of the rows that are worked on at once."""
+    """What sampling computes in, and the temporaries of rows that are worked on at once (a GPU sorts for very many
+    logprobs alone)."""
     if not shape.is_last:
         return 0
+    at_once = min(_num_logits(shape), max(_SCRATCH_ELEMENTS[shape.device], shape.model.vocab_size))
+    return _sampling_bytes(shape) + at_once * _SCRATCH_BYTES_PER_ELEMENT
+
+
+def _num_logits(shape: EngineShape) -> int:
     rows = min(shape.max_num_seqs * (1 + shape.drafter.num_drafts), shape.max_num_batched_tokens)
-    size, ranks = DTYPE_BYTES[shape.dtype], shape.tensor_parallel_size
-    logits = rows * shape.model.vocab_size
-    at_once = min(logits, max(_SCRATCH_ELEMENTS[shape.device], shape.model.vocab_size))
-    total = logits * (size + _FLOAT32) + at_once * _SCRATCH_BYTES_PER_ELEMENT
+    return rows * shape.model.vocab_size
+
+
+def _sampling_bytes(shape: EngineShape) -> int:
+    """Of all logits: as the model gives them; edited, in float32; and on a GPU what is noted of each, which is counts
+    for penalties, and then places for filters."""
+    if not shape.is_last:
+        return 0
+    num_logits, ranks = _num_logits(shape), shape.tensor_parallel_size
+    size, noted = DTYPE_BYTES[shape.dtype], _INT32 if shape.device == "cuda" else 0
+    total = num_logits * (size + _FLOAT32 + noted)
     if ranks > 1:  # a rank's own part, and everybody's as they arrive
+        rows = num_logits // shape.model.vocab_size
         total += rows * vocab_rows(shape.model.vocab_size, ranks) * (1 + ranks) * size
     return total
 
 
 def graph_bytes(shape: EngineShape) -> int:
-    """Nodes of every captured shape; what they compute in is one pool, as large as the largest shape's activations."""
+    """Nodes of every captured shape; what they compute in is one pool, as large as the largest shape's activations and
+    logits."""
     keys = shape.capture_table.keys
     if not keys:
         return 0
     largest = max(key.num_tokens for key in keys)
     share = largest / max(shape.max_num_batched_tokens, largest)
-    nodes = len(keys) * len(shape.layers) * _GRAPH_BYTES_PER_LAYER
-    return nodes + int(activation_bytes(shape) * share) + sampling_scratch_bytes(shape)
+    nodes = _SAMPLING_VARIANTS * len(keys) * len(shape.layers) * _GRAPH_BYTES_PER_LAYER
+    return nodes + int(activation_bytes(shape) * share) + _sampling_bytes(shape)
 
 
 def _attention_scratch_bytes(shape: EngineShape) -> int:

@@ -13,6 +13,24 @@ MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingVariant:
+    """What sampling has in it, besides a temperature. Rows that want less than the others get what they want."""
+
+    filters: bool = False
+    """min-p, top-k and top-p."""
+    edits: bool = False
+    """Penalties, biases, allowed tokens, bad words and min_tokens."""
+    logprobs: int | None = None
+    """How many of the most probable tokens there is room for, beside the one that is chosen; None: no logprobs."""
+
+
+LOGPROBS_ROOM = 32
+"""The least room that there is for logprobs, if there is any: it costs little, and a graph costs more."""
+PLAIN = SamplingVariant()
+EVERYTHING = SamplingVariant(filters=True, edits=True, logprobs=LOGPROBS_ROOM)
+
+
+@dataclass(frozen=True, slots=True)
 class GraphKey:
     """One captured shape."""
 
@@ -20,13 +38,11 @@ class GraphKey:
     """``decode``: one token for each request; ``uniform``: 1 + k tokens for each, k drafts; ``mixed``: any lengths."""
     num_reqs: int
     num_tokens: int
-    samples: bool = True
-    """Whether sampling and the update of the rows are captured too; they are not where a request wants more of the
-    sampler than a temperature, and filters where the device can draw with them."""
+    sampling: SamplingVariant | None = PLAIN
+    """How the step samples. None: it ends with the forward pass, because a request wants what no graph can hold:
+    logprobs of a prompt or of very many tokens, or longer lists of tokens than a row has room for."""
     drafting: int | None = None
     """How many drafts are proposed at the end; 0: a drafter fills its cache alone; None: there is nothing to do."""
-    filters: bool = False
-    """Whether sampling has min-p, top-k and top-p in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,34 +90,31 @@ class CaptureTable:
         num_tokens: int,
         max_query_len: int,
         is_uniform: bool,
-        samples: bool = True,
+        sampling: SamplingVariant | None = PLAIN,
         drafting: int | None = None,
-        filters: bool = False,
     ) -> GraphKey | None:
         """The smallest captured shape that holds a batch; None: it runs eagerly.
 
         Args:
             is_uniform: every request has ``max_query_len`` tokens and samples.
-            samples: nobody in the batch wants more of the sampler than a temperature, and filters.
-            drafting, filters: as in `GraphKey`; without ``samples`` there are no filters in the graph.
+            sampling, drafting: as in `GraphKey`.
         """
-        filters = filters and samples
         if is_uniform and max_query_len == 1:
             size = _at_least(self.decode, num_reqs)
-            return None if size is None else GraphKey("decode", size, size, samples, drafting, filters)
+            return None if size is None else GraphKey("decode", size, size, sampling, drafting)
         if is_uniform and self.num_drafts and max_query_len == 1 + self.num_drafts:
             size = _at_least(self.uniform, num_reqs)
             if size is None:
                 return None
-            return GraphKey("uniform", size, size * (1 + self.num_drafts), samples, drafting, filters)
+            return GraphKey("uniform", size, size * (1 + self.num_drafts), sampling, drafting)
         if drafting is not None:
             return None
         size = _at_least(self.mixed, num_tokens)
-        return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size, samples, filters=filters)
+        return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """Every shape."""
+        """Every shape, as plain sampling has it."""
         return (
             *(GraphKey("decode", size, size) for size in self.decode),
             *(GraphKey("uniform", size, size * (1 + self.num_drafts)) for size in self.uniform),

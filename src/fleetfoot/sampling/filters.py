@@ -28,13 +28,19 @@ class RowFilters:
     top_p: torch.Tensor
     """float32, 1 where off."""
 
+    def are_on(self) -> torch.Tensor:
+        """``[m]`` bool: whether any of the three is."""
+        return (self.log_min_p > -torch.inf) | (self.top_k > 0) | (self.top_p < 1)
+
     def apply(self, scores: torch.Tensor) -> None:
-        """To ``scores [m, vocab]``: min-p first, then top-k, then top-p. Asks the device what the greatest k is."""
-        apply_min_p(scores, self.log_min_p)
+        """To ``scores [m, vocab]``: min-p first, then top-k, then top-p. Asks the device which are on at all."""
+        if (self.log_min_p > -torch.inf).any():
+            apply_min_p(scores, self.log_min_p)
         max_top_k = int(self.top_k.clamp(max=scores.shape[1]).max())
         if max_top_k > 0:
             apply_top_k(scores, self.top_k.clamp(0, max_top_k), max_top_k)
-        apply_top_p(scores, self.top_p)
+        if (self.top_p < 1).any():
+            apply_top_p(scores, self.top_p)
 
     def at(self, rows: torch.Tensor) -> RowFilters:
         return RowFilters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])

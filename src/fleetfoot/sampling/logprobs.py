@@ -6,63 +6,64 @@ They are those of the model: log_softmax in float32 of the logits before any of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
+from fleetfoot.ops import token_logprobs as op
 from fleetfoot.sampling.gumbel import rows_per_chunk
 from fleetfoot.sampling.logprob import RowLogprobs
 
 
-class LogprobsTensors(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LogprobsTensors:
     """Log-probabilities of ``n`` positions; column 0 is the chosen token, the others the most probable, descending."""
 
-    token_ids: torch.Tensor  # [n, num + 1] int64
-    logprobs: torch.Tensor  # [n, num + 1] float32
-    ranks: torch.Tensor  # [n] int64, how many tokens are at least as probable as the chosen one: 1 for the best
+    packed: torch.Tensor
+    """``[n, 2 * (num + 1) + 1]`` int32, as `fleetfoot.ops.token_logprobs` makes it: one copy brings it to the host."""
+
+    @property
+    def num(self) -> int:
+        """How many of the most probable tokens there are of each."""
+        return (self.packed.shape[1] - 3) // 2
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """``[n, num + 1]`` int32"""
+        return self.packed[:, : self.num + 1]
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """``[n, num + 1]`` float32"""
+        return self.packed[:, self.num + 1 : -1].view(torch.float32)
+
+    @property
+    def ranks(self) -> torch.Tensor:
+        """``[n]`` int32: how many tokens are at least as probable as the chosen one: 1 for the best."""
+        return self.packed[:, -1]
 
     def to_rows(self, counts: Sequence[int] | None = None) -> list[RowLogprobs]:
         """Copy to the host. ``counts``: how many of the most probable tokens each row keeps (-1 or None: all)."""
-        token_ids, logprobs, ranks = self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist()
-        if counts is None:
-            counts = [-1] * len(ranks)
+        on_host = LogprobsTensors(self.packed.cpu())
+        sizes = [self.num if count < 0 else count for count in counts or [-1] * len(self.packed)]
+        width = 1 + max(sizes, default=0)  # of which most rows want most
+        token_ids, logprobs = on_host.token_ids[:, :width].tolist(), on_host.logprobs[:, :width].tolist()
         return [
-            RowLogprobs(ids[: count + 1] if count >= 0 else ids, values[: count + 1] if count >= 0 else values, rank)
-            for ids, values, rank, count in zip(token_ids, logprobs, ranks, counts, strict=True)
+            RowLogprobs(ids[: size + 1], values[: size + 1], rank)
+            for ids, values, rank, size in zip(token_ids, logprobs, on_host.ranks.tolist(), sizes, strict=True)
         ]
 
 
-def gather_logprobs(logprobs: torch.Tensor, num: int, token_ids: torch.Tensor) -> LogprobsTensors:
-    """Pick the chosen tokens ``token_ids [n]`` and the ``num`` most probable ones out of ``logprobs [n, vocab]``.
+def token_logprobs(logits: torch.Tensor, num: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    """The chosen tokens ``token_ids [n]`` and the ``num`` most probable ones; -1 for ``num``: the whole vocabulary.
 
     Tokens that tie stand in order of their ids, so the first ``m`` are the same whatever ``num`` is.
-    """
-    chosen_ids = token_ids.unsqueeze(1)  # [n, 1]
-    chosen = logprobs.gather(1, chosen_ids)
-    ranks = (logprobs >= chosen).sum(dim=-1)
-    if num == 0:
-        return LogprobsTensors(chosen_ids, chosen, ranks)
-    top_ids = _top_token_ids(logprobs, num)  # [n, num]
-    return LogprobsTensors(
-        torch.cat((chosen_ids, top_ids), dim=1), torch.cat((chosen, logprobs.gather(1, top_ids)), dim=1), ranks
-    )
 
-
-def token_logprobs(logits: torch.Tensor, num: int, token_ids: torch.Tensor) -> LogprobsTensors:
-    """`gather_logprobs` from raw ``logits [n, vocab]`` (any float dtype); -1 for ``num``: the whole vocabulary.
-
-    Works on a few rows at a time, so that temporaries do not grow with ``n``.
+    Args:
+        logits: ``[n, vocab]`` of any float dtype.
     """
     vocab_size = logits.shape[1]
-    num = vocab_size if num == -1 else min(num, vocab_size)
-    step = rows_per_chunk(vocab_size, logits.device)
-    chunks = [
-        gather_logprobs(
-            logits[start : start + step].log_softmax(dim=-1, dtype=torch.float32), num, token_ids[start : start + step]
-        )
-        for start in range(0, max(len(logits), 1), step)  # one empty chunk where there are no rows
-    ]
-    return LogprobsTensors(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+    return LogprobsTensors(op.token_logprobs(logits, token_ids, vocab_size if num == -1 else min(num, vocab_size)))
 
 
 def prompt_logprobs(
@@ -86,19 +87,4 @@ def prompt_logprobs(
         token_logprobs(compute_logits(hidden_states[start : start + step]), num, next_token_ids[start : start + step])
         for start in range(0, max(len(hidden_states), 1), step)
     ]
-    return LogprobsTensors(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
-
-
-def _top_token_ids(values: torch.Tensor, num: int) -> torch.Tensor:
-    """Ids of the ``num`` highest of ``values [n, vocab]`` float32, descending, the lower id first among equals.
-
-    topk promises no order among equals. So it runs on integers that are all different: the value's bits, made to order
-    like the value itself, above the complement of the id.
-    """
-    bits = values.contiguous().view(torch.int32)
-    # Negative floats order backwards by their bits: flip all but the sign.
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    last = values.shape[1] - 1
-    complement = torch.arange(last, -1, -1, device=values.device)
-    keys = (ordered.to(torch.int64) << 32) | complement  # [n, vocab]
-    return last - (keys.topk(num).values & 0xFFFFFFFF)
+    return LogprobsTensors(torch.cat([chunk.packed for chunk in chunks]))

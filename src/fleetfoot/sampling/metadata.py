@@ -73,53 +73,26 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """The rows that draw at random; those with and without filters make two of these."""
+    """How each of the ``n`` rows draws, where some do."""
 
-    indices: Sequence[int]  # the same as `rows`, on the host
-    rows: torch.Tensor  # [r] int64
-    temperature: torch.Tensor  # [r] float32, above 0
-    seeds: torch.Tensor  # [r] int64, 64-bit patterns
-    positions: torch.Tensor  # [r] int64, index in the sequence of the token to draw
-    log_min_p: torch.Tensor | None = None  # [r] float32, -inf where off
-    top_k: torch.Tensor | None = None  # [r] int64, 0 where off
-    top_p: torch.Tensor | None = None  # [r] float32, 1 where off
-    max_top_k: int = 0
-
-    @property
-    def has_filters(self) -> bool:
-        return self.log_min_p is not None or self.top_k is not None or self.top_p is not None
-
-    def filters(self) -> RowFilters:
-        """All three, those too that are off everywhere."""
-        temperature = self.temperature
-        return RowFilters(
-            torch.full_like(temperature, -math.inf) if self.log_min_p is None else self.log_min_p,
-            torch.zeros_like(temperature, dtype=torch.int32) if self.top_k is None else self.top_k.to(torch.int32),
-            torch.ones_like(temperature) if self.top_p is None else self.top_p,
-        )
+    temperature: torch.Tensor  # [n] float32, 0 where a row takes the most probable token
+    seeds: torch.Tensor  # [n] int64, 64-bit patterns
+    positions: torch.Tensor  # [n] int64, index in the sequence of the token to draw
+    filters: RowFilters | None
+    """None: they are off everywhere."""
 
     @classmethod
-    def build(cls, rows: Sequence[SamplingRow], indices: Sequence[int], device: torch.device) -> RandomRows:
-        chosen = [rows[i] for i in indices]
-        params = [row.params for row in chosen]
-        seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in chosen], dtype=np.uint64).view(np.int64)
-        log_min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
-        top_k = [max(p.top_k, 0) for p in params]
-        top_p = [p.top_p for p in params]
-
-        def floats(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)
-
+    def build(cls, rows: Sequence[SamplingRow], device: torch.device) -> RandomRows | None:
+        """None: nobody draws."""
+        if all(row.params.temperature == 0 for row in rows):
+            return None
+        seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64).view(np.int64)
+        has_filters = any(row.is_filtered and row.params.temperature > 0 for row in rows)
         return cls(
-            indices=indices,
-            rows=torch.tensor(indices, device=device),
-            temperature=floats([p.temperature for p in params]),
+            temperature=torch.tensor([row.params.temperature for row in rows], dtype=torch.float32, device=device),
             seeds=torch.from_numpy(seeds).to(device),
-            positions=_positions(rows, indices, device),
-            log_min_p=floats(log_min_p) if max(log_min_p) > -math.inf else None,
-            top_k=torch.tensor(top_k, device=device) if max(top_k) > 0 else None,
-            top_p=floats(top_p) if min(top_p) < 1 else None,
-            max_top_k=max(top_k),
+            positions=_positions(rows, device),
+            filters=_filters([row.params for row in rows], device) if has_filters else None,
         )
 
 
@@ -153,8 +126,7 @@ class SamplingMetadata:
 
     rows: Sequence[SamplingRow]
     device: torch.device
-    random: tuple[RandomRows, ...] = ()
-    """Rows without and with filters. Rows in neither are greedy."""
+    random: RandomRows | None = None
     allowed_tokens: AllowedTokens | None = None
     logit_bias: TokenBias | None = None
     banned_tokens: TokenBias | None = None
@@ -167,7 +139,7 @@ class SamplingMetadata:
 
     @property
     def all_greedy(self) -> bool:
-        return not self.random
+        return self.random is None
 
     @property
     def edits_logits(self) -> bool:
@@ -178,17 +150,12 @@ class SamplingMetadata:
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], device: torch.device) -> SamplingMetadata:
         """Gather the rows' parameters, in the order of the logits."""
-        plain: list[int] = []
-        filtered: list[int] = []
-        for i, row in enumerate(rows):
-            if row.params.temperature > 0:
-                (filtered if row.is_filtered else plain).append(i)
         special = {i: row for i, row in enumerate(rows) if not row.is_plain}
         wanted = {i: row.params.logprobs for i, row in special.items() if row.params.logprobs is not None}
         return cls(
             rows=rows,
             device=device,
-            random=tuple(RandomRows.build(rows, indices, device) for indices in (plain, filtered) if indices),
+            random=RandomRows.build(rows, device),
             allowed_tokens=AllowedTokens.build(
                 {i: ids for i, row in special.items() if (ids := row.params.allowed_token_ids) is not None}, device
             ),
@@ -202,10 +169,9 @@ class SamplingMetadata:
 
     def refresh(self) -> SamplingMetadata:
         """The metadata of the same rows after their ``token_ids`` have grown."""
-        random = tuple(
-            dataclasses.replace(part, positions=_positions(self.rows, part.indices, self.device))
-            for part in self.random
-        )
+        random = self.random
+        if random is not None:
+            random = dataclasses.replace(random, positions=_positions(self.rows, self.device))
         special = {i: row for i, row in enumerate(self.rows) if row.may_ban or row.is_penalized}
         return dataclasses.replace(
             self,
@@ -215,8 +181,18 @@ class SamplingMetadata:
         )
 
 
-def _positions(rows: Sequence[SamplingRow], indices: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([len(rows[i].token_ids) for i in indices], device=device)
+def _positions(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
+    return torch.tensor([len(row.token_ids) for row in rows], device=device)
+
+
+def _filters(params: Sequence[SamplingParams], device: torch.device) -> RowFilters:
+    log_min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]
+    top_k = [max(p.top_k, 0) for p in params]
+    return RowFilters(
+        torch.tensor(log_min_p, dtype=torch.float32, device=device),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+    )
 
 
 def _banned_tokens(rows: dict[int, SamplingRow], device: torch.device) -> TokenBias | None:

@@ -20,7 +20,7 @@ class TokenCounts:
     output_counts: np.ndarray  # [t] int64, 0 for tokens of the prompt alone
 
 
-def count_tokens(prompt_token_ids: np.ndarray | None, output_token_ids: Sequence[int]) -> TokenCounts:
+def count_tokens(prompt_token_ids: np.ndarray | None, output_token_ids: Sequence[int] | np.ndarray) -> TokenCounts:
     """Count a sequence's tokens.
 
     ``prompt_token_ids`` holds the prompt's distinct tokens (np.unique), or is ``None`` if the prompt does not count

@@ -63,7 +63,7 @@ class ModelRunnerV1:
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
         ops = loader.context.ops
-        self._sampler = Sampler(ops.choose_tokens, draws_filtered=ops.filters_in_graphs)
+        self._sampler = Sampler(ops.choose_tokens)
         self._pending: ExecuteModelState | None = None
         self._left: ModelRunnerOutput | None = None  # the output of a step that ended in `execute_model`
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,24 +10,30 @@ import torch
 from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.runner.contract import INVALID_MESSAGE
 from fleetfoot.runner.v2.device import Device, Event
+from fleetfoot.sampling.logprob import RowLogprobs
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.scheduler.output import ModelRunnerOutput
 
 
 @dataclass(slots=True)
 class _PendingLogprobs:
-    """Entries whose tensors are being copied: which row of the logits each belongs to, and how many each one wants."""
+    """Rows on their way, of which some are wanted."""
 
     tensors: LogprobsTensors
+    places: Sequence[int]
     indices: Sequence[int]
     counts: Sequence[int]
+
+    def items(self) -> Iterator[tuple[int, RowLogprobs]]:
+        wanted = LogprobsTensors(self.tensors.packed[list(self.places)])
+        return zip(self.indices, wanted.to_rows(self.counts), strict=True)
 
 
 @dataclass(slots=True)
 class AsyncOutput:
     """Copies that were queued behind a step. `get` waits for them; nothing before it does.
 
-    The tokens and the flags of invalid rows are one copy; logprobs, where somebody asked for them, are more.
+    The tokens and the flags of invalid rows are one copy; logprobs, where somebody asked for them, are another.
     """
 
     device: Device
@@ -36,7 +42,7 @@ class AsyncOutput:
     _num_decodes: int = 0
     _num_drafts: int = 0
     _event: Event | None = None
-    _logprobs: _PendingLogprobs | None = None
+    _logprobs: list[_PendingLogprobs] = field(default_factory=list)
     _prompt_logprobs: list[tuple[int, int, LogprobsTensors]] = field(default_factory=list)
 
     def send_tokens(self, packed: torch.Tensor, num_decodes: int, num_drafts: int) -> None:
@@ -44,19 +50,29 @@ class AsyncOutput:
         self._num_decodes, self._num_drafts = num_decodes, num_drafts
         self._tokens, self._event = self.device.copy_out(packed)
 
-    def send_logprobs(self, tensors: LogprobsTensors, indices: Sequence[int], counts: Sequence[int]) -> None:
-        self._logprobs = _PendingLogprobs(self._copied(tensors), indices, counts)
+    def send_logprobs(
+        self,
+        tensors: LogprobsTensors,
+        indices: Sequence[int],
+        counts: Sequence[int],
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Queue the copy of logprobs, of which only some may be wanted.
+
+        Args:
+            indices: rows of the logits. counts: how many most probable tokens each wants; -1: all.
+            places: where in ``tensors`` each of them is; None: at its index.
+        """
+        places = indices if places is None else places
+        self._logprobs.append(_PendingLogprobs(self._copied(tensors), places, indices, counts))
 
     def send_prompt_logprobs(self, index: int, position: int, tensors: LogprobsTensors) -> None:
         """``position``: of the first prompt token that the entries are for."""
         self._prompt_logprobs.append((index, position, self._copied(tensors)))
 
     def _copied(self, tensors: LogprobsTensors) -> LogprobsTensors:
-        copies = []
-        for tensor in tensors:
-            host, self._event = self.device.copy_out(tensor)  # copies are in order: the last event covers all
-            copies.append(host)
-        return LogprobsTensors(*copies)
+        host, self._event = self.device.copy_out(tensors.packed)  # copies are in order: the last event covers all
+        return LogprobsTensors(host)
 
     def get(self) -> ModelRunnerOutput:
         """Wait for the copies, and make plain Python of them."""
@@ -78,9 +94,7 @@ class AsyncOutput:
         output.sampled_token_ids = [[token] for token in token_ids]
         if any(invalid):
             output.invalid = {index: INVALID_MESSAGE for index, flag in enumerate(invalid) if flag}
-        if self._logprobs is not None:
-            rows = self._logprobs.tensors.to_rows(self._logprobs.counts)
-            output.logprobs = {index: [row] for index, row in zip(self._logprobs.indices, rows, strict=True)}
+        output.logprobs = {index: [row] for pending in self._logprobs for index, row in pending.items()}
 
     def _read_runs(self, packed: list[list[int]], output: ModelRunnerOutput) -> None:
         """Accepted drafts and the token behind them for each decode; one token for each prefill that ended."""
@@ -91,10 +105,7 @@ class AsyncOutput:
             if num_sampled and entry[width + num_sampled - 1]:
                 output.invalid[index] = INVALID_MESSAGE
         output.num_drafted = [entry[-1] for entry in packed[:num_decodes]]
-        if self._logprobs is None:
-            return
-        rows = self._logprobs.tensors.to_rows(self._logprobs.counts)
-        for place, row in zip(self._logprobs.indices, rows, strict=True):
+        for place, row in (item for pending in self._logprobs for item in pending.items()):
             # the logits of decodes come first, so many for each; then one for each prefill that ended
             index, offset = divmod(place, width)
             if index >= num_decodes:

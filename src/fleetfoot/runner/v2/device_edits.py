@@ -1,131 +1,150 @@
-"""Edits of logits that depend on tokens which only the device knows: penalties, bad words, min_tokens.
+"""What rows want done to their logits before a token is chosen, in tables on the device that steps and graphs read.
 
-They compute what `fleetfoot.sampling` computes from host lists, from the token pages instead, with the same float32
-operations in the same order, so that both runners choose the same tokens bit for bit.
+The host fills a row's part when a request is admitted, through the staging buffer like everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.sampling.gumbel import rows_per_chunk
-from fleetfoot.sampling.masks import TokenBias
+from fleetfoot.ops.edits.allowed_tokens import keep_allowed_tokens
+from fleetfoot.ops.edits.listed_tokens import edit_listed_tokens
+from fleetfoot.ops.edits.penalties import penalize
+from fleetfoot.ops.edits.records import (
+    BIASES,
+    LIST_CAPACITY,
+    NUM_PLANES,
+    PREFIX_ENDS,
+    PREFIX_TOKENS,
+    TOKENS,
+    AllowedTokens,
+    ListedTokens,
+    Penalties,
+    TokenHistory,
+)
+from fleetfoot.runner.v2.staging import StagedWriteTensor, StagingBuffer
+from fleetfoot.scheduler.output import NewRequest
+
+if TYPE_CHECKING:
+    from fleetfoot.runner.v2.state import BlockTables, RequestState
+
+MASK_BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class TokensSoFar:
-    """The tokens of some requests of the batch, on the device."""
+class RowList:
+    """Tokens that a request has listed, as `ListedTokens` wants them: a row's part of each plane, int32."""
 
-    token_ids: torch.Tensor
-    """``[p, length]`` int64; entries past a request's end mean nothing."""
-    in_prompt: torch.Tensor
-    """``[p, length]`` bool"""
-    in_output: torch.Tensor
-    """``[p, length]`` bool"""
+    planes: tuple[np.ndarray, ...]
+    num_biases: int
+    num_words: int
+    num_stops: int
 
+    @classmethod
+    def of(cls, request: NewRequest, vocab_size: int) -> RowList:
+        params, words = request.params, request.bad_words_token_ids
+        biases = params.logit_bias or {}
+        # a stop token outside the model's vocabulary cannot be generated
+        stops = [token for token in sorted(request.stop_token_ids) if token < vocab_size] if params.min_tokens else []
+        prefixes: list[list[int]] = [[] for _ in biases] + [list(word[:-1]) for word in words] + [[] for _ in stops]
+        planes: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * NUM_PLANES
+        planes[TOKENS] = np.array([*biases, *(word[-1] for word in words), *stops], dtype=np.int32)
+        planes[BIASES] = np.array(list(biases.values()), dtype=np.float32).view(np.int32)
+        planes[PREFIX_ENDS] = np.cumsum([len(prefix) for prefix in prefixes], dtype=np.int32)
+        planes[PREFIX_TOKENS] = np.array([token for prefix in prefixes for token in prefix], dtype=np.int32)
+        return cls(tuple(planes), len(biases), len(words), len(stops))
 
-def tokens_so_far(state: DeviceState, rows: torch.Tensor, seq_lens: torch.Tensor, length: int) -> TokensSoFar:
-    """Read token pages.
-
-    Args:
-        rows: ``[p]`` int64, rows of the state. seq_lens: ``[p]`` int32. length: at least the longest of them.
-    """
-    position = torch.arange(length, device=rows.device)  # [length]
-    blocks = state.block_tables.tensor[rows, : -(-length // state.block_size)].to(torch.int64)
-    slots = blocks[:, position // state.block_size] * state.block_size + position % state.block_size  # [p, length]
-    prompt_lens = state.requests.prompt_lens[rows].unsqueeze(1)
-    in_prompt = position < prompt_lens
-    in_output = ~in_prompt & (position < seq_lens.unsqueeze(1))
-    return TokensSoFar(state.requests.token_pages[slots].to(torch.int64), in_prompt, in_output)
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePenalties:
-    """Repetition, frequency and presence penalties of ``p`` requests of the batch.
-
-    Counts are made anew in a scratch of a few rows by the vocabulary: nothing is kept, so 1024 requests of a large
-    vocabulary cost no memory while they run.
-    """
-
-    state: DeviceState
-    indices: torch.Tensor
-    """``[p]`` int64: batch indices."""
-    rows: torch.Tensor
-    """``[p]`` int64: rows of the state."""
-    seq_lens: torch.Tensor
-    """``[p]`` int32"""
-    length: int
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Penalise ``logits [n, vocab]`` float32, in place."""
-        step = rows_per_chunk(logits.shape[1], logits.device)
-        for begin in range(0, len(self.rows), step):
-            self._apply(logits, slice(begin, begin + step))
-
-    def _apply(self, logits: torch.Tensor, chunk: slice) -> None:
-        rows, indices, requests = self.rows[chunk], self.indices[chunk], self.state.requests
-        tokens = tokens_so_far(self.state, rows, self.seq_lens[chunk], self.length)
-        chosen = logits[indices]  # [p, vocab]
-        counts = torch.zeros_like(chosen).scatter_add_(1, tokens.token_ids, tokens.in_output.to(torch.float32))
-        known = torch.zeros_like(chosen).scatter_add_(1, tokens.token_ids, tokens.in_prompt.to(torch.float32))
-        known += counts
-        repetition = requests.repetition_penalty[rows].unsqueeze(1)
-        values = torch.where(chosen > 0, chosen / repetition, chosen * repetition)
-        values -= requests.frequency_penalty[rows].unsqueeze(1) * counts
-        values -= requests.presence_penalty[rows].unsqueeze(1) * (counts > 0)
-        logits[indices] = torch.where(known > 0, values, chosen)
+    @property
+    def length(self) -> int:
+        """What the longest plane takes."""
+        return max(len(plane) for plane in self.planes)
 
 
-class BannedWords:
-    """bad_words and min_tokens of a batch, laid out once for a batch that does not change.
+class RowEdits:
+    """Masks, lists and penalties of all rows.
+
+    A list that is longer than a row of the table lies in a table of its own, which graphs know nothing of: while such
+    a request runs, steps sample behind their graphs.
 
     Args:
-        sequences: (batch index, row, token sequence) of each bad word.
-        held_back: (batch index, row, token) of each stop token that waits for min_tokens.
+        lists: ``[max_num_seqs, 4, LIST_CAPACITY]``. masks: ``[max_num_seqs, ceil(vocab_size / 32)]``.
     """
 
     def __init__(
         self,
-        state: DeviceState,
-        sequences: Sequence[tuple[int, int, Sequence[int]]],
-        held_back: Sequence[tuple[int, int, int]],
+        lists: StagedWriteTensor,
+        masks: StagedWriteTensor,
+        requests: RequestState,
+        block_tables: BlockTables,
+        block_size: int,
     ) -> None:
-        device = state.arena.flat.device
-        self._state = state
-        longest = max((len(sequence) - 1 for _, _, sequence in sequences), default=0)
-        # the tokens before the last one, counted backwards from the end of the output; -1 where there is none
-        prefixes = [[*reversed(sequence[:-1]), *[-1] * (longest - len(sequence) + 1)] for _, _, sequence in sequences]
-        entries = [(index, row, sequence[-1]) for index, row, sequence in sequences] + list(held_back)
-        self._num_words = len(sequences)
-        self._indices, self._rows, self._token_ids = torch.tensor(entries, device=device).unbind(1)  # each [m] int64
-        self._prefixes = torch.tensor(prefixes, device=device).view(len(sequences), longest)
-        self._lengths = torch.tensor([len(sequence) - 1 for _, _, sequence in sequences], device=device)
+        self._lists = lists
+        self._masks = masks
+        self._requests = requests
+        self._allowed = AllowedTokens(requests.is_limited, masks.tensor)
+        self._listed = ListedTokens(
+            lists.tensor, requests.num_biases, requests.num_words, requests.num_stops, requests.min_tokens
+        )
+        self._penalties = Penalties(requests.repetition_penalty, requests.frequency_penalty, requests.presence_penalty)
+        self._history = TokenHistory(block_tables.tensor, requests.token_pages, requests.prompt_lens, block_size)
+        self._oversize: dict[int, ListedTokens] = {}
 
-    def bias(self, seq_lens: torch.Tensor) -> TokenBias:
-        """-inf for what may not come next, 0 for the rest.
+    @property
+    def fit_graphs(self) -> bool:
+        """Whether all that rows want is in the tables."""
+        return not self._oversize
+
+    def stage(self, request: NewRequest, listed: RowList, buffer: StagingBuffer) -> None:
+        """Fill a row's list and mask, so far as there are any. The fields say how much of them counts."""
+        row, allowed = request.row, request.params.allowed_token_ids
+        self._oversize.pop(row, None)
+        if listed.length > LIST_CAPACITY:
+            self._oversize[row] = self._table_of(listed)
+        else:
+            for number, plane in enumerate(listed.planes):
+                first = self._lists.index(row, number * LIST_CAPACITY)
+                buffer.write(np.arange(first, first + len(plane)), plane, len(plane))
+        if allowed is not None:
+            words = mask_words(allowed, self._masks.row_stride)
+            first = self._masks.index(row)
+            buffer.write(np.arange(first, first + len(words)), words, len(words))
+
+    def remove(self, row: int) -> None:
+        """A row is given back."""
+        self._oversize.pop(row, None)
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """The logits as requests want them, in float32; those of padding mean nothing.
 
         Args:
-            seq_lens: ``[n]`` int32, of the batch.
+            logits: ``[n, vocab]``, which stay as they are. rows: ``[n]`` int32, -1: padding. seq_lens: ``[n]``.
         """
-        requests = self._state.requests
-        num_output = (seq_lens[self._indices] - requests.prompt_lens[self._rows]).to(torch.int64)  # [m]
-        banned = num_output < requests.min_tokens[self._rows]
-        if self._num_words:
-            banned[: self._num_words] = self._completes(seq_lens, num_output[: self._num_words])
-        biases = torch.zeros(banned.shape, device=banned.device).masked_fill_(banned, -torch.inf)
-        return TokenBias(self._indices, self._token_ids, biases)
+        edited = keep_allowed_tokens(logits, rows, self._allowed)
+        edit_listed_tokens(edited, rows, seq_lens, self._history, self._listed)
+        for row, listed in self._oversize.items():
+            edit_listed_tokens(edited, torch.where(rows == row, rows, -1), seq_lens, self._history, listed)
+        penalize(edited, rows, seq_lens, self._history, self._penalties)
+        return edited
 
-    def _completes(self, seq_lens: torch.Tensor, num_output: torch.Tensor) -> torch.Tensor:
-        """``[words]`` bool: whether the output ends with the word's tokens but the last."""
-        state, words = self._state, slice(0, self._num_words)
-        rows, size = self._rows[words], state.block_size
-        back = torch.arange(self._prefixes.shape[1], device=rows.device)
-        position = (seq_lens[self._indices[words]].to(torch.int64).unsqueeze(1) - 1 - back).clamp_(min=0)
-        blocks = state.block_tables.tensor[rows.unsqueeze(1), position // size].to(torch.int64)
-        last_tokens = state.requests.token_pages[blocks * size + position % size]  # [words, longest]
-        same = (last_tokens == self._prefixes) | (self._prefixes < 0)
-        return same.all(dim=1) & (num_output >= self._lengths)
+    def _table_of(self, listed: RowList) -> ListedTokens:
+        """A table that looks the same from every row."""
+        planes = np.zeros((1, NUM_PLANES, listed.length), dtype=np.int32)
+        for number, plane in enumerate(listed.planes):
+            planes[0, number, : len(plane)] = plane
+        min_tokens = self._requests.min_tokens
+        sizes = torch.tensor([listed.num_biases, listed.num_words, listed.num_stops], dtype=torch.int32)
+        num_rows, device = len(min_tokens), min_tokens.device
+        num_biases, num_words, num_stops = sizes.to(device).unsqueeze(1).expand(3, num_rows).contiguous()
+        everywhere = torch.from_numpy(planes).to(device).expand(num_rows, -1, -1)
+        return ListedTokens(everywhere, num_biases, num_words, num_stops, min_tokens)
+
+
+def mask_words(token_ids: list[int], num_words: int) -> np.ndarray:
+    """``[num_words]`` int32 with a bit for each token of the vocabulary, set for ``token_ids``."""
+    bits = np.zeros(num_words * MASK_BITS, dtype=np.uint8)
+    bits[token_ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

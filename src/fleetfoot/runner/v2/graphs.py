@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey, SamplingVariant
 from fleetfoot.runner.v2.device import Capture
 from fleetfoot.runner.v2.input_batch import BatchShape
 from fleetfoot.scheduler.output import SchedulerOutput
@@ -34,13 +34,12 @@ class GraphManager:
         """Steps by the way they went: ``eager``, ``decode``, ``uniform``, ``mixed``."""
 
     def dispatch(
-        self, output: SchedulerOutput, *, samples: bool, drafting: int | None = None, filters: bool = False
+        self, output: SchedulerOutput, *, sampling: SamplingVariant | None, drafting: int | None = None
     ) -> tuple[BatchShape, GraphKey | None]:
         """The shape that a step runs in, padded if a graph serves it, and that graph's key.
 
         Args:
-            samples: nobody in the batch wants more of the sampler than a temperature, and filters.
-            drafting, filters: as in `GraphKey`.
+            sampling, drafting: as in `GraphKey`.
         """
         num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
         is_uniform = output.num_decodes == num_reqs
@@ -50,9 +49,8 @@ class GraphManager:
             num_tokens=num_tokens,
             max_query_len=max_query_len,
             is_uniform=is_uniform,
-            samples=samples and self._has_end,
+            sampling=sampling if self._has_end else None,
             drafting=drafting if self._has_end else None,
-            filters=filters,
         )
         shape = BatchShape(
             num_reqs=num_reqs,
@@ -78,8 +76,20 @@ class GraphManager:
 
     def capture_first(self) -> None:
         """Capture the shapes that are wanted at the start."""
-        for key in self._table.first_keys:
-            self.get(key if self._has_end else replace(key, samples=False, drafting=None, filters=False))
+        for key in self.first_keys:
+            self.get(key)
+
+    @property
+    def first_keys(self) -> tuple[GraphKey, ...]:
+        """The shapes that are wanted at the start."""
+        return tuple(
+            key if self._has_end else replace(key, sampling=None, drafting=None) for key in self._table.first_keys
+        )
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """Every shape that can be captured, as steps are that want no more than a temperature."""
+        return self._table.keys
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:

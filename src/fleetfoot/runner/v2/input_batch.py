@@ -65,6 +65,15 @@ class InputBatch:
         """``[padded_reqs]`` int32; for a request that samples, also the position of its new token."""
         return self.metadata.seq_lens
 
+    @property
+    def rows_of_logits(self) -> list[int]:
+        """``num_logits`` rows, as the host knows them: those of decodes with drafts stand there several times."""
+        shape = self.shape
+        if not shape.num_drafts:
+            return self.rows[: shape.num_sampled]
+        of_decodes = [row for row in self.rows[: shape.num_decodes] for _ in range(1 + shape.num_drafts)]
+        return of_decodes + self.rows[shape.num_decodes : shape.num_sampled]
+
 
 class InputBuffers:
     """Allocated once: a captured graph reads and writes fixed addresses.

@@ -14,6 +14,7 @@ host by way of `AsyncOutput`, whenever it asks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,8 @@ from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey
+from fleetfoot.ops.compile_ahead import can_compile_ahead
+from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
 from fleetfoot.runner.contract import ExecuteModelState
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
@@ -36,7 +38,15 @@ from fleetfoot.runner.v2.prompt_logprobs import PromptLogprobs
 from fleetfoot.runner.v2.sampling import RowSampler
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.verification import LogitsRows, NewTokens, Verifier
-from fleetfoot.runner.v2.warm_up import warm_up_steps
+from fleetfoot.runner.v2.warm_up import (
+    KernelsUnderWay,
+    compile_kernels,
+    eager_shape,
+    later_shapes,
+    prompt_shape,
+    warm_up_steps,
+)
+from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 
@@ -49,6 +59,8 @@ class StepTensors:
     """``[padded_tokens, hidden_size]``; what goes to the next rank, if this one is not the last of its pipeline."""
     packed: torch.Tensor | None = None
     """Of `NewTokens.packed`, if everything up to drafting was part of it."""
+    logprobs: LogprobsTensors | None = None
+    """Then also of the sampler, for each row of logits."""
     packet: torch.Tensor | None = None
     """Then also what the last rank of a pipeline sends to the others."""
 
@@ -98,6 +110,7 @@ class ModelRunnerV2:
         self._kv_caches: list[torch.Tensor] = []
         self._pending: ExecuteModelState | None = None
         self._left: AsyncOutput | None = None  # the output of a step that ended in `execute_model`
+        self._compiling: KernelsUnderWay | None = None
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
@@ -122,12 +135,13 @@ class ModelRunnerV2:
             num_blocks=layout.num_blocks,
             block_size=layout.block_size,
             max_num_batched_tokens=self._max_num_batched_tokens,
+            vocab_size=self._model.config.vocab_size,
             num_draft=self._speculation.num_drafts,
             stages_all_tokens=self._connector.fills_blocks,
         )
         self._state = state
         self._buffers = InputBuffers(state, self._max_num_seqs, self._max_num_batched_tokens, self._max_model_len)
-        self._sampler = RowSampler(state, self._loader.context.ops, self._max_num_seqs)
+        self._sampler = RowSampler(state, self._loader.context.ops, self._model.config.vocab_size)
         self._verifier = Verifier(state, self._max_num_seqs)
         self._drafting = Drafting(self._speculation, state, self._max_model_len)
         self._packets = Packets(self._pipeline, state)
@@ -135,6 +149,8 @@ class ModelRunnerV2:
 
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
+        if can_compile_ahead(self.device.torch_device):
+            self._compile_kernels(steps)
         for scheduler_output in steps:
             self._forward(scheduler_output)
             if self._pending is not None:
@@ -144,6 +160,19 @@ class ModelRunnerV2:
         with torch.inference_mode():
             self.graphs.capture_first()
         self.graphs.num_steps.clear()
+        if self._compiling is not None:
+            self._compiling.wait()
+
+    def _compile_kernels(self, steps: list[SchedulerOutput]) -> None:
+        first = [*self.graphs.first_keys]
+        for step in steps:
+            drafting = self._drafting.wanted(step)
+            _, key = self.graphs.dispatch(step, sampling=PLAIN, drafting=drafting)
+            first.append(key or eager_shape(step, drafting))
+        # Ranks find different things in the cache, and must not disagree on what they sum.
+        is_alone = self._loader.context.tensor_group.size == self._pipeline.size == 1
+        later = later_shapes(self.graphs.keys, self._speculation.num_drafts) if is_alone else []
+        self._compiling = compile_kernels(self._step, first, prompt_shape(self._max_num_batched_tokens), later)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -185,10 +214,10 @@ class ModelRunnerV2:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
         self._packets.receive_for(scheduler_output)
         self._note(scheduler_output)
-        samples = self._sampler.is_simple and not self._prompt_logprobs.is_wanted
+        fits_graph = self._sampler.fits_graph and not self._prompt_logprobs.is_wanted
+        sampling = self._sampler.wanted if fits_graph else None
         drafting = self._drafting.wanted(scheduler_output)
-        filters = self._sampler.has_filters
-        shape, key = self.graphs.dispatch(scheduler_output, samples=samples, drafting=drafting, filters=filters)
+        shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
         graph = None if key is None else self.graphs.get(key)  # captured, if need be, before this step is sent
         starts = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
         self._state.staging.send(scheduler_output.rows, starts, shape.num_sampled, shape.padded_reqs)
@@ -243,6 +272,9 @@ class ModelRunnerV2:
         if done.packed is not None:  # the graph has sampled; its memory is written over by the next replay
             packed = done.packed[: shape.num_sampled] if shape.num_drafts else done.packed[:, : shape.num_sampled]
             output.send_tokens(packed.clone(), shape.num_sampled, shape.num_drafts)
+            if done.logprobs is not None:
+                logprobs = LogprobsTensors(done.logprobs.packed[: shape.num_logits].clone())
+                self._send_logprobs(batch, logprobs, output)
             self._packets.send(None if done.packet is None else done.packet[: shape.num_sampled])
             return output
         for index, position, tensors in self._prompt_logprobs.collect(done.hidden, scheduler_output):
@@ -261,17 +293,21 @@ class ModelRunnerV2:
         """Sample as the requests want it, and verify drafts; logprobs go on their way."""
         shape, num_sampled = batch.shape, batch.shape.num_sampled
         whose = self._verifier.logits_rows(batch, num_sampled)
-        rows = batch.rows[:num_sampled]
-        if shape.num_drafts:
-            rows = [row for row in rows[: shape.num_decodes] for _ in range(1 + shape.num_drafts)]
-            rows += batch.rows[shape.num_decodes : num_sampled]
         logits = self._logits(hidden, whose, shape.num_logits)  # [num_logits, vocab_size]
         if shape.is_decode:  # a graph that only ran the forward pass may have padding behind
             whose = LogitsRows(None, whose.rows[: len(logits)], whose.seq_lens[: len(logits)])
-        sampled, logprob_rows = self._sampler(logits, whose, rows, shape.num_drafts)
-        if sampled.logprobs is not None and logprob_rows is not None:
-            output.send_logprobs(sampled.logprobs, logprob_rows.indices, logprob_rows.counts)
+        sampled = self._sampler(logits, whose)
+        if sampled.logprobs is not None:
+            self._send_logprobs(batch, sampled.logprobs, output)
+        if many := self._sampler.logprobs_counts(batch.rows_of_logits, many=True):
+            logprobs = self._sampler.many_logprobs(logits, sampled.token_ids, many)
+            output.send_logprobs(logprobs, list(many), list(many.values()), range(len(many)))
         return self._verifier.accept(batch, sampled.token_ids, sampled.invalid, num_sampled)
+
+    def _send_logprobs(self, batch: InputBatch, logprobs: LogprobsTensors, output: AsyncOutput) -> None:
+        """Queue the copy of logprobs that are there for each row of logits, if somebody in the batch wants them."""
+        if counts := self._sampler.logprobs_counts(batch.rows_of_logits):
+            output.send_logprobs(logprobs, list(counts), list(counts.values()))
 
     # --- what is queued on the device, eagerly or under capture -----------------------------------------------------
 
@@ -294,7 +330,11 @@ class ModelRunnerV2:
         return self._model.compute_logits(hidden[:num_logits])
 
     def _capture(self, key: GraphKey) -> Capture:
-        """A whole step of one shape as a graph: preparation, forward, and for a simple batch what comes after it."""
+        """A whole step of one shape as a graph."""
+        return self.device.capture(self._step(key))
+
+    def _step(self, key: GraphKey) -> Callable[[], StepTensors]:
+        """A step of padding requests: preparation, forward, and mostly what comes after it."""
         is_decode = key.kind != "mixed"
         query_len = key.num_tokens // key.num_reqs if is_decode else key.num_tokens
         shape = BatchShape(
@@ -313,20 +353,22 @@ class ModelRunnerV2:
         def work() -> StepTensors:
             self._buffers.fill(batch)
             hidden = self._run_model(batch, self._pipeline.buffers(key.num_tokens))
-            if isinstance(hidden, IntermediateTensors) or not key.samples:
+            if isinstance(hidden, IntermediateTensors) or key.sampling is None:
                 return StepTensors(hidden)
             whose = self._verifier.logits_rows(batch, key.num_reqs)
             logits = self._logits(hidden, whose, shape.num_logits)
-            sampled = self._sampler.sample_simple(logits, whose, filters=key.filters)
+            sampled = self._sampler.sample(logits, whose, key.sampling)
             new = self._verifier.accept(batch, sampled.token_ids, sampled.invalid, key.num_reqs)
             packed = new.packed()
             self._verifier.update_rows(batch, new)
             self._drafting.propose(batch, hidden, new, key.drafting)
-            return StepTensors(hidden, packed, self._packets.pack(batch, new))
+            return StepTensors(hidden, packed, sampled.logprobs, self._packets.pack(batch, new))
 
-        return self.device.capture(work)
+        return work
 
     def shutdown(self) -> None:
+        if self._compiling is not None:
+            self._compiling.close()
         self._connector.shutdown()
         self._model = self._pending = self._left = None
         self._kv_caches = []

@@ -7,14 +7,17 @@ import math
 import numpy as np
 import torch
 
+from fleetfoot.ops.edits.records import LIST_CAPACITY, NUM_PLANES
+from fleetfoot.ops.token_logprobs import MAX_SELECTED
 from fleetfoot.runner.v2.device import Device
+from fleetfoot.runner.v2.device_edits import MASK_BITS, RowEdits, RowList
 from fleetfoot.runner.v2.staging import Arena, StagedWriteTensor, StagingBuffer
 from fleetfoot.scheduler.output import NewRequest
 
 # fields of a request, each one contiguous over the rows; floats are bit-cast
-(NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, LIMIT, MIN_TOKENS, TOP_K, TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION,
- FREQUENCY, PRESENCE) = range(12)  # fmt: skip
-NUM_FIELDS = 12
+(NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, LIMIT, MIN_TOKENS, TOP_K, IS_LIMITED, NUM_BIASES, NUM_WORDS, NUM_STOPS,
+ LOGPROBS_SIZE, TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE) = range(17)  # fmt: skip
+NUM_FIELDS = 17
 _NO_LIMIT = 2**31 - 1
 
 
@@ -45,6 +48,12 @@ class RequestState:
         """Positions from here on are never an input: the last token's, and what drafts would reach behind it."""
         self.min_tokens = integers[MIN_TOKENS]
         self.top_k = integers[TOP_K]
+        self.is_limited = integers[IS_LIMITED]  # to its allowed tokens
+        self.num_biases = integers[NUM_BIASES]  # in its list, as the next two
+        self.num_words = integers[NUM_WORDS]
+        self.num_stops = integers[NUM_STOPS]
+        self.logprobs_size = integers[LOGPROBS_SIZE]
+        """1 + how many of the most probable tokens a step reports; 0: nothing, or more than a graph does."""
         self.temperature = floats[TEMPERATURE]
         self.top_p = floats[TOP_P]
         self.log_min_p = floats[LOG_MIN_P]  # -inf where off
@@ -56,9 +65,13 @@ class RequestState:
         # one row more than there are, for what padding requests write
         self.draft_tokens = torch.full((max_num_seqs + 1, num_draft), -1, dtype=torch.int32, device=device)
 
-    def stage(self, request: NewRequest, first_token: int, block_size: int, buffer: StagingBuffer) -> None:
+    def stage(
+        self, request: NewRequest, listed: RowList, first_token: int, block_size: int, buffer: StagingBuffer
+    ) -> None:
         """Fill a request's row, and the pages of its tokens from ``first_token`` on; those before are there."""
         params = request.params
+        is_listed = listed.length <= LIST_CAPACITY
+        logprobs = -1 if params.logprobs is None or params.logprobs > MAX_SELECTED else params.logprobs
         values = np.empty(NUM_FIELDS, dtype=np.int32)
         values[:TEMPERATURE] = (
             request.num_computed_tokens,
@@ -67,6 +80,11 @@ class RequestState:
             min(request.max_tokens_in_all - 1, _NO_LIMIT),
             params.min_tokens,
             max(params.top_k, 0),
+            params.allowed_token_ids is not None,
+            listed.num_biases if is_listed else 0,
+            listed.num_words if is_listed else 0,
+            listed.num_stops if is_listed else 0,
+            1 + logprobs,
         )
         values[TEMPERATURE:].view(np.float32)[:] = (
             params.temperature,
@@ -112,6 +130,7 @@ class DeviceState:
     Args:
         max_num_seqs: rows. max_model_len: most tokens of a request. num_blocks, block_size: of the KV cache.
         max_num_batched_tokens: most tokens in a step; with max_model_len it bounds what one step can stage.
+        vocab_size: length of the logits.
         num_draft: draft tokens that a row can hold.
         stages_all_tokens: a request's computed tokens are put into its pages too: KV may come from elsewhere.
     """
@@ -125,6 +144,7 @@ class DeviceState:
         num_blocks: int,
         block_size: int,
         max_num_batched_tokens: int,
+        vocab_size: int,
         num_draft: int = 0,
         stages_all_tokens: bool = False,
     ) -> None:
@@ -132,21 +152,29 @@ class DeviceState:
         self.block_size = block_size
         self.max_blocks = -(-(max_model_len + num_draft) // block_size)
         self.num_draft = num_draft
+        self._vocab_size = vocab_size
+        mask_size = -(-vocab_size // MASK_BITS)
         self.arena = Arena(
             device.torch_device,
             (max_num_seqs, 2),  # seeds, first: they are read as int64, which must lie on 8 bytes
             (NUM_FIELDS, max_num_seqs),
             (max_num_seqs, self.max_blocks),
             (num_blocks * block_size,),
+            (max_num_seqs, NUM_PLANES, LIST_CAPACITY),
+            (max_num_seqs, mask_size),
         )
-        seeds, fields, table, pages = self.arena.parts
+        seeds, fields, table, pages, lists, masks = self.arena.parts
         self.requests = RequestState(seeds, fields, pages, num_draft)
         self.block_tables = BlockTables(table)
+        self.edits = RowEdits(lists, masks, self.requests, self.block_tables, block_size)
         # enough for most steps, and for any single request; a step that says more sends it in several pieces
         max_writes = max_num_batched_tokens + max_model_len + max_num_seqs * (NUM_FIELDS + 4)
+        max_writes += NUM_PLANES * LIST_CAPACITY + mask_size
         self.staging = StagingBuffer(device, self.arena.flat, max_num_seqs, max_writes)
 
     def stage_request(self, request: NewRequest) -> None:
         first_token = 0 if self._stages_all_tokens else request.num_computed_tokens
-        self.requests.stage(request, first_token, self.block_size, self.staging)
+        listed = RowList.of(request, self._vocab_size)
+        self.requests.stage(request, listed, first_token, self.block_size, self.staging)
+        self.edits.stage(request, listed, self.staging)
         self.block_tables.stage(request.row, 0, request.block_ids, self.staging)

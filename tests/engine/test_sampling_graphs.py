@@ -1,0 +1,232 @@
+"""Everything that a request may want of the sampler, in steps that are graphs: tokens and logprobs are those of eager
+steps and of Model Runner V1, whoever stands beside them, and the host asks for nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.engine.test_speculative_graphs import NoValues, unwatched
+from tests.helpers import runner_lives
+from tests.helpers.engines import make_engine
+from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.runner_lives import (
+    MAX_NUM_SEQS,
+    NUM_DRAFTS,
+    Life,
+    ScriptedDrafter,
+    assert_same,
+    in_one_runner,
+    live,
+    make_runner,
+)
+from tests.helpers.schedules import assert_agree, live_alone, random_lives
+from tests.helpers.schedules import live as live_in_engine
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.attention.select import select_attention
+from fleetfoot.ops.edits.records import LIST_CAPACITY
+from fleetfoot.ops.native_ops import native_available
+from fleetfoot.ops.select import select_ops
+from fleetfoot.ops.token_logprobs import MAX_SELECTED
+from fleetfoot.runner.capture_table import CaptureTable, SamplingVariant
+from fleetfoot.runner.v2 import runner as v2
+from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.config import SchedulerConfig
+from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
+
+pytestmark = pytest.mark.skipif(
+    not native_available()[0], reason="torch's attention rounds otherwise in other batches, and here bits count"
+)
+VOCAB = 2048
+EDITS = {
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 1.5, "temperature": 0.0},
+    "frequency": {"frequency_penalty": 0.8},
+    "rewarded": {"repetition_penalty": 0.7, "frequency_penalty": -1.5, "presence_penalty": -0.3},
+    "bias": {"logit_bias": {300 + token: (token - 20) / 3 for token in range(40)}},
+    "many_biases": {"logit_bias": {4 * token: token % 7 - 3.0 for token in range(LIST_CAPACITY)}},
+    "allowed": {"allowed_token_ids": list(range(0, VOCAB, 3)), "temperature": 0.0},
+    "one_allowed": {"allowed_token_ids": [VOCAB - 1, VOCAB - 1]},
+    "bad_words": {"bad_words": ["a pair"], "temperature": 0.0},
+    "min_tokens": {"min_tokens": 20, "ignore_eos": False, "temperature": 0.0},
+    "all_edits": {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "logit_bias": {20: 3.0, 21: -2.0},
+        "allowed_token_ids": list(range(10, VOCAB)),
+        "bad_words": ["a pair"],
+        "min_tokens": 9,
+        "ignore_eos": False,
+        "top_k": 30,
+    },
+}
+LOGPROBS: dict[str, dict[str, Any]] = {
+    "chosen": {"logprobs": 0},
+    "most_probable": {"logprobs": 5, "temperature": 0.0},
+    "as_many_as_fit": {"logprobs": MAX_SELECTED},
+    "of_edited": {"logprobs": 3, "logit_bias": {30: 8.0}, "repetition_penalty": 1.3},
+}
+FILTERS: dict[str, dict[str, Any]] = {"filters": {"top_k": 20, "top_p": 0.8, "min_p": 0.02}}
+FEATURES = {**EDITS, **LOGPROBS, **FILTERS}
+BEYOND: dict[str, dict[str, Any]] = {
+    "too_many_biases": {"logit_bias": {3 * token: token % 5 - 2.0 for token in range(LIST_CAPACITY + 1)}},
+    "too_many_logprobs": {"logprobs": MAX_SELECTED + 1},
+    "all_logprobs": {"logprobs": -1, "temperature": 0.0},
+}
+PLAIN_ONES: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}]
+
+
+class StrictDevice(RecordingDevice):
+    """Its graphs hold nothing that a GPU's could not."""
+
+    def __init__(self) -> None:
+        super().__init__(has_graphs=True)
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        def watched() -> Any:
+            with NoValues():
+                return work()
+
+        return super().capture(watched)
+
+
+def params_of(*wishes: dict[str, Any]) -> list[SamplingParams]:
+    return [SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **wish}) for wish in wishes]
+
+
+def captured_runner(speculation: Speculation = NO_SPECULATION, device: RecordingDevice | None = None) -> ModelRunnerV2:
+    runner = make_runner("v2", speculation, device=device or StrictDevice(), ops=unwatched(select_ops("cpu")))
+    assert isinstance(runner, ModelRunnerV2)
+    return runner
+
+
+@pytest.fixture(autouse=True)
+def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose bits do not depend on padding, for a device that plays graphs by running their work again."""
+    attention = type(select_attention("cpu"))
+    monkeypatch.setattr(attention, "is_capturable", True)
+    monkeypatch.setattr(runner_lives, "CapturableAttention", attention)
+
+
+def lives_in(kind: str, params: list[SamplingParams]) -> dict[str, Life]:
+    """In a runner that runs all steps eagerly."""
+    return live(in_one_runner(make_runner(kind)), params)
+
+
+def assert_equal_to_eager(got: dict[str, Life], params: list[SamplingParams]) -> None:
+    for kind in ("v1", "v2"):
+        assert_same(got, lives_in(kind, params), tolerance=0.0)
+
+
+def variants(runner: ModelRunnerV2) -> set[SamplingVariant | None]:
+    return {key.sampling for key in runner.graphs.captured}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_is_in_the_graph(feature: str) -> None:
+    params = params_of(*PLAIN_ONES, FEATURES[feature], PLAIN_ONES[1], FEATURES[feature])
+    runner = captured_runner()
+    got = live(in_one_runner(runner), params)
+    assert_equal_to_eager(got, params)
+    alone = lives_in("v2", [*params_of(*[{"max_tokens": 1}] * 2), params[2]])
+    assert got["r2"].token_ids == alone["r2"].token_ids
+    assert runner.graphs.num_steps["decode"] > 5
+    assert runner.graphs.num_steps["eager"] == 0
+    assert len(set(runner.graphs.captured)) == runner.device.counts["capture"]  # type: ignore[attr-defined]
+    room = FEATURES[feature].get("logprobs")
+    expected = SamplingVariant(
+        filters=feature in FILTERS or "top_k" in FEATURES[feature],
+        edits=feature in EDITS or feature == "of_edited",
+        logprobs=None if room is None else max(32, room),
+    )
+    assert expected in variants(runner)
+    assert None not in variants(runner)
+
+
+def test_all_features_together_and_with_fewer_blocks_than_they_want() -> None:
+    params = params_of(*PLAIN_ONES, *FEATURES.values(), *PLAIN_ONES)
+    runner = captured_runner()
+    scheduler = Scheduler(SchedulerConfig(24, 8, MAX_NUM_SEQS, 64))
+    assert_same(live(in_one_runner(runner), params, scheduler=scheduler), lives_in("v1", params), tolerance=0.0)
+    assert scheduler.stats().num_preemptions > 0
+    assert runner.graphs.num_steps["eager"] == 0
+    assert None not in variants(runner)
+    assert len(variants(runner)) > 3
+
+
+@pytest.mark.parametrize("feature", BEYOND)
+def test_what_no_graph_holds_is_sampled_behind_one(feature: str) -> None:
+    params = params_of(*PLAIN_ONES, EDITS["all_edits"], BEYOND[feature], LOGPROBS["of_edited"])
+    params += params_of({"max_tokens": 40, "frequency_penalty": 1.0})
+    runner = captured_runner()
+    got = live(in_one_runner(runner), params)
+    assert_equal_to_eager(got, params)
+    assert None in variants(runner)
+    assert SamplingVariant(edits=True) in variants(runner), "once it has ended, the others are in graphs again"
+
+
+@pytest.mark.parametrize("share_of_errors", [0.0, 0.5])
+def test_features_with_drafts(share_of_errors: float) -> None:
+    params = params_of(*PLAIN_ONES, *FEATURES.values(), *PLAIN_ONES)
+    expected = lives_in("v2", params)
+    drafter = ScriptedDrafter(share_of_errors=share_of_errors)
+    runner = captured_runner(Speculation(NUM_DRAFTS, drafter=drafter), RecordingDevice(has_graphs=True))
+    scripts = {name: life.token_ids for name, life in expected.items()}
+    got = live(in_one_runner(runner), params, num_drafts=NUM_DRAFTS, scripts=scripts, drafter=drafter)
+    assert_same(got, expected, tolerance=0.0)
+    sampled = {key.sampling for key in runner.graphs.captured if key.kind == "uniform"}
+    assert None not in sampled
+    assert len(sampled) > 2
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_no_step_waits_and_logprobs_are_one_copy_more(depth: int) -> None:
+    wishes = {"frequency_penalty": 1.0, "logit_bias": {30: 1.0}, "bad_words": ["a pair"], "logprobs": 4}
+    params = params_of(*PLAIN_ONES, wishes)
+    device = StrictDevice()
+    runner = captured_runner(device=device)
+    counts = []
+
+    def execute(output: Any) -> Any:
+        device.counts.clear()
+        runner.execute_model(output)
+        pending = runner.sample_tokens(None)
+        counts.append(dict(device.counts))
+        return pending
+
+    assert_same(live(execute, params, depth=depth), lives_in("v2", params), tolerance=0.0)
+    assert counts[6:-1] == [{"copy_in": 1, "replay": 1, "copy_out": 2}] * (len(counts) - 7)
+    assert len(counts) > 20
+
+
+def test_who_wants_nothing_pays_for_no_logprobs() -> None:
+    """Rows that are taken make the variant; a step in which nobody wants logprobs sends none."""
+    device = StrictDevice()
+    runner = captured_runner(device=device)
+    live(in_one_runner(runner), params_of(*PLAIN_ONES))
+    assert variants(runner) == {SamplingVariant()}
+    assert device.counts["copy_out"] == sum(runner.graphs.num_steps.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lives_with_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "num_gpu_blocks_override": 16}
+    settings: dict[str, Any] = {"block_size": 8, "max_model_len": 80, "dtype": "float32", "skip_tokenizer_init": True}
+    reference = make_engine(embedded_model_path(), device="cpu", runner="v1", **settings)
+    lives = random_lives(seed, VOCAB, most=12)
+    expected = live_alone(reference, lives)
+    reference.shutdown()
+    device = RecordingDevice(has_graphs=True)
+    monkeypatch.setattr(v2, "open_device", lambda _: device)
+    shapes = CaptureTable.of(device="cuda", enforce_eager=False, max_num_seqs=6, max_num_batched_tokens=48)
+    monkeypatch.setattr(CaptureTable, "of", lambda **_: shapes)
+    engine = make_engine(embedded_model_path(), device="cpu", runner="v2", **settings, **limits)
+    got = live_in_engine(engine, lives)
+    engine.shutdown()
+    for life in lives:
+        assert_agree(got[life.request_id], expected[life.request_id], tolerance=1e-4)
+    assert device.counts["replay"] > 5

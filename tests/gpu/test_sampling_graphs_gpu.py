@@ -1,0 +1,228 @@
+"""Sampling on the GPU itself: edits and logprobs against what a CPU runs, graphs against eager steps, and no wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers.edit_cases import EditCase, edit_case
+from tests.helpers.engines import make_engine
+from tests.helpers.schedules import assert_agree, live, random_lives
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.ops.edits.allowed_tokens import keep_allowed_tokens
+from fleetfoot.ops.edits.listed_tokens import edit_listed_tokens
+from fleetfoot.ops.edits.penalties import penalize
+from fleetfoot.ops.edits.records import LIST_CAPACITY
+from fleetfoot.ops.select import select_ops
+from fleetfoot.ops.token_logprobs import MAX_SELECTED, token_logprobs, token_logprobs_torch
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.runner.capture_table import EVERYTHING, PLAIN, SamplingVariant
+from fleetfoot.runner.v2.device import open_device
+from fleetfoot.runner.v2.sampling import RowSampler, Sampled
+from fleetfoot.runner.v2.state import DeviceState
+from fleetfoot.runner.v2.verification import LogitsRows
+from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.output import NewRequest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+VOCAB = 151936
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+def edited(case: EditCase) -> torch.Tensor:
+    logits = keep_allowed_tokens(case.logits, case.rows, case.allowed)
+    edit_listed_tokens(logits, case.rows, case.seq_lens, case.history, case.listed)
+    penalize(logits, case.rows, case.seq_lens, case.history, case.penalties)
+    return logits[case.rows >= 0].cpu()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_edits_are_those_of_a_cpu_to_the_last_bit(seed: int) -> None:
+    case = edit_case(seed, vocab_size=200, num_rows=12)
+    assert torch.equal(edited(case.to("cuda")), edited(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [5, 2049, VOCAB])
+def test_logprobs_are_those_of_the_twin(vocab_size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(6, vocab_size, generator=generator) * 3).to(dtype)
+    logits[0, ::2] = logits[0, 0]
+    logits[1, : vocab_size // 2] = -torch.inf
+    chosen = torch.randint(vocab_size, (6,), generator=generator)
+    num = min(vocab_size, 40)
+    expected = token_logprobs_torch(logits, chosen, num)
+    found = token_logprobs(logits.cuda(), chosen.cuda(), num).cpu()
+    assert torch.equal(found[:, : num + 1], expected[:, : num + 1])
+    assert torch.equal(found[:, -1], expected[:, -1])
+    values, wanted = (packed[:, num + 1 : -1].contiguous().view(torch.float32) for packed in (found, expected))
+    torch.testing.assert_close(values, wanted, atol=1e-5, rtol=1e-6)
+    if vocab_size > MAX_SELECTED:  # sorting gives what selecting gives, to the last bit
+        many = token_logprobs(logits.cuda(), chosen.cuda(), MAX_SELECTED + 1).cpu()
+        assert torch.equal(many[:, MAX_SELECTED + 2 : MAX_SELECTED + 2 + num + 1], found[:, num + 1 : -1])
+        assert torch.equal(many[:, : num + 1], found[:, : num + 1])
+
+
+# --- the sampler of rows, captured ----------------------------------------------------------------------------------
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.8, "top_k": 30, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": -0.4},
+    {"temperature": 0.7, "frequency_penalty": -1.3, "logprobs": 20},
+    {"temperature": 1.0, "logit_bias": {97 * token: token % 9 - 4.0 for token in range(LIST_CAPACITY - 9)}},
+    {"temperature": 1.0, "allowed_token_ids": list(range(5, VOCAB, 1000)), "logprobs": 0},
+    {"temperature": 0.0, "min_tokens": 60},
+    {"temperature": 0.6, "min_p": 0.1, "repetition_penalty": 0.8, "logit_bias": {7: 30.0}, "logprobs": 3},
+]
+
+
+def rows_of_requests() -> tuple[RowSampler, LogitsRows]:
+    """Nine requests in their rows, in another order in the batch, behind which there is padding."""
+    device = open_device(torch.device("cuda"))
+    state = DeviceState(
+        device,
+        max_num_seqs=16,
+        max_model_len=128,
+        num_blocks=80,
+        block_size=16,
+        max_num_batched_tokens=2048,
+        vocab_size=VOCAB,
+    )
+    sampler = RowSampler(state, select_ops("cuda"), VOCAB)
+    state.staging.begin()
+    rng = np.random.default_rng(0)
+    lengths = []
+    for row, wish in enumerate(WISHES):
+        tokens = rng.integers(0, 300, 20 + 9 * row).tolist()
+        lengths.append(len(tokens))
+        request = NewRequest(
+            request_id=str(row),
+            row=row,
+            token_ids=tokens,
+            num_prompt_tokens=10 + row,
+            num_computed_tokens=0,
+            block_ids=list(range(8 * row, 8 * row + 8)),
+            params=SamplingParams(max_tokens=99, **wish),
+            seed=row * 12345,
+            stop_token_ids=frozenset({3, 150000}),
+            bad_words_token_ids=[[*tokens[-2:], 8], [9]] if row % 2 else [],
+        )
+        state.stage_request(request)
+        sampler.add(request)
+    order = [4, 0, 8, 2, 6, 1, 3, 7, 5]
+    state.staging.send(order, np.arange(17, dtype=np.int32), len(order), 16)
+    state.staging.scatter()
+    seq_lens = torch.tensor([*(lengths[row] for row in order), *[0] * 7], dtype=torch.int32, device="cuda")
+    rows = torch.tensor([*order, *[-1] * 7], dtype=torch.int32, device="cuda")
+    return sampler, LogitsRows(None, rows, seq_lens)
+
+
+def assert_same_rows(got: Sampled, expected: Sampled, rows: torch.Tensor) -> None:
+    real = rows >= 0
+    assert torch.equal(got.token_ids[real], expected.token_ids[real])
+    assert torch.equal(got.invalid[real], expected.invalid[real])
+    assert not got.invalid[real].any()
+    for index, row in enumerate(rows.tolist()):
+        count = WISHES[row].get("logprobs") if row >= 0 else None
+        if count is not None and got.logprobs is not None and expected.logprobs is not None:
+            here, there = got.logprobs, expected.logprobs
+            assert torch.equal(here.token_ids[index, : count + 1], there.token_ids[index, : count + 1])
+            assert torch.equal(here.logprobs[index, : count + 1], there.logprobs[index, : count + 1])
+            assert here.ranks[index] == there.ranks[index]
+
+
+def test_a_graph_samples_what_an_eager_step_does_and_a_row_what_it_does_alone() -> None:
+    sampler, whose = rows_of_requests()
+    assert sampler.fits_graph
+    assert sampler.wanted == EVERYTHING
+    logits = torch.randn(16, VOCAB, device="cuda").mul_(4).to(torch.bfloat16)
+    device = open_device(torch.device("cuda"))
+    with torch.inference_mode():
+        graph = device.capture(lambda: sampler.sample(logits, whose, EVERYTHING))
+        for step in range(5):
+            logits.copy_(torch.randn(16, VOCAB, device="cuda").mul_(3 + step))
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                expected = sampler.sample(logits, whose, EVERYTHING)
+                graph.replay()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert_same_rows(graph.output, expected, whose.rows)
+            for index in range(9):
+                one = slice(index, index + 1)
+                alone = sampler.sample(logits[one], LogitsRows(None, whose.rows[one], whose.seq_lens[one]), EVERYTHING)
+                assert alone.token_ids[0] == expected.token_ids[index]
+            few = sampler.sample(logits, whose, SamplingVariant(filters=True))
+            plain = [index for index, row in enumerate(whose.rows.tolist()) if 0 <= row <= 2]
+            assert torch.equal(few.token_ids[plain], expected.token_ids[plain])
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exact_products() -> Iterator[None]:
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def engine(**wishes: Any) -> LLMEngine:
+    limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 256}
+    settings: dict[str, Any] = {"block_size": 16, "dtype": "float32", "max_model_len": 80, "skip_tokenizer_init": True}
+    return make_engine(embedded_model_path(), device="cuda", **settings, **{**limits, **wishes})
+
+
+def graphs_of(engine: LLMEngine) -> Any:
+    return engine.core.executor._worker.runner.graphs  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "ngram"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_in_graphs(seed: int, drafts: bool) -> None:
+    lives = random_lives(seed, 2048)
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False} if drafts else None
+    outputs: list[dict[str, RequestOutput]] = []
+    for enforce_eager in (False, True):
+        tried = engine(
+            runner="v2", enforce_eager=enforce_eager, speculative_config=None if enforce_eager else speculative
+        )
+        outputs.append(live(tried, lives))
+        if not enforce_eager:
+            variants = {key.sampling for key in graphs_of(tried).captured if key.kind != "mixed"}
+            assert variants - {None, PLAIN}
+        tried.shutdown()
+    for life in lives:
+        assert_agree(outputs[0][life.request_id], outputs[1][life.request_id], tolerance=1e-3)
+
+
+def test_no_step_of_decodes_ends_with_its_forward_pass() -> None:
+    """All that requests may want is in graphs, and each is captured once."""
+    tried = engine(runner="v2")
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False, **wish)
+        for wish in (
+            {},
+            {"repetition_penalty": 1.2, "logprobs": 5},
+            {"logit_bias": {5: 1.0}, "top_p": 0.9, "min_tokens": 9},
+        )
+    ]
+    for number, wish in enumerate(params):
+        tried.add_request(str(number), [7, 8, 9], wish)
+    while tried.has_unfinished_requests():
+        tried.step()
+    graphs = graphs_of(tried)
+    assert graphs.num_steps["decode"] >= 29
+    assert graphs.num_steps["eager"] == 0
+    assert {key.sampling for key in graphs.captured if key.kind == "decode"} == {PLAIN, EVERYTHING}
+    tried.shutdown()

@@ -1,0 +1,149 @@
+"""Warms a runner up for an H100 that is not there, compiles for real and launches nothing. Run as a module, without
+``TRITON_INTERPRET``; prints a line of JSON, see `main`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.driver import driver
+
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.attention.triton import TritonBackend
+from fleetfoot.config.model import load_model_config
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.ops.compile_ahead import CompileAhead
+from fleetfoot.ops.triton_ops import triton_ops
+from fleetfoot.ops.triton_support import instead_of_launching, triton_kernel
+from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.load import ModelLoader
+from fleetfoot.runner.v2 import runner as runner_module
+from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.runner.v2.warm_up import KernelsUnderWay, compile_kernels
+from tests.helpers.recording_device import RecordingDevice
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+class FakeDriver(DriverBase):
+    """Says what a compilation asks of a device."""
+
+    def __init__(self) -> None:
+        pass
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@triton_kernel()
+def cannot_be_compiled(pointer, width: tl.constexpr):
+    tl.store(pointer + tl.arange(0, width), 1)  # a width that is no power of 2
+
+
+def launch_nothing(jit: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """What a launch does before it launches."""
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        jit.warmup(*arguments, grid=grid, **options)
+
+    return launch
+
+
+def warm_up(table: CaptureTable) -> dict[str, Any]:
+    """``compiled``, ``found``: by the dry pass; ``late``: kernels that the warm-up itself had to ask Triton for."""
+    config = load_model_config(embedded_model_path())
+    context = ModelContext(
+        ops=triton_ops(),
+        attention=TritonBackend(),
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        max_positions=256,
+    )
+    loader = ModelLoader(config, context, None, "dummy")
+    runner = ModelRunnerV2(
+        loader,
+        max_num_seqs=32,
+        max_num_batched_tokens=128,
+        max_model_len=256,
+        capture_table=table,
+        device=RecordingDevice(has_graphs=True),
+    )
+    runner.load_model()
+    runner.initialize_kv_cache(KVLayout.of(config, 16, 16, "bfloat16"))
+    late: list[str] = []
+    counts: dict[str, int] = {}
+
+    def compile_and_listen(*arguments: Any) -> KernelsUnderWay:
+        under_way = compile_kernels(*arguments)
+        counts.update(compiled=under_way.ahead.num_compiled, found=under_way.ahead.num_found)
+        under_way.wait()
+        under_way.close()  # so that all that is heard from now on is the warm-up's
+        knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
+        return under_way
+
+    with patch.object(runner_module, "compile_kernels", compile_and_listen):
+        runner.warm_up()
+    knobs.compilation.listener = None
+    runner.shutdown()
+    return {**counts, "late": late}
+
+
+def fail() -> dict[str, Any]:
+    """What becomes of a kernel that does not compile, in a dry pass and behind it."""
+    ahead = CompileAhead(2)
+    numbers = torch.zeros(4)
+    compilations = ahead.queue(lambda: cannot_be_compiled[(1,)](numbers, 3))
+    num_failed = compilations.wait()
+    ahead.close()
+    try:
+        cannot_be_compiled[(1,)](numbers, 3)
+    except Exception as error:
+        return {"failed": num_failed, "raised": type(error).__name__}
+    return {"failed": num_failed, "raised": None}
+
+
+def main() -> None:
+    """Prints what starts with graphs and without find, what becomes of a kernel that fails, and threads left."""
+    driver.set_active(FakeDriver())
+    torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
+    torch.cuda.is_current_stream_capturing = lambda: False
+    runner_module.can_compile_ahead = lambda device: True
+    instead_of_launching.set(launch_nothing)
+    torch.set_num_threads(1)
+    table = CaptureTable(decode=(1, 32), mixed=(16,), max_num_seqs=32, eager_capture=1)
+    report: dict[str, Any] = {"start": warm_up(table), "eager": warm_up(CaptureTable()), "fail": fail()}
+    report["threads"] = [thread.name for thread in threading.enumerate() if "compile" in thread.name]
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Kernels compiled ahead: dry passes launch nothing, and what they ask for is what is launched later."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fleetfoot.ops.compile_ahead import CompileAhead, can_compile_ahead
+from fleetfoot.ops.triton_support import launcher
+from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
+from fleetfoot.runner.v2.warm_up import eager_shape, later_shapes, prompt_shape, warm_up_steps
+
+pytest.importorskip("triton")
+REPOSITORY = Path(__file__).parent.parent.parent
+
+
+class FakeKernel:
+    """A ``triton.JITFunction`` as far as a dry pass uses it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
+        self.asked.append(arguments)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: self.launched.append(arguments)
+
+
+@pytest.fixture
+def ahead() -> Iterator[CompileAhead]:
+    ahead = CompileAhead(2)
+    yield ahead
+    ahead.close()
+
+
+def test_a_cpu_compiles_nothing() -> None:
+    assert not can_compile_ahead(torch.device("cpu"))
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="kernels are compiled here")
+def test_the_interpreter_compiles_nothing() -> None:
+    assert not can_compile_ahead(torch.device("cuda"))
+
+
+def test_a_dry_pass_asks_once_and_launches_nothing(ahead: CompileAhead) -> None:
+    kernel, numbers = FakeKernel(), torch.zeros(64)
+
+    def dry_pass() -> None:
+        for grid in ((1,), (2,)):
+            launcher(kernel, grid)(numbers, 1, width=16)
+        launcher(kernel, (1,))(numbers, True, width=16)  # equal to 1, and another type
+        launcher(kernel, (1,))(numbers[1:], 1, width=16)  # not aligned
+        launcher(kernel, (1,))(numbers.double(), 1, width=16)
+        for _ in range(2):
+            launcher(kernel, (1,))([1], 1, width=16)  # it cannot be told from another, so it is asked for again
+
+    assert ahead.queue(dry_pass).wait() == 0
+    assert len(kernel.asked) == 4 + 2
+    assert not kernel.launched
+    launcher(kernel, (1,))(numbers)
+    assert (len(kernel.asked), len(kernel.launched)) == (6, 1)
+
+
+def test_launches_are_launches_again_behind_a_dry_pass_that_raises(ahead: CompileAhead) -> None:
+    def dry_pass() -> None:
+        raise KeyError("no such layer")
+
+    with pytest.raises(KeyError, match="no such layer"):
+        ahead.queue(dry_pass)
+    kernel = FakeKernel()
+    launcher(kernel, (1,))(3)
+    assert kernel.launched == [(3,)]
+    ahead.queue(lambda: launcher(kernel, (1,))(4))  # and the next dry pass is one
+    assert kernel.asked == [(4,)]
+
+
+def test_memory_is_zeroed_in_a_dry_pass(ahead: CompileAhead) -> None:
+    tensors: list[torch.Tensor] = []
+
+    def dry_pass() -> None:
+        for size in (7, 1000, 4096):
+            used = torch.full((size,), -1, dtype=torch.int64)
+            del used  # so that there is memory that is not zero
+            tensors.append(torch.empty(size, dtype=torch.int64))
+            tensors.append(torch.empty_like(torch.ones(size)))
+            tensors.append(torch.ones(2).new_empty((2, size)))
+
+    ahead.queue(dry_pass)
+    assert [tensor.count_nonzero().item() for tensor in tensors] == [0] * 9
+
+
+def test_who_listened_to_triton_before_still_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    heard: list[dict[str, Any]] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **news: heard.append(news))
+    before = knobs.compilation.listener
+    ahead = CompileAhead(1)
+    for is_found in (True, False, True):
+        knobs.compilation.listener(src="kernel", cache_hit=is_found)
+    assert (ahead.num_compiled, ahead.num_found) == (1, 2)
+    assert [news["cache_hit"] for news in heard] == [True, False, True]
+    ahead.finish()
+    ahead.close()
+    assert knobs.compilation.listener is before
+
+
+def test_shapes() -> None:
+    prefill, decode = warm_up_steps(max_num_batched_tokens=64, max_model_len=128, block_size=16)
+    assert eager_shape(prefill, None) == GraphKey("mixed", 1, 4)
+    assert eager_shape(decode, 0) == GraphKey("decode", 1, 1, drafting=0)
+    assert prompt_shape(300) == GraphKey("mixed", 1, 300)
+    assert prompt_shape(100_000).num_tokens == 1024
+    assert later_shapes((), 0) == []
+    table = CaptureTable(decode=(1, 2), uniform=(1,), num_drafts=3, mixed=(16,), max_num_seqs=2)
+    later = later_shapes(table.keys, 3)
+    assert {(shape.kind, shape.num_tokens) for shape in later} == {
+        ("decode", 1),
+        ("decode", 2),
+        ("uniform", 4),
+        ("mixed", 16),
+    }
+    assert all(shape.drafting == 3 for shape in later)
+    variants = [shape.sampling for shape in later if shape.sampling not in (PLAIN, None)]
+    for field in ("filters", "edits", "logprobs"):
+        assert any(getattr(variant, field) for variant in variants)
+
+
+def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
+    """With the compiler, for an H100, in another process; twice, for the second finds what the first has compiled."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    arguments = [sys.executable, "-m", "tests.helpers.warm_up_without_gpu"]
+    reports = []
+    for _ in range(2):
+        result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        reports.append(json.loads(result.stdout))
+    cold, warm = reports
+    for report in reports:
+        assert report["start"]["late"] == report["eager"]["late"] == []
+        assert report["fail"] == {"failed": 1, "raised": "CompilationError"}
+        assert report["threads"] == []
+    assert cold["start"]["compiled"] > 15
+    assert cold["start"]["found"] == 0
+    assert warm["start"]["compiled"] == 0
+    assert warm["start"]["found"] > 15
