@@ -88,10 +88,15 @@ class Attention:
         self._attend_fused = context.attention.forward_fused
 
     def __call__(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``hidden [num_tokens, hidden_size]`` -> the same shape, or partial sums, for the norm that follows, which
-        also adds up what the ranks of a tensor group have.
+        """``hidden [num_tokens, hidden_size]`` -> the same shape, or what else `ResidualLinear` gives, for the norm
+        that follows, which also adds up what the ranks of a tensor group have.
 
         Writes the tokens' K and V to ``kv_cache``.
         """
@@ -113,7 +118,7 @@ class Attention:
                 rotary.eps,
             )
             attended = self._attend(query, kv_cache, metadata, self._scale, self._window)
-        return self.o(attended.flatten(1))
+        return self.o(attended.flatten(1), residual)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.qkv.weight_slots(prefix)

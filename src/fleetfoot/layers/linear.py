@@ -63,6 +63,12 @@ class Linear:
             raise RuntimeError("a linear layer was called before finish_loading()")
         return self._prepared(x)
 
+    @property
+    def prepared(self) -> PreparedLinear:
+        """What the operation has made of it, from the first `finish_loading` on."""
+        assert self._prepared is not None
+        return self._prepared
+
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """One slot for the weight, and the bias if there is one, of each part: ``{prefix}{part}.weight``."""
         first = 0

@@ -27,10 +27,10 @@ class MLP:
         self.gate_up = Linear(context, hidden_size, gate_up, config.mlp_bias, ops.prepare_gate_up, rows=(part, part))
         self.down = ResidualLinear(context, "down_proj", size, hidden_size, config.mlp_bias, part)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [num_tokens, hidden_size]`` -> the same shape, or partial sums, for the norm that follows, which also
-        adds up what the ranks of a tensor group have."""
-        return self.down(self.gate_up(x))
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape, or what else `ResidualLinear` gives, for the norm that
+        follows, which also adds up what the ranks of a tensor group have."""
+        return self.down(self.gate_up(x), residual)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.gate_up.weight_slots(prefix)

@@ -26,13 +26,13 @@ class RMSNorm:
         return self._rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(norm(x + residual), x + residual)``; no residual yet: ``(norm(x), x)``.
+        """``(norm(x + residual), x + residual)``; no residual yet, or ``x`` is it: ``(norm(x), x)``.
 
         ``x``: what attention or the MLP gave: ``[num_tokens, size]``, or the partial sums of it that a layer of
-        ``prepare_residual_linear`` may give. With a residual it is summed over the ranks of the tensor group as well;
-        without one it is the embedding, which is whole.
+        ``prepare_residual_linear`` may give, or the residual itself, to which it has been added. With a residual it is
+        summed over the ranks of the tensor group as well; without one it is the embedding, which is whole.
         """
-        if residual is None:
+        if residual is None or x is residual:
             return self._rms_norm(x, self.weight, self.eps), x
         return self._add_rms_norm(x, residual, self.weight, self.eps)
 

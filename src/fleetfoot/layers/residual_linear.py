@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -10,6 +10,7 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.shards import vocab_rows, vocab_span
 from fleetfoot.layers.slots import WeightSlot
+from fleetfoot.ops.linear import Accumulates
 
 
 class ResidualLinear:
@@ -21,7 +22,7 @@ class ResidualLinear:
     group says which (`TensorGroup.is_exact`).
     """
 
-    __slots__ = ("_group", "_in_features", "_is_gathered", "_linear", "_out_features")
+    __slots__ = ("_accumulate", "_group", "_in_features", "_is_gathered", "_linear", "_out_features")
 
     def __init__(
         self, context: ModelContext, name: str, in_features: int, out_features: int, bias: bool, inputs: slice
@@ -31,6 +32,7 @@ class ResidualLinear:
         self._in_features, self._out_features = in_features, out_features
         self._is_gathered = group.is_exact and group.size > 1
         parts = ((name, out_features),)
+        self._accumulate: Callable[[torch.Tensor, torch.Tensor], bool] | None = None
         if self._is_gathered:
             rows = vocab_span(out_features, group.rank, group.size)
             padding = vocab_rows(out_features, group.size) - (rows.stop - rows.start)
@@ -40,8 +42,14 @@ class ResidualLinear:
             prepare = context.ops.prepare_residual_linear
             self._linear = Linear(context, in_features, parts, has_bias, prepare, columns=inputs)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The result is for the norm that follows: it adds up what may be partial sums, and what the ranks have."""
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The result is for the norm that follows: it adds up what may be partial sums, and what the ranks have.
+
+        Args:
+            residual: ``[n, out_features]``, to which the result may be added where it lies; then the result is it.
+        """
+        if residual is not None and self._accumulate is not None and self._accumulate(x, residual):
+            return residual
         if self._is_gathered:
             whole = self._group.all_gather(x, self._in_features)
             return self._group.all_gather(self._linear(whole), self._out_features)
@@ -52,3 +60,6 @@ class ResidualLinear:
 
     def finish_loading(self) -> None:
         self._linear.finish_loading()
+        prepared = self._linear.prepared
+        if self._group.size == 1 and isinstance(prepared, Accumulates):
+            self._accumulate = prepared.accumulate

@@ -40,11 +40,12 @@ class DecoderLayer:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(hidden, residual)``, whose sum ``[num_tokens, hidden_size]`` is the layer's output: see `RMSNorm.add`."""
+        """``(hidden, residual)``, whose sum ``[num_tokens, hidden_size]`` is the layer's output, or twice that output
+        itself: see `RMSNorm.add`. The residual that was given may be written to."""
         hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, positions, kv_cache, metadata)
+        hidden = self.attention(hidden, positions, kv_cache, metadata, residual)
         hidden, residual = self.mlp_norm.add(hidden, residual)
-        return self.mlp(hidden), residual
+        return self.mlp(hidden, residual), residual
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.attention_norm.weight_slots(f"{prefix}input_layernorm.")
@@ -101,7 +102,8 @@ class LlamaForCausalLM:
             hidden, residual = layer(hidden, residual, positions, kv_cache, metadata)
         assert residual is not None
         if self._norm is None:
-            return IntermediateTensors(sum_parts(hidden, residual), residual)
+            is_summed = hidden is residual
+            return IntermediateTensors(torch.zeros_like(hidden) if is_summed else sum_parts(hidden, residual), residual)
         return self._norm.add(hidden, residual)[0]
 
     def _enter(

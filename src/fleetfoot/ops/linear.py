@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,15 @@ class PreparedLinear(Protocol):
         Raises:
             ValueError: shape, dtype or device differ.
         """
+        ...
+
+
+@runtime_checkable
+class Accumulates(Protocol):
+    """What a `PreparedLinear` may be able to do besides."""
+
+    def accumulate(self, x: torch.Tensor, total: torch.Tensor) -> bool:
+        """Add the product to ``total [n, out]`` where it lies; False: for ``x`` that is not done, and nothing was."""
         ...
 
 

@@ -80,7 +80,8 @@ class OpSet:
     prepare_gate_up: PrepareLinear
     """The same for a weight that is gate above up: it maps ``x [n, in]`` -> ``silu(gate) * up [n, out / 2]``."""
     prepare_residual_linear: PrepareLinear
-    """The same for a layer whose output goes to ``add_rms_norm`` and nowhere else: it may be partial sums."""
+    """The same for a layer whose output goes to ``add_rms_norm`` and nowhere else: it may be partial sums, and may be
+    something that `fleetfoot.ops.linear.Accumulates`, which adds to the residual at once."""
     choose_tokens: ChooseTokens
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw from ``softmax(logits / temperature)`` for rows
     whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for. With ``rows

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _TILE = 2048
 """Tokens in a piece."""
+_LEAST_TILE = 16
+"""Pieces of a row, rounded up: Triton 3.6 cannot compile the kernel for two."""
 
 
 def token_logprobs_triton(
@@ -52,7 +54,13 @@ def token_logprobs_triton(
     constants = {"has_sizes": sizes is not None, "tile": _TILE, "overlap": overlap, **launch_options(overlap)}
     _pieces_kernel[(num_rows, pieces)](*of_pieces, **constants)
     _select_kernel[(num_rows,)](
-        packed, normalizers, *of_pieces, num=num, pieces=pieces, pieces_tile=next_power_of_2(pieces), **constants
+        packed,
+        normalizers,
+        *of_pieces,
+        num=num,
+        pieces=pieces,
+        pieces_tile=max(_LEAST_TILE, next_power_of_2(pieces)),
+        **constants,
     )
     return packed, normalizers
 
