@@ -87,6 +87,8 @@ def test_what_cannot_work_is_said(command: Command) -> None:
         port = place.getsockname()[1]
         for arguments, message in [
             (("proxy", "--prefill", "nowhere", "--decode", "127.0.0.1:1"), "'nowhere'; it must be host:port"),
+            (("proxy", "--prefill", "127.0.0.1:99999", "--decode", "127.0.0.1:1"), "argument --prefill: address is"),
+            (("proxy", "--prefill-timeout", "0"), "--prefill-timeout: 0 is no time to wait"),
             (("engine", f"--port={port}"), f"nobody can listen on 127.0.0.1:{port}"),
             (("engine", "--port=99999"), "nobody can listen on 127.0.0.1:99999"),
         ]:

@@ -111,6 +111,16 @@ def test_what_a_worker_raises_in_a_step_comes_with_its_traceback(rank: int) -> N
         assert "Traceback (most recent call last)" in said and "faulty_rank.py" in said
 
 
+def test_what_a_worker_raises_at_its_end_is_heard_of(capfd: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(NOWHERE, 1, "shutdown"))
+    llm.generate([PROMPT], LONG, use_tqdm=False)
+    pid = executor_of(llm.llm_engine).worker_pids[1]
+    with pytest.raises(WorkerError, match=rf"worker 1 \(process {pid}\) ended with exit code 1 when it was to shut"):
+        llm.shutdown()
+    llm.shutdown()
+    assert "InjectedError: injected at the end on rank 1" in capfd.readouterr().err
+
+
 # --- starting -------------------------------------------------------------------------------------------------------
 
 

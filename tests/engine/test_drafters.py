@@ -6,25 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
+from tests.helpers import runner_lives
 from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.runner_lives import BLOCK_SIZE, MAX_NUM_SEQS, NUM_DRAFTS, in_one_runner
+from tests.helpers.runner_lives import DRAFT as SMALL
+from tests.helpers.steps import finish, run_steps
 
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
-from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.attention.sdpa import SDPABackend
-from fleetfoot.attention.select import select_attention
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig, load_model_config
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.ops.select import select_ops
-from fleetfoot.runner.capture_table import CaptureTable
-from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import ConstantDrafts
-from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import SchedulerStats
@@ -34,18 +30,10 @@ from fleetfoot.speculative.find import find_drafter
 from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
-SMALL = Path(__file__).parent.parent / "assets" / "story-draft"
 STORY = embedded_model_path()
-NUM_DRAFTS = 3
-MAX_NUM_SEQS = 6
 MAX_MODEL_LEN = 160
-BLOCK_SIZE = 8
 OPENINGS = ("Once there was a fox named", "One morning, the little bear", "Long ago, a rabbit and", "Pip the mouse")
 SHARED = "Once upon a time, in a small green valley, there lived a young fox named Wren. "
-
-
-class CapturableAttention(SDPABackend):
-    is_capturable = True
 
 
 class EveryOtherStep(ConstantDrafts):
@@ -66,31 +54,13 @@ class Kind:
 
 
 def make_runner(kind: Kind, *, num_blocks: int = 128, device: RecordingDevice | None = None) -> ModelRunnerV2:
-    config = load_model_config(kind.target)
-    has_graphs = device is not None and device.has_graphs
-    attention = CapturableAttention() if has_graphs else select_attention("cpu")
-    positions = MAX_MODEL_LEN + NUM_DRAFTS
-    context = ModelContext(select_ops("cpu"), attention, torch.float32, torch.device("cpu"), positions)
-    speculation = make_speculation(kind, config, context)
-    runner = ModelRunnerV2(
-        ModelLoader(config, context, kind.target),
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=64,
-        max_model_len=MAX_MODEL_LEN,
-        capture_table=CaptureTable.of(
-            device="cuda",
-            enforce_eager=not has_graphs,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=64,
-            num_drafts=speculation.num_drafts,
-        ),
-        device=device,
-        speculation=speculation,
+    speculation = make_speculation(
+        kind, load_model_config(kind.target), runner_lives.make_context(device, max_model_len=MAX_MODEL_LEN)
     )
-    runner.load_model()
-    layout = KVLayout.of(config, num_blocks, BLOCK_SIZE, "float32")
-    groups = () if speculation.drafter is None else speculation.drafter.kv_groups
-    runner.initialize_kv_cache(layout.with_groups(groups))
+    runner = runner_lives.make_runner(
+        "v2", speculation, device=device, folder=kind.target, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN
+    )
+    assert isinstance(runner, ModelRunnerV2)
     return runner
 
 
@@ -137,16 +107,9 @@ def live(
         max_tokens = 40 + 3 * number
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=temperature)
         scheduler.add_request(Request(f"r{number}", prompt, params, max_tokens=max_tokens, seed=number))
-    queue: list[tuple[SchedulerOutput, PendingOutput]] = []
-    while scheduler.has_unfinished or queue:
-        output = scheduler.schedule()
-        if output is not None:
-            runner.execute_model(output)
-            queue.append((output, runner.sample_tokens(None)))
-        if queue and (len(queue) > depth or output is None):
-            retired, pending = queue.pop(0)
-            for step in scheduler.update(retired, pending.get()):
-                lives[step.request.request_id] = list(step.request.token_ids)
+    for step in run_steps(scheduler, in_one_runner(runner), depth=depth):
+        for result in step.results:
+            lives[result.request.request_id] = list(result.request.token_ids)
     scheduler.check_idle()
     return lives, scheduler.stats()
 
@@ -236,11 +199,7 @@ def test_a_prefix_of_earlier_requests_has_the_drafters_kv_too(prompts: list[list
         params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
         request = Request(f"r{number}", prompt, params, max_tokens=30, seed=1)
         scheduler.add_request(request)
-        while scheduler.has_unfinished:
-            output = scheduler.schedule()
-            assert output is not None
-            runner.execute_model(output)
-            scheduler.update(output, runner.sample_tokens(None).get())
+        finish(scheduler, in_one_runner(runner))
         texts.append(list(request.token_ids))
     stats = scheduler.stats()
     assert texts[0] == texts[1] == expected[SMALL, 0.0]["r4"][: len(texts[0])]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from pathlib import Path
 
 import pytest
 import torch
 from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.runner_lives import CapturableAttention, in_one_runner
+from tests.helpers.steps import queue_step, take_steps
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.attention.select import select_attention
 from fleetfoot.config.model import load_model_config
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.ops.edits.records import LIST_CAPACITY, NUM_PLANES
 from fleetfoot.ops.select import select_ops
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.staging import HEADER_SIZE
+from fleetfoot.runner.v2.state import NUM_FIELDS
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -29,20 +31,11 @@ DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 MAX_NUM_SEQS = 8
 
 
-class CapturableAttention(SDPABackend):
-    """For a device that plays graphs by running their work again."""
-
-    is_capturable = True
-
-
-def make_runner(
-    device: RecordingDevice | None = None, folder: Path = DRAFT, *, filters_in_graphs: bool = False
-) -> ModelRunnerV2:
+def make_runner(device: RecordingDevice | None = None, folder: Path = DRAFT) -> ModelRunnerV2:
     config = load_model_config(folder)
     has_graphs = device is not None and device.has_graphs
     attention = CapturableAttention() if has_graphs else select_attention("cpu")
-    ops = dataclasses.replace(select_ops("cpu"), filters_in_graphs=filters_in_graphs)
-    context = ModelContext(ops, attention, torch.float32, torch.device("cpu"))
+    context = ModelContext(select_ops("cpu"), attention, torch.float32, torch.device("cpu"))
     table = CaptureTable.of(
         device="cuda", enforce_eager=not has_graphs, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64
     )
@@ -76,18 +69,11 @@ def test_a_steady_decode_step_is_one_copy_in_one_copy_out_and_no_wait(wishes: di
     runner, scheduler = make_runner(device), make_scheduler()
     for number in range(5):
         add(scheduler, f"r{number}", 3 + number, **wishes)
-    for _ in range(3):  # the prefill, and the first decodes
-        output = scheduler.schedule()
-        assert output is not None
-        runner.execute_model(output)
-        scheduler.update(output, runner.sample_tokens(None).get())
+    take_steps(scheduler, in_one_runner(runner), 3)  # the prefill, and the first decodes
     for _ in range(12):  # across a block border, where a block id is staged: still one copy
         device.counts.clear()
-        output = scheduler.schedule()
-        assert output is not None
+        output, pending = queue_step(scheduler, in_one_runner(runner))
         assert output.num_decodes == len(output.rows) == 5
-        runner.execute_model(output)
-        pending = runner.sample_tokens(None)
         assert device.counts == {"copy_in": 1, "copy_out": 1}
         result = pending.get()
         assert device.counts["wait_copy_out"] == 1
@@ -103,41 +89,11 @@ def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
         add(scheduler, f"r{number}", 3, temperature=number / 2)
     for step in range(6):
         device.counts.clear()
-        output = scheduler.schedule()
-        assert output is not None
-        runner.execute_model(output)
-        pending = runner.sample_tokens(None)
+        output, pending = queue_step(scheduler, in_one_runner(runner))
         if step > 0:
             assert device.counts == {"copy_in": 1, "replay": 1, "copy_out": 1}
         scheduler.update(output, pending.get())
     assert runner.graphs.num_steps == {"mixed": 1, "decode": 5}
-
-
-def test_filters_are_part_of_a_graph_where_the_device_can_draw_with_them() -> None:
-    device = RecordingDevice(has_graphs=True)
-    runner, scheduler = make_runner(device, filters_in_graphs=True), make_scheduler()
-    plain = [add(scheduler, f"r{number}", 3, temperature=number / 2) for number in range(3)]
-    filtered = add(scheduler, "filtered", 4, top_p=0.5, top_k=20, min_p=0.01)
-    for step in range(6):
-        device.counts.clear()
-        output = scheduler.schedule()
-        assert output is not None
-        runner.execute_model(output)
-        pending = runner.sample_tokens(None)
-        if step > 1:
-            assert device.counts == {"copy_in": 1, "replay": 1, "copy_out": 1}
-        scheduler.update(output, pending.get())
-    assert runner.graphs.num_steps == {"mixed": 1, "decode": 5}
-    assert {(key.samples, key.filters) for key in runner.graphs.captured} == {(True, True)}
-    other_runner, other = make_runner(), make_scheduler()
-    expected = [add(other, f"r{number}", 3, temperature=number / 2) for number in range(3)]
-    expected.append(add(other, "filtered", 4, top_p=0.5, top_k=20, min_p=0.01))
-    for _ in range(6):
-        output = other.schedule()
-        assert output is not None
-        other_runner.execute_model(output)
-        other.update(output, other_runner.sample_tokens(None).get())
-    assert [request.token_ids for request in (*plain, filtered)] == [request.token_ids for request in expected]
 
 
 def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
@@ -158,38 +114,28 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
     return {request.request_id: request.token_ids for request in requests}
 
 
-@pytest.mark.parametrize("filters_in_graphs", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_captured_and_padded_steps_give_the_same_tokens(seed: int, filters_in_graphs: bool) -> None:
-    captured = make_runner(RecordingDevice(has_graphs=True), filters_in_graphs=filters_in_graphs)
+def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
+    captured = make_runner(RecordingDevice(has_graphs=True))
     captured.warm_up()
     assert run_lives(captured, seed) == run_lives(make_runner(), seed)
     assert captured.graphs.num_steps["decode"] > 0
     assert captured.graphs.num_steps["mixed"] > 0
     assert captured.graphs.num_steps["eager"] == 0
-    assert {key.samples for key in captured.graphs.captured} == {True, False}
+    assert None not in {key.sampling for key in captured.graphs.captured}
 
 
 def test_steps_can_be_queued_before_any_token_is_read() -> None:
     device = RecordingDevice()
     runner, scheduler = make_runner(device), make_scheduler()
     requests = [add(scheduler, f"r{number}", 5) for number in range(3)]
-    queued = []
-    for _ in range(6):
-        output = scheduler.schedule()
-        assert output is not None
-        runner.execute_model(output)
-        queued.append((output, runner.sample_tokens(None)))
+    queued = [queue_step(scheduler, in_one_runner(runner)) for _ in range(6)]
     assert device.counts["wait_copy_out"] == 0
     for output, pending in queued:
         scheduler.update(output, pending.get())
     lockstep_runner, lockstep = make_runner(), make_scheduler()
     alone = [add(lockstep, f"r{number}", 5) for number in range(3)]
-    for _ in range(6):
-        output = lockstep.schedule()
-        assert output is not None
-        lockstep_runner.execute_model(output)
-        lockstep.update(output, lockstep_runner.sample_tokens(None).get())
+    take_steps(lockstep, in_one_runner(lockstep_runner), 6)
     assert [request.token_ids for request in requests] == [request.token_ids for request in alone]
     assert requests[0].num_output_tokens == 6
 
@@ -213,12 +159,13 @@ def test_the_copy_is_as_long_as_what_is_said() -> None:
     device = RecordingDevice()
     runner, scheduler = make_runner(device), make_scheduler()
     add(scheduler, "a", 9)
-    for expected_writes in (9 + 2 + 12 + 2, 0, 0):  # tokens, blocks, fields and seed of the new request; then nothing
-        output = scheduler.schedule()
-        assert output is not None
+    for expected_writes in (
+        9 + 2 + NUM_FIELDS + 2,
+        0,
+        0,
+    ):  # tokens, blocks, fields and seed of the new request; then nothing
         device.sizes_in.clear()
-        runner.execute_model(output)
-        scheduler.update(output, runner.sample_tokens(None).get())
+        take_steps(scheduler, in_one_runner(runner), 1)
         assert device.sizes_in == [HEADER_SIZE + 2 * MAX_NUM_SEQS + 1 + 2 * expected_writes]
 
 
@@ -226,17 +173,15 @@ def test_more_than_a_buffer_holds_is_sent_ahead() -> None:
     device = RecordingDevice()
     runner, scheduler = make_runner(device), make_scheduler()
     plain_runner, plain_scheduler = make_runner(), make_scheduler()
-    runner._state.staging.max_writes = 30  # a prompt of 12 takes 27 of them
+    runner._state.staging.max_writes = 35  # a prompt of 12 takes 33 of them
     for name in ("a", "b", "c"):
         add(scheduler, name, 12)
         add(plain_scheduler, name, 12)
     results = []
     for engine_runner, engine_scheduler in ((runner, scheduler), (plain_runner, plain_scheduler)):
         device.counts.clear()
-        output = engine_scheduler.schedule()
-        assert output is not None
-        engine_runner.execute_model(output)
-        results.append(engine_runner.sample_tokens(None).get().sampled_token_ids)
+        _, pending = queue_step(engine_scheduler, in_one_runner(engine_runner))
+        results.append(pending.get().sampled_token_ids)
     assert results[0] == results[1]
     assert torch.equal(runner._state.requests.token_pages, plain_runner._state.requests.token_pages)
 
@@ -251,16 +196,12 @@ def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(ModelRunnerV2, "sample_tokens", observed)
         warm.warm_up()
     assert not warm.graphs.num_steps
-    assert warm._sampler._num_random == warm._sampler._num_special == 0
+    assert not any(warm._sampler._wanted.values())
     tokens = []
     for runner in (warm, cold):
         scheduler = make_scheduler()
         request = add(scheduler, "a", 20, temperature=1.0)
-        for _ in range(10):
-            output = scheduler.schedule()
-            assert output is not None
-            runner.execute_model(output)
-            scheduler.update(output, runner.sample_tokens(None).get())
+        take_steps(scheduler, in_one_runner(runner), 10)
         tokens.append(request.token_ids)
     assert tokens[0] == tokens[1]
 
@@ -268,8 +209,9 @@ def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_penalties_keep_nothing_per_vocabulary_entry() -> None:
     runner = make_runner(folder=embedded_model_path())
     vocab_size = load_model_config(embedded_model_path()).vocab_size
-    fields = runner._state.arena.flat.numel() - runner._state.requests.token_pages.numel()
-    assert fields < MAX_NUM_SEQS * vocab_size / 10
+    lists, pages = MAX_NUM_SEQS * NUM_PLANES * LIST_CAPACITY, runner._state.requests.token_pages.numel()
+    fields = runner._state.arena.flat.numel() - lists - pages
+    assert fields < MAX_NUM_SEQS * vocab_size / 10  # bits are kept, of tokens that are allowed
     held = [value for value in vars(runner._sampler).values() if isinstance(value, torch.Tensor)]
     assert not held
 

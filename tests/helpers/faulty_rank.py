@@ -39,6 +39,7 @@ def faulty_rank(inner: dict[str, Any], rank: int, fault: str) -> dict[str, Any]:
         inner: the real connector's.
         fault: ``step``: the third step raises. ``start``: a ValueError when the KV cache is there. ``exit``: the
             process ends there. ``loads``: what this rank loads is reported as failed, and is not a number.
+            ``shutdown``: that raises.
     """
     return {
         "kv_connector": "FaultyRankConnector",
@@ -119,6 +120,8 @@ class _FaultyWorker(WorkerConnector):
 
     def shutdown(self) -> None:
         self._inner.shutdown()
+        if self._fault == "shutdown":
+            raise InjectedError("at the end", self._rank)
 
 
 def _inner(context: TransferContext) -> TransferContext:

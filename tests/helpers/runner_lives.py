@@ -36,11 +36,13 @@ from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 from fleetfoot.speculative.speculator import DraftBatch
 from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.steps import Execute, run_steps
 
 DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 NUM_DRAFTS = 3
 MAX_NUM_SEQS = 6
 MAX_MODEL_LEN = 96
+BLOCK_SIZE = 8
 FREQUENT = (1, 19, 34, 76, 204, 290, 336, 676, 689, 706, 764, 1868)
 """Tokens that the model says again and again."""
 
@@ -123,6 +125,16 @@ class CapturableAttention(SDPABackend):
     is_capturable = True
 
 
+def make_context(
+    device: RecordingDevice | None = None, ops: OpSet | None = None, *, max_model_len: int = MAX_MODEL_LEN
+) -> ModelContext:
+    """What a model's layers run on: its attention can be captured where the device has graphs."""
+    has_graphs = device is not None and device.has_graphs
+    attention = CapturableAttention() if has_graphs else select_attention("cpu")
+    positions = max_model_len + NUM_DRAFTS
+    return ModelContext(ops or select_ops("cpu"), attention, torch.float32, torch.device("cpu"), positions)
+
+
 def make_runner(
     kind: str,
     speculation: Speculation = NO_SPECULATION,
@@ -134,6 +146,8 @@ def make_runner(
     folder: Path = DRAFT,
     ops: OpSet | None = None,
     wrap: Callable[[CausalLM], CausalLM] = lambda model: model,
+    num_blocks: int = 64,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> ModelRunner:
     """A runner, ready for steps.
 
@@ -146,17 +160,14 @@ def make_runner(
         wrap: given the model, returns what the runner takes for it.
     """
     config = load_model_config(folder)
-    has_graphs = device is not None and device.has_graphs
-    attention = CapturableAttention() if has_graphs else select_attention("cpu")
-    positions = MAX_MODEL_LEN + NUM_DRAFTS
-    context = ModelContext(ops or select_ops("cpu"), attention, torch.float32, torch.device("cpu"), positions)
+    context = make_context(device, ops, max_model_len=max_model_len)
     loader = WrappingLoader(config, context, folder, layers=layers, wrap=wrap)
     runner: ModelRunner
     if kind == "v1":
         runner = ModelRunnerV1(
             loader,
             max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             speculation=speculation,
             connector=connector,
             pipeline=pipeline,
@@ -166,10 +177,10 @@ def make_runner(
             loader,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=64,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             capture_table=CaptureTable.of(
                 device="cuda",
-                enforce_eager=not has_graphs,
+                enforce_eager=not (device is not None and device.has_graphs),
                 max_num_seqs=MAX_NUM_SEQS,
                 max_num_batched_tokens=64,
                 num_drafts=speculation.num_drafts,
@@ -180,7 +191,7 @@ def make_runner(
             pipeline=pipeline,
         )
     runner.load_model()
-    layout = KVLayout.of(config, 64, 8, "float32", layers=layers)
+    layout = KVLayout.of(config, num_blocks, BLOCK_SIZE, "float32", layers=layers)
     if speculation.drafter is not None:
         layout = layout.with_groups(speculation.drafter.kv_groups)
     runner.initialize_kv_cache(layout)
@@ -234,7 +245,7 @@ def requests_of(params: list[SamplingParams]) -> list[Request]:
 
 
 def live(
-    execute: Callable[[SchedulerOutput], PendingOutput],
+    execute: Execute,
     params: list[SamplingParams],
     *,
     num_drafts: int = 0,
@@ -263,26 +274,23 @@ def live(
     for request in requests_of(params):
         lives[request.request_id] = Life()
         scheduler.add_request(request)
-    queue: list[tuple[SchedulerOutput, PendingOutput]] = []
-    while scheduler.has_unfinished or queue:
-        output = scheduler.schedule()
-        if output is not None:
-            for new in output.new_requests:
-                if drafter is not None and scripts is not None:
-                    drafter.scripts[new.row] = scripts[new.request_id]
-            queue.append((output, execute(output)))
-        if queue and (len(queue) > depth or output is None):
-            retired, pending = queue.pop(0)
-            result = pending.get()
-            for step in scheduler.update(retired, result):
-                life = lives[step.request.request_id]
-                life.token_ids = list(step.request.token_ids)
-                life.logprobs += result.logprobs.get(step.index, [])[: len(step.new_token_ids)]
+
+    def tell_and_execute(output: SchedulerOutput) -> PendingOutput:
+        for new in output.new_requests:
+            if drafter is not None and scripts is not None:
+                drafter.scripts[new.row] = scripts[new.request_id]
+        return execute(output)
+
+    for step in run_steps(scheduler, tell_and_execute, depth=depth):
+        for result in step.results:
+            life = lives[result.request.request_id]
+            life.token_ids = list(result.request.token_ids)
+            life.logprobs += step.output.logprobs.get(result.index, [])[: len(result.new_token_ids)]
     scheduler.check_idle()
     return lives
 
 
-def in_one_runner(runner: ModelRunner) -> Callable[[SchedulerOutput], PendingOutput]:
+def in_one_runner(runner: ModelRunner) -> Execute:
     """Both halves of a step, one behind the other."""
 
     def execute(output: SchedulerOutput) -> PendingOutput:

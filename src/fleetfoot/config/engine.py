@@ -90,7 +90,7 @@ class EngineConfig:
     )
     speculative_config: SpeculativeConfig | None = _flag(
         None,
-        "JSON: method (ngram, draft_model, eagle, eagle3), num_speculative_tokens, model, prompt_lookup_max",
+        "JSON: method (ngram, draft_model, eagle), num_speculative_tokens, model, prompt_lookup_max",
         record=SpeculativeConfig,
     )
     seed: int = _flag(0, "of everything random that a request does not seed itself")
@@ -168,12 +168,7 @@ class EngineConfig:
                 "each other; leave one of them out"
             )
         self._check_processes()
-        budget = self.max_num_batched_tokens
-        if budget is not None and budget < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {budget}, less than max_num_seqs ({self.max_num_seqs}): a step must hold "
-                f"one token of each running request; raise it, or set max_num_seqs={budget}"
-            )
+        self._check_batched_tokens()
 
     @property
     def world_size(self) -> int:
@@ -184,6 +179,26 @@ class EngineConfig:
     def local_world_size(self) -> int:
         """Workers on each node."""
         return self.world_size // self.nnodes
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Tokens of the largest step of decodes alone: of each request one, and as many as are drafted."""
+        return self.max_num_seqs * self._decode_width
+
+    @property
+    def _decode_width(self) -> int:
+        return 1 if self.speculative_config is None else 1 + self.speculative_config.num_speculative_tokens
+
+    def _check_batched_tokens(self) -> None:
+        budget, width = self.max_num_batched_tokens, self._decode_width
+        if budget is None or budget >= self.max_decode_tokens:
+            return
+        each = "one token" if width == 1 else f"{width} tokens, one and {width - 1} drafts,"
+        fewer = f", or set max_num_seqs={budget // width}" if budget >= width else ""
+        raise ValueError(
+            f"max_num_batched_tokens is {budget}, but a step must hold {each} of each running request, up to "
+            f"max_num_seqs ({self.max_num_seqs}): raise it to {self.max_decode_tokens}{fewer}"
+        )
 
     def _check_processes(self) -> None:
         sizes = (

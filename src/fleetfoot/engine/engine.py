@@ -119,14 +119,13 @@ class LLMEngine:
         return self.admission.check(request_id, prompt, params, priority=priority)
 
     def add_checked(self, checked: CheckedRequest) -> None:
-        """The short half of `add_request`, between steps.
+        """The short half of `add_request`, between steps; its id has just passed `check_id`.
 
         Raises:
-            ValueError: the id is in use, or there is no room for such a request; nothing has changed.
+            ValueError: there is no room for such a request; nothing has changed.
             EngineDeadError: the engine has ended.
         """
         self._check_alive()
-        self.check_id(checked.request_id)
         admitted = self.admission.enter(checked)
         added = []
         try:

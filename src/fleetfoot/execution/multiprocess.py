@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import shutil
-import tempfile
 import weakref
-from pathlib import Path
 
 import zmq
 
 from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.execution.channel import EngineChannel
 from fleetfoot.execution.errors import WorkerError
+from fleetfoot.execution.meeting_folder import MeetingFolder
 from fleetfoot.execution.messages import Answer, Failure, Ready, decode_report, encode_step
 from fleetfoot.execution.nodes import EngineNodes, check_devices, check_is_first_node
 from fleetfoot.execution.outputs import StepOutputs
@@ -60,7 +58,7 @@ class MultiprocessExecutor:
         self._ready: dict[int, Ready] = {}
         self._outputs = StepOutputs(plan.config)
         self._num_workers = plan.config.world_size
-        self._folder = Path(tempfile.mkdtemp(prefix="fleetfoot-"))  # for this user alone
+        self._folder = MeetingFolder()
         self._processes: WorkerProcesses | None = None
         self._nodes: EngineNodes | None = None
         self._channel: EngineChannel | None = None
@@ -79,8 +77,8 @@ class MultiprocessExecutor:
             nodes.gather(channel.addresses)
             rendezvous = Rendezvous(None, nodes.address, nodes.store_port)
         else:
-            channel = self._channel = EngineChannel(self._folder, self._num_workers)
-            rendezvous = Rendezvous(str(self._folder / "meeting-point"))
+            channel = self._channel = EngineChannel(self._folder.path, self._num_workers)
+            rendezvous = Rendezvous(str(self._folder.path / "meeting-point"))
         self._processes = WorkerProcesses(worker_specs(plan, channel.addresses, rendezvous))
         # for whoever forgets to shut down, or just ends; then a thread may still use the sockets, which it has alone
         weakref.finalize(self, _abandon, self._processes, self._folder)
@@ -127,16 +125,22 @@ class MultiprocessExecutor:
         return self._outputs.take(number)
 
     def shutdown(self) -> None:
-        """End all workers. Again: does nothing."""
+        """End all workers. Again: does nothing.
+
+        Raises:
+            WorkerError: one could not give back what it held; all have ended nevertheless.
+        """
         if self._is_shut_down:
             return
-        if self._failure is None and self._channel is not None and self._processes is not None:
-            self._channel.flush()
-            self._channel.send(_OVER)
-            if self._nodes is not None:
-                self._nodes.say_over()
-            self._processes.join(_SHUTDOWN_S)
-        self._end("")
+        try:
+            if self._failure is None and self._channel is not None and self._processes is not None:
+                self._channel.flush()
+                self._channel.send(_OVER)
+                if self._nodes is not None:
+                    self._nodes.say_over()
+                self._processes.join(_SHUTDOWN_S)
+        finally:
+            self._end("")
 
     # --- what comes back --------------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class MultiprocessExecutor:
             self._processes.kill()
         if self._channel is not None:
             self._channel.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class _PendingStep:
@@ -228,8 +232,8 @@ class _PendingStep:
         return self._output
 
 
-def _abandon(processes: WorkerProcesses, folder: Path) -> None:
+def _abandon(processes: WorkerProcesses, folder: MeetingFolder) -> None:
     """In any thread."""
     with contextlib.suppress(Exception):
         processes.kill()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.remove()

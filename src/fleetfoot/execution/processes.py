@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 
 from fleetfoot.config import env
+from fleetfoot.execution.errors import WorkerError
 from fleetfoot.execution.worker_process import WorkerSpec, run_worker
 
 _REAP_S = 5.0
@@ -67,11 +68,18 @@ class WorkerProcesses:
         return found
 
     def join(self, timeout_s: float) -> None:
-        """Wait until all have ended by themselves; those that have not by then are killed."""
+        """Wait until all have ended by themselves; those that have not by then are killed.
+
+        Raises:
+            WorkerError: one has ended by itself, but not well.
+        """
         until = time.monotonic() + timeout_s
         for process in self._by_rank.values():
             process.join(max(0.0, until - time.monotonic()))
+        unwell = self.ended(but_well=True)
         self.kill()
+        for sentence in unwell.values():
+            raise WorkerError(f"{sentence} when it was to shut down: see what it has written to standard error")
 
     def kill(self) -> None:
         """End all at once. Safe in any thread, and again."""

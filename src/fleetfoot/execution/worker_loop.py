@@ -31,7 +31,8 @@ def serve(spec: WorkerSpec) -> None:
     """Returns when the engine says that it is over.
 
     A worker that raises reports that, and then keeps still, with all its connections, until the engine ends it: were it
-    to leave, others would raise as well, and nobody could tell which was the cause.
+    to leave, others would raise as well, and nobody could tell which was the cause. Once it is over nobody waits for
+    it, and what it raises then, this raises.
     """
     channel = WorkerChannel(spec.addresses)
     try:
@@ -39,12 +40,13 @@ def serve(spec: WorkerSpec) -> None:
         with channel.open_reports() as reports:
             reports.send(encode_report(_ready(worker)))
         _take_steps(worker, channel)
-        worker.shutdown()
-        if dist.is_initialized():
-            dist.destroy_process_group()
     except BaseException as error:
         channel.open_reports().send(encode_report(failure_of(spec.rank, error, traceback.format_exc())))
         threading.Event().wait()
+        raise  # never, for waiting has no end
+    worker.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     channel.close()
 
 

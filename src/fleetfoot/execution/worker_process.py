@@ -64,12 +64,17 @@ def run_worker(spec: WorkerSpec, lifeline: Connection) -> None:
     logger.setLevel(spec.log_level)
     from fleetfoot.execution.worker_loop import serve
 
-    serve(spec)
+    exit_code = 0
+    try:
+        serve(spec)
+    except BaseException:
+        logger.exception("not everything could be given back")
+        exit_code = 1
     # all is given back; taking Python and torch apart as well would take the engine's shutdown seconds
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(exit_code)
 
 
 def _end_with_parent(spec: WorkerSpec, lifeline: Connection) -> None:

@@ -154,7 +154,8 @@ class FileLoads:
         arrived = []
         for read in reads:
             if read.error and read.load.failure is None:
-                read.load.failure = TransferFailure(f"KV block {read.move.digest.hex()}: {read.error}")
+                digest = read.move.digest
+                read.load.failure = TransferFailure(f"KV block {digest.hex()}: {read.error}", block=digest)
             if read.load.failure is None:
                 arrived.append(read)
                 read.load.num_copying += 1

@@ -11,6 +11,7 @@ from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, Tra
 from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
 from fleetfoot.kv_transfer.settings import ConnectorSettings
 
+IN_FLIGHT = "max_bytes_in_flight"
 DEFAULT_BYTES_IN_FLIGHT = 1 << 30
 DEFAULT_NUM_THREADS = 4
 
@@ -37,7 +38,7 @@ class FilesystemSettings:
         path = settings.text("shared_storage_path")
         if path is None:
             raise settings.error("shared_storage_path", None, "the folder in which engines share their KV blocks")
-        num_bytes = settings.integer("max_bytes_in_flight", DEFAULT_BYTES_IN_FLIGHT)
+        num_bytes = settings.integer(IN_FLIGHT, DEFAULT_BYTES_IN_FLIGHT)
         num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS)
         settings.check_all_read()
         assert num_bytes is not None and num_threads is not None

@@ -17,7 +17,7 @@ from fleetfoot.kv_transfer.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.counters import TransferCounters
 from fleetfoot.kv_transfer.file_loads import FileLoads
 from fleetfoot.kv_transfer.file_saves import FileSaves
-from fleetfoot.kv_transfer.filesystem import BlockFolder, FilesystemSettings, file_name
+from fleetfoot.kv_transfer.filesystem import IN_FLIGHT, BlockFolder, FilesystemSettings, file_name
 from fleetfoot.kv_transfer.host_memory import HostMemory
 from fleetfoot.kv_transfer.io_threads import IOThreads, Jobs
 from fleetfoot.kv_transfer.output import KVConnectorOutput
@@ -57,8 +57,8 @@ class FilesystemWorker(WorkerConnector):
         config, is_gpu = self._context.config, kv_caches[0].device.type != "cpu"
         row, in_flight = layout.bytes_per_block, self._settings.max_bytes_in_flight
         num_reads, num_writes = max(1, in_flight // READ_SHARE // row), max(1, in_flight // row)
-        self._load_memory = HostMemory(num_reads if config.can_load else 0, row, pinned=is_gpu)
-        self._save_memory = HostMemory(num_writes if config.can_save else 0, row, pinned=is_gpu)
+        self._load_memory = HostMemory(num_reads if config.can_load else 0, row, pinned=is_gpu, asked_by=IN_FLIGHT)
+        self._save_memory = HostMemory(num_writes if config.can_save else 0, row, pinned=is_gpu, asked_by=IN_FLIGHT)
         self._loads = FileLoads(
             self._copies,
             self._load_memory,

@@ -16,11 +16,22 @@ class HostMemory:
 
     Page-locking is asked of the driver for the memory as it is: torch's own allocator of such memory rounds up to a
     power of two.
+
+    Args:
+        asked_by: the settings that say how much it is, for the message.
+
+    Raises:
+        ValueError: there is not as much.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool, asked_by: str) -> None:
         self.num_slots = num_slots
-        self._array = np.empty((num_slots, slot_bytes), dtype=np.uint8)  # pages are taken as they are first touched
+        try:
+            self._array = np.empty((num_slots, slot_bytes), dtype=np.uint8)  # pages are taken as they are first touched
+        except MemoryError as error:
+            raise ValueError(
+                f"no memory on the host for {num_slots:,} KV blocks of {slot_bytes:,} bytes ({error}); lower {asked_by}"
+            ) from error
         self.tensor = torch.from_numpy(self._array)  # [num_slots, slot_bytes]
         self._is_pinned = pinned and num_slots > 0 and self._pin()
 

@@ -49,11 +49,13 @@ def joined(first: KVTransferConfig, config: KVTransferConfig) -> KVTransferConfi
 
 
 def _part(config: KVTransferConfig, index: int, value: Any) -> KVTransferConfig:
+    where = f"kv_transfer_config: connector {index} of {MULTI_CONNECTOR}"
     if isinstance(value, dict):
         inherited = {name: getattr(config, name) for name in _INHERITED}
         value = {**{name: given for name, given in inherited.items() if given is not None}, **value}
+    elif not isinstance(value, KVTransferConfig):
+        raise TypeError(f"{where} is {value!r}; it must be an object with the fields of a kv_transfer_config")
     part = KVTransferConfig.parse(value)
-    where = f"kv_transfer_config: connector {index} of {MULTI_CONNECTOR}"
     if part.kv_connector is None:
         raise ValueError(f"{where} has no kv_connector; name one")
     if part.kv_load_failure_policy != config.kv_load_failure_policy:

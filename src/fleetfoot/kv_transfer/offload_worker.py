@@ -12,6 +12,8 @@ from fleetfoot.kv_transfer.block_moves import NO_MOVES, BlockMove, LoadOrder, mo
 from fleetfoot.kv_transfer.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.counters import TransferCounters
 from fleetfoot.kv_transfer.host_memory import HostMemory
+from fleetfoot.kv_transfer.layouts import CPU_BYTES
+from fleetfoot.kv_transfer.offload import NUM_BLOCKS
 from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
 
 
@@ -36,7 +38,8 @@ class OffloadWorker(WorkerConnector):
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._copies: BlockCopies = block_copies(kv_caches, layout, shares_blocks=self._shares_blocks)
         is_gpu = kv_caches[0].device.type != "cpu"
-        self._memory = HostMemory(self._num_slots, layout.bytes_per_block, pinned=is_gpu)
+        settings = f"kv_offloading_size, {CPU_BYTES} or {NUM_BLOCKS}"
+        self._memory = HostMemory(self._num_slots, layout.bytes_per_block, pinned=is_gpu, asked_by=settings)
 
     def bind(self, metadata: object | None) -> None:
         self._moves = moves_of(metadata)

@@ -14,6 +14,8 @@ class TransferFailure:
     reason: str
     """A sentence for people, with what was expected and what was found."""
     timed_out: bool = False
+    block: bytes | None = None
+    """The chain hash of a block that is not what it should be, where it is known to be that."""
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"address is {address!r}; it must be host:port")
+        raise ValueError(f"address is {address!r}; it must be host:port, with a port from 1 to 65535")
     return host, int(port)
 
 
@@ -128,6 +128,8 @@ class SocketServer:
 
     def __init__(self, host: str, port: int, serve: Callable[[socket.socket], None], name: str) -> None:
         self._serve, self._name = serve, name
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"nobody can listen on {host}:{port}; ports end at 65535")
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:

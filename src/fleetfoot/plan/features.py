@@ -18,7 +18,6 @@ _SPECULATIVE = {
     "ngram": Feature.SPECULATIVE_NGRAM,
     "draft_model": Feature.SPECULATIVE_DRAFT_MODEL,
     "eagle": Feature.SPECULATIVE_EAGLE,
-    "eagle3": Feature.SPECULATIVE_EAGLE,
 }
 _PARALLEL = {
     "tensor_parallel_size": Feature.TENSOR_PARALLELISM,

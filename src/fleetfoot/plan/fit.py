@@ -198,7 +198,7 @@ def _halves(value: int, least: int) -> Iterator[int]:
 def _least_tokens(config: EngineConfig, device: Device, least: int) -> int:
     """The fewest tokens that a step must hold."""
     whole = 0 if config.enable_chunked_prefill else config.max_model_len or device.max_positions
-    return max(least, config.max_num_seqs, whole)
+    return max(least, config.max_decode_tokens, whole)
 
 
 def _needed(config: EngineConfig, shape: EngineShape) -> int | None:

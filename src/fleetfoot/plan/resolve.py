@@ -20,7 +20,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.traits import ModelTraits
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.speculative.build import drafter_shape
-from fleetfoot.speculative.find import find_drafter
+from fleetfoot.speculative.find import DrafterModel, find_drafter
 from fleetfoot.weights.hub import resolve_model
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -48,8 +48,9 @@ def resolve_plan(
     device = choose_device(config, machine)
     traits = ModelTraits.of(read_config_json(model_path), model)
     decision = resolve_runner(config, traits, machine, environ)
-    shape, memory = _fit(config, model, machine, device, decision.runner, config_only=config_only)
-    if (drafter := find_drafter(config, model, config_only=config_only)) is not None:
+    drafter = find_drafter(config, model, config_only=config_only)
+    shape, memory = _fit(config, model, drafter, machine, device, decision.runner)
+    if drafter is not None:
         drafter.check_length(shape.max_model_len)
     return EnginePlan(
         config=config,
@@ -104,12 +105,12 @@ def choose_device(config: EngineConfig, machine: Machine) -> str:
 
 
 def _fit(
-    config: EngineConfig, model: ModelConfig, machine: Machine, device: str, runner: str, *, config_only: bool
+    config: EngineConfig, model: ModelConfig, found: DrafterModel | None, machine: Machine, device: str, runner: str
 ) -> tuple[EngineShape, MemoryPlan]:
     dtype, backends = _dtype(config, model, device), choose_backends(device, machine)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
-    drafter = drafter_shape(config, model, dtype, device, config_only=config_only)
+    drafter = drafter_shape(config, model, found, dtype, device)
 
     def make_shape(config: EngineConfig, max_model_len: int) -> EngineShape:
         budget = _max_num_batched_tokens(config, device, max_model_len)
@@ -143,7 +144,7 @@ def _fit(
 
 
 def _max_num_batched_tokens(config: EngineConfig, device: str, max_model_len: int) -> int:
-    budget = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device], config.max_num_seqs)
+    budget = config.max_num_batched_tokens or max(DEFAULT_BATCHED_TOKENS[device], config.max_decode_tokens)
     if config.enable_chunked_prefill or budget >= max_model_len:
         return budget
     if config.max_num_batched_tokens is not None:

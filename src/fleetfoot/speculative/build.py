@@ -48,21 +48,17 @@ def build_speculation(plan: EnginePlan, context: ModelContext) -> Speculation:
 
 
 def drafter_shape(
-    config: EngineConfig, target: ModelConfig, dtype: str, device: str, *, config_only: bool = False
+    config: EngineConfig, target: ModelConfig, found: DrafterModel | None, dtype: str, device: str
 ) -> DrafterShape:
     """What drafts add to the memory of the last rank of a pipeline. No torch.
 
     Args:
+        found: what `find_drafter` finds with these settings.
         dtype: of weights and KV, the target's. device: ``cpu`` or ``cuda``.
-        config_only: download no more than says what the drafter is.
-
-    Raises:
-        ValueError, FileNotFoundError: as `find_drafter`.
     """
     speculative = config.speculative_config
     if speculative is None:
         return NO_DRAFTER
-    found = find_drafter(config, target, config_only=config_only)
     if found is None:
         return DrafterShape(speculative.num_speculative_tokens)
     max_positions = (config.max_model_len or target.max_position_embeddings) + speculative.num_speculative_tokens
