@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.models.registry import model_class, supported_architectures
+from fleetfoot.ops.linear import PlainLinear
 from fleetfoot.ops.select import select_ops
 from fleetfoot.ops.torch_ops import torch_ops
 from fleetfoot.weights.loading import load_model, reload_weights
@@ -276,6 +278,45 @@ def test_a_model_in_two_parts_gives_the_same_logits(tied: bool, cut: int, tmp_pa
         last.forward(input_ids, positions, cache.kv_caches[cut:], metadata)
     with pytest.raises(ValueError, match="no logits head"):
         first.compute_logits(hidden)
+
+
+class AddsToTheResidual(PlainLinear):
+    """A residual linear layer that adds to the residual itself, where there are more than 8 rows."""
+
+    num_added = 0
+
+    def accumulate(self, x: torch.Tensor, total: torch.Tensor) -> bool:
+        if len(x) <= 8:
+            return False
+        AddsToTheResidual.num_added += 1
+        total.add_(self(x))
+        return True
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_layers_that_add_to_the_residual_themselves(case: str, tmp_path: Path) -> None:
+    model_type, fields = CASES[case]
+    reference = make_checkpoint(tmp_path, model_type, **fields)
+    config = load_model_config(tmp_path)
+    ops = replace(torch_ops(), prepare_residual_linear=AddsToTheResidual)
+    whole = load_model(config, context(ops=ops), tmp_path)
+    first = load_model(config, context(ops=ops), tmp_path, layers=range(1))
+    last = load_model(config, context(ops=ops), tmp_path, layers=range(1, config.num_layers))
+    tokens = prompt(40)
+    expected = reference_logits(reference, tokens)
+
+    before = AddsToTheResidual.num_added
+    cache = PagedCache(config, 16)
+    logits = [run(whole, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 24), (24, 40))]
+    assert AddsToTheResidual.num_added - before == 2 * 2 * config.num_layers  # two chunks of more than 8 tokens
+    assert_close(torch.cat(logits), expected)
+
+    input_ids, positions, metadata = (parts := PagedCache(config, 16)).step({0: tokens})
+    between = first.forward(input_ids, positions, parts.kv_caches[:1], metadata)
+    assert isinstance(between, IntermediateTensors)
+    hidden = last.forward(input_ids, positions, parts.kv_caches[1:], metadata, between)
+    assert isinstance(hidden, torch.Tensor)
+    assert_close(last.compute_logits(hidden), expected)
 
 
 @pytest.mark.parametrize("layers", [range(0), range(2, 4), range(0, 3, 2), range(2, -1, -1)])

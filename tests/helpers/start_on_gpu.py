@@ -14,8 +14,9 @@ from unittest.mock import patch
 
 from triton import knobs
 
+from fleetfoot.runner.capture_table import GraphKey
 from fleetfoot.runner.v2 import runner as runner_module
-from fleetfoot.runner.v2.warm_up import KernelsUnderWay, compile_kernels
+from fleetfoot.runner.v2.warm_up import KernelCompiler
 from fleetfoot.sampling.params import SamplingParams
 from tests.helpers.engines import make_engine, prompt_of
 
@@ -31,13 +32,14 @@ def main() -> None:
         if threading.current_thread() is threading.main_thread() and not cache_hit:
             report["late"].append(src.name)
 
-    def compile_and_listen(*arguments: Any) -> KernelsUnderWay:
-        under_way = compile_kernels(*arguments)
-        report.update(compiled=under_way.ahead.num_compiled, found=under_way.ahead.num_found)
-        knobs.compilation.listener = note
-        return under_way
+    compile_first = KernelCompiler.compile_first
 
-    patch.object(runner_module, "compile_kernels", compile_and_listen).start()
+    def compile_and_listen(compiler: KernelCompiler, shapes: list[GraphKey]) -> None:
+        compile_first(compiler, shapes)
+        report.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
+        knobs.compilation.listener = note
+
+    patch.object(KernelCompiler, "compile_first", compile_and_listen).start()
     if sys.argv[1] == "lazily":
         patch.object(runner_module, "can_compile_ahead", lambda device: False).start()
     engine = make_engine(

@@ -24,11 +24,11 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.ops.compile_ahead import CompileAhead
 from fleetfoot.ops.triton_ops import triton_ops
 from fleetfoot.ops.triton_support import instead_of_launching, triton_kernel
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.runner.v2.warm_up import KernelsUnderWay, compile_kernels
+from fleetfoot.runner.v2.warm_up import KernelCompiler
 from tests.helpers.recording_device import RecordingDevice
 
 if TYPE_CHECKING:
@@ -102,15 +102,22 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
     late: list[str] = []
     counts: dict[str, int] = {}
 
-    def compile_and_listen(*arguments: Any) -> KernelsUnderWay:
-        under_way = compile_kernels(*arguments)
-        counts.update(compiled=under_way.ahead.num_compiled, found=under_way.ahead.num_found)
-        under_way.wait()
-        under_way.close()  # so that all that is heard from now on is the warm-up's
-        knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
-        return under_way
+    compile_first, compile_later = KernelCompiler.compile_first, KernelCompiler.compile_later
 
-    with patch.object(runner_module, "compile_kernels", compile_and_listen):
+    def compile_and_listen(compiler: KernelCompiler, shapes: list[GraphKey]) -> None:
+        compile_first(compiler, shapes)
+        counts.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
+        knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
+
+    def listen_no_more(compiler: KernelCompiler, shapes: list[GraphKey]) -> None:
+        knobs.compilation.listener = None
+        counts.update(later=len(shapes))
+        compile_later(compiler, shapes[:1])
+
+    with (
+        patch.object(KernelCompiler, "compile_first", compile_and_listen),
+        patch.object(KernelCompiler, "compile_later", listen_no_more),
+    ):
         runner.warm_up()
     knobs.compilation.listener = None
     runner.shutdown()

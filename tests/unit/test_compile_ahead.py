@@ -16,7 +16,7 @@ import torch
 from fleetfoot.ops.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.ops.triton_support import launcher
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
-from fleetfoot.runner.v2.warm_up import eager_shape, later_shapes, prompt_shape, warm_up_steps
+from fleetfoot.runner.v2.warm_up import eager_shape, later_shapes, warm_up_steps
 
 pytest.importorskip("triton")
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -119,11 +119,10 @@ def test_shapes() -> None:
     prefill, decode = warm_up_steps(max_num_batched_tokens=64, max_model_len=128, block_size=16)
     assert eager_shape(prefill, None) == GraphKey("mixed", 1, 4)
     assert eager_shape(decode, 0) == GraphKey("decode", 1, 1, drafting=0)
-    assert prompt_shape(300) == GraphKey("mixed", 1, 300)
-    assert prompt_shape(100_000).num_tokens == 1024
-    assert later_shapes((), 0) == []
+    assert later_shapes((), 0, 300) == [GraphKey("mixed", 1, 300)]
+    assert later_shapes((), 0, 100_000) == [GraphKey("mixed", 1, 1024)]
     table = CaptureTable(decode=(1, 2), uniform=(1,), num_drafts=3, mixed=(16,), max_num_seqs=2)
-    later = later_shapes(table.keys, 3)
+    _, *later = later_shapes(table.keys, 3, 64)
     assert {(shape.kind, shape.num_tokens) for shape in later} == {
         ("decode", 1),
         ("decode", 2),
@@ -151,6 +150,7 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
         assert report["start"]["late"] == report["eager"]["late"] == []
         assert report["fail"] == {"failed": 1, "raised": "CompilationError"}
         assert report["threads"] == []
+    assert cold["start"]["later"] > 3
     assert cold["start"]["compiled"] > 15
     assert cold["start"]["found"] == 0
     assert warm["start"]["compiled"] == 0

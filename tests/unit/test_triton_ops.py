@@ -23,6 +23,7 @@ from tests.helpers.ops_checks import (
 )
 
 from fleetfoot.ops.gpu_limits import GPULimits
+from fleetfoot.ops.linear import Accumulates
 from fleetfoot.ops.linear_staged_triton import StagedTiling
 from fleetfoot.ops.linear_streamed_triton import StreamedTiling
 from fleetfoot.ops.linear_tiled_triton import TiledTiling
@@ -204,6 +205,25 @@ def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) 
     torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=1e-3)
 
 
+def test_the_library_adds_to_the_residual() -> None:
+    weight, x, total = torch.randn(1024, 64).bfloat16(), torch.randn(300, 64).bfloat16(), torch.randn(300, 1024)
+    layer = TRITON.prepare_residual_linear(weight)
+    assert isinstance(layer, Accumulates)
+    summed = total.bfloat16()
+    assert layer.accumulate(x, summed)
+    expected = total.bfloat16().float() + x.float() @ weight.float().t()
+    torch.testing.assert_close(summed, expected.bfloat16(), rtol=1e-2, atol=1e-2)
+    # Where a kernel of ours is faster, and where there is a bias, nothing is done.
+    few = total[:16].bfloat16()
+    assert not layer.accumulate(x[:16], few)
+    biased = TRITON.prepare_residual_linear(weight, torch.ones(1024).bfloat16())
+    assert isinstance(biased, Accumulates)
+    whole = total.bfloat16()
+    assert not biased.accumulate(x, whole)
+    assert torch.equal(few, total[:16].bfloat16())
+    assert torch.equal(whole, total.bfloat16())
+
+
 def test_float32_is_for_the_library() -> None:
     weight, x = torch.randn(64, 32), torch.randn(3, 32)
     assert torch.equal(TRITON.prepare_linear(weight)(x), torch.nn.functional.linear(x, weight))
@@ -223,6 +243,9 @@ def test_float32_is_for_the_library() -> None:
         ((64, 151936, 1024), False, False, TiledTiling),
         ((65, 151936, 1024), False, False, type(None)),
         ((200, 4096, 1024), False, False, TiledTiling),
+        ((128, 14336, 4096), True, False, TiledTiling),
+        ((129, 14336, 4096), True, False, type(None)),
+        ((192, 3072, 1024), True, False, TiledTiling),
         ((64, 256, 1024), False, False, type(None)),  # too few tiles to read with
         ((1, 8, 1024), False, False, type(None)),
         ((1, 1024, 1023), False, False, type(None)),  # rows that are not aligned

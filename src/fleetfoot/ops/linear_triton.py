@@ -117,7 +117,7 @@ def _some_rows(
         return None
     # One program on a multiprocessor wants deep stages; where there are several for each, two should fit.
     one_each = num_tiles * splits <= num_sms
-    stages = {16: (6, 4), 32: (5 if gated else 4, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
+    stages = {16: (6, 4), 32: (5 if gated or num_rows > 32 else 4, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
     return TiledTiling(row_tile, stages[0] if one_each else stages[1], splits)
 
 

@@ -38,14 +38,7 @@ from fleetfoot.runner.v2.prompt_logprobs import PromptLogprobs
 from fleetfoot.runner.v2.sampling import RowSampler
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.verification import LogitsRows, NewTokens, Verifier
-from fleetfoot.runner.v2.warm_up import (
-    KernelsUnderWay,
-    compile_kernels,
-    eager_shape,
-    later_shapes,
-    prompt_shape,
-    warm_up_steps,
-)
+from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
@@ -110,7 +103,7 @@ class ModelRunnerV2:
         self._kv_caches: list[torch.Tensor] = []
         self._pending: ExecuteModelState | None = None
         self._left: AsyncOutput | None = None  # the output of a step that ended in `execute_model`
-        self._compiling: KernelsUnderWay | None = None
+        self._compiler: KernelCompiler | None = None
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
@@ -150,7 +143,8 @@ class ModelRunnerV2:
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
         if can_compile_ahead(self.device.torch_device):
-            self._compile_kernels(steps)
+            self._compiler = KernelCompiler(self._step)
+            self._compiler.compile_first(self._first_shapes(steps))
         for scheduler_output in steps:
             self._forward(scheduler_output)
             if self._pending is not None:
@@ -160,19 +154,23 @@ class ModelRunnerV2:
         with torch.inference_mode():
             self.graphs.capture_first()
         self.graphs.num_steps.clear()
-        if self._compiling is not None:
-            self._compiling.wait()
+        if self._compiler is not None:
+            self._compiler.compile_later(self._later_shapes())
 
-    def _compile_kernels(self, steps: list[SchedulerOutput]) -> None:
-        first = [*self.graphs.first_keys]
+    def _first_shapes(self, steps: list[SchedulerOutput]) -> list[GraphKey]:
+        """Of the warm-up's steps, and the graphs that it captures."""
+        shapes = [*self.graphs.first_keys]
         for step in steps:
             drafting = self._drafting.wanted(step)
             _, key = self.graphs.dispatch(step, sampling=PLAIN, drafting=drafting)
-            first.append(key or eager_shape(step, drafting))
+            shapes.append(key or eager_shape(step, drafting))
+        return shapes
+
+    def _later_shapes(self) -> list[GraphKey]:
         # Ranks find different things in the cache, and must not disagree on what they sum.
-        is_alone = self._loader.context.tensor_group.size == self._pipeline.size == 1
-        later = later_shapes(self.graphs.keys, self._speculation.num_drafts) if is_alone else []
-        self._compiling = compile_kernels(self._step, first, prompt_shape(self._max_num_batched_tokens), later)
+        if self._loader.context.tensor_group.size > 1 or self._pipeline.size > 1:
+            return []
+        return later_shapes(self.graphs.keys, self._speculation.num_drafts, self._max_num_batched_tokens)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -367,8 +365,8 @@ class ModelRunnerV2:
         return work
 
     def shutdown(self) -> None:
-        if self._compiling is not None:
-            self._compiling.close()
+        if self._compiler is not None:
+            self._compiler.close()
         self._connector.shutdown()
         self._model = self._pending = self._left = None
         self._kv_caches = []

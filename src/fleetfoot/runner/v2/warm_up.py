@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -68,75 +68,56 @@ def eager_shape(step: SchedulerOutput, drafting: int | None) -> GraphKey:
     return GraphKey(kind, 1, step.total_num_scheduled_tokens, drafting=drafting)
 
 
-def prompt_shape(max_num_batched_tokens: int) -> GraphKey:
-    """A step that serving begins with: it is a prompt, and too long for the graphs."""
-    return GraphKey("mixed", 1, min(_PROMPT_TOKENS, max_num_batched_tokens))
-
-
-def later_shapes(captured: Sequence[GraphKey], num_drafts: int) -> list[GraphKey]:
-    """Steps whose kernels are those of all that serving may meet.
+def later_shapes(captured: Sequence[GraphKey], num_drafts: int, max_num_batched_tokens: int) -> list[GraphKey]:
+    """Steps whose kernels are those of all that serving may meet: first a prompt that is too long for the graphs.
 
     Args:
         captured: the shapes that graphs serve.
     """
+    prompt = GraphKey("mixed", 1, min(_PROMPT_TOKENS, max_num_batched_tokens))
     shapes = [replace(shape, drafting=num_drafts or None) for shape in captured]
-    return shapes + [replace(shape, sampling=variant) for variant in _VARIANTS for shape in shapes[:1]]
+    return [prompt, *shapes, *(replace(shape, sampling=variant) for variant in _VARIANTS for shape in shapes[:1])]
 
 
-@dataclass(frozen=True, slots=True)
-class KernelsUnderWay:
-    """Kernels that are compiled while the warm-up runs, and behind it."""
+class KernelCompiler:
+    """Compiles what the warm-up is going to launch, and behind it what serving will launch besides.
 
-    ahead: CompileAhead
-    prompt: Compilations
+    Args:
+        make_step: a step of one shape, of padding requests alone.
+    """
 
-    def wait(self) -> None:
-        """For those that the first prompt needs."""
-        self.prompt.wait()
+    def __init__(self, make_step: Callable[[GraphKey], Callable[[], object]]) -> None:
+        self._make_step = make_step
+        self.ahead = CompileAhead()
+
+    def compile_first(self, shapes: Sequence[GraphKey]) -> None:
+        """Compile the kernels of some shapes, and wait for them. Logs how many there are, and the seconds."""
+        begin = time.perf_counter()
+        num_failed = self._queue(shapes).wait()
+        logger.info(
+            "kernels: %d compiled by %d threads, %d found in the cache, %d failed: %.2f s",
+            self.ahead.num_compiled,
+            self.ahead.num_threads,
+            self.ahead.num_found,
+            num_failed,
+            time.perf_counter() - begin,
+        )
+
+    def compile_later(self, shapes: Sequence[GraphKey]) -> None:
+        """Begin with those of other shapes, if any had to be compiled so far: where none had, an earlier start has
+        compiled these. Nobody waits for them, and nothing can be compiled behind them."""
+        if self.ahead.num_compiled:
+            self._queue(shapes)
+        self.ahead.finish()
 
     def close(self) -> None:
         """Give up what has not begun."""
         self.ahead.close()
 
-
-def compile_kernels(
-    make_step: Callable[[GraphKey], Callable[[], object]],
-    first: Sequence[GraphKey],
-    prompt: GraphKey,
-    later: Sequence[GraphKey],
-) -> KernelsUnderWay:
-    """Compile what the warm-up is going to launch, and begin with what serving will launch besides.
-
-    Logs how many kernels there are, and the seconds until the warm-up can go on.
-
-    Args:
-        make_step: a step of one shape, of padding requests alone.
-        first: the shapes of the warm-up, whose kernels are waited for.
-        prompt: queued before them, for its kernel takes the longest to compile.
-        later: queued behind them if any kernel had to be compiled: where none had, an earlier start has compiled these.
-    """
-    begin = time.perf_counter()
-    ahead = CompileAhead()
-
-    def queue(shapes: Sequence[GraphKey]) -> Compilations:
-        return ahead.queue(lambda: [make_step(shape)() for shape in shapes])
-
-    try:
-        with torch.inference_mode():
-            of_prompt, of_warm_up = queue([prompt]), queue(first)
-            num_failed = of_warm_up.wait()
-            logger.info(
-                "kernels: %d compiled by %d threads, %d found in the cache, %d failed: %.2f s",
-                ahead.num_compiled,
-                ahead.num_threads,
-                ahead.num_found,
-                num_failed,
-                time.perf_counter() - begin,
-            )
-            if ahead.num_compiled:
-                queue(later)
-    except BaseException:
-        ahead.close()
-        raise
-    ahead.finish()
-    return KernelsUnderWay(ahead, of_prompt)
+    def _queue(self, shapes: Sequence[GraphKey]) -> Compilations:
+        try:
+            with torch.inference_mode():
+                return self.ahead.queue(lambda: [self._make_step(shape)() for shape in shapes])
+        except BaseException:
+            self.ahead.close()
+            raise
