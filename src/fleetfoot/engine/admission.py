@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fleetfoot.inputs import PromptType
 from fleetfoot.sampling.params import SamplingParams, bad_words_token_ids, is_boolean
 from fleetfoot.sampling.seeds import request_seed
@@ -195,21 +197,21 @@ class Admission:
 
     @staticmethod
     def _as_token_ids(token_ids: object) -> list[int]:
-        if isinstance(token_ids, str | bytes) or not hasattr(token_ids, "__iter__"):
+        if isinstance(token_ids, str | bytes | Mapping) or not hasattr(token_ids, "__iter__"):
             raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
-        entries: Any = token_ids if hasattr(token_ids, "__len__") else list(token_ids)
+        entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
         try:
-            ids: list[int] = array("q", entries).tolist()  # checks every entry, in C
+            ids = array("q", entries)  # checks every entry, in C
         except (TypeError, OverflowError):
             for position, token in enumerate(entries):
                 if is_boolean(token) or not isinstance(token, int) or not -(2**63) <= token < 2**63:
                     raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
             raise
-        if 0 in ids or 1 in ids:  # what a boolean would have become: a mask in the place of token ids
-            for position, token in enumerate(entries):
-                if is_boolean(token):
-                    raise TypeError(f"prompt_token_ids[{position}] is {token!r}, a boolean; token ids are ints")
-        return ids
+        # 0 and 1 are what booleans would have become: a mask in the place of token ids.
+        for position in np.flatnonzero(np.frombuffer(ids, np.int64) <= 1).tolist():
+            if is_boolean(entries[position]):
+                raise TypeError(f"prompt_token_ids[{position}] is {entries[position]!r}, a boolean; token ids are ints")
+        return ids.tolist()
 
     def _check_tokens(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -6,12 +6,14 @@ those at that depth the first few (`fleetfoot.sampling.filters` is the twin, and
 
 Top-k and top-p ask the same question: which is the greatest depth whose predecessors weigh less than is wanted? A token
 weighs 1 for top-k and its probability, as an integer, for top-p; integers add up to the same sum in any order. Each
-filter takes four launches, the first three of which cut the row in pieces, so that one row keeps the whole chip busy:
+filter takes a few launches, all but the last of which cut the row in pieces, so that one row keeps the whole chip busy:
 
     weigh     what lies above each of eight bounds, which are octaves
-    weigh     the same within the octave that this leaves
-    collect   the tokens of the eighth of an octave that this leaves
+    weigh     the same within the octave that this leaves; for top-p once more within the eighth that this leaves
+    collect   the tokens of what this leaves
     settle    among those, few, the cut is found bit by bit
+
+Top-p may cut where tokens are many and alike, thousands of them in an eighth of an octave.
 
 Rows without filters leave at once. No grid and no loop depends on what the host would have to know: a CUDA graph holds
 the launches.
@@ -34,8 +36,12 @@ if TYPE_CHECKING:
 _TILE = 2048
 """Tokens in a piece, and of those that were collected looked at at once."""
 _SETTLING_WARPS = 16
+_NUM_LEVELS = {False: 2, True: 3}
+"""Launches of ``weigh`` for top-k, and for top-p."""
+_NUM_COLLECTED = 24
+"""Where a row's state has how many tokens were collected; before it, eight sums for each level."""
 _NUM_SUMS = 32
-"""int64 of a row's state: two times eight sums, and how many tokens were collected; the rest keeps rows apart."""
+"""int64 of a row's state; the rest keeps rows apart."""
 
 
 def filter_cuts_triton(
@@ -85,9 +91,11 @@ def filter_cuts_triton(
     }
     for is_mass in (False, True):
         own = sums[int(is_mass)]
-        for level in (0, 1):
+        levels = _NUM_LEVELS[is_mass]
+        for level in range(levels):
             _weigh_kernel[(num_rows, num_pieces)](own, limits, *arguments, level=level, is_mass=is_mass, **constants)
-        _collect_kernel[(num_rows, num_pieces)](own, close, limits, *arguments, is_mass=is_mass, **constants)
+        of_collected = {"collected": _NUM_COLLECTED, "levels": levels, "is_mass": is_mass, **constants}
+        _collect_kernel[(num_rows, num_pieces)](own, close, limits, *arguments, **of_collected)
         _settle_kernel[(num_rows,)](
             own,
             close,
@@ -95,9 +103,8 @@ def filter_cuts_triton(
             cuts,
             *arguments,
             index_bits=vocab_size.bit_length(),
-            is_mass=is_mass,
             num_warps=_SETTLING_WARPS,
-            **constants,
+            **of_collected,
         )
     return cuts
 
@@ -205,14 +212,14 @@ def _load_piece(logits_ptr, vocab_size, highest, temperature, tile: tl.constexpr
 
 @triton_kernel()
 def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, is_mass: tl.constexpr):
-    """Where the cut is after one or two levels: depths from ``low`` on and above ``high``. Also what weighs above
+    """Where the cut is after one or more levels: depths from ``low`` on and above ``high``. Also what weighs above
     ``low``, and what is wanted."""
     place = tl.arange(0, 8)
     above = tl.load(sums_ptr + place)
     wanted = _wanted(row, above, top_k_ptr, top_p_ptr, is_mass)
     low, high, base = _between(_octaves(limit), above, wanted, limit * 0, limit + 1)
-    if levels == 2:
-        above = base + tl.load(sums_ptr + 8 + place)
+    for level in tl.static_range(1, levels):
+        above = base + tl.load(sums_ptr + level * 8 + place)
         low, high, passed = _between(_eighths(low, high), above, wanted, low, high)
         base = tl.maximum(base, passed)
     return low, high, base, wanted
@@ -251,8 +258,8 @@ def _weigh_kernel(
         limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
         first = limit * 0  # depths before it are not counted
         bounds = _octaves(limit)
-        if level == 1:
-            first, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, 1, is_mass)
+        if level > 0:
+            first, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, level, is_mass)
             bounds = _eighths(first, high)
         _, is_token, depth = _load_piece(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
         is_counted = is_token & (depth >= first) & (depth <= limit)
@@ -275,6 +282,8 @@ def _collect_kernel(
     rows_ptr,
     row_stride,
     vocab_size,
+    collected: tl.constexpr,
+    levels: tl.constexpr,
     is_mass: tl.constexpr,
     has_rows: tl.constexpr,
     pieces: tl.constexpr,
@@ -293,12 +302,12 @@ def _collect_kernel(
     if is_random & _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
         sums_ptr += request * num_sums
         limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
-        low, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, 2, is_mass)
+        low, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
         index, is_token, depth = _load_piece(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
         is_close = is_token & (depth >= low) & (depth < high)
         num_close = tl.sum(is_close.to(tl.int32), 0)
         if num_close > 0:
-            begin = tl.atomic_add(sums_ptr + 16, num_close.to(tl.int64), sem="relaxed")
+            begin = tl.atomic_add(sums_ptr + collected, num_close.to(tl.int64), sem="relaxed")
             slot = begin + tl.cumsum(is_close.to(tl.int32), 0) - 1
             tl.store(close_ptr + request * vocab_size + slot, index, mask=is_close)
 
@@ -319,6 +328,8 @@ def _settle_kernel(
     row_stride,
     vocab_size,
     index_bits: tl.constexpr,
+    collected: tl.constexpr,
+    levels: tl.constexpr,
     is_mass: tl.constexpr,
     has_rows: tl.constexpr,
     pieces: tl.constexpr,
@@ -338,8 +349,8 @@ def _settle_kernel(
     last = tl.full((), 0x7FFFFFFF, tl.int32)
     if is_random & _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
         sums_ptr += request * num_sums
-        low, high, base, wanted = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, 2, is_mass)
-        num_close = tl.load(sums_ptr + 16).to(tl.int32)
+        low, high, base, wanted = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
+        num_close = tl.load(sums_ptr + collected).to(tl.int32)
         # Of tokens at the same depth top-k keeps all; top-p goes on to their indices.
         first, behind = low.to(tl.int64), high.to(tl.int64)
         if is_mass:

@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
 from typing import Any
 
@@ -123,8 +124,7 @@ class SamplingParams:
 
         A worker's process could not make an object of a class that the user's program defines.
         """
-        names = [item.name for item in dataclasses.fields(SamplingParams)]
-        return SamplingParams(**{name: getattr(self, name) for name in names})
+        return SamplingParams(**{name: getattr(self, name) for name in _field_names()})
 
     def validate_for_model(self, *, vocab_size: int, max_logprobs: int = 20, has_tokenizer: bool = True) -> None:
         """Check what depends on the model; raises `ValueError`.
@@ -238,6 +238,11 @@ class SamplingParams:
         self.extra_args = copy.deepcopy(self.extra_args)
 
 
+@cache
+def _field_names() -> tuple[str, ...]:
+    return tuple(item.name for item in dataclasses.fields(SamplingParams))
+
+
 _FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -277,7 +282,9 @@ def is_boolean(value: object) -> bool:
 def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]) -> float:
     """``value`` as a float if it is a finite real number (a bool is none) that ``accept`` takes."""
     try:
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        # Whether something is a `Real` takes longer than all else here; most are plain floats.
+        is_number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+        number = float(value) if is_number else math.nan
     except OverflowError:  # an int beyond any float
         number = math.inf
     if not math.isfinite(number) or not accept(number):
@@ -288,7 +295,8 @@ def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]
 def _integer(name: str, value: Any, allowed: str, accept: Callable[[int], bool]) -> int:
     """``value`` as an int if it is one (numpy's too; a bool is none) that ``accept`` takes."""
     try:
-        number = None if is_boolean(value) else operator.index(value)
+        is_int = type(value) is int
+        number = value if is_int else None if is_boolean(value) else operator.index(value)
     except TypeError:
         number = None
     if number is None or not accept(number):
