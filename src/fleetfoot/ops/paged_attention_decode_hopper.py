@@ -40,10 +40,10 @@ from fleetfoot.ops.paged_attention_decode_hopper_feed import (
     SEQ_LEN,
     SLOTS,
     feed,
-    get_field,
     launch_dependents,
     wait_for_inputs,
 )
+from fleetfoot.ops.paged_attention_hopper_items import get_field
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
 from fleetfoot.ops.triton_support import launcher, next_power_of_2
 
@@ -150,8 +150,11 @@ def _load_query(
 ):  # fmt: skip
     """64 elements of the query heads of an item, ``[4, 64, rows]``: the same for each of the four warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 8, 4], [4, 1, 1], [1, 2, 0])
-    query_begin, query_len = get_field(items, slot, QUERY_BEGIN, 4), get_field(items, slot, QUERY_LEN, 4)
-    kv_head = get_field(items, slot, KV_HEAD, 4)
+    query_begin, query_len = (
+        get_field(items, slot, QUERY_BEGIN, NUM_FIELDS, 4),
+        get_field(items, slot, QUERY_LEN, NUM_FIELDS, 4),
+    )
+    kv_head = get_field(items, slot, KV_HEAD, NUM_FIELDS, 4)
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     column = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     row = gl.arange(0, rows, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -344,18 +347,27 @@ def _attend(
     count = 0
     step = 0
     mbarrier.wait(described.index(0), 0)
-    num_tiles = get_field(items, 0, NUM_TILES, 4)
+    num_tiles = get_field(items, 0, NUM_TILES, NUM_FIELDS, 4)
     loaded = ()
     for part in gl.static_range(parts):
         loaded = loaded + (_load_query(query_ptr, items, 0, query_stride, part, group, head_dim, rows),)  # type: ignore[assignment]  # noqa: RUF005
     while num_tiles > 0:
         slot = count % SLOTS
-        query_begin, query_len = get_field(items, slot, QUERY_BEGIN, 4), get_field(items, slot, QUERY_LEN, 4)
-        kv_head, seq_len = get_field(items, slot, KV_HEAD, 4), get_field(items, slot, SEQ_LEN, 4)
-        first_tile, kind = get_field(items, slot, FIRST_TILE, 4), get_field(items, slot, PIECE, 4)
-        first_program = get_field(items, slot, FIRST_PROGRAM, 4)
-        last_program = get_field(items, slot, LAST_PROGRAM, 4)
-        request = get_field(items, slot, REQUEST, 4)
+        query_begin, query_len = (
+            get_field(items, slot, QUERY_BEGIN, NUM_FIELDS, 4),
+            get_field(items, slot, QUERY_LEN, NUM_FIELDS, 4),
+        )
+        kv_head, seq_len = (
+            get_field(items, slot, KV_HEAD, NUM_FIELDS, 4),
+            get_field(items, slot, SEQ_LEN, NUM_FIELDS, 4),
+        )
+        first_tile, kind = (
+            get_field(items, slot, FIRST_TILE, NUM_FIELDS, 4),
+            get_field(items, slot, PIECE, NUM_FIELDS, 4),
+        )
+        first_program = get_field(items, slot, FIRST_PROGRAM, NUM_FIELDS, 4)
+        last_program = get_field(items, slot, LAST_PROGRAM, NUM_FIELDS, 4)
+        request = get_field(items, slot, REQUEST, NUM_FIELDS, 4)
         queries = ()
         for part in gl.static_range(parts):
             queries = queries + (gl.convert_layout(loaded[part], gl.DotOperandLayout(1, mma, 2)),)  # type: ignore[assignment]  # noqa: RUF005
@@ -368,7 +380,7 @@ def _attend(
         count += 1
         next_slot = count % SLOTS
         mbarrier.wait(described.index(next_slot), (count // SLOTS) & 1)
-        num_tiles = get_field(items, next_slot, NUM_TILES, 4)
+        num_tiles = get_field(items, next_slot, NUM_TILES, NUM_FIELDS, 4)
         next_loaded = ()
         for part in gl.static_range(parts):
             next_loaded = next_loaded + (  # noqa: RUF005

@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from fleetfoot.ops.paged_attention_hopper_items import block_ids, put_field
+
 SLOTS = gl.constexpr(4)
 """Items that may be described ahead."""
 # An item is what a program has of a pair of request and KV head. Its fields, in 32-bit words of shared memory:
@@ -41,18 +43,6 @@ def wait_for_inputs(overlap: gl.constexpr):
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
-
-
-@gluon.jit
-def get_field(items, slot, field: gl.constexpr, num_warps: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    return gl.sum(items.index(slot * NUM_FIELDS + field).load(layout), 0)
-
-
-@gluon.jit
-def _put_field(items, slot, field: gl.constexpr, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    items.index(slot * NUM_FIELDS + field).store(gl.full([1], value, gl.int32, layout))
 
 
 @gluon.jit
@@ -105,17 +95,6 @@ def _find_stretch(
 
 
 @gluon.jit
-def _block_ids(table_ptr, begin, seq_len, tile: gl.constexpr, block_size: gl.constexpr):
-    """The block of each piece of a tile that begins at position ``begin``; 0 for pieces behind the sequence."""
-    blocks = ()
-    for piece in gl.static_range(4):
-        position = begin + piece * (tile // 4)
-        block = gl.load(table_ptr + position // block_size, mask=position < seq_len, other=0)
-        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
-    return blocks
-
-
-@gluon.jit
 def _copy_tile(
     rows_of_cache, pieces, stage, barrier, blocks, begin, seq_len, kv_head, num_rows, rows_per_block,
     tile: gl.constexpr, block_size: gl.constexpr,
@@ -164,27 +143,27 @@ def feed(
 
         # Blocks are looked up a tile ahead: the copies must not wait for them.
         table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
-        blocks = _block_ids(table_ptr, (first_tile + begin) * tile, seq_len, tile, block_size)
+        blocks = block_ids(table_ptr, (first_tile + begin) * tile, seq_len, tile // 4, tile, block_size)
 
         slot = count % SLOTS
         mbarrier.wait(released.index(slot), ((count // SLOTS) & 1) ^ 1)
-        _put_field(items, slot, NUM_TILES, stop - begin)
-        _put_field(items, slot, FIRST_TILE, first_tile + begin)
-        _put_field(items, slot, SEQ_LEN, seq_len)
-        _put_field(items, slot, QUERY_BEGIN, query_begin)
-        _put_field(items, slot, QUERY_LEN, query_len)
-        _put_field(items, slot, KV_HEAD, kv_head)
-        _put_field(items, slot, REQUEST, request)
-        _put_field(items, slot, PIECE, gl.where(is_piece, gl.where(begin == 0, 2, 1), 0))
-        _put_field(items, slot, FIRST_PROGRAM, pair_begin // stretch)
-        _put_field(items, slot, LAST_PROGRAM, (pair_begin + num_tiles - 1) // stretch)
+        put_field(items, slot, NUM_TILES, NUM_FIELDS, stop - begin)
+        put_field(items, slot, FIRST_TILE, NUM_FIELDS, first_tile + begin)
+        put_field(items, slot, SEQ_LEN, NUM_FIELDS, seq_len)
+        put_field(items, slot, QUERY_BEGIN, NUM_FIELDS, query_begin)
+        put_field(items, slot, QUERY_LEN, NUM_FIELDS, query_len)
+        put_field(items, slot, KV_HEAD, NUM_FIELDS, kv_head)
+        put_field(items, slot, REQUEST, NUM_FIELDS, request)
+        put_field(items, slot, PIECE, NUM_FIELDS, gl.where(is_piece, gl.where(begin == 0, 2, 1), 0))
+        put_field(items, slot, FIRST_PROGRAM, NUM_FIELDS, pair_begin // stretch)
+        put_field(items, slot, LAST_PROGRAM, NUM_FIELDS, (pair_begin + num_tiles - 1) // stretch)
         gl.thread_barrier()
         mbarrier.arrive(described.index(slot), count=1)
 
         for index in range(first_tile + begin, first_tile + stop):
             stage = step % stages
             position = index * tile
-            next_blocks = _block_ids(table_ptr, position + tile, seq_len, tile, block_size)
+            next_blocks = block_ids(table_ptr, position + tile, seq_len, tile // 4, tile, block_size)
             if position + tile > seq_len - query_len:  # it has what the kernel ahead writes
                 wait_for_inputs(overlap)
             mbarrier.wait(free.index(stage), ((step // stages) & 1) ^ 1)
@@ -203,8 +182,8 @@ def feed(
             request += 1
     slot = count % SLOTS
     mbarrier.wait(released.index(slot), ((count // SLOTS) & 1) ^ 1)
-    _put_field(items, slot, NUM_TILES, 0)
-    _put_field(items, slot, QUERY_LEN, 0)  # there is no query to fetch ahead
+    put_field(items, slot, NUM_TILES, NUM_FIELDS, 0)
+    put_field(items, slot, QUERY_LEN, NUM_FIELDS, 0)  # there is no query to fetch ahead
     gl.thread_barrier()
     mbarrier.arrive(described.index(slot), count=1)
     wait_for_inputs(overlap)

@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
+from fleetfoot.ops.paged_attention_hopper_items import block_ids, get_field, put_field
+
 # Fields that describe an item to all roles, in 32-bit words of shared memory.
 NUM_TILES = gl.constexpr(0)  # 0: there are no more items
 FIRST_TILE = gl.constexpr(1)
@@ -19,18 +21,6 @@ NUM_TOKENS = gl.constexpr(5)
 KV_HEAD = gl.constexpr(6)
 REQUEST = gl.constexpr(7)
 NUM_FIELDS = gl.constexpr(8)
-
-
-@gluon.jit
-def get_field(items, slot, field: gl.constexpr, num_warps: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    return gl.sum(items.index(slot * NUM_FIELDS + field).load(layout), 0)
-
-
-@gluon.jit
-def _put_field(items, slot, field: gl.constexpr, value):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    items.index(slot * NUM_FIELDS + field).store(gl.full([1], value, gl.int32, layout))
 
 
 @gluon.jit
@@ -106,14 +96,14 @@ def schedule(
             if has_window:
                 first_tile = gl.maximum(first_position + 1 - window, 0) // tile
             mbarrier.wait(free.index(slot), ((count // 2) & 1) ^ 1)
-            _put_field(items, slot, NUM_TILES, gl.maximum((kv_end + tile - 1) // tile - first_tile, 1))
-            _put_field(items, slot, FIRST_TILE, first_tile)
-            _put_field(items, slot, FIRST_POSITION, first_position)
-            _put_field(items, slot, KV_END, kv_end)
-            _put_field(items, slot, FIRST_TOKEN, query_begin + first_token)
-            _put_field(items, slot, NUM_TOKENS, query_len - first_token)
-            _put_field(items, slot, KV_HEAD, kv_head)
-            _put_field(items, slot, REQUEST, request)
+            put_field(items, slot, NUM_TILES, NUM_FIELDS, gl.maximum((kv_end + tile - 1) // tile - first_tile, 1))
+            put_field(items, slot, FIRST_TILE, NUM_FIELDS, first_tile)
+            put_field(items, slot, FIRST_POSITION, NUM_FIELDS, first_position)
+            put_field(items, slot, KV_END, NUM_FIELDS, kv_end)
+            put_field(items, slot, FIRST_TOKEN, NUM_FIELDS, query_begin + first_token)
+            put_field(items, slot, NUM_TOKENS, NUM_FIELDS, query_len - first_token)
+            put_field(items, slot, KV_HEAD, NUM_FIELDS, kv_head)
+            put_field(items, slot, REQUEST, NUM_FIELDS, request)
             gl.thread_barrier()
             mbarrier.arrive(described.index(slot), count=1)
             for piece in range(rows // 16):
@@ -141,21 +131,10 @@ def schedule(
         gl.store(counter_ptr, 0)
     slot = count % 2
     mbarrier.wait(free.index(slot), ((count // 2) & 1) ^ 1)
-    _put_field(items, slot, NUM_TILES, 0)
+    put_field(items, slot, NUM_TILES, NUM_FIELDS, 0)
     gl.thread_barrier()
     mbarrier.arrive(described.index(slot), count=1)
     mbarrier.arrive(filled.index(slot), count=1)
-
-
-@gluon.jit
-def _block_ids(table_ptr, begin, kv_end, piece_rows: gl.constexpr, tile: gl.constexpr, block_size: gl.constexpr):
-    """The block of each piece of a tile that begins at position ``begin``; 0 for pieces from ``kv_end`` on."""
-    blocks = ()
-    for piece in gl.static_range(tile // piece_rows):
-        position = begin + piece * piece_rows
-        block = gl.load(table_ptr + position // block_size, mask=position < kv_end, other=0)
-        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
-    return blocks
 
 
 @gluon.jit
@@ -231,23 +210,25 @@ def load(
     step = 0
     num_ends = 0
     mbarrier.wait(described.index(0), 0)
-    num_tiles = get_field(items, 0, NUM_TILES, 1)
+    num_tiles = get_field(items, 0, NUM_TILES, NUM_FIELDS, 1)
     while num_tiles > 0:
         slot = count % 2
-        first_tile = get_field(items, slot, FIRST_TILE, 1)
-        seq_len = get_field(items, slot, FIRST_POSITION, 1) + get_field(items, slot, NUM_TOKENS, 1)
-        kv_end = get_field(items, slot, KV_END, 1)
-        kv_head = get_field(items, slot, KV_HEAD, 1)
-        request = get_field(items, slot, REQUEST, 1)
+        first_tile = get_field(items, slot, FIRST_TILE, NUM_FIELDS, 1)
+        seq_len = get_field(items, slot, FIRST_POSITION, NUM_FIELDS, 1) + get_field(
+            items, slot, NUM_TOKENS, NUM_FIELDS, 1
+        )
+        kv_end = get_field(items, slot, KV_END, NUM_FIELDS, 1)
+        kv_head = get_field(items, slot, KV_HEAD, NUM_FIELDS, 1)
+        request = get_field(items, slot, REQUEST, NUM_FIELDS, 1)
         gl.thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
         table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
-        blocks = _block_ids(table_ptr, first_tile * tile, kv_end, piece_rows, tile, block_size)
+        blocks = block_ids(table_ptr, first_tile * tile, kv_end, piece_rows, tile, block_size)
         for index in range(num_tiles):
             stage = step % stages
             phase = (step // stages) & 1
             begin = (first_tile + index) * tile
-            next_blocks = _block_ids(table_ptr, begin + tile, kv_end, piece_rows, tile, block_size)
+            next_blocks = block_ids(table_ptr, begin + tile, kv_end, piece_rows, tile, block_size)
             mbarrier.wait(k_free.index(stage), phase ^ 1)
             mbarrier.expect(k_filled.index(stage), tile * head_dim * 2)
             _copy_tile(
@@ -276,4 +257,4 @@ def load(
             step += 1
         count += 1
         mbarrier.wait(described.index(count % 2), (count // 2) & 1)
-        num_tiles = get_field(items, count % 2, NUM_TILES, 1)
+        num_tiles = get_field(items, count % 2, NUM_TILES, NUM_FIELDS, 1)

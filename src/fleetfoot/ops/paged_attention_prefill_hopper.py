@@ -36,10 +36,10 @@ from fleetfoot.ops.paged_attention_hopper_feed import (
     NUM_FIELDS,
     NUM_TILES,
     NUM_TOKENS,
-    get_field,
     load,
     schedule,
 )
+from fleetfoot.ops.paged_attention_hopper_items import get_field
 from fleetfoot.ops.triton_support import launcher
 
 _TILE = 128  # KV positions
@@ -176,17 +176,17 @@ def _attend(
     count = 0
     step = 0
     mbarrier.wait(filled.index(0), 0)
-    num_tiles = get_field(items, 0, NUM_TILES, 4)
+    num_tiles = get_field(items, 0, NUM_TILES, NUM_FIELDS, 4)
     while num_tiles > 0:
         slot = count % 2
-        item_position = get_field(items, slot, FIRST_POSITION, 4)
+        item_position = get_field(items, slot, FIRST_POSITION, NUM_FIELDS, 4)
         row_position = item_position + row // group
         first_position = item_position + part_of_rows * 64 // group  # of this part's rows
         last_position = item_position + (part_of_rows * 64 + 63) // group
-        begin = get_field(items, slot, FIRST_TILE, 4) * tile
-        first_token = get_field(items, slot, FIRST_TOKEN, 4)
-        num_tokens = get_field(items, slot, NUM_TOKENS, 4)
-        kv_head = get_field(items, slot, KV_HEAD, 4)
+        begin = get_field(items, slot, FIRST_TILE, NUM_FIELDS, 4) * tile
+        first_token = get_field(items, slot, FIRST_TOKEN, NUM_FIELDS, 4)
+        num_tokens = get_field(items, slot, NUM_TOKENS, NUM_FIELDS, 4)
+        kv_head = get_field(items, slot, KV_HEAD, NUM_FIELDS, 4)
         q = queries.index(slot * num_groups + part_of_rows)
 
         stage = step % stages
@@ -244,7 +244,7 @@ def _attend(
         gl.store(out_ptr + gl.expand_dims(offset, 1) + column, result, mask=gl.expand_dims(is_row, 1))
         count += 1
         mbarrier.wait(filled.index(count % 2), (count // 2) & 1)
-        num_tiles = get_field(items, count % 2, NUM_TILES, 4)
+        num_tiles = get_field(items, count % 2, NUM_TILES, NUM_FIELDS, 4)
 
 
 # Query and output are aligned, which is checked; the others may be slices that begin anywhere.
