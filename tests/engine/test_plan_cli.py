@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fleetfoot import LLM
+from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.main import main
 from fleetfoot.cli.plan import make_report
 from fleetfoot.cli.sizes import readable, size_in_bytes
@@ -200,7 +201,8 @@ def test_the_memory_of_a_gpu(capsys: Streams, llama_8b: str) -> None:
 def test_the_capture_table(capsys: Streams, llama_8b: str) -> None:
     graphs = plan(capsys, llama_8b, *H100, "--max-num-seqs", "24")["graphs"]
     assert graphs["decode"] == [1, 2, 4, 8, 16, 24]
-    assert graphs["mixed"] == [16, 32, 64, 128, 256, 512]
+    assert graphs["mixed"] == [16, 32, 64, 128, 256, 512]  # a small model has larger ones
+    assert plan(capsys, str(embedded_model_path()), *H100)["graphs"]["mixed"][-2:] == [1024, 2048]
     assert (graphs["uniform"], graphs["num_drafts"], graphs["num_shapes"]) == ([], 0, 12)
     for flags in (["--enforce-eager"], ["--runner", "v1"]):
         report = plan(capsys, llama_8b, *H100, *flags)

@@ -66,6 +66,10 @@ def test_small_mixed_batches_are_captured_and_large_ones_run_eagerly() -> None:
         "mixed", 256, 512
     )
     assert shapes.dispatch(num_reqs=2, num_tokens=513, max_query_len=512, is_uniform=False) is None
+    # Of a small model, whose launches take longer than what they compute.
+    for most, largest in ((700, 512), (1024, 1024), (2706, 2048), (10**6, 2048)):
+        assert table(most_mixed_tokens=most).mixed[-1] == largest
+    assert table(most_mixed_tokens=10**6, max_num_batched_tokens=1500).mixed[-1] == 1024
 
 
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"enforce_eager": True}])

@@ -9,7 +9,7 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, load_model_config, read_config_json
 from fleetfoot.kv_transfer.layouts import V2_LAYOUT
-from fleetfoot.layers.shards import check_pipeline_parallel_size, check_tensor_parallel_size
+from fleetfoot.layers.shards import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
 from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.fit import Device, fit_engine
 from fleetfoot.plan.footprint import EngineShape
@@ -24,6 +24,9 @@ from fleetfoot.speculative.find import DrafterModel, find_drafter
 from fleetfoot.weights.hub import resolve_model
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+_LAUNCH_BOUND_PRODUCTS = 42 * 10**9
+"""Weights times tokens that a GPU multiplies while the host launches a decoder layer's kernels one by one: 0.34 ms, or
+2,700 tokens of Qwen3-0.6B, measured on an H100. Graphs pay up to about so many; beyond, padding to them costs more."""
 
 
 def resolve_plan(
@@ -129,6 +132,7 @@ def _fit(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=budget,
                 num_drafts=drafter.num_drafts,
+                most_mixed_tokens=_LAUNCH_BOUND_PRODUCTS // layer_parameters(model, config.tensor_parallel_size),
             ),
             backends=backends,
             tensor_parallel_size=config.tensor_parallel_size,

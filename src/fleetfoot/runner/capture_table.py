@@ -9,7 +9,9 @@ SMALL = (1, 2, 4, 8, 16)
 DECODE_STEP = 16
 WIDER_STEP = 32
 WIDER_STEP_FROM = 64
-MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
+MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+MIXED_FOR_ALL = 512
+"""Mixed batches up to so many tokens are captured for every model; beyond, if launching takes longer than computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +76,19 @@ class CaptureTable:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_drafts: int = 0,
+        most_mixed_tokens: int = MIXED_FOR_ALL,
     ) -> CaptureTable:
-        """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager."""
+        """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager.
+
+        Args:
+            most_mixed_tokens: of a mixed batch that is worth padding to a captured one.
+        """
         if device == "cpu" or enforce_eager:
             return cls()
         sizes = decode_sizes(max_num_seqs)
         uniform = tuple(n for n in sizes if n * (1 + num_drafts) <= max_num_batched_tokens) if num_drafts else ()
-        mixed = tuple(tokens for tokens in MIXED_TOKENS if tokens <= max_num_batched_tokens)
+        most_mixed = min(max_num_batched_tokens, max(most_mixed_tokens, MIXED_FOR_ALL))
+        mixed = tuple(tokens for tokens in MIXED_TOKENS if tokens <= most_mixed)
         return cls(sizes, num_drafts, uniform, mixed, max_num_seqs)
 
     def dispatch(
