@@ -102,14 +102,14 @@ def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], s
         engine.core.scheduler.check_idle()
 
 
-def test_the_tight_ways_really_preempt(engines: dict[Way | None, LLMEngine]) -> None:
-    for seed in range(4):
-        lives = random_lives(seed, VOCAB)
-        for way in WAYS:
-            if not way.roomy:
-                live(engines[way], lives)
+@pytest.mark.parametrize("seed", [6, 19])
+def test_the_tight_ways_really_preempt(engines: dict[Way | None, LLMEngine], seed: int) -> None:
+    """With seeds of which that is known, whatever other tests have run on these engines."""
+    lives = random_lives(seed, VOCAB)
     for way in WAYS:
         if not way.roomy:
-            stats = engines[way].stats().scheduler
-            assert stats.num_preemptions > 0
-            assert stats.prefix_cache_hits > 0
+            before = engines[way].stats().scheduler
+            live(engines[way], lives)
+            after = engines[way].stats().scheduler
+            assert after.num_preemptions > before.num_preemptions
+            assert after.prefix_cache_hits > before.prefix_cache_hits
