@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -74,7 +75,7 @@ class TritonBackend:
         rows = metadata.max_query_len * group
         num_decodes = 0 if metadata.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
         if num_decodes:
-            self._decode(
+            decodes = _Inputs(
                 query[:num_decodes],
                 kv_cache,
                 metadata.query_start_loc[: num_decodes + 1],
@@ -82,12 +83,10 @@ class TritonBackend:
                 metadata.block_tables[:num_decodes],
                 scale,
                 window,
-                1,
-                workspace,
-                out[:num_decodes],
             )
+            _decode(decodes, 1, workspace, out[:num_decodes])
         if query.shape[0] > num_decodes:
-            rest = (
+            rest = _Inputs(
                 query,
                 kv_cache,
                 metadata.query_start_loc[num_decodes:],
@@ -97,9 +96,9 @@ class TritonBackend:
                 window,
             )
             if rows <= most_rows(head_dim):
-                self._decode(*rest, metadata.max_query_len, workspace, out)
+                _decode(rest, metadata.max_query_len, workspace, out)
             else:
-                self._prefill(*rest, workspace.counter, out)
+                _prefill(rest, workspace.counter, out)
         return out
 
     def forward_fused(
@@ -143,50 +142,39 @@ class TritonBackend:
         )
         return out
 
-    def _decode(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        scale: float,
-        window: int | None,
-        max_query_len: int,
-        workspace: AttentionWorkspace,
-        out: torch.Tensor,
-    ) -> None:
-        arguments = (query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, max_query_len)
-        hopper = _hopper_kernels(query.device)
-        if hopper is not None and hopper.decode.serves(query, kv_cache, max_query_len):
-            hopper.decode.paged_attention_decode_hopper(*arguments, workspace=workspace, out=out)
-        else:
-            paged_attention_decode(*arguments, workspace=workspace, out=out)
-
-    def _prefill(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        scale: float,
-        window: int | None,
-        counter: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        arguments = (query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window)
-        hopper = _hopper_kernels(query.device)
-        if hopper is not None and hopper.prefill.serves(query, kv_cache):
-            hopper.prefill.paged_attention_prefill_hopper(*arguments, counter=counter, out=out)
-        else:
-            paged_attention_prefill(*arguments, out=out)
-
     def _workspace(self, device: torch.device) -> AttentionWorkspace:
         workspace = self._workspaces.get(device)
         if workspace is None:
             workspace = self._workspaces[device] = AttentionWorkspace(device)
         return workspace
+
+
+class _Inputs(NamedTuple):
+    """What every attention kernel takes first; see `fleetfoot.ops.paged_attention_decode.paged_attention_decode`."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    scale: float
+    window: int | None
+
+
+def _decode(inputs: _Inputs, max_query_len: int, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
+    hopper = _hopper_kernels(inputs.query.device)
+    if hopper is not None and hopper.decode.serves(inputs.query, inputs.kv_cache, max_query_len):
+        hopper.decode.paged_attention_decode_hopper(*inputs, max_query_len, workspace=workspace, out=out)
+    else:
+        paged_attention_decode(*inputs, max_query_len, workspace=workspace, out=out)
+
+
+def _prefill(inputs: _Inputs, counter: torch.Tensor, out: torch.Tensor) -> None:
+    hopper = _hopper_kernels(inputs.query.device)
+    if hopper is not None and hopper.prefill.serves(inputs.query, inputs.kv_cache):
+        hopper.prefill.paged_attention_prefill_hopper(*inputs, counter=counter, out=out)
+    else:
+        paged_attention_prefill(*inputs, out=out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def choose_tiling(
     """
     table = _MOST_GATED_BYTES if gated else _MOST_BYTES
     most_bytes = next((most for rows, most in table.items() if num_rows <= rows), 0)
-    weight_bytes = num_outputs * num_inputs * (4 if gated else 2)
+    weight_bytes = _weight_bytes(num_outputs, num_inputs, gated)
     if num_rows == 0 or weight_bytes > most_bytes or num_outputs < 16 or num_inputs < 16 or num_inputs % 8:
         return None
     if num_rows <= 8:
@@ -54,6 +54,10 @@ def choose_tiling(
     else:
         tiling = _some_rows(num_rows, num_outputs, num_inputs, gated, may_split, limits.num_sms)
     return None if tiling is None else _fitted(tiling, gated, limits.shared_bytes)
+
+
+def _weight_bytes(num_outputs: int, num_inputs: int, gated: bool) -> int:
+    return num_outputs * num_inputs * 2 * (2 if gated else 1)
 
 
 def shared_bytes(tiling: Tiling, gated: bool) -> int:
@@ -78,10 +82,9 @@ def _fitted(tiling: Tiling, gated: bool, available_bytes: int) -> Tiling | None:
 def _few_rows(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num_sms: int) -> Tiling:
     row_tile = 1 if num_rows == 1 else 8
     staged_bytes = 16 * num_inputs * 2 * (2 if gated else 1)
-    total_bytes = num_outputs * num_inputs * 2 * (2 if gated else 1)
     chunk = _power_of_2_divisor(num_inputs, 1024)
     # Beyond a few programs for each multiprocessor, programs come and go, and a stream is better than stages.
-    few_programs = total_bytes <= num_sms * 2 * _STAGED_BYTES
+    few_programs = _weight_bytes(num_outputs, num_inputs, gated) <= num_sms * 2 * _STAGED_BYTES
     if staged_bytes <= _STAGED_BYTES and few_programs and chunk >= 64 and num_inputs // chunk <= _STAGED_CHUNKS:
         warps = 8 if chunk == 1024 and num_inputs >= 2048 and row_tile == 1 else 4
         return StagedTiling(chunk // warps, num_inputs // chunk, row_tile, num_warps=warps)
@@ -101,10 +104,9 @@ def _some_rows(
     if gated and row_tile == 128 and (num_rows > 128 or cdiv(num_outputs, 64) >= num_sms):
         return TiledTiling(row_tile, 6 if num_rows <= 128 else 4, outputs=128, inputs=64, num_warps=8)
     column_tiles = cdiv(num_outputs, 32 if gated else 64)
-    weight_bytes = num_outputs * num_inputs * (4 if gated else 2)
     # Two tiles of half the rows read a weight twice, the second time from L2 if it fits: worth it where they keep twice
     # as many multiprocessors busy, and better than splitting the inputs, which leaves sums to be made.
-    if num_rows > 32 and weight_bytes <= _HALVED_BYTES:
+    if num_rows > 32 and _weight_bytes(num_outputs, num_inputs, gated) <= _HALVED_BYTES:
         halved = column_tiles * cdiv(num_rows, row_tile // 2)
         if halved <= num_sms:
             row_tile //= 2

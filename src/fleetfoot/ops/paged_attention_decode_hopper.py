@@ -150,10 +150,8 @@ def _load_query(
 ):  # fmt: skip
     """64 elements of the query heads of an item, ``[4, 64, rows]``: the same for each of the four warps."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, 8, 4], [4, 1, 1], [1, 2, 0])
-    query_begin, query_len = (
-        get_field(items, slot, QUERY_BEGIN, NUM_FIELDS, 4),
-        get_field(items, slot, QUERY_LEN, NUM_FIELDS, 4),
-    )
+    query_begin = get_field(items, slot, QUERY_BEGIN, NUM_FIELDS, 4)
+    query_len = get_field(items, slot, QUERY_LEN, NUM_FIELDS, 4)
     kv_head = get_field(items, slot, KV_HEAD, NUM_FIELDS, 4)
     warp = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     column = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
@@ -164,6 +162,18 @@ def _load_query(
     offset += gl.expand_dims(gl.expand_dims(warp * 0, 1), 2) + part * 64
     is_row = gl.expand_dims(gl.expand_dims(token < query_len, 0), 1)
     return gl.load(gl.multiple_of(query_ptr + offset, [1, 8, 1]), mask=is_row, other=0.0)
+
+
+@gluon.jit
+def _load_queries(
+    query_ptr, items, slot, query_stride, group: gl.constexpr, head_dim: gl.constexpr, rows: gl.constexpr
+):
+    """All of an item's, by 64 elements."""
+    queries = ()
+    for part in gl.static_range(head_dim // 64):
+        query = _load_query(query_ptr, items, slot, query_stride, part, group, head_dim, rows)
+        queries = queries + (query,)  # type: ignore[assignment]  # noqa: RUF005
+    return queries
 
 
 @gluon.jit
@@ -348,23 +358,15 @@ def _attend(
     step = 0
     mbarrier.wait(described.index(0), 0)
     num_tiles = get_field(items, 0, NUM_TILES, NUM_FIELDS, 4)
-    loaded = ()
-    for part in gl.static_range(parts):
-        loaded = loaded + (_load_query(query_ptr, items, 0, query_stride, part, group, head_dim, rows),)  # type: ignore[assignment]  # noqa: RUF005
+    loaded = _load_queries(query_ptr, items, 0, query_stride, group, head_dim, rows)
     while num_tiles > 0:
         slot = count % SLOTS
-        query_begin, query_len = (
-            get_field(items, slot, QUERY_BEGIN, NUM_FIELDS, 4),
-            get_field(items, slot, QUERY_LEN, NUM_FIELDS, 4),
-        )
-        kv_head, seq_len = (
-            get_field(items, slot, KV_HEAD, NUM_FIELDS, 4),
-            get_field(items, slot, SEQ_LEN, NUM_FIELDS, 4),
-        )
-        first_tile, kind = (
-            get_field(items, slot, FIRST_TILE, NUM_FIELDS, 4),
-            get_field(items, slot, PIECE, NUM_FIELDS, 4),
-        )
+        query_begin = get_field(items, slot, QUERY_BEGIN, NUM_FIELDS, 4)
+        query_len = get_field(items, slot, QUERY_LEN, NUM_FIELDS, 4)
+        kv_head = get_field(items, slot, KV_HEAD, NUM_FIELDS, 4)
+        seq_len = get_field(items, slot, SEQ_LEN, NUM_FIELDS, 4)
+        first_tile = get_field(items, slot, FIRST_TILE, NUM_FIELDS, 4)
+        kind = get_field(items, slot, PIECE, NUM_FIELDS, 4)
         first_program = get_field(items, slot, FIRST_PROGRAM, NUM_FIELDS, 4)
         last_program = get_field(items, slot, LAST_PROGRAM, NUM_FIELDS, 4)
         request = get_field(items, slot, REQUEST, NUM_FIELDS, 4)
@@ -381,12 +383,7 @@ def _attend(
         next_slot = count % SLOTS
         mbarrier.wait(described.index(next_slot), (count // SLOTS) & 1)
         num_tiles = get_field(items, next_slot, NUM_TILES, NUM_FIELDS, 4)
-        next_loaded = ()
-        for part in gl.static_range(parts):
-            next_loaded = next_loaded + (  # noqa: RUF005
-                _load_query(query_ptr, items, next_slot, query_stride, part, group, head_dim, rows),
-            )  # type: ignore[assignment]
-        loaded = next_loaded
+        loaded = _load_queries(query_ptr, items, next_slot, query_stride, group, head_dim, rows)
         stage = (step - 1) % stages
         best, total, sums = _merge_warps(
             warp_tops, warp_totals, accs, tops, totals, sums_of_stages.index(stage * (16 // rows)), free.index(stage),
