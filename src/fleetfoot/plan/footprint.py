@@ -231,13 +231,14 @@ def activation_bytes(shape: EngineShape) -> int:
 def sampling_scratch_bytes(shape: EngineShape) -> int:
     """What sampling computes in, and the temporaries of rows that are worked on at once (a GPU sorts for very many
     logprobs alone)."""
-    if not shape.is_last:
-        return 0
     at_once = min(_num_logits(shape), max(_SCRATCH_ELEMENTS[shape.device], shape.model.vocab_size))
     return _sampling_bytes(shape) + at_once * _SCRATCH_BYTES_PER_ELEMENT
 
 
 def _num_logits(shape: EngineShape) -> int:
+    """Of a step, on the rank that has them."""
+    if not shape.is_last:
+        return 0
     rows = min(shape.max_num_seqs * (1 + shape.drafter.num_drafts), shape.max_num_batched_tokens)
     return rows * shape.model.vocab_size
 
@@ -245,8 +246,6 @@ def _num_logits(shape: EngineShape) -> int:
 def _sampling_bytes(shape: EngineShape) -> int:
     """Of all logits: as the model gives them; edited, in float32; and on a GPU what is noted of each, which is counts
     for penalties, and then places for filters."""
-    if not shape.is_last:
-        return 0
     num_logits, ranks = _num_logits(shape), shape.tensor_parallel_size
     size, noted = DTYPE_BYTES[shape.dtype], _INT32 if shape.device == "cuda" else 0
     total = num_logits * (size + _FLOAT32 + noted)

@@ -50,6 +50,8 @@ class RowList:
         biases = params.logit_bias or {}
         # a stop token outside the model's vocabulary cannot be generated
         stops = [token for token in sorted(request.stop_token_ids) if token < vocab_size] if params.min_tokens else []
+        if not biases and not words and not stops:  # as most requests are
+            return _NOTHING_LISTED
         prefixes: list[list[int]] = [[] for _ in biases] + [list(word[:-1]) for word in words] + [[] for _ in stops]
         planes: list[np.ndarray] = [np.empty(0, dtype=np.int32)] * NUM_PLANES
         planes[TOKENS] = np.array([*biases, *(word[-1] for word in words), *stops], dtype=np.int32)
@@ -62,6 +64,9 @@ class RowList:
     def length(self) -> int:
         """What the longest plane takes."""
         return max(len(plane) for plane in self.planes)
+
+
+_NOTHING_LISTED = RowList((np.empty(0, dtype=np.int32),) * NUM_PLANES, 0, 0, 0)
 
 
 class RowEdits:
@@ -106,8 +111,9 @@ class RowEdits:
             self._oversize[row] = self._table_of(listed)
         else:
             for number, plane in enumerate(listed.planes):
-                first = self._lists.index(row, number * LIST_CAPACITY)
-                buffer.write(np.arange(first, first + len(plane)), plane, len(plane))
+                if len(plane):
+                    first = self._lists.index(row, number * LIST_CAPACITY)
+                    buffer.write(np.arange(first, first + len(plane)), plane, len(plane))
         if allowed is not None:
             words = mask_words(allowed, self._masks.row_stride)
             first = self._masks.index(row)
