@@ -204,9 +204,55 @@ def test_the_capture_table(capsys: Streams, llama_8b: str) -> None:
     assert graphs["mixed"] == [16, 32, 64, 128, 256, 512]  # a small model has larger ones
     assert plan(capsys, str(embedded_model_path()), *H100)["graphs"]["mixed"][-2:] == [1024, 2048]
     assert (graphs["uniform"], graphs["num_drafts"], graphs["num_shapes"]) == ([], 0, 12)
+    assert graphs["full_step"] is None
     for flags in (["--enforce-eager"], ["--runner", "v1"]):
         report = plan(capsys, llama_8b, *H100, *flags)
         assert report["graphs"]["num_shapes"] == report["memory"]["graphs"] == 0
+
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "budget", "full_step"),
+    [
+        (QWEN3_06B, None, 8192),
+        (QWEN3_06B, 2048, None),
+        (QWEN3_06B, 3000, 3000),
+        (QWEN3_06B, 16384, None),
+        (LLAMA_1B, None, None),
+        (LLAMA_1B, 2048, 2048),
+        ({}, None, None),
+    ],
+    ids=str,
+)
+def test_full_steps_are_captured_where_launching_them_shows(
+    model: dict[str, Any], budget: int | None, full_step: int | None, capsys: Streams, tmp_path: Path
+) -> None:
+    flags = [config_folder(tmp_path, **model), *H100]
+    flags += [] if budget is None else ["--max-num-batched-tokens", str(budget)]
+    report = plan(capsys, *flags)
+    graphs, memory = report["graphs"], report["memory"]
+    assert graphs["full_step"] == full_step
+    num_mixed = len(graphs["mixed"]) + (full_step is not None)
+    assert graphs["num_shapes"] == len(graphs["decode"]) + num_mixed
+    assert full_step not in graphs["mixed"]
+    if full_step is not None:  # the pool is as large as what an eager step computes in
+        assert memory["graphs"] > memory["activations"]
+    assert main(["plan", *flags]) == 0
+    line = f"full step: {full_step} tokens, or nearly as many"
+    assert (line in capsys.readouterr().out) == (full_step is not None)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import CapturableAttention, in_one_runner
-from tests.helpers.steps import queue_step, take_steps
+from tests.helpers.steps import TakenStep, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.attention.kv_layout import KVLayout
@@ -18,12 +18,13 @@ from fleetfoot.config.model import load_model_config
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.ops.edits.records import LIST_CAPACITY, NUM_PLANES
 from fleetfoot.ops.select import select_ops
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.staging import HEADER_SIZE
 from fleetfoot.runner.v2.state import NUM_FIELDS
 from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.scheduler.output import ModelRunnerOutput
 from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -31,18 +32,24 @@ DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 MAX_NUM_SEQS = 8
 
 
-def make_runner(device: RecordingDevice | None = None, folder: Path = DRAFT) -> ModelRunnerV2:
+def make_runner(
+    device: RecordingDevice | None = None, folder: Path = DRAFT, max_num_batched_tokens: int = 64
+) -> ModelRunnerV2:
     config = load_model_config(folder)
     has_graphs = device is not None and device.has_graphs
     attention = CapturableAttention() if has_graphs else select_attention("cpu")
     context = ModelContext(select_ops("cpu"), attention, torch.float32, torch.device("cpu"))
     table = CaptureTable.of(
-        device="cuda", enforce_eager=not has_graphs, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=64
+        device="cuda",
+        enforce_eager=not has_graphs,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=max_num_batched_tokens,
+        most_full_tokens=max_num_batched_tokens,
     )
     runner = ModelRunnerV2(
         ModelLoader(config, context, folder),
         max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=128,
         capture_table=table,
         device=device,
@@ -123,6 +130,43 @@ def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
     assert captured.graphs.num_steps["mixed"] > 0
     assert captured.graphs.num_steps["eager"] == 0
     assert None not in {key.sampling for key in captured.graphs.captured}
+
+
+def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
+    """The tokens of the most probable ones at each place of a prompt, for each request that wants to know."""
+    return {index: [row.token_ids for row in rows] for index, (_, rows) in output.prompt_logprobs.items()}
+
+
+@pytest.mark.parametrize("wishes", [{}, {"prompt_logprobs": 2}], ids=["plain", "prompt_logprobs"])
+def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> None:
+    """Of 100 tokens, or at least 97; also where logprobs of a prompt are taken behind the graph."""
+    runs = []
+    runners = [make_runner(device, max_num_batched_tokens=100) for device in (RecordingDevice(has_graphs=True), None)]
+    for runner in runners:
+        scheduler = Scheduler(SchedulerConfig(64, 8, MAX_NUM_SEQS, 100, enable_prefix_caching=False))
+        taken: list[TakenStep] = []
+        for sizes in ((75, 122), (60, 37), (60, 36)):  # 100 tokens, then 97 and a decode; 97; 96
+            for number, size in enumerate(sizes):
+                add(scheduler, f"r{number}", size, **wishes).max_tokens_in_all = size + 3
+            taken += run_steps(scheduler, in_one_runner(runner))
+        scheduler.check_idle()
+        runs.append(taken)
+    replayed, eager = runs
+    sizes_with_prefills = [
+        step.scheduled.total_num_scheduled_tokens
+        for step in replayed
+        if step.scheduled.num_decodes < len(step.scheduled.rows)
+    ]
+    assert sizes_with_prefills == [100, 98, 97, 96]
+    assert any(prompt_tokens(step.output) for step in replayed) == bool(wishes)
+    for step, expected in zip(replayed, eager, strict=True):
+        assert step.output.sampled_token_ids == expected.output.sampled_token_ids
+        assert prompt_tokens(step.output) == prompt_tokens(expected.output)
+    graphs = runners[0].graphs
+    assert [key for key in graphs.captured if key.num_tokens == 100] == [
+        GraphKey("mixed", MAX_NUM_SEQS, 100, None if wishes else PLAIN)
+    ]
+    assert (graphs.num_steps["mixed"], graphs.num_steps["eager"]) == (3, 1)
 
 
 def test_steps_can_be_queued_before_any_token_is_read() -> None:

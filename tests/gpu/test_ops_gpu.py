@@ -17,10 +17,12 @@ from tests.helpers.ops_checks import (
     linear_error,
     random_logits,
 )
+from tests.helpers.waits import waits_are_errors
 
 from fleetfoot.ops.choose_tokens import choose_tokens_torch
 from fleetfoot.ops.choose_tokens_triton import choose_tokens_triton
 from fleetfoot.ops.filter_cuts_triton import filter_cuts_triton
+from fleetfoot.ops.hopper_support import has_hopper_kernels
 from fleetfoot.sampling.filters import RowFilters
 
 pytestmark = [
@@ -99,6 +101,31 @@ def test_a_weight_past_32_bits() -> None:
         assert float((actual.double() - expected).norm() / expected.norm()) < 4e-3
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_hopper_kernels(torch.device("cuda")), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"),
+    [(2000, 3072, 1024), (1, 8, 8), (257, 1000, 520), (129, 14336, 4096), (130, 136, 72), (3000, 264, 2048)],
+)
+def test_gated_layers_of_many_rows(
+    num_rows: int, num_outputs: int, num_inputs: int, groups: int, dtype: torch.dtype
+) -> None:
+    from fleetfoot.ops.gated_linear_hopper import gated_linear_hopper
+
+    torch.manual_seed(num_rows)
+    wide = torch.randn(num_rows, num_inputs + 16, device="cuda").to(dtype)
+    x = wide[:, 8 : 8 + num_inputs]  # rows with something else between them
+    weight = (torch.randn(2 * num_outputs, num_inputs, device="cuda") * num_inputs**-0.5).to(dtype)
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    actual = gated_linear_hopper(x, weight, groups, 132)
+    assert float((actual.double() - expected).norm() / expected.norm()) < 5e-3
+    assert torch.equal(gated_linear_hopper(x, weight, groups, 7), actual)  # whoever does which tile
+
+
 class Chain:
     """Some decoder layers without attention, whose kernels all overlap."""
 
@@ -174,11 +201,8 @@ def test_no_synchronisation() -> None:
     """Every operation can be queued while the device is busy."""
     chain, x = Chain(1024, 3072, 1), torch.randn(3, 1024, device="cuda").bfloat16()
     chain(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         chain(x)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_twins_run_on_the_device_too() -> None:

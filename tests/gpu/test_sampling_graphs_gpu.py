@@ -12,6 +12,7 @@ import torch
 from tests.helpers.edit_cases import EditCase, edit_case
 from tests.helpers.engines import make_engine
 from tests.helpers.schedules import assert_agree, live, random_lives
+from tests.helpers.waits import waits_are_errors
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
@@ -150,12 +151,9 @@ def test_a_graph_samples_what_an_eager_step_does_and_a_row_what_it_does_alone() 
         graph = device.capture(lambda: sampler.sample(logits, whose, EVERYTHING))
         for step in range(5):
             logits.copy_(torch.randn(16, VOCAB, device="cuda").mul_(3 + step))
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with waits_are_errors():
                 expected = sampler.sample(logits, whose, EVERYTHING)
                 graph.replay()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             assert_same_rows(graph.output, expected, whose.rows)
             for index in range(9):
                 one = slice(index, index + 1)
@@ -188,7 +186,7 @@ def graphs_of(engine: LLMEngine) -> Any:
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "ngram"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [4, 5, 6])  # lives in which decodes want what has graphs of its own
 def test_random_requests_in_graphs(seed: int, drafts: bool) -> None:
     lives = random_lives(seed, 2048)
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False} if drafts else None

@@ -1,4 +1,5 @@
-"""Compiles the attention kernels for an H100, on any machine: run as a module, without ``TRITON_INTERPRET``.
+"""Compiles the attention kernels, and what else is in Gluon, for an H100, on any machine: run as a module, without
+``TRITON_INTERPRET``.
 
 Prints a line for each: its name and the bytes of stack that a thread takes, which are registers that spilled.
 """
@@ -20,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from fleetfoot.ops import (
+    gated_linear_hopper,
     gpu_limits,
     paged_attention_decode,
     paged_attention_decode_hopper,
@@ -100,6 +102,9 @@ def main() -> None:
     paged_attention_prefill.paged_attention_prefill(*tensors, 0.1, None, out=out)
     hopper = paged_attention_prefill_hopper.paged_attention_prefill_hopper
     hopper(*tensors, 0.1, None, counter=workspace.counter, out=out)
+    for groups in (2, 3):
+        x, weight = torch.empty(300, 1024, dtype=torch.bfloat16), torch.empty(512, 1024, dtype=torch.bfloat16)
+        gated_linear_hopper.gated_linear_hopper(x, weight, groups, H100.num_sms)
 
 
 if __name__ == "__main__":
@@ -110,6 +115,7 @@ if __name__ == "__main__":
         patch.object(paged_attention_decode, "gpu_limits", lambda device: H100),
         patch.object(paged_attention_decode, "can_overlap", lambda device: True),
         patch.object(paged_attention_decode_hopper, "can_overlap", lambda device: True),
+        patch.object(gated_linear_hopper, "can_overlap", lambda device: True),
         patch.object(paged_attention_prefill, "gpu_limits", lambda device: H100),
     ):
         main()

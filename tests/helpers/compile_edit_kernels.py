@@ -27,7 +27,9 @@ def main() -> None:
     penalize_triton(logits, case.rows, case.seq_lens, case.history, case.penalties)
     chosen = torch.zeros(len(logits), dtype=torch.int64)
     token_logprobs_triton(torch.empty(len(logits), 40000), chosen, 32, sizes=case.rows, rows=case.rows)
-    token_logprobs_triton(case.logits, chosen, 5)
+    for vocab_size in (5, 2049, 40000):  # one piece, two, many
+        for num in (0, 5):
+            token_logprobs_triton(torch.empty(len(logits), vocab_size), chosen, num)
 
 
 if __name__ == "__main__":

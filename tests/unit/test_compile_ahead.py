@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_shapes() -> None:
     assert eager_shape(prefill, None) == GraphKey("mixed", 1, 4)
     assert eager_shape(decode, 0) == GraphKey("decode", 1, 1, drafting=0)
     assert later_shapes((), 0, 300) == [GraphKey("mixed", 1, 300)]
-    assert later_shapes((), 0, 100_000) == [GraphKey("mixed", 1, 1024)]
+    assert later_shapes((), 0, 9000) == [GraphKey("mixed", 1, 1024), GraphKey("mixed", 1, 9000)]
     table = CaptureTable(decode=(1, 2), uniform=(1,), num_drafts=3, mixed=(16,), max_num_seqs=2)
     _, *later = later_shapes(table.keys, 3, 64)
     assert {(shape.kind, shape.num_tokens) for shape in later} == {
@@ -130,6 +131,8 @@ def test_shapes() -> None:
         ("mixed", 16),
     }
     assert all(shape.drafting == 3 for shape in later)
+    full = replace(table, full_step=8192, mixed=(16, 2048))
+    assert [shape.num_tokens for shape in later_shapes(full.keys, 3, 8192)].count(8192) == 1  # an eager one
     variants = [shape.sampling for shape in later if shape.sampling not in (PLAIN, None)]
     for field in ("filters", "edits", "logprobs"):
         assert any(getattr(variant, field) for variant in variants)

@@ -72,6 +72,44 @@ def test_small_mixed_batches_are_captured_and_large_ones_run_eagerly() -> None:
     assert table(most_mixed_tokens=10**6, max_num_batched_tokens=1500).mixed[-1] == 1024
 
 
+def mixed(shapes: CaptureTable, num_tokens: int) -> GraphKey | None:
+    return shapes.dispatch(num_reqs=20, num_tokens=num_tokens, max_query_len=num_tokens - 19, is_uniform=False)
+
+
+def test_a_mixed_batch_that_fills_a_step_has_a_shape_of_its_own() -> None:
+    shapes = table(most_mixed_tokens=2675, most_full_tokens=10_700)
+    assert (shapes.mixed[-1], shapes.full_step, shapes.keys[-1]) == (2048, 8192, GraphKey("mixed", 256, 8192))
+    assert mixed(shapes, 2048) == GraphKey("mixed", 256, 2048)
+    assert mixed(shapes, 2049) is mixed(shapes, 8192 - 257) is None
+    assert mixed(shapes, 8192 - 256) == mixed(shapes, 8192) == GraphKey("mixed", 256, 8192)
+    assert mixed(shapes, 8193) is None
+    drafting = {"num_tokens": 8192, "max_query_len": 8000, "is_uniform": False, "drafting": 3}
+    assert shapes.dispatch(num_reqs=20, **drafting) is None  # type: ignore[arg-type]
+    assert mixed(table(), 8192) is None
+    assert shapes.first_keys == table().first_keys
+
+
+@pytest.mark.parametrize(
+    ("budget", "most", "full_step"),
+    [
+        (8192, 8191, None),
+        (8192, 8192, 8192),
+        (1500, 10**6, 1500),
+        (2048, 10**6, None),  # as large as the largest of the others
+        (512, 10**6, None),
+        (8, 10**6, None),
+        (300, 10**6, 300),
+    ],
+)
+def test_which_budgets_are_captured(budget: int, most: int, full_step: int | None) -> None:
+    shapes = table(max_num_seqs=8, max_num_batched_tokens=budget, most_mixed_tokens=most, most_full_tokens=most)
+    assert shapes.full_step == full_step
+    assert [key.num_tokens for key in shapes.keys if key.kind == "mixed"] == list(shapes.mixed_sizes)
+    assert shapes.mixed_sizes == tuple(sorted(set(shapes.mixed_sizes)))
+    assert table(device="cpu", most_full_tokens=most).full_step is None
+    assert table(enforce_eager=True, most_full_tokens=most).full_step is None
+
+
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"enforce_eager": True}])
 def test_nothing_is_captured_on_a_cpu_or_when_eager(changes: dict[str, object]) -> None:
     shapes = table(**changes)
@@ -117,6 +155,25 @@ def test_a_shape_is_captured_once_when_it_is_first_needed() -> None:
     assert eager == [steps[3]]
     assert manager.num_steps == {"decode": 3, "mixed": 1, "eager": 1}
     assert manager.captured == tuple(captures.captured)
+
+
+def test_a_full_step_is_padded_and_captured_when_it_is_first_met() -> None:
+    captures = FakeCaptures()
+    manager = GraphManager(table(most_full_tokens=8192), captures)
+    manager.capture_first()
+    captures.captured.clear()
+    shapes = []
+    for query_lens in ([1, 8191], [1, 1, 8000], [8192], [1, 7000]):
+        shape, key = manager.dispatch(step(query_lens, query_lens.count(1)), sampling=PLAIN)
+        shapes.append((shape.padded_reqs, shape.padded_tokens))
+        if key is not None:
+            manager.get(key).replay()
+    assert shapes == [(256, 8192)] * 3 + [(2, 7001)]
+    assert captures.captured == [GraphKey("mixed", 256, 8192)]
+    assert captures.replayed == captures.captured * 3
+    assert manager.num_steps == {"mixed": 3, "eager": 1}
+    _, key = manager.dispatch(step([8192], 0), sampling=None)  # somebody wants logprobs of the prompt
+    assert key == GraphKey("mixed", 256, 8192, sampling=None)
 
 
 def test_with_drafts_the_first_shapes_are_those_that_verify_and_draft() -> None:

@@ -29,7 +29,9 @@ from fleetfoot.plan.footprint import (
     DrafterShape,
     EngineShape,
     Footprint,
+    activation_bytes,
     communication_bytes,
+    graph_bytes,
     kv_block_bytes,
     runner_state_bytes,
     state_block_bytes,
@@ -169,6 +171,17 @@ def test_the_parts_add_up(device: str, runner: str) -> None:
     assert (plan.parts()["driver"] > 0) == (device == "cuda")
     assert plan.parts()["communication"] == 0
     assert plan.stage(0) is plan
+
+
+def test_a_captured_full_step_keeps_all_its_activations() -> None:
+    shape = shape_of(TINYLLAMA)
+    table = shape.capture_table
+    full = dataclasses.replace(shape, capture_table=dataclasses.replace(table, full_step=8192))
+    largest = table.mixed[-1] / 8192
+    nodes_and_hidden = 3 * (22 * 96 * 1024 + 8192 * 2048 * 2)
+    more = graph_bytes(full) - graph_bytes(shape)
+    assert more == pytest.approx((1 - largest) * activation_bytes(shape) + nodes_and_hidden, abs=2)
+    assert graph_bytes(dataclasses.replace(shape, capture_table=CaptureTable())) == 0
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

@@ -314,11 +314,11 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A kernel's line ends in the bytes of registers that spilled: a few outside of loops at most."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = run_python("-m", "tests.helpers.compile_attention_kernels").splitlines()
-    assert len(compiled) == 7
+    assert len(compiled) == 9
     spilled = [int(line.split()[1]) for line in compiled]
     # decode alone; with norm, rotation and cache write; the same with drafts; for Hopper with 8 and 16 rows; prefill,
-    # plain and for Hopper
-    assert all(found <= most for found, most in zip(spilled, (64, 96, 320, 0, 0, 32, 32), strict=True)), compiled
+    # plain and for Hopper; gated linear layers of many rows
+    assert all(found <= most for found, most in zip(spilled, (64, 96, 320, 0, 0, 32, 32, 0, 0), strict=True)), compiled
 
 
 @interpreted

@@ -27,7 +27,7 @@ from fleetfoot.ops.linear import Accumulates
 from fleetfoot.ops.linear_staged_triton import StagedTiling
 from fleetfoot.ops.linear_streamed_triton import StreamedTiling
 from fleetfoot.ops.linear_tiled_triton import TiledTiling
-from fleetfoot.ops.linear_triton import Tiling, TritonLinear, choose_tiling, shared_bytes
+from fleetfoot.ops.linear_triton import Tiling, TritonLinear, choose_tiling, gated_row_groups, shared_bytes
 from fleetfoot.ops.rms_norm_triton import MAX_SIZE
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -270,6 +270,22 @@ def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:
             assert shared_bytes(tiling, gated) <= limits.shared_bytes
             assert not (gated and isinstance(tiling, TiledTiling) and tiling.splits > 1)
     assert StreamedTiling in kinds
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs", "groups"),
+    [
+        (1024, 14336, 4096, 2),  # 7 rounds, 97% busy; 3 groups would take as long as 9
+        (8192, 3072, 1024, 3),
+        (2048, 3072, 1024, 3),
+        (1024, 3072, 1024, None),  # 192 tiles are two rounds, one of them half empty
+        (256, 14336, 4096, None),  # few rows
+        (8192, 3076, 1024, None),  # rows of the output would not be aligned
+        (8192, 3072, 1028, None),
+    ],
+)
+def test_gated_rows_in_tiles(num_rows: int, num_outputs: int, num_inputs: int, groups: int | None) -> None:
+    assert gated_row_groups(num_rows, num_outputs, num_inputs, 132) == groups
 
 
 def test_replace_writes_in_place() -> None:

@@ -12,6 +12,7 @@ import torch
 from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.ops.gpu_limits import gpu_limits
+from fleetfoot.ops.hopper_support import has_hopper_kernels
 from fleetfoot.ops.paged_attention_decode import MIN_ROWS, most_rows, paged_attention_decode
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
 from fleetfoot.ops.paged_attention_prefill import paged_attention_prefill
@@ -25,7 +26,6 @@ after the other waits for each one's query (measured on an H100: 5% slower at 25
 HOPPER_FUSED_PAIRS_PER_SM = 0.5
 """The same where the kernel for Hopper GPUs could do the rest, which is faster from 16 requests with 8 KV heads on."""
 _ALIGNMENT = 16  # bytes: the width of a load
-_GLUON_VERSIONS = ("3.6.",)  # of Triton: Gluon is young, and its interface may change
 
 
 class TritonBackend:
@@ -187,12 +187,7 @@ class _HopperKernels:
 
 @cache
 def _hopper_kernels(device: torch.device) -> _HopperKernels | None:
-    """Those that the GPU can run, where Triton is a version that they were tested with."""
-    if torch.version.hip is not None or gpu_limits(device).capability != (9, 0):
-        return None
-    import triton
-
-    if not triton.__version__.startswith(_GLUON_VERSIONS):
+    if not has_hopper_kernels(device):
         return None
     from fleetfoot.ops import paged_attention_decode_hopper, paged_attention_prefill_hopper
 

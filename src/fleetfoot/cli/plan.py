@@ -27,9 +27,9 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   runnable (whether an engine would start), problems (why not), advice, warnings (sentences)
   architecture, num_parameters, device, gpu_name, dtype, attention_backend, ops, async_scheduling
   max_model_len, max_num_seqs, max_num_batched_tokens
-  graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens): the shapes;
-    captured_at_start; is_captured (false: shapes are dispatched to, but run eagerly, for the attention backend cannot
-    be captured)
+  graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
+    of a mixed batch that fills a step; null: it runs eagerly): the shapes; captured_at_start; is_captured (false:
+    shapes are dispatched to, but run eagerly, for the attention backend cannot be captured)
   parallel: tensor_parallel_size, pipeline_parallel_size, vocab_rows (of a rank); stages: for each pipeline rank, its
     ranks (first and last in the world), layers (first and last), num_heads and num_kv_heads (of a rank), and the parts
     of a rank's memory
@@ -88,12 +88,13 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
     """
     from fleetfoot.config.fields import ConfigError
     from fleetfoot.config.model import read_config_json
+    from fleetfoot.kv_transfer.check import check_connector
     from fleetfoot.plan.report import decision_report, plan_report
     from fleetfoot.plan.resolve import choose_device, find_model, resolve_plan, resolve_runner
     from fleetfoot.plan.traits import ModelTraits
 
     try:
-        return plan_report(resolve_plan(config, machine, config_only=True))
+        plan = resolve_plan(config, machine, config_only=True)
     except ConfigError as error:
         model = ModelTraits.of(read_config_json(find_model(config.model, config.revision, config_only=True)), None)
         if not model.is_of_another_kind:
@@ -101,6 +102,8 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
         decision = resolve_runner(config, model, machine)
         device = choose_device(config, machine)
         return decision_report(decision, architecture=model.architecture, device=device, problem=str(error))
+    check_connector(plan)
+    return plan_report(plan)
 
 
 def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machine, list[str]]:

@@ -74,6 +74,8 @@ def _running(report: dict[str, Any]) -> list[str]:
     for name, unit in (("decode", "requests"), ("uniform", "requests with drafts"), ("mixed", "tokens")):
         if graphs[name]:
             lines.append(_line("", f"{name}: {_ranges(graphs[name])} {unit}"))
+    if graphs["full_step"] is not None:
+        lines.append(_line("", f"full step: {graphs['full_step']} tokens, or nearly as many"))
     return lines
 
 

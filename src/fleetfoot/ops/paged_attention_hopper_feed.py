@@ -53,6 +53,7 @@ def schedule(
     num_items,
     query_stride,
     window,
+    pass_positions,
     num_kv_heads: gl.constexpr,
     group: gl.constexpr,
     head_dim: gl.constexpr,
@@ -86,8 +87,17 @@ def schedule(
         first_slot = (query_begin - first) // tile_tokens + request
         end_slot = (query_end - first) // tile_tokens + request + 1
         num_slots = gl.where(is_request, end_slot, num_items // num_kv_heads) - first_slot
-        kv_head = (item - first_slot * num_kv_heads) // num_slots
-        first_token = (item - first_slot * num_kv_heads) % num_slots * tile_tokens
+        # Heads come in passes, as many at a time as have their K and V in L2 together. In a pass the tokens at the back
+        # are first for all heads: with the heads one by one, the last head's long items would come near the end.
+        pass_heads = gl.minimum(gl.maximum(pass_positions // gl.maximum(seq_len, 1), 1), num_kv_heads)
+        num_passes = (num_kv_heads + pass_heads - 1) // pass_heads
+        pass_heads = (num_kv_heads + num_passes - 1) // num_passes
+        place = item - first_slot * num_kv_heads
+        first_head = place // (pass_heads * num_slots) * pass_heads
+        place -= first_head * num_slots
+        pass_heads = gl.minimum(pass_heads, num_kv_heads - first_head)
+        kv_head = first_head + place % pass_heads
+        first_token = place // pass_heads * tile_tokens
         if first_token < query_len:
             slot = count % 2
             first_position = seq_len - query_len + first_token

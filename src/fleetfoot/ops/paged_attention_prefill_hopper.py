@@ -6,7 +6,8 @@ on their multiprocessor and draw items, a tile of query tokens for one KV head, 
 - one warp *schedules*: it draws the items, says what they are, and fetches their queries, an item ahead;
 - one warp *loads* K and V, block by block, through the tensor memory accelerator, some tiles ahead;
 - two groups of four warps *attend*, 64 rows of the item each. While the tensor cores multiply the weights of
-  one tile with V, a group computes the weights of the next (FlashAttention-3, Shah et al., 2024).
+  one tile with V, a group computes the weights of the next; and the groups take turns in giving the tensor cores work,
+  so that one computes weights while the other's products run (FlashAttention-3, Shah et al., 2024).
 
 They meet at barriers in shared memory. Gluon, which places data and waits by hand, has no interpreter: the kernel is
 held against `fleetfoot.attention.sdpa.SDPABackend` on a GPU. This module imports Triton.
@@ -44,6 +45,7 @@ from fleetfoot.ops.triton_support import launcher
 
 _TILE = 128  # KV positions
 _ROWS = 128  # query heads of a KV head within query tokens: 64 for each of two groups of warps
+_PASS_BYTES = 24 << 20  # of K and V that programs read at the same time: about half of the L2 cache
 
 
 def serves(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
@@ -105,6 +107,7 @@ def paged_attention_prefill_hopper(
         block_tables.stride(0),
         scale * math.log2(math.e),
         0 if window is None else window,
+        _PASS_BYTES // (4 * head_dim),
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -150,6 +153,7 @@ def _attend(
     slots,
     key_stages,
     value_stages,
+    turns,
     scale_log2,
     window,
     part_of_rows: gl.constexpr,
@@ -175,6 +179,7 @@ def _attend(
     row = part_of_rows * 64 + gl.arange(0, 64, row_layout)
     count = 0
     step = 0
+    turn = 0
     mbarrier.wait(filled.index(0), 0)
     num_tiles = get_field(items, 0, NUM_TILES, NUM_FIELDS, 4)
     while num_tiles > 0:
@@ -191,7 +196,10 @@ def _attend(
 
         stage = step % stages
         mbarrier.wait(k_filled.index(stage), (step // stages) & 1)
+        mbarrier.wait(turns.index(part_of_rows), (turn & 1) ^ (1 - part_of_rows))
         scores = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.arrive(turns.index(1 - part_of_rows), count=1)
+        turn += 1
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         scores = _hide(scores, begin, row_position, first_position, last_position, window, tile, has_window)
@@ -207,9 +215,12 @@ def _attend(
             v_phase = (step // stages) & 1
             step += 1
             stage = step % stages
+            mbarrier.wait(turns.index(part_of_rows), (turn & 1) ^ (1 - part_of_rows))
             next_scores = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_filled.index(v_stage), v_phase)
             next_acc = warpgroup_mma(p, values.index(v_stage), acc, is_async=True)
+            mbarrier.arrive(turns.index(1 - part_of_rows), count=1)
+            turn += 1
             scores = warpgroup_mma_wait(1, deps=[next_scores])
             mbarrier.arrive(k_free.index(stage), count=1)
             begin += tile
@@ -252,6 +263,7 @@ def _attend(
     do_not_specialize=[
         "query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "counter_ptr",
         "num_reqs", "num_tokens", "num_items", "num_rows", "rows_per_block", "query_stride", "table_stride", "window",
+        "pass_positions",
     ]
 )  # fmt: skip
 def _paged_attention_prefill_kernel(
@@ -271,6 +283,7 @@ def _paged_attention_prefill_kernel(
     table_stride,
     scale_log2,
     window,
+    pass_positions,
     num_kv_heads: gl.constexpr,
     group: gl.constexpr,
     head_dim: gl.constexpr,
@@ -298,6 +311,7 @@ def _paged_attention_prefill_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
     v_filled = gl.allocate_shared_memory(gl.int64, [stages + 1, 1], barrier_layout)
     v_free = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     for slot in gl.static_range(2):
         mbarrier.init(described.index(slot), count=1)
         mbarrier.init(filled.index(slot), count=1)
@@ -308,6 +322,8 @@ def _paged_attention_prefill_kernel(
         mbarrier.init(v_filled.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=num_groups)
     mbarrier.init(v_filled.index(stages), count=1)
+    for part in gl.static_range(2):
+        mbarrier.init(turns.index(part), count=1)
     fence_async_shared()
 
     # The last list is registers of a thread: the three groups of four warps share 504, and the first gets the rest.
@@ -316,12 +332,13 @@ def _paged_attention_prefill_kernel(
     values = (values, v_filled, v_free)
     # fmt: off
     gl.warp_specialize([
-        (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 0, num_kv_heads, group, head_dim,
+        (_attend, (out_ptr, queries, slots, keys, values, turns, scale_log2, window, 0, num_kv_heads, group, head_dim,
                    rows, tile, stages, has_window)),
-        (_attend, (out_ptr, queries, slots, keys, values, scale_log2, window, 1, num_kv_heads, group, head_dim,
+        (_attend, (out_ptr, queries, slots, keys, values, turns, scale_log2, window, 1, num_kv_heads, group, head_dim,
                    rows, tile, stages, has_window)),
         (schedule, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs, num_tokens,
-                    num_items, query_stride, window, num_kv_heads, group, head_dim, rows, tile, has_window)),
+                    num_items, query_stride, window, pass_positions, num_kv_heads, group, head_dim, rows, tile,
+                    has_window)),
         (load, (rows_of_cache, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
                 num_kv_heads, head_dim, block_size, tile, stages)),
     ], [4, 1, 1], [232, 40, 40])

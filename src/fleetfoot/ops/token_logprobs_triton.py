@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 _TILE = 2048
 """Tokens in a piece."""
-_LEAST_TILE = 16
-"""Pieces of a row, rounded up: Triton 3.6 cannot compile the kernel for two."""
 
 
 def token_logprobs_triton(
@@ -59,7 +57,7 @@ def token_logprobs_triton(
         *of_pieces,
         num=num,
         pieces=pieces,
-        pieces_tile=max(_LEAST_TILE, next_power_of_2(pieces)),
+        pieces_tile=next_power_of_2(pieces),
         **constants,
     )
     return packed, normalizers
@@ -152,17 +150,39 @@ def _select_kernel(
         chosen = tl.load(logits_ptr + token_id).to(tl.float32)
         tl.store(ids_ptr, token_id.to(tl.int32))
         tl.store(logprobs_ptr, (chosen - highest - rest).to(tl.int32, bitcast=True))
-        count = tl.minimum(count, num)
-        place = tl.full((), 1, tl.int32)
-        while place <= count:
-            winner = tl.max(candidates, axis=0)
-            token = candidate_index(winner).to(tl.int32)
-            tl.store(ids_ptr + place, token)
-            tl.store(logprobs_ptr + place, (candidate_value(winner) - highest - rest).to(tl.int32, bitcast=True))
-            piece = token // tile
-            index = piece * tile + tl.arange(0, tile)
-            logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-            others = pack_candidates(logit, index)
-            following = tl.max(tl.where(others < winner, others, smallest), axis=0)
-            candidates = tl.where(of_row == piece, following, candidates)
-            place += 1
+        if num > 0:
+            _store_most_probable(
+                ids_ptr, logprobs_ptr, logits_ptr, candidates, tl.minimum(count, num), highest, rest, vocab_size,
+                pieces_tile, tile,
+            )  # fmt: skip
+
+
+@triton_kernel()
+def _store_most_probable(
+    ids_ptr,
+    logprobs_ptr,
+    logits_ptr,
+    candidates,
+    count,
+    highest,
+    rest,
+    vocab_size,
+    pieces_tile: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Write the ``count`` best tokens of a row, and their logprobs, behind the chosen one's."""
+    of_row = tl.arange(0, pieces_tile)
+    smallest = -0x7FFFFFFFFFFFFFFF - 1
+    place = tl.full((), 1, tl.int32)
+    while place <= count:
+        winner = tl.max(candidates, axis=0)
+        token = candidate_index(winner).to(tl.int32)
+        tl.store(ids_ptr + place, token)
+        tl.store(logprobs_ptr + place, (candidate_value(winner) - highest - rest).to(tl.int32, bitcast=True))
+        piece = token // tile
+        index = piece * tile + tl.arange(0, tile)
+        logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+        others = pack_candidates(logit, index)
+        following = tl.max(tl.where(others < winner, others, smallest), axis=0)
+        candidates = tl.where(of_row == piece, following, candidates)
+        place += 1

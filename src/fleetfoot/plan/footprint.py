@@ -256,15 +256,16 @@ def _sampling_bytes(shape: EngineShape) -> int:
 
 
 def graph_bytes(shape: EngineShape) -> int:
-    """Nodes of every captured shape; what they compute in is one pool, as large as the largest shape's activations and
-    logits."""
+    """Nodes of every captured shape, and the hidden states that it leaves behind. What they compute in is one pool, as
+    large as the largest shape's activations and logits: all activations of a step, where full steps are captured."""
     keys = shape.capture_table.keys
     if not keys:
         return 0
     largest = max(key.num_tokens for key in keys)
     share = largest / max(shape.max_num_batched_tokens, largest)
-    nodes = _SAMPLING_VARIANTS * len(keys) * len(shape.layers) * _GRAPH_BYTES_PER_LAYER
-    return nodes + int(activation_bytes(shape) * share) + _sampling_bytes(shape)
+    nodes = len(keys) * len(shape.layers) * _GRAPH_BYTES_PER_LAYER
+    hidden = sum(key.num_tokens for key in keys) * shape.model.hidden_size * DTYPE_BYTES[shape.dtype]
+    return _SAMPLING_VARIANTS * (nodes + hidden) + int(activation_bytes(shape) * share) + _sampling_bytes(shape)
 
 
 def _attention_scratch_bytes(shape: EngineShape) -> int:

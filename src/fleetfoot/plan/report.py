@@ -69,6 +69,7 @@ def _graphs(plan: EnginePlan) -> dict[str, Any]:
         "num_drafts": table.num_drafts,
         "uniform": list(table.uniform),
         "mixed": list(table.mixed),
+        "full_step": table.full_step,
         "captured_at_start": len(table.first_keys),
         "is_captured": bool(table.keys) and plan.backends.is_capturable,
     }

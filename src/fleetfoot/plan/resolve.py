@@ -27,6 +27,9 @@ DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 _LAUNCH_BOUND_PRODUCTS = 42 * 10**9
 """Weights times tokens that a GPU multiplies while the host launches a decoder layer's kernels one by one: 0.34 ms, or
 2,700 tokens of Qwen3-0.6B, measured on an H100. Graphs pay up to about so many; beyond, padding to them costs more."""
+_FULL_STEP_PRODUCTS = 4 * _LAUNCH_BOUND_PRODUCTS
+"""The same for a full step, which is hardly padded: a slow host takes 1.6 times as long to launch, and its other work
+on the step adds to that. 16 prompts of 512 tokens take Qwen3-0.6B on an H100 23.7 ms there, and 18.8 ms elsewhere."""
 
 
 def resolve_plan(
@@ -114,6 +117,7 @@ def _fit(
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
     drafter = drafter_shape(config, model, found, dtype, device)
+    layer_weights = layer_parameters(model, config.tensor_parallel_size)
 
     def make_shape(config: EngineConfig, max_model_len: int) -> EngineShape:
         budget = _max_num_batched_tokens(config, device, max_model_len)
@@ -132,7 +136,8 @@ def _fit(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=budget,
                 num_drafts=drafter.num_drafts,
-                most_mixed_tokens=_LAUNCH_BOUND_PRODUCTS // layer_parameters(model, config.tensor_parallel_size),
+                most_mixed_tokens=_LAUNCH_BOUND_PRODUCTS // layer_weights,
+                most_full_tokens=_FULL_STEP_PRODUCTS // layer_weights,
             ),
             backends=backends,
             tensor_parallel_size=config.tensor_parallel_size,

@@ -12,6 +12,8 @@ WIDER_STEP_FROM = 64
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 MIXED_FOR_ALL = 512
 """Mixed batches up to so many tokens are captured for every model; beyond, if launching takes longer than computing."""
+FULL_STEP_PADDING = 32
+"""A mixed batch fills a step if at most one token of so many is padding, of a step's ``max_num_batched_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class CaptureTable:
         num_drafts: draft tokens of a uniform decode; 0: there is none.
         uniform: requests in a uniform decode with drafts.
         mixed: tokens in a small batch that holds prefills; padded to ``max_num_seqs`` requests.
+        full_step: tokens in such a batch that fills a step, as chunks of prompts do under load; None: it runs eagerly,
+            as in any case those do that are larger than ``mixed`` and do not fill a step.
         eager_capture: how many of the smallest decode shapes, with drafts if there are any, are captured at the start;
             the others when first needed.
     """
@@ -64,6 +68,7 @@ class CaptureTable:
     num_drafts: int = 0
     uniform: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
+    full_step: int | None = None
     max_num_seqs: int = 0
     eager_capture: int = 4
 
@@ -77,11 +82,13 @@ class CaptureTable:
         max_num_batched_tokens: int,
         num_drafts: int = 0,
         most_mixed_tokens: int = MIXED_FOR_ALL,
+        most_full_tokens: int = 0,
     ) -> CaptureTable:
         """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager.
 
         Args:
             most_mixed_tokens: of a mixed batch that is worth padding to a captured one.
+            most_full_tokens: of a mixed batch that is worth capturing if it fills a step.
         """
         if device == "cpu" or enforce_eager:
             return cls()
@@ -89,7 +96,9 @@ class CaptureTable:
         uniform = tuple(n for n in sizes if n * (1 + num_drafts) <= max_num_batched_tokens) if num_drafts else ()
         most_mixed = min(max_num_batched_tokens, max(most_mixed_tokens, MIXED_FOR_ALL))
         mixed = tuple(tokens for tokens in MIXED_TOKENS if tokens <= most_mixed)
-        return cls(sizes, num_drafts, uniform, mixed, max_num_seqs)
+        has_full_step = bool(mixed) and mixed[-1] < max_num_batched_tokens <= most_full_tokens
+        full_step = max_num_batched_tokens if has_full_step else None
+        return cls(sizes, num_drafts, uniform, mixed, full_step, max_num_seqs)
 
     def dispatch(
         self,
@@ -117,8 +126,15 @@ class CaptureTable:
             return GraphKey("uniform", size, size * (1 + self.num_drafts), sampling, drafting)
         if drafting is not None:
             return None
-        size = _at_least(self.mixed, num_tokens)
-        return None if size is None else GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
+        size = _at_least(self.mixed_sizes, num_tokens)
+        if size is None or (size == self.full_step and (size - num_tokens) * FULL_STEP_PADDING > size):
+            return None
+        return GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Tokens in every shape of a batch that holds prefills."""
+        return self.mixed if self.full_step is None else (*self.mixed, self.full_step)
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
@@ -126,7 +142,7 @@ class CaptureTable:
         return (
             *(GraphKey("decode", size, size) for size in self.decode),
             *(GraphKey("uniform", size, size * (1 + self.num_drafts)) for size in self.uniform),
-            *(GraphKey("mixed", min(size, self.max_num_seqs), size) for size in self.mixed),
+            *(GraphKey("mixed", min(size, self.max_num_seqs), size) for size in self.mixed_sizes),
         )
 
     @property

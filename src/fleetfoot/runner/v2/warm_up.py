@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from fleetfoot.ops.compile_ahead import Compilations, CompileAhead
-from fleetfoot.runner.capture_table import EVERYTHING, GraphKey, SamplingVariant
+from fleetfoot.runner.capture_table import EVERYTHING, MIXED_TOKENS, GraphKey, SamplingVariant
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
 
@@ -69,14 +69,17 @@ def eager_shape(step: SchedulerOutput, drafting: int | None) -> GraphKey:
 
 
 def later_shapes(captured: Sequence[GraphKey], num_drafts: int, max_num_batched_tokens: int) -> list[GraphKey]:
-    """Steps whose kernels are those of all that serving may meet: first a prompt that is too long for the graphs.
+    """Steps whose kernels are those of all that serving may meet: first a prompt that is too long for most graphs, and
+    one that fills a step.
 
     Args:
         captured: the shapes that graphs serve.
     """
-    prompt = GraphKey("mixed", 1, min(_PROMPT_TOKENS, max_num_batched_tokens))
-    shapes = [replace(shape, drafting=num_drafts or None) for shape in captured]
-    return [prompt, *shapes, *(replace(shape, sampling=variant) for variant in _VARIANTS for shape in shapes[:1])]
+    lengths = sorted({min(_PROMPT_TOKENS, max_num_batched_tokens), max_num_batched_tokens})
+    prompts = [GraphKey("mixed", 1, length) for length in lengths]
+    compiled = (shape for shape in captured if shape.kind != "mixed" or shape.num_tokens <= MIXED_TOKENS[-1])
+    shapes = [replace(shape, drafting=num_drafts or None) for shape in compiled]
+    return [*prompts, *shapes, *(replace(shape, sampling=variant) for variant in _VARIANTS for shape in shapes[:1])]
 
 
 class KernelCompiler:
