@@ -167,7 +167,7 @@ class Chain:
 def without_overlap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     def stop() -> None:
         for module in list(sys.modules.values()):
-            if module.__name__.startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
+            if getattr(module, "__name__", "").startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
                 monkeypatch.setattr(module, "can_overlap", lambda device: False)
 
     return stop

@@ -19,7 +19,7 @@ from tests.helpers.edit_cases import edit_case
 
 def main() -> None:
     for module in list(sys.modules.values()):
-        if module.__name__.startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
+        if getattr(module, "__name__", "").startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
             module.can_overlap = lambda device: True  # type: ignore[attr-defined]
     case = edit_case(0)
     logits = keep_allowed_tokens_triton(case.logits, case.rows, case.allowed)

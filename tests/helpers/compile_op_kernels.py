@@ -50,7 +50,7 @@ def compile_instead(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[...
 def main() -> None:
     ops = triton_ops()
     for module in list(sys.modules.values()):
-        if module.__name__.startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
+        if getattr(module, "__name__", "").startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
             module.can_overlap = lambda device: True  # type: ignore[attr-defined]
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

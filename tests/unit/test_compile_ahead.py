@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from fleetfoot.ops import compile_ahead
 from fleetfoot.ops.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.ops.triton_support import launcher
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
@@ -158,3 +159,20 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     assert cold["start"]["found"] == 0
     assert warm["start"]["compiled"] == 0
     assert warm["start"]["found"] > 15
+
+
+def test_jobs_wait_until_somebody_works() -> None:
+    jobs = compile_ahead._Jobs()
+    done: list[int] = []
+    futures = [jobs.submit(done.append, number) for number in range(3)]
+    failing = jobs.submit(lambda: 1 // 0)
+    assert done == []
+    assert futures[1].cancel()
+    jobs.work()
+    assert done == [0, 2]
+    assert isinstance(failing.exception(0), ZeroDivisionError)
+    dropped = jobs.submit(done.append, 3)
+    jobs.drop()
+    jobs.work()
+    assert dropped.cancelled()
+    assert done == [0, 2]

@@ -12,9 +12,11 @@ uninitialised is zeroed there: an index that a kernel was to write is 0, not gar
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +70,8 @@ class CompileAhead:
 
         self.num_threads = num_threads or min(_MOST_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="fleetfoot-compile")
-        self._mode = AsyncCompileMode(self._pool)  # one for all passes: what one has asked for, another does not
+        self._jobs = _Jobs()
+        self._mode = AsyncCompileMode(self._jobs)  # one for all passes: what one has asked for, another does not
         self._tally = _Tally()
 
     @property
@@ -81,25 +84,32 @@ class CompileAhead:
         """Kernels that are done and were in the cache on disk."""
         return self._tally.were_found.count(True)
 
-    def queue(self, dry_pass: Callable[[], object]) -> Compilations:
+    def queue(self, dry_pass: Callable[[], object], at_once: int | None = None) -> Compilations:
         """Run ``dry_pass`` without launching kernels, and begin to compile those that it would have launched.
 
         Launches find each as soon as it is compiled, whether somebody waits or not. One that is launched before that is
         compiled twice.
 
+        Args:
+            at_once: so many at a time; None: as many as there are threads. Each holds the interpreter's lock now and
+                then, and whoever goes on meanwhile waits for it.
+
         Raises:
             RuntimeError: after `finish`.
         """
         # In a context of its own: behind it launches are launches again.
-        return copy_context().run(self._queue, dry_pass)
+        kernels = copy_context().run(self._collect, dry_pass)
+        for _ in range(min(at_once or self.num_threads, self.num_threads)):
+            self._pool.submit(self._jobs.work)
+        return Compilations(kernels)
 
-    def _queue(self, dry_pass: Callable[[], object]) -> Compilations:
+    def _collect(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
         self._mode.__enter__()  # It is not left, which would wait for all: it ends with the context.
         compiler = _Compiler()
         instead_of_launching.set(compiler.launcher)
         with _ZeroedMemory():
             dry_pass()
-        return Compilations(compiler.kernels)
+        return compiler.kernels
 
     def finish(self) -> None:
         """Nothing more will be queued: the threads end as they run out of work."""
@@ -109,7 +119,41 @@ class CompileAhead:
     def close(self) -> None:
         """Drop what has not begun, and wait for what has. No thread is left."""
         self._tally.close()
+        self._jobs.drop()
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Jobs(Executor):
+    """What a pass asks for. It begins when the pass is over, which threads at work would slow down many times."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, job: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._waiting.append((future, partial(job, *arguments, **keywords)))
+        return future
+
+    def work(self) -> None:
+        """Do jobs until there are none left, in a thread of the pool."""
+        while True:
+            try:
+                future, job = self._waiting.popleft()
+            except IndexError:
+                return
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def drop(self) -> None:
+        """Cancel what has not begun."""
+        while self._waiting:
+            try:
+                self._waiting.popleft()[0].cancel()
+            except IndexError:  # a thread has taken the last
+                return
 
 
 class _Tally:

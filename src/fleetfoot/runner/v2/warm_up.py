@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 NAME = "warm-up"
 _PROMPT_TOKENS = 1024
 """Of a prompt that no graph and no kernel for short queries serves."""
+_LATER_AT_ONCE = 4
+"""Kernels that are compiled while the engine serves: more, and the interpreter's lock is hard to come by."""
 _VARIANTS = (SamplingVariant(filters=True), EVERYTHING)
 """Of sampling, which together launch what it has; edited logits are of another type."""
 
@@ -110,17 +112,17 @@ class KernelCompiler:
         """Begin with those of other shapes, if any had to be compiled so far: where none had, an earlier start has
         compiled these. Nobody waits for them, and nothing can be compiled behind them."""
         if self.ahead.num_compiled:
-            self._queue(shapes)
+            self._queue(shapes, _LATER_AT_ONCE)
         self.ahead.finish()
 
     def close(self) -> None:
         """Give up what has not begun."""
         self.ahead.close()
 
-    def _queue(self, shapes: Sequence[GraphKey]) -> Compilations:
+    def _queue(self, shapes: Sequence[GraphKey], at_once: int | None = None) -> Compilations:
         try:
             with torch.inference_mode():
-                return self.ahead.queue(lambda: [self._make_step(shape)() for shape in shapes])
+                return self.ahead.queue(lambda: [self._make_step(shape)() for shape in shapes], at_once)
         except BaseException:
             self.ahead.close()
             raise
