@@ -230,6 +230,22 @@ def test_parameters_are_checked_once_more_and_kept_apart() -> None:
         admission_of().admit("r", [5], params)
 
 
+def test_parameters_that_requests_share_are_checked_once() -> None:
+    admission = admission_of()
+    params = SamplingParams(stop_token_ids=[9])
+    checked = admission.check_params(params)
+    params.temperature = -1.0
+    first, second = (admission.admit(name, [5], checked) for name in ("a", "b"))
+    assert first.params is second.params is checked.params
+    assert (first.params.temperature, first.sequences[0].stop_token_ids) == (1.0, {EOS, 9})
+    assert first.sequences[0].seed != second.sequences[0].seed
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [(-1, -1), (0, 0), (VOCAB - 1, VOCAB - 1), (VOCAB, VOCAB), (2**70, VOCAB)])
+def test_top_k_is_at_most_the_vocabulary(wanted: int, kept: int) -> None:
+    assert admit([5], top_k=wanted).params.top_k == kept
+
+
 @pytest.mark.parametrize("wrong", [None, {}, "params", SamplingParams])
 def test_parameters_of_another_type(wrong: Any) -> None:
     with pytest.raises(TypeError, match="it must be a SamplingParams"):

@@ -22,6 +22,7 @@ from fleetfoot.cli.sampling_arguments import (
     check_sampling_arguments,
     sampling_params,
 )
+from fleetfoot.cli.start import tell_of_other_nodes
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 
@@ -223,7 +224,21 @@ def test_help_says_where_sampling_defaults_come_from(capsys: pytest.CaptureFixtu
         (["bench", "throughput", "--prompts-file", "-", "--input-len", "8"], "leave out --input-len"),
         (["bench"], "BENCHMARK"),
         ([], "COMMAND"),
-        (["generat"], "invalid choice: 'generat'"),
+        (["generat"], "there is no command 'generat'; did you mean generate?"),
+        (["xyzzy"], "there is no command 'xyzzy'; there are generate, chat, bench, plan"),
+        (["serve", "M"], "there is no command 'serve'; fleetfoot engine runs an engine behind a port"),
+        (["plan", "-tp", "2"], "unknown argument '-tp'; it is --tensor-parallel-size"),
+        (["plan", "--pp=2"], "unknown argument '--pp'; it is --pipeline-parallel-size"),
+        (["plan", "--node_rank", "1"], "unknown argument '--node_rank'; it is --node-rank"),
+        (["worker", "-dp", "2"], "unknown argument '-dp'; start one engine for each replica"),
+        (["plan", "--no-enable-expert-parallel"], "'--no-enable-expert-parallel'; models are dense"),
+        (["plan", "--speculative-model", "x"], "'--speculative-model'; set speculative_config="),
+        (["plan", "--speculative-config", "{method:", "ngram}"], "is not JSON"),
+        (["plan", "--speculative-config", "ngram"], """in a shell between single quotes: '{"key": "value"}'"""),
+        (["plan", "--nnodes", "2"], "is 1 worker, which cannot be spread evenly over so many; it can be 1"),
+        (["plan", "--node-rank", "1"], "with nnodes 1 it can be 0; set nnodes to the number of machines"),
+        (["plan", "--master-addr", "10.0.0.1:29500"], "the port is master_port"),
+        (["plan", "--kv-offloading-size", "nan"], "kv_offloading_size is nan; it must be a finite number"),
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
@@ -305,3 +320,25 @@ def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[st
         logger.info("loud")
     assert capsys.readouterr() == ("", "WARNING fleetfoot.some.module: careful\nINFO fleetfoot.some.module: loud\n")
     assert before == (logging.getLogger("fleetfoot").level, logging.getLogger("fleetfoot").handlers)
+
+
+# --- several machines ---------------------------------------------------------------------------------------------
+
+
+def test_node_0_says_whom_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(**settings: Any) -> str:
+        tell_of_other_nodes(EngineConfig(**settings))
+        return capsys.readouterr().err
+
+    assert told() == ""
+    text = told(nnodes=3, tensor_parallel_size=3, master_addr="10.0.0.1")
+    assert text.startswith("this is node 0 of 3, and waits at 10.0.0.1:29500 for the others: `fleetfoot worker` with")
+    assert text.endswith("--node-rank 1, 2\n")
+    assert told(nnodes=3, tensor_parallel_size=3, node_rank=1) == ""  # which is refused: it is no place for an engine
+
+
+def test_a_worker_says_whom_it_waits_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleetfoot.execution.node.run_node", lambda config: None)
+    flags = ["--nnodes", "2", "--tensor-parallel-size", "2", "--master-addr", "10.0.0.1"]
+    assert main(["worker", *flags, "--node-rank", "1"]) == 0
+    assert capsys.readouterr().err == "this is node 1 of 2, and waits for node 0 at 10.0.0.1:29500\n"

@@ -23,7 +23,7 @@ from fleetfoot.kv_transfer.filesystem import FilesystemSettings, SharedStorageCo
 from fleetfoot.kv_transfer.fingerprint import engine_fingerprint, weights_identity
 from fleetfoot.kv_transfer.layouts import KNOWN_CONNECTORS, V2_LAYOUT, connector_layouts
 from fleetfoot.kv_transfer.multi import MultiScheduler
-from fleetfoot.kv_transfer.multi_config import part_configs
+from fleetfoot.kv_transfer.multi_config import joined, part_configs
 from fleetfoot.kv_transfer.offload import OffloadingConnector
 from fleetfoot.kv_transfer.offload_scheduler import OffloadScheduler
 from fleetfoot.kv_transfer.registry import CONNECTORS, find_connector
@@ -134,6 +134,7 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], message: str) -> N
         ({"shared_storage_path": 5}, ValueError, "shared_storage_path is 5"),
         ({"shared_storage_path": ""}, ValueError, "shared_storage_path is ''"),
         ({"shared_storage_path": __file__}, ValueError, "it must be a folder, or a path at which one can be made"),
+        ({"shared_storage_path": "/x", 5: 6}, TypeError, "has the key 5, a int; keys must be strings"),
         ({"shared_storage_path": "/x", "num_threads": 0}, ValueError, "num_threads is 0"),
         ({"shared_storage_pat": "/x", "shared_storage_path": "/x"}, TypeError, "unknown keyword 'shared_storage_pat'"),
     ],
@@ -145,9 +146,9 @@ def test_settings_of_the_filesystem_connector(extra: dict[str, Any], error: type
 
 
 def test_fields_for_other_connectors_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    FilesystemSettings.of(
-        KVTransferConfig.parse({**SHARED, "kv_port": 5, "kv_connector_extra_config": {"shared_storage_path": "/x"}})
-    )
+    settings = {**SHARED, "kv_port": 5, "kv_connector_extra_config": {"shared_storage_path": "/x"}}
+    config = KVTransferConfig.parse(settings)
+    SharedStorageConnector.check_settings(TransferContext(config, 16, "", "me"))
     assert [record.getMessage() for record in caplog.records] == [
         "kv_transfer_config: kv_port has no meaning for SharedStorageConnector"
     ]
@@ -272,6 +273,22 @@ def test_the_part_that_refuses_a_layout_decides() -> None:
     layouts = connector_layouts(multi(SHARED, stranger))
     assert (layouts.name, layouts.accepted) == ("NotAConnector", frozenset())
     assert "does not say which KV layouts it accepts" in layouts.remark
+
+
+def test_layouts_must_be_a_set_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = KVTransferConfig("NotAConnector", "kv_both", __name__)
+    for declared in (V2_LAYOUT, 5):
+        monkeypatch.setattr(NotAConnector, "accepted_kv_layouts", declared, raising=False)
+        layouts = connector_layouts(stranger)
+        assert (
+            layouts.accepted == frozenset()
+            and f"accepted_kv_layouts is {declared!r}; it must be a set" in layouts.remark
+        )
+
+
+def test_offloading_takes_fields_without_a_use_from_the_whole() -> None:
+    config = joined(KVTransferConfig.parse(OFFLOAD), KVTransferConfig.parse({**SHARED, "kv_port": 5}))
+    assert config.kv_port is None and [part.kv_port for part in part_configs(config)] == [None, 5]
 
 
 # --- the fingerprint ------------------------------------------------------------------------------------------------

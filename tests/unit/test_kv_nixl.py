@@ -221,7 +221,7 @@ def test_a_port_that_is_taken(make: MakeEngine) -> None:
     port = int(make().lend("p")["remote_addresses"][0].split(":")[1])
     with pytest.raises(ValueError, match=f"nobody can listen on 127.0.0.1:{port}"):
         make(extra={"side_channel_port": port})
-    with pytest.raises(ValueError, match="99999; ports end at 65535"):
+    with pytest.raises(ValueError, match="side_channel_port is 99999; it must be at most 65535"):
         make(extra={"side_channel_port": 99999})
 
 

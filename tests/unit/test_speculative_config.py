@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ def test_bounds_of_n_grams_stay_empty_elsewhere() -> None:
         ({"disable_by_batch_size": 0}, "disable_by_batch_size is 0"),
         ({"disable_by_batch_size": "8"}, "disable_by_batch_size is '8'"),
         ({"adaptive": 1}, "adaptive is 1; it must be true or false"),
+        ({"model": "[ngram]"}, r"model is '\[ngram\]', which is no model here; set method to 'ngram'"),
+        ({"model": "ngram", "method": "ngram"}, "a folder of that name is './ngram'"),
     ],
     ids=str,
 )
@@ -82,6 +85,18 @@ def test_num_speculative_tokens_cannot_be_left_out() -> None:
 def test_unknown_keys_are_refused_with_the_near_one() -> None:
     with pytest.raises(TypeError, match="did you mean 'disable_by_batch_size'"):
         parse(disable_by_batchsize=8)
+
+
+def test_keys_of_vllm_are_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        TypeError, match=r"'draft_tensor_parallel_size'; leave it out: .* each rank runs the whole drafter"
+    ):
+        parse(draft_tensor_parallel_size=1)
+
+
+def test_a_path_may_name_the_model() -> None:
+    assert parse(model=Path("a") / "draft").model == "a/draft"
+    assert parse(model="./ngram").method == "draft_model"
 
 
 def drafting(k: int, **settings: Any) -> EngineConfig:

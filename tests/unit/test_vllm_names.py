@@ -10,7 +10,13 @@ import pytest
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.config.vllm_names import CALL_KEYWORDS, ENGINE_KEYWORDS, check_call_keywords
+from fleetfoot.config.vllm_names import (
+    CALL_KEYWORDS,
+    ENGINE_FLAGS,
+    ENGINE_KEYWORDS,
+    SPECULATIVE_KEYS,
+    check_call_keywords,
+)
 from fleetfoot.sampling.params import SamplingParams
 
 SETTINGS = {field.name for field in dataclasses.fields(EngineConfig)}
@@ -69,9 +75,16 @@ def test_what_vllm_calls_runner() -> None:
 
 def test_advice_is_about_settings_that_there_are() -> None:
     assert not ENGINE_KEYWORDS.keys() & SETTINGS
-    known = SETTINGS | {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    speculative = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert not SPECULATIVE_KEYS.keys() & speculative
+    assert set(ENGINE_FLAGS.values()) <= SETTINGS | ENGINE_KEYWORDS.keys()
+    known = SETTINGS | speculative
     known |= {field.name for field in dataclasses.fields(SamplingParams)} | {"chat_template", "prompt_token_ids"}
-    for advice in [*ENGINE_KEYWORDS.values(), *(advice for _, advice in CALL_KEYWORDS.values())]:
+    for advice in [
+        *ENGINE_KEYWORDS.values(),
+        *SPECULATIVE_KEYS.values(),
+        *(advice for _, advice in CALL_KEYWORDS.values()),
+    ]:
         assert advice and set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", advice)) <= known, advice
 
 

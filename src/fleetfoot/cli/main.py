@@ -16,8 +16,10 @@ from collections.abc import Iterator, Sequence
 
 from fleetfoot._version import __version__
 from fleetfoot.cli import bench, chat, engine, generate, plan, proxy, verify, worker
+from fleetfoot.cli.arguments import flag_of
 from fleetfoot.cli.command import UsageError, add_command
 from fleetfoot.cli.logs import logs_on_stderr
+from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS
 
 COMMANDS = (
     generate.COMMAND,
@@ -29,6 +31,14 @@ COMMANDS = (
     engine.COMMAND,
     proxy.COMMAND,
 )
+
+_OTHER_COMMANDS = {
+    "serve": "fleetfoot engine runs an engine behind a port; generate and chat have one of their own",
+    "run": "fleetfoot generate answers prompts, fleetfoot chat talks",
+    "complete": "it is fleetfoot generate",
+    "run-batch": "fleetfoot generate takes a file of prompts",
+}
+"""Commands of other engines, each with what to do here."""
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -76,14 +86,40 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    arguments, unknown = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and not words[0].startswith("-"):
+        _check_command(parser, words[0])
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
         flag = unknown[0].partition("=")[0]
         known: argparse.ArgumentParser = arguments.parser
-        near = difflib.get_close_matches(flag, list(known._option_string_actions), n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"{known.prog} --help lists what it takes"
-        known.error(f"unknown argument {flag!r}; {hint}")
+        known.error(f"unknown argument {flag!r}; {_hint(flag, known)}")
     return arguments
+
+
+def _check_command(parser: argparse.ArgumentParser, name: str) -> None:
+    """Refuse a command that there is not, with what may have been meant."""
+    names = [command.name for command in COMMANDS]
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = _OTHER_COMMANDS.get(name) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
+    parser.error(f"there is no command {name!r}; {hint}")
+
+
+def _hint(flag: str, known: argparse.ArgumentParser) -> str:
+    """What to do instead of a flag that a command does not have."""
+    flags = list(known._option_string_actions)
+    name = flag.lstrip("-").replace("-", "_")
+    if flag.startswith("-") and flag_of("tensor_parallel_size") in flags:  # the command takes an engine's settings
+        name = ENGINE_FLAGS.get(name, name)
+        if flag_of(name) in flags:
+            return f"it is {flag_of(name)}"
+        advice = ENGINE_KEYWORDS.get(name) or ENGINE_KEYWORDS.get(name.removeprefix("no_"))
+        if advice:
+            return advice
+    near = difflib.get_close_matches(flag, flags, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else f"{known.prog} --help lists what it takes"
 
 
 def _run(arguments: argparse.Namespace) -> int:

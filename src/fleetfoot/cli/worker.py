@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_model_argument, engine_config
 from fleetfoot.cli.command import Command, usage_errors
@@ -28,6 +29,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # a wrong value is refused before torch is imported
+        if config.node_rank != 0:
+            where = f"{config.master_addr}:{config.master_port}"
+            print(
+                f"this is node {config.node_rank} of {config.nnodes}, and waits for node 0 at {where}", file=sys.stderr
+            )
 
         from fleetfoot.execution.node import run_node
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,9 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 ExecutorBackend = Literal["auto", "uni", "mp"]
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 
+MAX_OFFLOADING_GIB = 1 << 33
+"""From there on the number of bytes would not fit in 64 bits."""
+_HOST = re.compile(r"[^\s:/]+")
 EMBEDDED_MODEL = "story-llama"
 """The name of the model that the package carries; the default of ``model``."""
 
@@ -156,8 +160,9 @@ class EngineConfig:
             raise ValueError(f"max_logprobs is {self.max_logprobs}; it must be -1 (no limit), 0 or more")
         if not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed is {self.seed}; it must fit in 64 bits")
-        if self.kv_offloading_size is not None and self.kv_offloading_size <= 0:
-            raise ValueError(f"kv_offloading_size is {self.kv_offloading_size}; it must be above 0, in GiB")
+        if self.kv_offloading_size is not None and not 0 < self.kv_offloading_size < MAX_OFFLOADING_GIB:
+            most = "" if self.kv_offloading_size <= 0 else f" (less than {MAX_OFFLOADING_GIB:,})"
+            raise ValueError(f"kv_offloading_size is {self.kv_offloading_size}; it must be above 0, in GiB{most}")
         if self.quantization == "":
             raise ValueError("quantization is an empty string; leave it out for weights that are not quantized")
         if not self.generation_config:
@@ -203,25 +208,30 @@ class EngineConfig:
     def _check_processes(self) -> None:
         sizes = (
             f"tensor_parallel_size {self.tensor_parallel_size} times pipeline_parallel_size "
-            f"{self.pipeline_parallel_size} is {self.world_size}"
+            f"{self.pipeline_parallel_size} is {self.world_size} {'worker' if self.world_size == 1 else 'workers'}"
         )
         if self.distributed_executor_backend == "uni" and self.world_size > 1:
             raise ValueError(
-                f"distributed_executor_backend is 'uni', one worker in the engine's process, but {sizes} workers; set "
-                "it to 'mp' or 'auto'"
+                f"distributed_executor_backend is 'uni', one worker in the engine's process, but {sizes}; set it "
+                "to 'mp' or 'auto'"
             )
         if self.world_size % self.nnodes:
             raise ValueError(
-                f"nnodes is {self.nnodes}, but {sizes} workers, which cannot be spread evenly over so many; it can be "
+                f"nnodes is {self.nnodes}, but {sizes}, which cannot be spread evenly over so many; it can be "
                 f"{', '.join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)}"
             )
         if not 0 <= self.node_rank < self.nnodes:
             raise ValueError(
                 f"node_rank is {self.node_rank}; with nnodes {self.nnodes} it can be 0"
-                + (f" to {self.nnodes - 1}" if self.nnodes > 1 else "")
+                + (f" to {self.nnodes - 1}" if self.nnodes > 1 else "; set nnodes to the number of machines")
             )
         if not self.master_addr:
             raise ValueError("master_addr is an empty string; it must be the address of node 0")
+        if not _HOST.fullmatch(self.master_addr):
+            raise ValueError(
+                f"master_addr is {self.master_addr!r}; it must be the name or the IPv4 address of node 0 and nothing "
+                "else; the port is master_port"
+            )
         if not 0 < self.master_port < 65536:
             raise ValueError(f"master_port is {self.master_port}; it must be 1 to 65535")
 
@@ -253,7 +263,9 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
     elif annotation.startswith("int"):
         right = isinstance(value, int) and not isinstance(value, bool)
     elif annotation.startswith("float"):
-        right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        right = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise TypeError(f"{name} is {value!r}; it must be a finite number")
     else:
         right = isinstance(value, str)
     if not right:

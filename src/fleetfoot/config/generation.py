@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fleetfoot.config.json_record import json_object
+from fleetfoot.config.json_record import check_key, json_object
 from fleetfoot.config.model import read_generation_json
-from fleetfoot.utils.suggest import unknown_keyword
 
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """The fields that are sampling defaults. ``do_sample`` is none of them, as in vLLM: a file that says false without a
@@ -29,8 +28,7 @@ class GenerationOverride:
         """
         content = json_object("override_generation_config", value)
         for key in content:
-            if key not in GENERATION_FIELDS:
-                raise unknown_keyword("override_generation_config", key, GENERATION_FIELDS)
+            check_key("override_generation_config", key, GENERATION_FIELDS)
         return dict(content)
 
 

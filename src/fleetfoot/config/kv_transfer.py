@@ -51,6 +51,12 @@ class KVTransferConfig:
     def __post_init__(self) -> None:
         for name in _STRINGS:
             string_field("kv_transfer_config", name, getattr(self, name))
+        module = self.kv_connector_module_path
+        if module is not None and (module.startswith(".") or module.endswith(".py") or "/" in module):
+            raise ValueError(
+                f"kv_transfer_config: kv_connector_module_path is {module!r}; it must be the whole name of a module "
+                "that Python finds, such as 'my_package.connector'"
+            )
         if self.kv_role is not None and self.kv_role not in KV_ROLES:
             raise ValueError(f"kv_transfer_config: kv_role is {self.kv_role!r}; it can be {', '.join(KV_ROLES)}")
         if self.kv_load_failure_policy not in KV_LOAD_FAILURE_POLICIES:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.config.json_record import checked_object, string_field
+from fleetfoot.config.vllm_names import SPECULATIVE_KEYS
 
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle")
 EMBEDDED_EAGLE = "story-llama-eagle"
 """The name of the EAGLE head that the package carries for its embedded model."""
 MAX_SPECULATIVE_TOKENS = 64
 """Beyond this a step would verify more than any drafter gets right."""
+_NGRAM_MODELS = ("ngram", "[ngram]")
+"""What scripts written for vLLM may give as the model to ask for n-grams."""
 DEFAULT_PROMPT_LOOKUP_MAX, DEFAULT_PROMPT_LOOKUP_MIN = 5, 1
 
 
@@ -36,6 +40,8 @@ class SpeculativeConfig:
     """Whether drafting turns itself off at batch sizes where it is seen not to pay; False: it goes on regardless."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):  # scripts pass either
+            object.__setattr__(self, "model", os.fspath(self.model))
         string_field("speculative_config", "model", self.model)
         if self.method == "":
             object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
@@ -45,6 +51,11 @@ class SpeculativeConfig:
             self._fill_in_lookup()
 
     def _check_method(self) -> None:
+        if self.model in _NGRAM_MODELS:
+            raise ValueError(
+                f"speculative_config: model is {self.model!r}, which is no model here; set method to 'ngram' and leave "
+                "model out (a folder of that name is './ngram')"
+            )
         if self.method == "eagle3":
             raise ValueError(
                 "speculative_config: method is 'eagle3', and EAGLE-3 heads, which read several of the target's layers, "
@@ -109,4 +120,8 @@ class SpeculativeConfig:
         Raises:
             TypeError, ValueError: it is neither, or has a key or value that means nothing; says which.
         """
-        return value if isinstance(value, cls) else cls(**checked_object("speculative_config", value, cls))
+        return (
+            value
+            if isinstance(value, cls)
+            else cls(**checked_object("speculative_config", value, cls, SPECULATIVE_KEYS))
+        )

@@ -41,6 +41,34 @@ ENGINE_KEYWORDS = {
 }
 """Keywords of vLLM's ``LLM``."""
 
+ENGINE_FLAGS = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "pcp": "prefill_context_parallel_size",
+    "dp": "data_parallel_size",
+    "ep": "enable_expert_parallel",
+    "sc": "speculative_config",
+    "cc": "compilation_config",
+}
+"""Short flags of vLLM's commands, without their dash, and what they are short for."""
+
+SPECULATIVE_KEYS = {
+    "draft_tensor_parallel_size": "leave it out: with tensor parallelism each rank runs the whole drafter",
+    "max_model_len": "leave it out: the engine's max_model_len counts for the drafter too",
+    "quantization": "leave it out: drafters run in the model's dtype",
+    "revision": "give the folder of a snapshot as model",
+    "code_revision": "leave it out: code from a checkpoint is never run",
+    "speculative_token_tree": "leave it out: drafts are one path",
+    "rejection_sample_method": "leave it out: a draft is accepted where the model's own sampler chooses the same token",
+    "acceptance_method": "leave it out: a draft is accepted where the model's own sampler chooses the same token",
+    "speculative_disable_by_batch_size": "it is disable_by_batch_size",
+    "num_lookahead_slots": "it is num_speculative_tokens",
+    "disable_logprobs": "leave it out: logprobs are the same with drafts",
+    "disable_padded_drafter_batch": "leave it out",
+    "enforce_eager": "set the engine's enforce_eager",
+}
+"""Keys of vLLM's ``speculative_config``, each with what to do instead."""
+
 CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
     "lora_request": (None, _NO_LORA),
     "tokenization_kwargs": (None, "SamplingParams(truncate_prompt_tokens=...) truncates; give token ids for all else"),

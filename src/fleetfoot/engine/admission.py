@@ -23,6 +23,15 @@ COPY_MARK = "\x1f"
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedParams:
+    """Parameters in which nothing is wrong, out of their caller's hands. Any number of requests can share them."""
+
+    params: SamplingParams
+    bad_words_token_ids: list[list[int]]
+    kv_transfer_params: dict[str, Any] | None
+
+
 @dataclass(slots=True)
 class CheckedRequest:
     """A request in which nothing is wrong by itself; what it is among others is decided when it is admitted."""
@@ -30,12 +39,10 @@ class CheckedRequest:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: CheckedParams
     max_tokens: int
-    bad_words_token_ids: list[list[int]]
     priority: int
     cache_salt: str | None
-    kv_transfer_params: dict[str, Any] | None
     arrival_time: float
     """Wall clock, seconds since the epoch."""
 
@@ -89,7 +96,7 @@ class Admission:
         self._num_admitted = 0
 
     def admit(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
+        self, request_id: str, prompt: PromptType, params: SamplingParams | CheckedParams, *, priority: int = 0
     ) -> AdmittedRequest:
         """`check` and `enter` in one.
 
@@ -99,7 +106,7 @@ class Admission:
         return self.enter(self.check(request_id, prompt, params, priority=priority))
 
     def check(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
+        self, request_id: str, prompt: PromptType, params: SamplingParams | CheckedParams, *, priority: int = 0
     ) -> CheckedRequest:
         """Check everything about a request, and tokenize it. Changes nothing: it may run in any thread.
 
@@ -107,42 +114,51 @@ class Admission:
             ValueError, TypeError: the message names the field, its value and what would work.
         """
         arrival_time = self._wall_clock()
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
+        checked = params if isinstance(params, CheckedParams) else self.check_params(params)
+        params = checked.params
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
-        params = params.clone()  # checked once more, as fields may have been assigned, and out of the caller's hands
-        params.validate_for_model(
-            vocab_size=self.vocab_size, max_logprobs=self.max_logprobs, has_tokenizer=self.tokenizer is not None
-        )
-        text, token_ids, cache_salt = self._read_prompt(prompt)
+        text, ids, cache_salt = self._read_prompt(prompt)
         if params.truncate_prompt_tokens is not None:
             keep = self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-            token_ids = token_ids[-keep:]
-        self._check_tokens(token_ids)
-        room = self.max_model_len - len(token_ids)
+            ids = ids[-keep:]
+        self._check_tokens(ids)
+        room = self.max_model_len - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
             raise ValueError(
-                f"min_tokens is {params.min_tokens}, but a prompt of {len(token_ids)} tokens leaves room for "
+                f"min_tokens is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for "
                 f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})"
             )
         return CheckedRequest(
             request_id=request_id,
             prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
+            prompt_token_ids=ids.tolist(),
+            params=checked,
             max_tokens=max_tokens,
-            bad_words_token_ids=self._bad_words(params),
             priority=priority,
             cache_salt=cache_salt,
-            kv_transfer_params=_kv_transfer_params(params),
             arrival_time=arrival_time,
         )
 
+    def check_params(self, params: SamplingParams) -> CheckedParams:
+        """Check parameters, for one request or for many that share them. Changes nothing.
+
+        Raises:
+            ValueError, TypeError: the message names the field, its value and what would work.
+        """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
+        params = params.clone()  # checked once more, as fields may have been assigned, and out of the caller's hands
+        params.validate_for_model(
+            vocab_size=self.vocab_size, max_logprobs=self.max_logprobs, has_tokenizer=self.tokenizer is not None
+        )
+        params.top_k = min(params.top_k, self.vocab_size)  # which is all of them, and a number that devices can hold
+        return CheckedParams(params, self._bad_words(params), _kv_transfer_params(params))
+
     def enter(self, checked: CheckedRequest) -> AdmittedRequest:
         """Make the sequences of a request. Their seeds depend on how many requests have come in before."""
-        params = checked.params
+        params = checked.params.params
         seed = None if params.seed == -1 else params.seed
         number = self._num_admitted
         self._num_admitted += 1
@@ -154,10 +170,10 @@ class Admission:
                 max_tokens=checked.max_tokens,
                 seed=request_seed(seed, index, self._seed, number),
                 eos_token_ids=self.eos_token_ids,
-                bad_words_token_ids=checked.bad_words_token_ids,
+                bad_words_token_ids=checked.params.bad_words_token_ids,
                 priority=checked.priority,
                 cache_salt=checked.cache_salt,
-                kv_transfer_params=checked.kv_transfer_params,
+                kv_transfer_params=checked.params.kv_transfer_params,
             )
             for index in range(params.n)
         ]
@@ -165,15 +181,15 @@ class Admission:
             checked.request_id, checked.prompt, checked.prompt_token_ids, params, sequences, checked.arrival_time
         )
 
-    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, list[int], str | None]:
-        """Text (if known), token ids and cache salt of any form of prompt."""
+    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, np.ndarray, str | None]:
+        """Text (if known), token ids (``[num_tokens]`` int64) and cache salt of any form of prompt."""
         if isinstance(prompt, str):
             return prompt, self._tokenize(prompt), None
         if isinstance(prompt, dict):
             for key in prompt:
                 if key not in PROMPT_KEYS:
                     raise ValueError(f"a prompt has no field {key!r}; it can have {', '.join(PROMPT_KEYS)}")
-            text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+            text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
             if salt is not None and (not isinstance(salt, str) or not salt):
                 raise ValueError(f"cache_salt is {salt!r}; it must be a string that is not empty")
             if text is not None and not isinstance(text, str):
@@ -185,7 +201,7 @@ class Admission:
             return text, self._tokenize(text), salt
         return None, self._as_token_ids(prompt), None
 
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> np.ndarray:
         if self.tokenizer is None:
             raise ValueError(
                 "this engine has no tokenizer (skip_tokenizer_init=True), so a prompt must be given as "
@@ -193,39 +209,38 @@ class Admission:
             )
         if not text:
             raise ValueError("prompt is an empty string; it must hold at least one character")
-        return self.tokenizer.encode(text)
+        return np.array(self.tokenizer.encode(text), np.int64)
 
     @staticmethod
-    def _as_token_ids(token_ids: object) -> list[int]:
-        if isinstance(token_ids, str | bytes | Mapping) or not hasattr(token_ids, "__iter__"):
+    def _as_token_ids(token_ids: object) -> np.ndarray:
+        if isinstance(token_ids, (str, bytes, Mapping)) or not hasattr(token_ids, "__iter__"):
             raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
         entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
         try:
-            ids = array("q", entries)  # checks every entry, in C
+            ids = np.frombuffer(array("q", entries), np.int64)  # checks every entry, in C
         except (TypeError, OverflowError):
             for position, token in enumerate(entries):
                 if is_boolean(token) or not isinstance(token, int) or not -(2**63) <= token < 2**63:
                     raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
             raise
         # 0 and 1 are what booleans would have become: a mask in the place of token ids.
-        for position in np.flatnonzero(np.frombuffer(ids, np.int64) <= 1).tolist():
+        for position in np.flatnonzero(ids <= 1).tolist():
             if is_boolean(entries[position]):
                 raise TypeError(f"prompt_token_ids[{position}] is {entries[position]!r}, a boolean; token ids are ints")
-        return ids.tolist()
+        return ids
 
-    def _check_tokens(self, token_ids: list[int]) -> None:
-        if not token_ids:
+    def _check_tokens(self, ids: np.ndarray) -> None:
+        if not len(ids):
             raise ValueError("the prompt has no tokens; it must have at least one")
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
+        if ids.view(np.uint64).max() >= self.vocab_size:  # without signs, negative ids are the largest of all
+            position = int(ids.argmin() if ids.min() < 0 else ids.argmax())
             raise ValueError(
-                f"prompt_token_ids[{token_ids.index(wrong)}] is {wrong}; the model's vocabulary has "
+                f"prompt_token_ids[{position}] is {ids[position]}; the model's vocabulary has "
                 f"{self.vocab_size} tokens, 0 to {self.vocab_size - 1}"
             )
-        if len(token_ids) >= self.max_model_len:
+        if len(ids) >= self.max_model_len:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; with max_model_len={self.max_model_len} it can have at most "
+                f"the prompt has {len(ids)} tokens; with max_model_len={self.max_model_len} it can have at most "
                 f"{self.max_model_len - 1}, so that there is room for one more"
             )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.admission import COPY_MARK, Admission, CheckedRequest
+from fleetfoot.engine.admission import COPY_MARK, Admission, CheckedParams, CheckedRequest
 from fleetfoot.engine.build import build_parts
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.errors import EngineDeadError
@@ -79,8 +79,13 @@ class LLMEngine:
         """``v1`` or ``v2``: the model runner that really runs."""
         return self.core.executor.runner_name
 
-    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
+    def add_request(
+        self, request_id: str, prompt: PromptType, params: SamplingParams | CheckedParams, *, priority: int = 0
+    ) -> None:
         """Queue a request; its outputs come from `step`.
+
+        Args:
+            params: as they are, or as `check_params` has returned them for several requests.
 
         Raises:
             ValueError, TypeError: the request is refused, and nothing has changed.
@@ -106,8 +111,16 @@ class LLMEngine:
         if self.has_request(request_id):
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
 
+    def check_params(self, params: SamplingParams) -> CheckedParams:
+        """Check parameters that several requests share, for `add_request`.
+
+        Raises:
+            ValueError, TypeError: they are refused.
+        """
+        return self.admission.check_params(params)
+
     def check_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0
+        self, request_id: str, prompt: PromptType, params: SamplingParams | CheckedParams, *, priority: int = 0
     ) -> CheckedRequest:
         """The long half of `add_request`, for any thread: all that can be checked and tokenized beside a step.
 

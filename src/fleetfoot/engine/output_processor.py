@@ -65,6 +65,7 @@ class _RequestState:
         "detokenize",
         "first_token_ts",
         "kind",
+        "metrics",
         "num_unfinished",
         "prompt_logprobs",
         "queued_ts",
@@ -78,6 +79,7 @@ class _RequestState:
         self.detokenize = params.detokenize and tokenizer is not None
         self.queued_ts = now
         self.first_token_ts = 0.0
+        self.metrics: RequestMetrics | None = None  # once it has ended
         self.num_unfinished = len(admitted.sequences)
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None]
@@ -242,7 +244,8 @@ class OutputProcessor:
         state.num_unfinished -= 1
         if not state.num_unfinished:
             del self._requests[state.admitted.request_id]
-            self._stats.request_finished(self._metrics(state), reason)
+            state.metrics = self._metrics(state)
+            self._stats.request_finished(state.metrics, reason)
 
     @staticmethod
     def _metrics(state: _RequestState) -> RequestMetrics:
@@ -270,7 +273,7 @@ class OutputProcessor:
             outputs=[self._completion(sequence, state) for sequence in state.sequences],
             finished=finished,
             prompt_logprobs=state.prompt_logprobs,
-            metrics=self._metrics(state),
+            metrics=state.metrics or self._metrics(state),
             num_cached_tokens=max(0, state.sequences[0].request.num_cached_tokens),
             kv_transfer_params=state.sequences[0].request.kv_transfer_output,
         )

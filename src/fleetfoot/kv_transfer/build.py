@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
-from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.connector import NoSchedulerConnector, SchedulerConnector, TransferContext
+from fleetfoot.attention.kv_layout import KVLayout
+from fleetfoot.kv_transfer.connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.kv_transfer.context import transfer_context
 from fleetfoot.kv_transfer.fingerprint import engine_fingerprint
 from fleetfoot.kv_transfer.registry import find_connector
 from fleetfoot.plan.oracle import active_connector
@@ -24,7 +24,10 @@ def scheduler_connector(plan: EnginePlan, layout: KVLayout) -> SchedulerConnecto
     config = active_connector(plan.config)
     if config is None:
         return NoSchedulerConnector()
-    return find_connector(config).scheduler_side(_context(plan, config, layout.block_size, rank=0))
+    connector, fingerprint = find_connector(config), engine_fingerprint(plan)
+    context = transfer_context(plan, config, block_size=layout.block_size, fingerprint=fingerprint)
+    connector.check_settings(context)
+    return connector.scheduler_side(context)
 
 
 def worker_connector(plan: EnginePlan, rank: int) -> StepConnector:
@@ -37,34 +40,12 @@ def worker_connector(plan: EnginePlan, rank: int) -> StepConnector:
     config = active_connector(plan.config)
     if config is None:
         return NoConnector()
-    return StepConnector(find_connector(config).worker_side(_context(plan, config, plan.config.block_size, rank)))
+    connector, fingerprint = find_connector(config), engine_fingerprint(plan)
+    context = transfer_context(plan, config, block_size=plan.config.block_size, rank=rank, fingerprint=fingerprint)
+    return StepConnector(connector.worker_side(context))
 
 
 def load_failure_policy(plan: EnginePlan) -> str:
     """``recompute`` or ``fail``: what becomes of a request whose KV cannot be loaded."""
     config = active_connector(plan.config)
     return "recompute" if config is None else config.kv_load_failure_policy
-
-
-def _context(plan: EnginePlan, config: KVTransferConfig, block_size: int, rank: int) -> TransferContext:
-    tensor, pipeline = plan.config.tensor_parallel_size, plan.config.pipeline_parallel_size
-    return TransferContext(
-        config=config,
-        block_size=block_size,
-        fingerprint=engine_fingerprint(plan),
-        engine_id=config.engine_id or plan.engine_id,
-        num_ranks=tensor * pipeline,
-        rank=rank,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        bytes_per_block=_bytes_per_block(plan, block_size),
-        dtype=plan.dtype,
-    )
-
-
-def _bytes_per_block(plan: EnginePlan, block_size: int) -> int:
-    """Of all layers on all ranks. Ranks that outnumber the KV heads each hold one."""
-    model, ranks = plan.model, plan.config.tensor_parallel_size
-    groups = (LayerGroup(model.num_layers, model.num_kv_heads, model.head_dim), *plan.drafter.layer_groups)
-    groups = tuple(LayerGroup(group.num_layers, max(group.num_kv_heads, ranks), group.head_dim) for group in groups)
-    return KVLayout(1, block_size, plan.dtype, groups).bytes_per_block

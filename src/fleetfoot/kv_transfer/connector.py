@@ -40,7 +40,7 @@ class TransferContext:
     """Tokens in a block."""
     fingerprint: str
     """Of the model, its weights' source, dtype and the KV layout of a whole engine: KV may only be exchanged between
-    engines whose fingerprints are equal."""
+    engines whose fingerprints are equal. Empty in `KVConnector.check_settings` of a plan."""
     engine_id: str
     num_ranks: int = 1
     """Workers: tensor parallel times pipeline parallel."""
@@ -212,12 +212,17 @@ class WorkerConnector(ABC):
 class KVConnector(ABC):
     """What a ``kv_connector`` names: makes the two sides.
 
-    Raises (both makers):
-        ValueError: the config has settings that the connector does not know, or that do not fit this engine.
+    Raises (all methods):
+        ValueError, TypeError: the config has settings that the connector does not know, or that do not fit this engine.
     """
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset()
     """Names of `fleetfoot.kv_transfer.layouts`."""
+
+    @staticmethod  # noqa: B027  (most connectors of other people's have nothing to check)
+    def check_settings(context: TransferContext) -> None:
+        """Called once when an engine starts, and by a plan of one that does not: nothing may be opened, made or written
+        here. What is wrong is raised, and what has no effect may be logged. Without this method all settings pass."""
 
     @staticmethod
     @abstractmethod

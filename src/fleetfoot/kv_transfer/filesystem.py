@@ -9,7 +9,7 @@ from typing import ClassVar
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
-from fleetfoot.kv_transfer.settings import ConnectorSettings
+from fleetfoot.kv_transfer.settings import MAX_THREADS, ConnectorSettings, tell_of_unused_fields
 
 IN_FLIGHT = "max_bytes_in_flight"
 DEFAULT_BYTES_IN_FLIGHT = 1 << 30
@@ -36,16 +36,28 @@ class FilesystemSettings:
         """
         settings = ConnectorSettings(config)
         path = settings.text("shared_storage_path")
+        num_bytes = settings.integer(IN_FLIGHT, DEFAULT_BYTES_IN_FLIGHT)
+        num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS, maximum=MAX_THREADS)
+        settings.check_all_read()
         if path is None:
             raise settings.error("shared_storage_path", None, "the folder in which engines share their KV blocks")
-        num_bytes = settings.integer(IN_FLIGHT, DEFAULT_BYTES_IN_FLIGHT)
-        num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS)
-        settings.check_all_read()
         assert num_bytes is not None and num_threads is not None
+        return cls(_folder(settings, path), num_bytes, num_threads)
+
+
+def _folder(settings: ConnectorSettings, path: str) -> Path:
+    """The folder at ``path``, there or not; ValueError if it can never be one."""
+    expected = "a folder, or a path at which one can be made"
+    try:
         folder = Path(path).expanduser()
-        if folder.exists() and not folder.is_dir():
-            raise settings.error("shared_storage_path", path, "a folder, or a path at which one can be made")
-        return cls(folder, num_bytes, num_threads)
+        if "\0" in path:
+            raise settings.error("shared_storage_path", path, f"{expected}; paths have no null characters")
+        there = next((part for part in (folder, *folder.parents) if part.exists()), folder)
+        if there.exists() and not there.is_dir():
+            raise settings.error("shared_storage_path", path, f"{expected}; {there} is a file")
+    except (OSError, RuntimeError) as error:  # a RuntimeError: ~ stands for nobody's home
+        raise settings.error("shared_storage_path", path, f"{expected} ({error})") from error
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,11 @@ class SharedStorageConnector(KVConnector):
     """Also known as ``FilesystemConnector``. Settings: `FilesystemSettings`."""
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+
+    @staticmethod
+    def check_settings(context: TransferContext) -> None:
+        FilesystemSettings.of(context.config)
+        tell_of_unused_fields(context.config)
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:

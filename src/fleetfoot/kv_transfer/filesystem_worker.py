@@ -107,6 +107,7 @@ class FilesystemWorker(WorkerConnector):
         has_ended = self._readers.stop(SHUTDOWN_SECONDS, finish=False)
         has_ended &= self._writers.stop(SHUTDOWN_SECONDS, finish=True)
         if hasattr(self, "_copies"):
+            self._saves.take_ended()  # a short run ends before it hears of a disk that took nothing
             self._copies.close()
             if has_ended:  # else a thread may still be reading its memory, which then stays
                 self._load_memory.close()

@@ -28,7 +28,7 @@ class HostMemory:
         self.num_slots = num_slots
         try:
             self._array = np.empty((num_slots, slot_bytes), dtype=np.uint8)  # pages are taken as they are first touched
-        except MemoryError as error:
+        except (MemoryError, ValueError) as error:  # a ValueError: more than numpy can count
             raise ValueError(
                 f"no memory on the host for {num_slots:,} KV blocks of {slot_bytes:,} bytes ({error}); lower {asked_by}"
             ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -90,5 +90,10 @@ def _ask_class(name: str, module_path: str) -> ConnectorLayouts:
     declared = getattr(connector, DECLARATION, None)
     if declared is None:
         remark = f"does not say which KV layouts it accepts (it has no {DECLARATION})"
+        return ConnectorLayouts(name, frozenset(), remark)
+    if not isinstance(declared, Set | list | tuple):
+        remark = (
+            f"does not say which KV layouts it accepts (its {DECLARATION} is {declared!r}; it must be a set of names)"
+        )
         return ConnectorLayouts(name, frozenset(), remark)
     return ConnectorLayouts(name, frozenset(declared))

@@ -13,6 +13,7 @@ from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
 from fleetfoot.kv_transfer.multi_config import part_configs
 from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.kv_transfer.registry import find_connector
+from fleetfoot.kv_transfer.settings import tell_of_unused_fields
 from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.scheduler.request import Request
 
@@ -181,6 +182,12 @@ class MultiConnector(KVConnector):
     """Settings: ``connectors``, a list of kv_transfer_configs (`fleetfoot.kv_transfer.multi_config`)."""
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+
+    @staticmethod
+    def check_settings(context: TransferContext) -> None:
+        tell_of_unused_fields(context.config)
+        for connector, part in _parts(context).values():
+            connector.check_settings(part)
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:

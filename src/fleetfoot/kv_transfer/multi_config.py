@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.settings import FIELDS_FOR_OTHERS
 
 MULTI_CONNECTOR = "MultiConnector"
 PARTS = "connectors"
@@ -27,7 +28,7 @@ def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
             f"kv_transfer_config: {MULTI_CONNECTOR} needs kv_connector_extra_config {{{PARTS!r}: [...]}} with the "
             f"settings of at least one connector, and it is {listed!r}"
         )
-    unknown = sorted(set(extra) - {PARTS})
+    unknown = sorted(str(name) for name in extra if name != PARTS)
     if unknown:
         raise ValueError(
             f"kv_transfer_config: {MULTI_CONNECTOR} knows {PARTS!r} alone, and kv_connector_extra_config also has "
@@ -39,12 +40,14 @@ def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
 def joined(first: KVTransferConfig, config: KVTransferConfig) -> KVTransferConfig:
     """A config that has ``first`` run beside what ``config`` says, whose policy, timeout and engine id count."""
     first = dataclasses.replace(first, **{name: getattr(config, name) for name in _INHERITED if name != "kv_role"})
+    unused: dict[str, Any] = dict.fromkeys(FIELDS_FOR_OTHERS)  # they are for the connector that was asked for
     return dataclasses.replace(
         config,
         kv_connector=MULTI_CONNECTOR,
         kv_role="kv_both",
         kv_connector_module_path=None,
         kv_connector_extra_config={PARTS: (first, config)},
+        **unused,
     )
 
 

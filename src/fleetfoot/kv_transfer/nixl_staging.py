@@ -78,6 +78,9 @@ class Staging:
     Args:
         num_bytes: of all lanes together; each has room for a block at least.
         device: where the memory is.
+
+    Raises:
+        ValueError: there is not as much.
     """
 
     def __init__(
@@ -92,7 +95,14 @@ class Staging:
         cache_device = kv_caches[0].device
         rows = LayerRows(kv_caches, layout, use_triton=cache_device.type != "cpu")
         num_rows = max(1, num_bytes // num_lanes // layout.bytes_per_block)
-        self.memory = torch.empty((num_lanes * num_rows, layout.bytes_per_block), dtype=torch.uint8, device=device)
+        shape = num_lanes * num_rows, layout.bytes_per_block
+        try:
+            self.memory = torch.empty(shape, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one too
+            raise ValueError(
+                f"no memory on {device} for {num_lanes} loads at the same time of {num_rows:,} KV blocks of "
+                f"{layout.bytes_per_block:,} bytes each ({error}); lower buffer_bytes or num_threads"
+            ) from error
         if cache_device.type != "cpu":  # no thread is to meet a compiler; a block is replaced by itself
             block = torch.zeros(1, dtype=torch.int64, device=cache_device)
             row = torch.empty((1, rows.num_words), dtype=rows.word, device=cache_device)

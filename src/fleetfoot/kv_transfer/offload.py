@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND, CPU_BYTES
-from fleetfoot.kv_transfer.settings import ConnectorSettings
+from fleetfoot.kv_transfer.settings import ConnectorSettings, tell_of_unused_fields
+
+logger = logging.getLogger(__name__)
 
 NUM_BLOCKS = "num_cpu_blocks"
 
@@ -43,6 +46,20 @@ class OffloadingConnector(KVConnector):
     """What ``kv_offloading_size`` implies. Settings: see `num_host_blocks`."""
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+
+    @staticmethod
+    def check_settings(context: TransferContext) -> None:
+        num_host_blocks(context)
+        tell_of_unused_fields(context.config)
+        role = context.config.kv_role
+        if role != "kv_both":
+            lacks = "loads" if context.config.can_save else "saves"
+            logger.warning(
+                "kv_role of %s is %r: it never %s, so its memory serves nobody; set kv_role to 'kv_both'",
+                context.config.kv_connector,
+                role,
+                lacks,
+            )
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:

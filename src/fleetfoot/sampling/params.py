@@ -21,6 +21,8 @@ MAX_LOGIT_BIAS = 1e9
 # Both ends are normal float32 numbers far from overflow, so that the device divides by exactly what the user gave.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
+_TEMPERATURES = f"0 (greedy) or a number in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
+_REPETITION_PENALTIES = f"a number in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
 
 
 class RequestOutputKind(enum.Enum):
@@ -124,7 +126,11 @@ class SamplingParams:
 
         A worker's process could not make an object of a class that the user's program defines.
         """
-        return SamplingParams(**{name: getattr(self, name) for name in _field_names()})
+        copied = object.__new__(SamplingParams)
+        for name in _field_names():
+            setattr(copied, name, getattr(self, name))
+        copied.__post_init__()
+        return copied
 
     def validate_for_model(self, *, vocab_size: int, max_logprobs: int = 20, has_tokenizer: bool = True) -> None:
         """Check what depends on the model; raises `ValueError`.
@@ -164,13 +170,13 @@ class SamplingParams:
         self.repetition_penalty = _number(
             "repetition_penalty",
             self.repetition_penalty,
-            f"a number in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]",
+            _REPETITION_PENALTIES,
             lambda x: MIN_REPETITION_PENALTY <= x <= MAX_REPETITION_PENALTY,
         )
         self.temperature = _number(
             "temperature",
             self.temperature,
-            f"0 (greedy) or a number in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]",
+            _TEMPERATURES,
             lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE,
         )
         self.top_p = _number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)

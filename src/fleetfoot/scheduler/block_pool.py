@@ -67,11 +67,12 @@ class BlockPool:
         """
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} KV blocks asked for, {self.num_free} of {self.num_blocks} free")
+        plain, references, states = self._plain, self._references, self._states
         taken = []
         for _ in range(count):
-            block = self._plain.pop() if self._plain else self._evict()
-            self._references[block] = 1
-            self._states[block] = FILLING
+            block = plain.pop() if plain else self._evict()
+            references[block] = 1
+            states[block] = FILLING
             taken.append(block)
         return taken
 
@@ -135,19 +136,20 @@ class BlockPool:
 
         They are put back last block first, so that of one prefix the tail is reused before the head.
         """
+        references, loans, states, hashes = self._references, self._loans, self._states, self._hashes
         for block in reversed(blocks):
-            left = self._references[block] - 1
-            if left < self._loans[block]:
+            left = references[block] - 1
+            if left < loans[block]:
                 raise RuntimeError(f"KV block {block} was freed twice")
-            self._references[block] = left
+            references[block] = left
             if left == 0:
-                self._states[block] = FREE
-                if self._hashes[block] is None:
+                states[block] = FREE
+                if hashes[block] is None:
                     self._plain.append(block)
                 else:
                     self._cached[block] = None
-            elif left == self._loans[block]:
-                self._states[block] = LENT
+            elif left == loans[block]:
+                states[block] = LENT
 
     def forget(self) -> None:
         """Drop every cached prefix, as after new weights; blocks in use stay in use."""

@@ -339,7 +339,10 @@ class Scheduler:
         request.status = RUNNING
         request.num_prefill = request.num_tokens
         request.num_proposed = 0
-        insort(self.running, request)
+        if not self.running or self.running[-1] < request:  # as nearly always
+            self.running.append(request)
+        else:
+            insort(self.running, request)
         return request
 
     def _grow(self, request: Request, num_positions: int, new_block_ids: NewBlockIds) -> bool:

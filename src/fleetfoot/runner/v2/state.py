@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from fleetfoot.scheduler.output import NewRequest
 (NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, LIMIT, MIN_TOKENS, TOP_K, IS_LIMITED, NUM_BIASES, NUM_WORDS, NUM_STOPS,
  LOGPROBS_SIZE, TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE) = range(17)  # fmt: skip
 NUM_FIELDS = 17
+_FIELDS_AND_SEED = struct.Struct(f"={TEMPERATURE}i{NUM_FIELDS - TEMPERATURE}fQ")
 _NO_LIMIT = 2**31 - 1
 
 
@@ -31,15 +33,23 @@ class RequestState:
     """
 
     def __init__(
-        self, seeds: StagedWriteTensor, fields: StagedWriteTensor, pages: StagedWriteTensor, num_draft: int
+        self,
+        seeds: StagedWriteTensor,
+        fields: StagedWriteTensor,
+        pages: StagedWriteTensor,
+        *,
+        block_size: int,
+        num_draft: int,
     ) -> None:
         integers = fields.tensor  # [NUM_FIELDS, max_num_seqs]
         floats = integers.view(torch.float32)
         max_num_seqs, device = integers.shape[1], integers.device
-        self._seeds = seeds
-        self._fields = fields
+        # where row 0 has its fields and its seed in the arena, and how far it is to the next row's: [NUM_FIELDS + 2]
+        self._places = np.array([*(fields.index(field) for field in range(NUM_FIELDS)), seeds.base, seeds.base + 1])
+        self._row_strides = np.array([1] * NUM_FIELDS + [seeds.row_stride] * 2)
         self._pages = pages
-        self._field_offsets = np.arange(NUM_FIELDS, dtype=np.int64) * max_num_seqs
+        self._block_size = block_size
+        self._offsets = np.arange(block_size)
         self.seeds = seeds.tensor.view(torch.int64).view(max_num_seqs)
         self.num_computed = integers[NUM_COMPUTED]
         self.prefill_lens = integers[PREFILL_LEN]
@@ -65,15 +75,12 @@ class RequestState:
         # one row more than there are, for what padding requests write
         self.draft_tokens = torch.full((max_num_seqs + 1, num_draft), -1, dtype=torch.int32, device=device)
 
-    def stage(
-        self, request: NewRequest, listed: RowList, first_token: int, block_size: int, buffer: StagingBuffer
-    ) -> None:
-        """Fill a request's row, and the pages of its tokens from ``first_token`` on; those before are there."""
+    def stage(self, request: NewRequest, listed: RowList, buffer: StagingBuffer) -> None:
+        """Fill a request's row."""
         params = request.params
         is_listed = listed.length <= LIST_CAPACITY
         logprobs = -1 if params.logprobs is None or params.logprobs > MAX_SELECTED else params.logprobs
-        values = np.empty(NUM_FIELDS, dtype=np.int32)
-        values[:TEMPERATURE] = (
+        packed = _FIELDS_AND_SEED.pack(
             request.num_computed_tokens,
             len(request.token_ids),
             request.num_prompt_tokens,
@@ -85,23 +92,29 @@ class RequestState:
             listed.num_words if is_listed else 0,
             listed.num_stops if is_listed else 0,
             1 + logprobs,
-        )
-        values[TEMPERATURE:].view(np.float32)[:] = (
             params.temperature,
             params.top_p,
             math.log(params.min_p) if params.min_p > 0 else -math.inf,
             params.repetition_penalty,
             params.frequency_penalty,
             params.presence_penalty,
+            request.seed,
         )
-        buffer.write(self._fields.base + self._field_offsets + request.row, values, NUM_FIELDS)
-        seed = self._seeds.index(request.row)
-        buffer.write(np.array([seed, seed + 1]), np.array([request.seed], dtype=np.uint64).view(np.int32), 2)
-        begin, end = first_token, len(request.token_ids)
-        positions = np.arange(begin, end)
-        blocks = np.array(request.block_ids, dtype=np.int64)
-        slots = blocks[positions // block_size] * block_size + positions % block_size
-        buffer.write(self._pages.base + slots, request.token_ids[begin:end], end - begin)
+        values = np.frombuffer(packed, np.int32)  # [NUM_FIELDS + 2]
+        buffer.write(self._places + self._row_strides * request.row, values, len(values))
+
+    def stage_tokens(self, token_ids: list[int], first: int, block_ids: np.ndarray, buffer: StagingBuffer) -> None:
+        """Fill the pages of a request's tokens from place ``first`` on; those before are there.
+
+        Args:
+            block_ids: ``[num_blocks]``, all that the request has.
+        """
+        size, end = self._block_size, len(token_ids)
+        begin = first // size * size  # of the first block that is written to
+        # pages lie in the arena as blocks do in the KV cache: [num_blocks that are written to, block_size]
+        places = self._pages.base + (block_ids[begin // size :, np.newaxis] * size + self._offsets)
+        values = np.fromiter(token_ids[first:] if first else token_ids, np.int32, end - first)
+        buffer.write(places.reshape(-1)[first - begin : end - begin], values, end - first)
 
 
 class BlockTables:
@@ -111,9 +124,9 @@ class BlockTables:
         self._table = table
         self.tensor = table.tensor
 
-    def stage(self, row: int, start: int, block_ids: list[int], buffer: StagingBuffer) -> None:
-        """Put ``block_ids`` into a row from column ``start`` on."""
-        first = self._table.index(row, start)
+    def stage(self, row: int, block_ids: np.ndarray, buffer: StagingBuffer) -> None:
+        """Put ``block_ids [num_blocks]`` into a row from its first column on."""
+        first = self._table.index(row)
         buffer.write(np.arange(first, first + len(block_ids)), block_ids, len(block_ids))
 
     def stage_appended(self, appended: list[tuple[int, int, list[int]]], buffer: StagingBuffer) -> None:
@@ -164,7 +177,7 @@ class DeviceState:
             (max_num_seqs, mask_size),
         )
         seeds, fields, table, pages, lists, masks = self.arena.parts
-        self.requests = RequestState(seeds, fields, pages, num_draft)
+        self.requests = RequestState(seeds, fields, pages, block_size=block_size, num_draft=num_draft)
         self.block_tables = BlockTables(table)
         self.edits = RowEdits(lists, masks, self.requests, self.block_tables, block_size)
         # enough for most steps, and for any single request; a step that says more sends it in several pieces
@@ -175,6 +188,8 @@ class DeviceState:
     def stage_request(self, request: NewRequest) -> None:
         first_token = 0 if self._stages_all_tokens else request.num_computed_tokens
         listed = RowList.of(request, self._vocab_size)
-        self.requests.stage(request, listed, first_token, self.block_size, self.staging)
+        block_ids = np.array(request.block_ids, np.int64)
+        self.requests.stage(request, listed, self.staging)
+        self.requests.stage_tokens(request.token_ids, first_token, block_ids, self.staging)
         self.edits.stage(request, listed, self.staging)
-        self.block_tables.stage(request.row, 0, request.block_ids, self.staging)
+        self.block_tables.stage(request.row, block_ids, self.staging)

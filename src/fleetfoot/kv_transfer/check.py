@@ -1,0 +1,23 @@
+"""Whether a connector would take its settings, asked where an engine is planned and nothing is started. No torch."""
+
+from __future__ import annotations
+
+from fleetfoot.kv_transfer.context import transfer_context
+from fleetfoot.kv_transfer.layouts import connector_layouts
+from fleetfoot.kv_transfer.registry import find_connector
+from fleetfoot.plan.oracle import active_connector
+from fleetfoot.plan.plan import EnginePlan
+
+
+def check_connector(plan: EnginePlan) -> None:
+    """Have the active connector check its settings: `fleetfoot.kv_transfer.connector.KVConnector.check_settings`.
+
+    Of a connector that does not exist the plan's decision tells already.
+
+    Raises:
+        ValueError, TypeError: as an engine with this plan would when it starts.
+    """
+    config = active_connector(plan.config)
+    if config is None or not connector_layouts(config).exists:
+        return
+    find_connector(config).check_settings(transfer_context(plan, config, block_size=plan.config.block_size))

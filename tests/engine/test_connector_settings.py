@@ -1,0 +1,221 @@
+"""What an engine would say of its connector's settings when it starts, the plan says too, and touches nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from fleetfoot import LLM
+from fleetfoot.cli.main import main
+from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.filesystem import SharedStorageConnector
+
+Streams = pytest.CaptureFixture[str]
+SHARED, OFFLOAD, NIXL, MULTI = "SharedStorageConnector", "OffloadingConnector", "NixlConnector", "MultiConnector"
+FILES = {"shared_storage_path": "no/such/folder/yet"}
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 40,
+}
+
+
+def transfer(connector: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
+
+
+def own(name: str) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_module_path": __name__}
+
+
+def plan(*flags: str) -> int:
+    return main(["plan", "--device", "cpu", *flags])
+
+
+class ChecksNothing(SharedStorageConnector):
+    """Is asked for nothing but its layouts."""
+
+    check_settings = KVConnector.check_settings
+
+
+class Picky(KVConnector):
+    """Refuses settings that its engine does not fit."""
+
+    accepted_kv_layouts: ClassVar[frozenset[str]] = SharedStorageConnector.accepted_kv_layouts
+    told: ClassVar[list[TransferContext]] = []
+
+    @staticmethod
+    def check_settings(context: TransferContext) -> None:
+        Picky.told.append(context)
+        raise ValueError(f"no more than 5 bytes a block, and there are {context.bytes_per_block}")
+
+    @staticmethod
+    def scheduler_side(context: TransferContext) -> SchedulerConnector:
+        raise AssertionError("nothing is started")
+
+    @staticmethod
+    def worker_side(context: TransferContext) -> WorkerConnector:
+        raise AssertionError("nothing is started")
+
+
+# --- the same words -------------------------------------------------------------------------------------------------
+
+PART = {"kv_connector": SHARED, "kv_connector_extra_config": {**FILES, "num_thread": 4}}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": (transfer(SHARED), "shared_storage_path is None; it must be the folder"),
+    "misspelt": (transfer(SHARED, shared_storage_pth="x"), "'shared_storage_pth'; did you mean 'shared_storage_path'"),
+    "another-type": (transfer(SHARED, **FILES, num_threads="4"), "num_threads is '4'; it must be an integer"),
+    "too-many": (transfer(SHARED, **FILES, num_threads=10**6), "num_threads is 1000000; it must be at most 1024"),
+    "a-file": (transfer(SHARED, shared_storage_path=__file__), "it must be a folder"),
+    "below-a-file": (transfer(SHARED, shared_storage_path=f"{__file__}/x"), f"{__file__} is a file"),
+    "no-path": (transfer(SHARED, shared_storage_path="a\0b"), "paths have no null characters"),
+    "no-home": (transfer(SHARED, shared_storage_path="~no-such-user/x"), "shared_storage_path is '~no-such-user/x'"),
+    "too-long": (transfer(SHARED, shared_storage_path="x" * 5000), "File name too long"),
+    "no-size": (transfer(OFFLOAD), "cpu_bytes_to_use is None and num_cpu_blocks is None; give one of them"),
+    "two-sizes": (transfer(OFFLOAD, cpu_bytes_to_use=1, num_cpu_blocks=1), "give one of them"),
+    "no-number": (transfer(OFFLOAD, cpu_bytes_to_use="32GiB"), "cpu_bytes_to_use is '32GiB'"),
+    "less-than-a-block": (transfer(OFFLOAD, cpu_bytes_to_use=10), "10 bytes of host memory .* single block of 32,768"),
+    "backend": (transfer(NIXL, backend="ucx"), "backend is 'ucx'; it must be nixl or tcp"),
+    "everywhere": (transfer(NIXL, side_channel_host="0.0.0.0"), "must be an address of this machine"),
+    "ipv6": (transfer(NIXL, side_channel_host="::1"), "a name or an IPv4 address; the port is side_channel_port"),
+    "host-and-port": (transfer(NIXL, side_channel_host="10.0.0.1:5600"), "the port is side_channel_port"),
+    "port": (transfer(NIXL, backend="tcp", side_channel_port=65536), "side_channel_port is 65536; .* at most 65535"),
+    "seconds": (transfer(NIXL, abort_timeout=0.5), "abort_timeout is 0.5; it must be an integer of at least 1"),
+    "part": (transfer(MULTI, connectors=[PART]), f"of {SHARED} got an unknown keyword 'num_thread'; did you mean"),
+    "part-of-part": (
+        transfer(MULTI, connectors=[{"kv_connector": MULTI, "kv_connector_extra_config": {"connectors": [PART]}}]),
+        "unknown keyword 'num_thread'",
+    ),
+    "no-connector": (own("FILES"), "is no connector; it must be a class derived from"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_plan_refuses_what_the_start_refuses(
+    case: str, capsys: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings, message = REFUSED[case]
+    with pytest.raises((ValueError, TypeError), match=message) as refused:
+        LLM(kv_transfer_config=settings, **SMALL)
+    assert plan("--kv-transfer-config", json.dumps(settings)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"fleetfoot plan: error: {refused.value}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_rank_needs_a_port(capsys: Streams) -> None:
+    config = json.dumps(transfer(NIXL, side_channel_port=65535))
+    assert plan("--kv-transfer-config", config) == 0
+    assert plan("--kv-transfer-config", config, "--pipeline-parallel-size", "2") == 2
+    assert (
+        "side_channel_port is 65535; it must be at most 65534: rank r of 2 takes this plus r" in capsys.readouterr().err
+    )
+
+
+def test_memory_for_less_than_a_block(capsys: Streams) -> None:
+    files = json.dumps(transfer(SHARED, **FILES))
+    for beside in ([], ["--kv-transfer-config", files]):
+        assert plan("--kv-offloading-size", "1e-7", *beside) == 2
+        assert "(kv_offloading_size or cpu_bytes_to_use) do not hold a single block" in capsys.readouterr().err
+    drafts = '{"method": "eagle", "num_speculative_tokens": 2}'
+    assert plan("--kv-offloading-size", "1e-7", "--speculative-config", drafts) == 2
+    assert "a single block of 36,864 bytes" in capsys.readouterr().err  # the head's layer is in it
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            transfer(OFFLOAD, num_cpu_blocks=10**20),
+            "no memory on the host .* lower kv_offloading_size, cpu_bytes_to_use",
+        ),
+        (transfer(NIXL, backend="tcp", buffer_bytes=10**15), "no memory on cpu for 4 loads .* lower buffer_bytes"),
+    ],
+    ids=["host", "staging"],
+)
+def test_more_memory_than_there_is_names_the_setting(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(kv_transfer_config=settings, **SMALL)
+
+
+# --- what passes ----------------------------------------------------------------------------------------------------
+
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "files": transfer(SHARED, **FILES, max_bytes_in_flight=1e6),
+    "memory": transfer(OFFLOAD, num_cpu_blocks=3),
+    "nixl": transfer(NIXL, "kv_producer", backend="tcp", side_channel_host="a.host", side_channel_port=5600),
+    "several": transfer(MULTI, connectors=[transfer(SHARED, **FILES), transfer(OFFLOAD, num_cpu_blocks=3)]),
+    "not-there": {"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_module_path": "no.such.module"},
+    "checks-nothing": {**own("ChecksNothing"), "kv_connector_extra_config": {"anything": [1]}},
+    "not-active": {**transfer(SHARED), "kv_role": None},
+}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_a_plan_opens_and_makes_nothing(
+    case: str, capsys: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket, "socket", None)
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    assert plan("--json", "--kv-transfer-config", json.dumps(ACCEPTED[case])) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["runnable"] == (case != "not-there")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_class_of_somebody_elses_is_asked(capsys: Streams) -> None:
+    Picky.told.clear()
+    flags = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--dtype", "float16", "--block-size", "32"]
+    assert plan("--kv-transfer-config", json.dumps({**own("Picky"), "engine_id": "me"}), *flags) == 2
+    assert capsys.readouterr().err == "fleetfoot plan: error: no more than 5 bytes a block, and there are 65536\n"
+    (context,) = Picky.told
+    assert (context.num_ranks, context.tensor_parallel_size, context.pipeline_parallel_size) == (4, 2, 2)
+    assert (context.engine_id, context.dtype, context.block_size) == ("me", "float16", 32)
+    assert context.fingerprint == ""
+
+
+def test_a_plan_needs_no_torch() -> None:
+    settings = transfer(
+        MULTI, connectors=[transfer(SHARED, **FILES), transfer(OFFLOAD, num_cpu_blocks=3), transfer(NIXL)]
+    )
+    code = (
+        "import sys; from fleetfoot.cli.main import main; "
+        f"code = main(['plan', '--device', 'cpu', '--kv-transfer-config', {json.dumps(settings)!r}]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+
+# --- warnings -------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_no_effect_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**transfer(SHARED, shared_storage_path=tmp_path / "kv"), "kv_port": 5}
+    with LLM(kv_transfer_config=settings, kv_offloading_size=0.01, **SMALL):
+        pass
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [text for text in told if "kv_port" in text] == [f"kv_transfer_config: kv_port has no meaning for {SHARED}"]
+
+
+@pytest.mark.parametrize(("role", "lacks"), [("kv_producer", "loads"), ("kv_consumer", "saves")])
+def test_host_memory_that_serves_nobody_is_told_of(capsys: Streams, role: str, lacks: str) -> None:
+    assert plan("--kv-transfer-config", json.dumps(transfer(OFFLOAD, role, num_cpu_blocks=3))) == 0
+    assert f"kv_role of {OFFLOAD} is '{role}': it never {lacks}" in capsys.readouterr().err
+
+
+def test_a_short_run_hears_of_a_disk_that_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "kv"
+    with LLM(kv_transfer_config=transfer(SHARED, shared_storage_path=folder), **SMALL) as llm:
+        folder.write_text("a file, by now")
+        llm.generate({"prompt_token_ids": list(range(5, 40))}, use_tqdm=False)
+    assert "a KV block could not be saved, and is left out" in caplog.text
