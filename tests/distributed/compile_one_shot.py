@@ -1,4 +1,5 @@
-"""Compiles the one-shot sum for an H100, on any machine: run as a module, without ``TRITON_INTERPRET``."""
+"""Compiles the one-shot sum and the lane of a pipeline for an H100, on any machine: run as a module, without
+``TRITON_INTERPRET``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import torch
 from tests.helpers.compile_op_kernels import compile_instead
 
 from fleetfoot.distributed import one_shot
+from fleetfoot.distributed.peer_lane import PeerLane
 from fleetfoot.distributed.peer_memory import PeerMemory
+from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.ops.triton_support import TritonKernel
 
 
@@ -20,6 +23,10 @@ def main() -> None:
         rows, norm = torch.empty(4, 1024, dtype=dtype), torch.empty(1024, dtype=dtype)
         sums.all_reduce(rows)
         sums.add_rms_norm(torch.empty(3, 4, 1024), rows, norm, 1e-5)
+    tensors = IntermediateTensors(torch.empty(4, 1024), torch.empty(4, 1024))
+    lane = PeerLane(PeerMemory(words, words), 1)
+    lane.send(tensors)
+    lane.receive(tensors)
 
 
 if __name__ == "__main__":

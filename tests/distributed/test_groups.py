@@ -16,6 +16,7 @@ from tests.distributed.world import run_world
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP
 from fleetfoot.distributed.one_shot import MAX_ROWS, OneShotSum, can_sum, one_shot_words
+from fleetfoot.distributed.peer_lane import PeerLane, can_pass, lane_words
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
 from fleetfoot.models.intermediate import IntermediateTensors
@@ -297,7 +298,7 @@ def assert_rounded(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
-def test_the_one_shot_sum_compiles_for_a_gpu(tmp_path: Path) -> None:
+def test_what_goes_through_peers_memory_compiles_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter forgives what the compiler does not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -305,7 +306,53 @@ def test_the_one_shot_sum_compiles_for_a_gpu(tmp_path: Path) -> None:
     result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     names = [line.split(":")[0] for line in result.stdout.splitlines()]
-    assert names == ["_one_shot_kernel"] * 4
+    assert names == [*["_one_shot_kernel"] * 4, "_push_kernel", "_say_kernel", "_pull_kernel", "_say_kernel"]
+
+
+# --- the lane of a pipeline -----------------------------------------------------------------------------------------
+
+LANE_STEPS = ((1, torch.bfloat16), (16, torch.bfloat16), (3, torch.float32), (5, torch.bfloat16))
+LANE_WIDTH = 600  # so that a full step takes more than one tile
+
+
+def pass_along(rank: int, folder: Path) -> list[torch.Tensor]:
+    """Three ranks, each of which adds its own; the first does all of its steps before it would have to wait."""
+    from tests.helpers.interpreter import mend_interpreter
+
+    mend_interpreter()
+    num_words = lane_words(16, LANE_WIDTH, torch.float32)
+    maps = [
+        torch.from_file(str(folder / str(peer)), shared=True, size=num_words, dtype=torch.int64) for peer in range(3)
+    ]
+    dist.barrier()
+    lane = PeerLane(PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps])), rank)
+    found = []
+    for step, (num_tokens, dtype) in enumerate(LANE_STEPS):
+        hidden = part_of(0, num_tokens, LANE_WIDTH, dtype=dtype, seed=step)
+        tensors = IntermediateTensors(hidden, torch.zeros_like(hidden))
+        if rank > 0:
+            tensors = tensors.empty_like()
+            lane.receive(tensors)
+            found.append(torch.stack((tensors.hidden_states, tensors.residual)))
+        if rank < 2:
+            lane.send(IntermediateTensors(tensors.hidden_states, tensors.residual + 1))
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")
+def test_steps_go_through_the_receivers_memory(tmp_path: Path) -> None:
+    _, second, third = run_world(tmp_path, 3, pass_along, tmp_path, TRITON_INTERPRET="1")
+    for step, (num_tokens, dtype) in enumerate(LANE_STEPS):
+        hidden = part_of(0, num_tokens, LANE_WIDTH, dtype=dtype, seed=step)
+        for added, found in ((1, second[step]), (2, third[step])):
+            assert torch.equal(found[0], hidden)
+            assert torch.equal(found[1], torch.full_like(hidden, added))
+
+
+def test_what_a_lane_can_pass() -> None:
+    assert can_pass(4096, torch.bfloat16) and can_pass(6, torch.float32)
+    assert not can_pass(6, torch.bfloat16)
+    assert lane_words(16, 4096, torch.bfloat16) == 2 * 16 * 1024 + 16
 
 
 def test_which_rows_can_be_summed_in_one_shot() -> None:

@@ -68,6 +68,12 @@ def test_token_ids(prompt: Any) -> None:
     assert (admitted.arrival_time, sequence.cache_salt, sequence.priority) == (123.0, None, 0)
 
 
+def test_a_prompt_is_packed_as_it_is_kept() -> None:
+    (sequence,) = admit([*range(3, 90)], truncate_prompt_tokens=4).sequences
+    assert sequence.packed_prompt is not None
+    assert np.frombuffer(sequence.packed_prompt, np.int32).tolist() == sequence.token_ids == [86, 87, 88, 89]
+
+
 def test_the_tokens_0_and_1_are_tokens() -> None:
     assert admit([1, 0, 1]).prompt_token_ids == [1, 0, 1]
     assert admit(np.array([0, 1])).prompt_token_ids == [0, 1]

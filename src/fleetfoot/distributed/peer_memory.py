@@ -32,10 +32,13 @@ class PeerMemory:
     """Whatever must live as long as the buffers."""
 
 
-def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device) -> PeerMemory | None:
+def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device, instead: str) -> PeerMemory | None:
     """``num_words`` int64 on every rank of a NCCL group, which call this together; None where it cannot be had.
 
     That is logged as a warning, and is the same answer on every rank.
+
+    Args:
+        instead: for the warning, what then takes the slower way.
     """
     try:
         memory: PeerMemory | None = _rendezvous(group, num_words, device) if _is_one_host(group) else None
@@ -48,8 +51,9 @@ def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device)
     if has_it.item():
         return memory
     logger.warning(
-        "the GPUs of a tensor group cannot read each other's memory (%s): small sums take the slower way, through NCCL",
+        "the GPUs of a group cannot read each other's memory (%s): %s the slower way, through NCCL",
         reason if memory is None else "another rank says so",
+        instead,
     )
     return None
 

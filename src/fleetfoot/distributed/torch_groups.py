@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from fleetfoot.distributed.groups import (
     WorkerGroups,
 )
 from fleetfoot.distributed.one_shot import OneShotSum, can_sum, one_shot_words
+from fleetfoot.distributed.peer_lane import PeerLane, can_pass, lane_words
 from fleetfoot.distributed.peer_memory import share_memory
 from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.ops.opset import AddRMSNorm
@@ -67,7 +67,7 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
         if pipeline_size > 1:
             lanes = by_pipeline_rank.t().tolist()
             activations, packets = _own_group(lanes, shape.device), _own_group(lanes, shape.device)
-            pipeline = TorchPipelineGroup(activations, packets, shape)
+            pipeline = TorchPipelineGroup(activations, packets, shape, _lane(activations, shape))
     return WorkerGroups(tensor, pipeline)
 
 
@@ -95,10 +95,19 @@ def _tensor_group(group: dist.ProcessGroup, shape: StepShape) -> TensorGroup:
     one_shot = None
     if can_sum(shape.hidden_size, shape.dtype):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        memory = share_memory(group, one_shot_words(shape.hidden_size, shape.dtype, size), shape.device)
+        num_words = one_shot_words(shape.hidden_size, shape.dtype, size)
+        memory = share_memory(group, num_words, shape.device, "small sums take")
         if memory is not None:
             one_shot = OneShotSum(memory, rank, size, shape.hidden_size, shape.dtype, shape.device)
     return CudaTensorGroup(group, one_shot)
+
+
+def _lane(group: dist.ProcessGroup, shape: StepShape) -> PeerLane | None:
+    if shape.device.type != "cuda" or not can_pass(shape.hidden_size, shape.dtype):
+        return None
+    num_words = lane_words(shape.max_num_tokens, shape.hidden_size, shape.dtype)
+    memory = share_memory(group, num_words, shape.device, "what a pipeline passes on takes")
+    return None if memory is None else PeerLane(memory, dist.get_rank(group))
 
 
 class TorchTensorGroup(TensorGroup):
@@ -175,33 +184,33 @@ class CudaTensorGroup(TorchTensorGroup):
 class TorchPipelineGroup(PipelineGroup):
     """A pipeline whose neighbours pass hidden states on, and whose last rank sends packets to all others.
 
-    Hidden states are copied to a buffer of their own before they leave, and arrive in one of their own, so a step can
-    be on its way while both neighbours compute others. Whoever is a step ahead waits: on a GPU the device, not the
-    host.
+    Hidden states are copied before the next step can write over them, so a step can be on its way while both neighbours
+    compute others. Whoever is a step ahead waits: on a GPU the device, not the host.
 
     Args:
         activations, packets: groups of the same ranks, in pipeline order.
         shape: of a step.
+        lane: of GPUs that reach each other's memory; None: through ``activations``.
     """
 
-    def __init__(self, activations: dist.ProcessGroup, packets: dist.ProcessGroup, shape: StepShape) -> None:
+    def __init__(
+        self, activations: dist.ProcessGroup, packets: dist.ProcessGroup, shape: StepShape, lane: PeerLane | None = None
+    ) -> None:
         self.rank = dist.get_rank(activations)
         self.size = dist.get_world_size(activations)
         self._activations = activations
         self._packets = packets
+        self._lane = lane
         self._max_num_tokens = shape.max_num_tokens
 
         def buffer() -> torch.Tensor:
             sizes = (2, shape.max_num_tokens, shape.hidden_size)
             return torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
 
-        self._outgoing = None if self.is_last_rank else buffer()  # on its way to the next rank
-        self._landing = None if self.is_first_rank else buffer()  # on its way from the rank before
+        self._outgoing = None if self.is_last_rank or lane is not None else buffer()  # on its way to the next rank
         self._received = None if self.is_first_rank else buffer()  # what this rank's step reads
-        self._sending: Any = None
+        self._sending: list[Any] = []
         self._packets_on_their_way: deque[tuple[torch.Tensor, list[Any]]] = deque()
-        is_gpu = shape.device.type == "cuda"
-        self._arrivals = torch.cuda.Stream(shape.device) if is_gpu and not self.is_first_rank else None
         self._connect(shape.device)
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
@@ -210,33 +219,35 @@ class TorchPipelineGroup(PipelineGroup):
         Raises:
             ValueError: more tokens than there is room for.
         """
-        if self._landing is None or self._received is None:
+        tensors = self.buffers(num_tokens)
+        if tensors is None:
             return None
-        landing = self._of_step(self._landing, num_tokens)
-        # On a GPU it may arrive as soon as the step before has been taken from where it landed, not only when that
-        # has been computed: receiving does not wait behind what the host has queued.
-        with nullcontext() if self._arrivals is None else torch.cuda.stream(self._arrivals):
-            arriving = dist.irecv(landing, group=self._activations, group_src=self.rank - 1)
-        assert arriving is not None
-        arriving.wait()
-        self._received[:, :num_tokens].copy_(landing)
-        if self._arrivals is not None:
-            self._arrivals.wait_stream(torch.cuda.current_stream(landing.device))
-        return self.buffers(num_tokens)
+        if self._lane is not None:
+            self._lane.receive(tensors)
+        else:
+            # Not before the device has come to this step: what waits there beside the step before is in its way.
+            for tensor in (tensors.hidden_states, tensors.residual):
+                dist.recv(tensor, group=self._activations, group_src=self.rank - 1)
+        return tensors
 
     def buffers(self, num_tokens: int) -> IntermediateTensors | None:
-        if self._received is None:
-            return None
-        return IntermediateTensors(self._received[0, :num_tokens], self._received[1, :num_tokens])
+        return None if self._received is None else self._of_step(self._received, num_tokens)
 
     def send(self, tensors: IntermediateTensors) -> None:
-        if self._outgoing is None:
+        if self.is_last_rank:
             raise RuntimeError("the last rank of a pipeline has nobody to send to")
+        if self._lane is not None:
+            self._check_num_tokens(tensors.hidden_states.shape[0])
+            self._lane.send(tensors)
+            return
+        assert self._outgoing is not None
         outgoing = self._of_step(self._outgoing, tensors.hidden_states.shape[0])
-        if self._sending is not None:
-            self._sending.wait()  # until then the buffer is the step before's
-        torch.stack((tensors.hidden_states, tensors.residual), out=outgoing)
-        self._sending = dist.isend(outgoing, group=self._activations, group_dst=self.rank + 1)
+        for work in self._sending:
+            work.wait()  # until then the buffer is the step before's
+        self._sending = []
+        for own, leaving in ((outgoing.hidden_states, tensors.hidden_states), (outgoing.residual, tensors.residual)):
+            own.copy_(leaving)
+            self._sending.append(dist.isend(own, group=self._activations, group_dst=self.rank + 1))
 
     def send_packet(self, packet: torch.Tensor) -> None:
         """See `PipelineGroup.send_packet`. Never waits: earlier ranks take packets when they need them.
@@ -265,15 +276,17 @@ class TorchPipelineGroup(PipelineGroup):
         if packet.numel() > 0:
             dist.recv(packet, group=self._packets, group_src=self.size - 1)
 
-    def _of_step(self, buffer: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """The beginning of a buffer, as one contiguous ``[2, num_tokens, hidden_size]``."""
+    def _of_step(self, buffer: torch.Tensor, num_tokens: int) -> IntermediateTensors:
+        """The first tokens of a buffer ``[2, max_num_tokens, hidden_size]``."""
+        self._check_num_tokens(num_tokens)
+        return IntermediateTensors(buffer[0, :num_tokens], buffer[1, :num_tokens])
+
+    def _check_num_tokens(self, num_tokens: int) -> None:
         if num_tokens > self._max_num_tokens:
             raise ValueError(
                 f"a step of {num_tokens} tokens does not fit in a pipeline's buffers, which are made for "
                 f"max_num_batched_tokens {self._max_num_tokens}"
             )
-        hidden_size = buffer.shape[-1]
-        return buffer.view(-1)[: 2 * num_tokens * hidden_size].view(2, num_tokens, hidden_size)
 
     def _connect(self, device: torch.device) -> None:
         """Pass something along every way once, so that no connection is made later."""

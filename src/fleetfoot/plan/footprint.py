@@ -192,7 +192,8 @@ def communication_bytes(shape: EngineShape) -> int:
         total += _COLLECTIVE_BYTES + _ONE_SHOT_SETS * ranks * _ONE_SHOT_ROWS * words * _INT64
     if shape.pipeline_parallel_size > 1:
         step = 2 * shape.max_num_batched_tokens * shape.model.hidden_size * size
-        num_buffers = (0 if shape.is_last else 1) + (0 if shape.is_first else 2)
+        # what arrives; on GPUs also where all ranks let others write, on a CPU what leaves
+        num_buffers = (0 if shape.is_first else 1) + (1 if on_gpu or not shape.is_last else 0)
         num_peers = shape.pipeline_parallel_size  # neighbours, and the way of the packets
         total += num_buffers * step + (num_peers * _POINT_TO_POINT_BYTES if on_gpu else 0)
     return total
