@@ -3,7 +3,11 @@
 Model Runner V2 runs on a CPU here, so the preparation and sampling that a GPU would do are part of the time too. The
 vocabulary is small, so that sampling costs what its calls cost.
 
+With --prompts it is the host time of prompts that are given one token each: in all, up to the launch of the first
+kernel, and after that of the last one. Here what a GPU would do does not count.
+
 Usage: python benchmarks/host_step.py [--requests 256] [--steps 1000] [--runner v2] [--no-overlap] [--profile]
+       python benchmarks/host_step.py --prompts 64x512 [--steps 100] [--no-overlap] [--profile]
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import cProfile
 import json
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -32,6 +38,7 @@ from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 VOCAB_SIZE = 64
+PROMPT_VOCAB_SIZE = 128_000
 BLOCK_SIZE = 16
 
 
@@ -58,7 +65,9 @@ class NullLoader(ModelLoader):
         return NullModel(self.config, 1 << 16, 1 << 12)
 
 
-def build(requests: int, max_model_len: int, runner_name: str, overlap: bool) -> LLMEngine:
+def build(
+    requests: int, max_model_len: int, runner_name: str, overlap: bool, enable_prefix_caching: bool = True
+) -> tuple[LLMEngine, ModelRunnerV1 | ModelRunnerV2]:
     model = ModelConfig("LlamaForCausalLM", VOCAB_SIZE, 1, 1, 1, 1, 1, 16, max_model_len)
     context = ModelContext(select_ops("cpu"), SDPABackend(), torch.float32, torch.device("cpu"))
     loader = NullLoader(model, context, None)
@@ -73,12 +82,17 @@ def build(requests: int, max_model_len: int, runner_name: str, overlap: bool) ->
     runner.load_model()
     num_blocks = requests * (max_model_len // BLOCK_SIZE + 1)
     runner.initialize_kv_cache(KVLayout(num_blocks, BLOCK_SIZE, "float32", (LayerGroup(1, 1, 16),)))
-    scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, requests, budget))
+    limits = SchedulerConfig(num_blocks, BLOCK_SIZE, requests, budget, enable_prefix_caching=enable_prefix_caching)
     admission = Admission(
-        vocab_size=VOCAB_SIZE, max_model_len=max_model_len, eos_token_ids=[], tokenizer=None, max_logprobs=0, seed=0
+        vocab_size=PROMPT_VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=[],
+        tokenizer=None,
+        max_logprobs=0,
+        seed=0,
     )
-    core = EngineCore(scheduler, _Executor(runner), StatsCollector(), depth=int(overlap))
-    return LLMEngine(core, admission, None)
+    core = EngineCore(Scheduler(limits), _Executor(runner), StatsCollector(), depth=int(overlap))
+    return LLMEngine(core, admission, None), runner
 
 
 class _Executor:
@@ -89,17 +103,72 @@ class _Executor:
         self.shutdown = runner.shutdown
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--runner", choices=("v1", "v2"), default="v2")
-    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--profile", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    engine = build(args.requests, args.steps + 512, args.runner, args.overlap)
+class DeviceWork:
+    """Sums up the time of what a GPU would do, and remembers when it began and ended."""
+
+    def __init__(self, runner: ModelRunnerV2) -> None:
+        self.clear()
+        for owner, name in (
+            (runner._buffers, "fill"),
+            (runner, "_run_model"),
+            (runner, "_choose"),
+            (runner._verifier, "update_rows"),
+        ):
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def clear(self) -> None:
+        self.seconds = self.began = self.ended = 0.0
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: object) -> object:
+            begin = time.perf_counter()
+            result = call(*args)
+            self.ended = time.perf_counter()
+            self.began = self.began or begin
+            self.seconds += self.ended - begin
+            return result
+
+        return timed
+
+
+def measure_prompts(args: argparse.Namespace, profiler: cProfile.Profile) -> dict[str, object]:
+    """What `LLM.generate` does for prompts, again and again."""
+    num_prompts, num_tokens = map(int, args.prompts.split("x"))
+    engine, runner = build(num_prompts, num_tokens + 1, "v2", args.overlap, enable_prefix_caching=False)
+    assert isinstance(runner, ModelRunnerV2)
+    device = DeviceWork(runner)
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    # large numbers, for the small ones are objects that are there already
+    prompts = [
+        [(number * 310_007 + place * 70_001) % PROMPT_VOCAB_SIZE for place in range(num_tokens)]
+        for number in range(num_prompts)
+    ]
+    samples: dict[str, list[float]] = {"host_us": [], "before_first_launch_us": [], "after_last_launch_us": []}
+    for repeat in range(5 + args.steps):
+        if repeat == 5 and args.profile:
+            profiler.enable()
+        device.clear()
+        begin = time.perf_counter()
+        checked = engine.check_params(params)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params, checked=checked)
+        while engine.has_unfinished_requests():
+            engine.step()
+        end = time.perf_counter()
+        samples["host_us"].append(end - begin - device.seconds)
+        samples["before_first_launch_us"].append(device.began - begin)
+        samples["after_last_launch_us"].append(end - device.ended)
+    profiler.disable()
+    return {
+        "prompts": args.prompts,
+        "overlap": args.overlap,
+        **{name: round(1e6 * statistics.median(times[5:]), 1) for name, times in samples.items()},
+    }
+
+
+def measure_steps(args: argparse.Namespace, profiler: cProfile.Profile) -> dict[str, object]:
+    """Steps of decodes alone."""
+    engine, _ = build(args.requests, args.steps + 512, args.runner, args.overlap)
     params = SamplingParams(
         max_tokens=args.steps + 300,
         temperature=args.temperature,
@@ -113,7 +182,6 @@ def main() -> None:
     while engine.stats().num_generation_tokens < args.requests * 4:
         engine.step()
     engine.stats_collector.clear_samples()
-    profiler = cProfile.Profile()
     if args.profile:
         profiler.enable()
     times = []
@@ -121,24 +189,36 @@ def main() -> None:
         begin = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - begin)
-    if args.profile:
-        profiler.disable()
-        profiler.print_stats("tottime")
+    profiler.disable()
     steps = engine.stats_collector.steps
-    print(
-        json.dumps(
-            {
-                "runner": engine.runner_name,
-                "overlap": args.overlap,
-                "requests": args.requests,
-                "step_us": round(1e6 * statistics.median(times), 1),
-                "step_us_mean": round(1e6 * statistics.fmean(times), 1),
-                "schedule_us": round(1e6 * statistics.median(step.schedule_s for step in steps), 1),
-                "runner_us": round(1e6 * statistics.median(step.execute_s for step in steps), 1),
-                "update_us": round(1e6 * statistics.median(step.update_s for step in steps), 1),
-            }
-        )
-    )
+    return {
+        "runner": engine.runner_name,
+        "overlap": args.overlap,
+        "requests": args.requests,
+        "step_us": round(1e6 * statistics.median(times), 1),
+        "step_us_mean": round(1e6 * statistics.fmean(times), 1),
+        "schedule_us": round(1e6 * statistics.median(step.schedule_s for step in steps), 1),
+        "runner_us": round(1e6 * statistics.median(step.execute_s for step in steps), 1),
+        "update_us": round(1e6 * statistics.median(step.update_s for step in steps), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompts", metavar="COUNTxTOKENS", help="measure prompts: so many, of so many tokens each")
+    parser.add_argument("--steps", type=int, default=1000, help="of decodes; or how often the prompts are computed")
+    parser.add_argument("--runner", choices=("v1", "v2"), default="v2")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    profiler = cProfile.Profile()
+    measured = measure_prompts(args, profiler) if args.prompts else measure_steps(args, profiler)
+    if args.profile:
+        profiler.print_stats("tottime")
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -178,12 +178,13 @@ class LLM:
         request_ids: list[str] = []
         with deferred_interrupts() as interrupts:  # a step that Ctrl-C cuts short would end the engine
             try:
-                former, checked = None, None
+                former = checked = None
                 for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
                     if checked is None or wanted is not former:  # what prompts share is checked once
-                        former, checked = wanted, self.llm_engine.check_params(_final_only(wanted))
+                        former, final = wanted, _final_only(wanted)
+                        checked = self.llm_engine.check_params(final)
                     request_ids.append(self._new_request_id())
-                    self.llm_engine.add_request(request_ids[-1], prompt, checked, priority=priority)
+                    self.llm_engine.add_request(request_ids[-1], prompt, final, priority=priority, checked=checked)
                     interrupts.check()
                 return self._finish(request_ids, use_tqdm, interrupts)
             except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine

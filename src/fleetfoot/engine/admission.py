@@ -6,7 +6,8 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import countOf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,12 +40,23 @@ class CheckedRequest:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    packed_prompt: bytes
+    """The same as int32."""
     params: CheckedParams
     max_tokens: int
     priority: int
     cache_salt: str | None
     arrival_time: float
     """Wall clock, seconds since the epoch."""
+
+
+class _TokenIds(NamedTuple):
+    """The tokens of a prompt."""
+
+    as_list: list[int]
+    """Plain ints, in a list that is nobody else's."""
+    as_array: np.ndarray
+    """The same, ``[num_tokens]`` int64."""
 
 
 @dataclass(slots=True)
@@ -118,22 +130,23 @@ class Admission:
         params = checked.params
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
-        text, ids, cache_salt = self._read_prompt(prompt)
+        text, (token_ids, ids), cache_salt = self._read_prompt(prompt)
         if params.truncate_prompt_tokens is not None:
             keep = self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-            ids = ids[-keep:]
+            token_ids, ids = token_ids[-keep:], ids[-keep:]
         self._check_tokens(ids)
-        room = self.max_model_len - len(ids)
+        room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
             raise ValueError(
-                f"min_tokens is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for "
+                f"min_tokens is {params.min_tokens}, but a prompt of {len(token_ids)} tokens leaves room for "
                 f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})"
             )
         return CheckedRequest(
             request_id=request_id,
             prompt=text,
-            prompt_token_ids=ids.tolist(),
+            prompt_token_ids=token_ids,
+            packed_prompt=ids.astype(np.int32).tobytes(),
             params=checked,
             max_tokens=max_tokens,
             priority=priority,
@@ -174,6 +187,7 @@ class Admission:
                 priority=checked.priority,
                 cache_salt=checked.cache_salt,
                 kv_transfer_params=checked.params.kv_transfer_params,
+                packed_prompt=checked.packed_prompt,
             )
             for index in range(params.n)
         ]
@@ -181,8 +195,8 @@ class Admission:
             checked.request_id, checked.prompt, checked.prompt_token_ids, params, sequences, checked.arrival_time
         )
 
-    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, np.ndarray, str | None]:
-        """Text (if known), token ids (``[num_tokens]`` int64) and cache salt of any form of prompt."""
+    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, _TokenIds, str | None]:
+        """Text (if known), token ids and cache salt of any form of prompt."""
         if isinstance(prompt, str):
             return prompt, self._tokenize(prompt), None
         if isinstance(prompt, dict):
@@ -201,7 +215,7 @@ class Admission:
             return text, self._tokenize(text), salt
         return None, self._as_token_ids(prompt), None
 
-    def _tokenize(self, text: str) -> np.ndarray:
+    def _tokenize(self, text: str) -> _TokenIds:
         if self.tokenizer is None:
             raise ValueError(
                 "this engine has no tokenizer (skip_tokenizer_init=True), so a prompt must be given as "
@@ -209,10 +223,11 @@ class Admission:
             )
         if not text:
             raise ValueError("prompt is an empty string; it must hold at least one character")
-        return np.array(self.tokenizer.encode(text), np.int64)
+        token_ids = self.tokenizer.encode(text)
+        return _TokenIds(token_ids, np.array(token_ids, np.int64))
 
     @staticmethod
-    def _as_token_ids(token_ids: object) -> np.ndarray:
+    def _as_token_ids(token_ids: object) -> _TokenIds:
         if isinstance(token_ids, (str, bytes, Mapping)) or not hasattr(token_ids, "__iter__"):
             raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
         entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
@@ -223,11 +238,13 @@ class Admission:
                 if is_boolean(token) or not isinstance(token, int) or not -(2**63) <= token < 2**63:
                     raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
             raise
+        if type(entries) is list and countOf(map(type, entries), int) == len(entries):
+            return _TokenIds(entries.copy(), ids)  # as most are: no new objects for all those ints
         # 0 and 1 are what booleans would have become: a mask in the place of token ids.
         for position in np.flatnonzero(ids <= 1).tolist():
             if is_boolean(entries[position]):
                 raise TypeError(f"prompt_token_ids[{position}] is {entries[position]!r}, a boolean; token ids are ints")
-        return ids
+        return _TokenIds(ids.tolist(), ids)
 
     def _check_tokens(self, ids: np.ndarray) -> None:
         if not len(ids):

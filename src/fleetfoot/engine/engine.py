@@ -80,12 +80,18 @@ class LLMEngine:
         return self.core.executor.runner_name
 
     def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | CheckedParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        checked: CheckedParams | None = None,
     ) -> None:
         """Queue a request; its outputs come from `step`.
 
         Args:
-            params: as they are, or as `check_params` has returned them for several requests.
+            checked: what `check_params` has made of ``params`` that several requests share; None: they are checked now.
 
         Raises:
             ValueError, TypeError: the request is refused, and nothing has changed.
@@ -93,7 +99,7 @@ class LLMEngine:
         """
         self._check_alive()
         self.check_id(request_id)
-        self.add_checked(self.check_request(request_id, prompt, params, priority=priority))
+        self.add_checked(self.check_request(request_id, prompt, checked or params, priority=priority))
 
     def check_id(self, request_id: str) -> None:
         """Whether a request can have this id now.

@@ -35,6 +35,9 @@ class NewRequest:
     max_tokens_in_all: int = sys.maxsize
     """Most tokens of prompt and output together. With drafts, a query may reach beyond the last position that is ever
     an input, ``max_tokens_in_all - 2``: what lies there is computed for nothing and must be written nowhere."""
+    packed_prompt: bytes | None = None
+    """The first ``num_prompt_tokens`` of ``token_ids`` as int32, if they are there in that form: a list of thousands of
+    ints takes long to convert, and admission had to do so."""
 
     @classmethod
     def of(cls, request: Request) -> NewRequest:
@@ -51,6 +54,7 @@ class NewRequest:
             stop_token_ids=request.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
             max_tokens_in_all=request.max_tokens_in_all,
+            packed_prompt=request.packed_prompt,
         )
 
 

@@ -64,6 +64,7 @@ class Request:
         "num_prompt_tokens",
         "num_proposed",
         "num_published",
+        "packed_prompt",
         "params",
         "priority",
         "request_id",
@@ -91,12 +92,14 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        packed_prompt: bytes | None = None,
     ) -> None:
         """Args:
         max_tokens: most output tokens, already resolved against the model's length.
         seed: 64 bits for this sequence alone.
         eos_token_ids: the model's end tokens; left out where the request ignores them.
         kv_transfer_params: what the user's request says to the KV connector.
+        packed_prompt: ``prompt_token_ids`` as int32, if they are there in that form.
         """
         self.request_id = request_id
         self.params = params
@@ -106,6 +109,7 @@ class Request:
         self.kv_transfer_params = kv_transfer_params
         self.kv_transfer_output: dict[str, Any] | None = None  # what the KV connector says at its end
         self.token_ids = list(prompt_token_ids)
+        self.packed_prompt = packed_prompt
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens_in_all = self.num_prompt_tokens + max_tokens
         self.min_tokens_in_all = self.num_prompt_tokens + params.min_tokens

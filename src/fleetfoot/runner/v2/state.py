@@ -103,18 +103,26 @@ class RequestState:
         values = np.frombuffer(packed, np.int32)  # [NUM_FIELDS + 2]
         buffer.write(self._places + self._row_strides * request.row, values, len(values))
 
-    def stage_tokens(self, token_ids: list[int], first: int, block_ids: np.ndarray, buffer: StagingBuffer) -> None:
+    def stage_tokens(self, request: NewRequest, first: int, block_ids: np.ndarray, buffer: StagingBuffer) -> None:
         """Fill the pages of a request's tokens from place ``first`` on; those before are there.
 
         Args:
-            block_ids: ``[num_blocks]``, all that the request has.
+            block_ids: ``[num_blocks]``, those of the request.
         """
-        size, end = self._block_size, len(token_ids)
+        size, end = self._block_size, len(request.token_ids)
         begin = first // size * size  # of the first block that is written to
         # pages lie in the arena as blocks do in the KV cache: [num_blocks that are written to, block_size]
         places = self._pages.base + (block_ids[begin // size :, np.newaxis] * size + self._offsets)
-        values = np.fromiter(token_ids[first:] if first else token_ids, np.int32, end - first)
-        buffer.write(places.reshape(-1)[first - begin : end - begin], values, end - first)
+        buffer.write(places.reshape(-1)[first - begin : end - begin], _packed_tokens(request)[first:], end - first)
+
+
+def _packed_tokens(request: NewRequest) -> np.ndarray:
+    """``[num_tokens]`` int32: all tokens known."""
+    if request.packed_prompt is None:
+        return np.array(request.token_ids, np.int32)
+    prompt = np.frombuffer(request.packed_prompt, np.int32)
+    behind = request.token_ids[request.num_prompt_tokens :]  # what it had generated when it was preempted
+    return np.concatenate((prompt, np.array(behind, np.int32))) if behind else prompt
 
 
 class BlockTables:
@@ -190,6 +198,6 @@ class DeviceState:
         listed = RowList.of(request, self._vocab_size)
         block_ids = np.array(request.block_ids, np.int64)
         self.requests.stage(request, listed, self.staging)
-        self.requests.stage_tokens(request.token_ids, first_token, block_ids, self.staging)
+        self.requests.stage_tokens(request, first_token, block_ids, self.staging)
         self.edits.stage(request, listed, self.staging)
         self.block_tables.stage(request.row, block_ids, self.staging)
