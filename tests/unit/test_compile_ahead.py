@@ -176,3 +176,16 @@ def test_jobs_wait_until_somebody_works() -> None:
     jobs.work()
     assert dropped.cancelled()
     assert done == [0, 2]
+
+
+def test_nothing_is_multiplied_in_a_dry_pass(ahead: CompileAhead) -> None:
+    found: list[torch.Tensor] = []
+
+    def dry_pass() -> None:
+        x, weight, total = torch.ones(2, 3), torch.ones(5, 3), torch.full((2, 5), 7.0)
+        found.append(torch.nn.functional.linear(x, weight))
+        found.append(total.addmm_(x, weight.t()))
+
+    ahead.queue(dry_pass)
+    assert torch.equal(found[0], torch.zeros(2, 5))
+    assert torch.equal(found[1], torch.full((2, 5), 7.0))

@@ -279,7 +279,9 @@ def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:
         (8192, 3072, 1024, 3),
         (2048, 3072, 1024, 3),
         (1024, 3072, 1024, None),  # 192 tiles are two rounds, one of them half empty
-        (256, 14336, 4096, None),  # few rows
+        (256, 14336, 4096, 2),  # few rows: a step of decodes
+        (300, 14336, 4096, None),
+        (128, 14336, 4096, None),
         (8192, 3076, 1024, None),  # rows of the output would not be aligned
         (8192, 3072, 1028, None),
     ],

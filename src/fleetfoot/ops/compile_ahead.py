@@ -7,6 +7,7 @@ nearly all of a compilation is spent in LLVM and the assembler, outside of the i
 
 Torch computes in a dry pass as ever, on what the kernels have not written. Therefore all memory that it takes
 uninitialised is zeroed there: an index that a kernel was to write is 0, not garbage that lies outside of its tensor.
+Matrix products alone are left out: their library would be loaded, hundreds of megabytes, which a start need not wait for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fleetfoot.ops.triton_support import Launch, instead_of_launching
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 16
 """More have nothing to do: the front end holds the interpreter's lock for a sixth of a compilation."""
-_ZEROED: dict[Any, Callable[..., Any]] = {
+_INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.empty: torch.zeros,
     torch.empty_like: torch.zeros_like,
     torch.Tensor.new_empty: torch.Tensor.new_zeros,
+    F.linear: lambda x, weight, bias=None: x.new_zeros((*x.shape[:-1], weight.shape[0])),
+    torch.Tensor.addmm_: lambda total, *factors, **scales: total,
 }
 
 
@@ -107,7 +111,7 @@ class CompileAhead:
         self._mode.__enter__()  # It is not left, which would wait for all: it ends with the context.
         compiler = _Compiler()
         instead_of_launching.set(compiler.launcher)
-        with _ZeroedMemory():
+        with _DryTorch():
             dry_pass()
         return compiler.kernels
 
@@ -215,8 +219,8 @@ def _kind(value: Any) -> tuple[Any, ...]:
     return type(value), value
 
 
-class _ZeroedMemory(TorchFunctionMode):
-    """Memory that torch hands out uninitialised is zeros."""
+class _DryTorch(TorchFunctionMode):
+    """Memory that torch hands out uninitialised is zeros, and so are products."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _ZEROED.get(func, func)(*args, **(kwargs or {}))
+        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))

@@ -32,10 +32,13 @@ _HALVED_BYTES = 16 << 20
 _STAGED_BYTES = 100 * 1024
 """Most bytes of the weight for a program that stages them: two such programs fit a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
-_MANY_ROWS = 257
+_GATED_ROWS = 129
+"""From so many rows on, gated layers that no tiling serves are Hopper's own kernel's. Up to `_FEW_ROWS` always: there the
+library is as fast, for all wait for the weight, but a joint in the chain of dependent launches costs 1% of a step."""
+_FEW_ROWS = 256
 _LEAST_BUSY = 0.88
-"""Of the time, that tiles must keep the multiprocessors busy, for Hopper's gated kernel to serve so many rows: then it
-is as fast as the library and `silu_and_mul` for 4096 inputs, and faster for fewer."""
+"""Of the time, that tiles must keep the multiprocessors busy, for more rows: then the kernel is as fast as the library
+and `silu_and_mul` for 4096 inputs, and faster for fewer."""
 
 Tiling = StagedTiling | StreamedTiling | TiledTiling
 
@@ -131,9 +134,11 @@ def _some_rows(
 
 @lru_cache(maxsize=4096)
 def gated_row_groups(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> int | None:
-    """Groups of 64 rows to a tile of `fleetfoot.ops.gated_linear_hopper`, of many rows; None: the library is faster."""
-    if num_rows < _MANY_ROWS or num_outputs % 8 or num_inputs % 8:
+    """Groups of 64 rows to a tile of `fleetfoot.ops.gated_linear_hopper`; None: the library is faster."""
+    if num_rows < _GATED_ROWS or num_outputs % 8 or num_inputs % 8:
         return None
+    if num_rows <= _FEW_ROWS:
+        return 2
 
     def rounds(groups: int) -> float:
         """How long the multiprocessors take, in tiles of 64 rows. Wider tiles read a little less."""
