@@ -7,7 +7,7 @@ nearly all of a compilation is spent in LLVM and the assembler, outside of the i
 
 Torch computes in a dry pass as ever, on what the kernels have not written. Therefore all memory that it takes
 uninitialised is zeroed there: an index that a kernel was to write is 0, not garbage that lies outside of its tensor.
-Matrix products alone are left out: their library would be loaded, hundreds of megabytes, which a start need not wait for.
+Matrix products alone are left out: a start need not wait for their library, hundreds of megabytes, to be loaded.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ _STAGED_BYTES = 100 * 1024
 """Most bytes of the weight for a program that stages them: two such programs fit a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
 _GATED_ROWS = 129
-"""From so many rows on, gated layers that no tiling serves are Hopper's own kernel's. Up to `_FEW_ROWS` always: there the
-library is as fast, for all wait for the weight, but a joint in the chain of dependent launches costs 1% of a step."""
+"""From so many rows on, gated layers that no tiling serves are Hopper's own kernel's. Up to `_FEW_ROWS` always: there
+the library is as fast, for all wait for the weight, but a joint in the chain of launches costs 1% of a step."""
 _FEW_ROWS = 256
 _LEAST_BUSY = 0.88
 """Of the time, that tiles must keep the multiprocessors busy, for more rows: then the kernel is as fast as the library
