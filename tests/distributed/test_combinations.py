@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 from tests.distributed.small_engines import check_lives
-from tests.helpers.engines import make_engine
+from tests.helpers.engines import make_engine, run_requests
 from tests.helpers.faulty_rank import faulty_rank
 from tests.helpers.schedules import Life, live_alone, random_lives
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.outputs import RequestOutput
+from fleetfoot.sampling.params import SamplingParams
 
 MODEL = embedded_model_path()
 VOCAB = 2048
@@ -128,6 +130,15 @@ def test_tokens_are_those_of_one_process_without_drafts(
     assert 0 < drafts.num_accepted < drafts.num_drafted
     assert (transfers.loads_failed, transfers.loads_started) == (0, transfers.loads_done)
     assert (transfers.tokens_loaded > 0) == (connector != "none")
+
+
+@pytest.mark.parametrize(("way", "runner"), [("tensor", "v2"), ("pipeline", "v1"), ("pipeline", "v2")])
+def test_every_rank_has_saved_all_of_a_request_that_was_the_last(way: str, runner: str, tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=13, ignore_eos=True)
+    with running(runner=runner, kv_transfer_config=files(tmp_path), **WAYS[way]) as engine:
+        run_requests(engine, {"r": ([40, 50, 60, 40, 50, 60, 40, 50], params)})
+    saved = Counter(path.parent.name.rpartition("-")[2] for path in tmp_path.rglob("*.kv"))
+    assert saved == {"rank0": 5, "rank1": 5}  # all but the last of 21 tokens have KV
 
 
 @pytest.mark.parametrize(("way", "runner", "rank"), [("tensor", "v1", 1), ("pipeline", "v2", 0)])

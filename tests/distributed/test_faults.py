@@ -121,6 +121,28 @@ def test_what_a_worker_raises_at_its_end_is_heard_of(capfd: pytest.CaptureFixtur
     assert "InjectedError: injected at the end on rank 1" in capfd.readouterr().err
 
 
+def test_what_a_worker_raises_in_its_last_step_ends_it_at_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(NOWHERE, 1, "flush"))
+    llm.generate([PROMPT], LONG, use_tqdm=False)
+    with pytest.raises(WorkerError, match="worker 1 ") as caught:
+        llm.shutdown()
+    said = str(caught.value) + capfd.readouterr().err  # the engine may hear of it before it tells workers to end
+    assert "InjectedError: injected in a flush on rank 1" in said
+
+
+@pytest.mark.parametrize("connector", [None, NOWHERE], ids=["none", "host"])
+def test_a_killed_worker_does_not_hold_up_the_end(connector: dict[str, Any] | None) -> None:
+    llm = LLM(**SMALL, tensor_parallel_size=2, kv_transfer_config=connector)
+    llm.generate([PROMPT], LONG, use_tqdm=False)
+    pids = executor_of(llm.llm_engine).worker_pids
+    dead, all_workers = Watched([pids[1]]), Watched(pids.values())
+    dead.kill(pids[1])
+    dead.wait()
+    with pytest.raises(WorkerError, match=rf"^worker 1 \(process {pids[1]}\) was ended by SIGKILL$"):
+        llm.shutdown()
+    all_workers.wait()
+
+
 # --- starting -------------------------------------------------------------------------------------------------------
 
 

@@ -112,6 +112,12 @@ def test_the_plan_refuses_what_the_start_refuses(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_start_that_is_refused_has_loaded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleetfoot.engine.build.start_executor", None)
+    with pytest.raises(ValueError, match="shared_storage_path is None"):
+        LLM(kv_transfer_config=transfer(SHARED), **SMALL)
+
+
 def test_each_rank_needs_a_port(capsys: Streams) -> None:
     config = json.dumps(transfer(NIXL, side_channel_port=65535))
     assert plan("--kv-transfer-config", config) == 0
@@ -149,12 +155,14 @@ def test_more_memory_than_there_is_names_the_setting(settings: dict[str, Any], m
 
 # --- what passes ----------------------------------------------------------------------------------------------------
 
+NOT_THERE = {"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_module_path": "no.such.module"}
 ACCEPTED: dict[str, dict[str, Any]] = {
     "files": transfer(SHARED, **FILES, max_bytes_in_flight=1e6),
     "memory": transfer(OFFLOAD, num_cpu_blocks=3),
     "nixl": transfer(NIXL, "kv_producer", backend="tcp", side_channel_host="a.host", side_channel_port=5600),
     "several": transfer(MULTI, connectors=[transfer(SHARED, **FILES), transfer(OFFLOAD, num_cpu_blocks=3)]),
-    "not-there": {"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_module_path": "no.such.module"},
+    "not-there": NOT_THERE,
+    "part-not-there": transfer(MULTI, connectors=[own("FILES"), transfer(SHARED, **FILES), NOT_THERE]),
     "checks-nothing": {**own("ChecksNothing"), "kv_connector_extra_config": {"anything": [1]}},
     "not-active": {**transfer(SHARED), "kv_role": None},
 }
@@ -169,7 +177,11 @@ def test_a_plan_opens_and_makes_nothing(
     monkeypatch.setattr(socket, "getaddrinfo", None)
     assert plan("--json", "--kv-transfer-config", json.dumps(ACCEPTED[case])) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["runnable"] == (case != "not-there")
+    assert report["runnable"] == (not case.endswith("not-there"))
+    assert (
+        any("cannot be imported from no.such.module" in problem for problem in report["problems"])
+        != (report["runnable"])
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 from tests.helpers import prefill_decode
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
-from tests.helpers.faulty_connector import SCHEDULER_POINTS, WORKER_POINTS, Faults, InjectedError, faulty
+from tests.helpers.faulty_connector import (
+    SCHEDULER_POINTS,
+    WORKER_POINTS,
+    Faults,
+    FaultyScheduler,
+    FaultyWorker,
+    InjectedError,
+    faulty,
+)
 from tests.helpers.prefill_decode import RUNNERS, SIZE, VOCAB, Tokens, settle, tokens_of
 
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
@@ -153,6 +161,17 @@ def test_a_conversation_goes_on_in_another_engine(runner: str, text_model: Path,
 
 
 @RUNNERS
+@pytest.mark.parametrize("connector", ["filesystem", "multi"])
+def test_an_engine_that_ends_behind_its_last_request_has_saved_all_of_it(
+    runner: str, connector: str, text_model: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=CONNECTORS[connector](tmp_path), **SIZE)
+    run_requests(engine, {"alone": REQUESTS["alone"]})
+    engine.shutdown()
+    assert len(list(tmp_path.rglob("*.kv"))) == 7  # all but the last of 30 tokens have KV
+
+
+@RUNNERS
 def test_async_engine(runner: str, text_model: Path, tmp_path: Path, expected: Tokens) -> None:
     async def ask(llm: AsyncLLM, name: str) -> list[int]:
         prompt, params = REQUESTS[name]
@@ -252,6 +271,22 @@ def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(
     with pytest.raises(EngineDeadError):
         engine.step()
     engine.shutdown()
+
+
+@RUNNERS
+@pytest.mark.parametrize("point", ["build_metadata", "bind", "flush", "take_ended"])
+def test_an_error_at_the_end_keeps_nothing_from_being_given_back(
+    runner: str, point: str, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults, ended = Faults(), []
+    for side in (FaultyScheduler, FaultyWorker):
+        monkeypatch.setattr(side, "shutdown", lambda self: ended.append(type(self)))
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **SIZE)
+    run_requests(engine, {"alone": REQUESTS["alone"]})
+    faults.raise_at, faults.on_call = point, faults.calls.count(point) + 1
+    with pytest.raises(InjectedError, match=f"injected at {point}"):
+        engine.shutdown()
+    assert ended == [FaultyWorker, FaultyScheduler]
 
 
 @RUNNERS

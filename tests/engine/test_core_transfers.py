@@ -17,8 +17,9 @@ from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore, Executor
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.kv_transfer.connector import NoSchedulerConnector
+from fleetfoot.kv_transfer.connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
 from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.request import Request, RequestStatus
@@ -65,9 +66,11 @@ class TransferExecutor(ScriptedExecutor):
         return result
 
 
-def core_of(executor: Executor, *, depth: int = 0, clock: Any = None, **config: Any) -> EngineCore:
+def core_of(
+    executor: Executor, *, depth: int = 0, clock: Any = None, connector: SchedulerConnector | None = None, **config: Any
+) -> EngineCore:
     defaults = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    scheduler = Scheduler(SchedulerConfig(**{**defaults, **config}), connector=Lender())
+    scheduler = Scheduler(SchedulerConfig(**{**defaults, **config}), connector=connector or Lender())
     more = {} if clock is None else {"clock": clock}
     return EngineCore(scheduler, executor, StatsCollector(), depth=depth, **more)
 
@@ -194,6 +197,100 @@ def test_the_connector_is_shut_down_though_a_worker_cannot_be() -> None:
         engine.shutdown()
     assert isinstance(connector, Lender)
     assert connector.is_shut_down
+
+
+class Flusher(NoSchedulerConnector):
+    """Says that there is something to tell the workers, always, and tells them how many requests have ended."""
+
+    is_active = True
+    num_ended = 0
+    is_shut_down = False
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self.num_ended += 1
+        return False, None
+
+    def build_metadata(self, scheduler_output: SchedulerOutput) -> Any:
+        return self.num_ended
+
+    @property
+    def has_pending(self) -> bool:
+        return True
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+class Steps:
+    """What a step carries; the idle ones can raise."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.metadata: list[Any] = []
+        self._error = error
+
+    def __call__(self, output: SchedulerOutput) -> None:
+        if output.is_idle:
+            self.metadata.append(output.kv_connector_metadata)
+            if self._error is not None:
+                raise self._error
+
+
+def test_shutting_down_tells_workers_once_what_the_connector_still_has_to_tell() -> None:
+    steps, connector = Steps(), Flusher()
+    engine = engine_of(ScriptedExecutor(before_step=steps), connector=connector)
+    engine.add_request("r", [5, 6], params(1))
+    assert engine.step()[0].finished
+    assert steps.metadata == []
+    engine.shutdown()
+    engine.shutdown()
+    assert steps.metadata == [1]  # though there would be more to tell
+    assert connector.is_shut_down
+
+
+def test_nobody_is_told_of_blocks_that_are_lent_and_no_step_waits_for_them() -> None:
+    executor = TransferExecutor({})
+    engine = engine_of(executor)
+    engine.add_request("r", [5, 6], params(1))
+    engine.step()
+    num_steps = executor.num_steps
+    engine.shutdown()
+    assert engine.has_transfers() and executor.num_steps == num_steps
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_shutting_down_waits_for_no_step(depth: int) -> None:
+    """What is in flight comes first, and nobody looks at it any more."""
+    steps, connector = Steps(), Flusher()
+    executor = InFlight(before_step=steps)
+    engine = engine_of(executor, connector=connector, depth=depth, num_stages=depth)
+    engine.add_request("ended", [5, 6], params(1))
+    engine.add_request("running", [5, 6], params(30))
+    while not connector.num_ended:
+        engine.step()
+    num_in_flight = executor.num_in_flight
+    assert num_in_flight
+    engine.shutdown()
+    assert steps.metadata == [1]
+    assert executor.num_in_flight == num_in_flight + 1
+    assert executor.is_shut_down
+
+
+def test_what_the_last_step_raises_is_raised_when_all_is_given_back() -> None:
+    connector, executor = Flusher(), ScriptedExecutor(before_step=Steps(OSError("the disk is gone")))
+    engine = engine_of(executor, connector=connector)
+    with pytest.raises(OSError, match="the disk is gone"):
+        engine.shutdown()
+    assert executor.is_shut_down and connector.is_shut_down
+    engine.shutdown()
+
+
+def test_an_engine_that_has_failed_takes_no_step_more() -> None:
+    connector, executor = Flusher(), ScriptedExecutor(before_step=Steps(OSError("the disk is gone")))
+    engine = engine_of(executor, connector=connector)
+    with pytest.raises(EngineDeadError, match="the disk is gone"):
+        engine.step()
+    engine.shutdown()
+    assert executor.is_shut_down and connector.is_shut_down
 
 
 class Waiting:

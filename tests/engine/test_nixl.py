@@ -97,6 +97,21 @@ def test_only_what_the_reader_does_not_have_is_read(
 
 
 @RUNNERS
+def test_an_engine_that_ends_saves_what_it_has_and_waits_for_no_reader(
+    runner: str, text_model: Path, tmp_path: Path
+) -> None:
+    files = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": tmp_path}}
+    several = {"connectors": [nixl("kv_producer"), files]}
+    config = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_connector_extra_config": several}
+    producer = make_engine(text_model, runner=runner, kv_transfer_config=config, **ROOMY)
+    params = replace(PARAMS["alone"], extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    output = run_requests(producer, {"alone": (PROMPTS["alone"], params)})["alone"]
+    assert output.kv_transfer_params is not None and producer.has_transfers()
+    producer.shutdown()
+    assert len(list(tmp_path.rglob("*.kv"))) == 7
+
+
+@RUNNERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_an_engine_with_another_model_is_refused(
     runner: str, policy: str, text_model: Path, make: Make, expected: Tokens, tmp_path: Path

@@ -79,6 +79,10 @@ class DictScheduler(SchedulerConnector):
     def update(self, output: KVConnectorOutput) -> None:
         self._store.calls.append("update")
 
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._orders.flush)
+
 
 class DictWorker(WorkerConnector):
     """Copies on a CPU are over when they return; on a GPU, `fleetfoot.kv_transfer.block_copies` has what is needed."""
@@ -201,6 +205,15 @@ def test_what_it_loads_is_what_is_used(runner: str, text_model: Path, expected: 
     other = start(text_model, runner, store)
     assert tokens_of(run_requests(other, {"long": REQUESTS["long"]}))["long"] != expected["long"]
     other.shutdown()
+
+
+@RUNNERS
+def test_nothing_that_was_computed_is_lost_at_the_end(runner: str, text_model: Path) -> None:
+    store = Store()
+    engine = start(text_model, runner, store)
+    run_requests(engine, {"alone": REQUESTS["alone"]})
+    engine.shutdown()
+    assert len(store.blocks) == 7  # all but the last of 30 tokens have KV
 
 
 @RUNNERS

@@ -39,7 +39,7 @@ def faulty_rank(inner: dict[str, Any], rank: int, fault: str) -> dict[str, Any]:
         inner: the real connector's.
         fault: ``step``: the third step raises. ``start``: a ValueError when the KV cache is there. ``exit``: the
             process ends there. ``loads``: what this rank loads is reported as failed, and is not a number.
-            ``shutdown``: that raises.
+            ``flush``: one that has something to flush raises. ``shutdown``: that raises.
     """
     return {
         "kv_connector": "FaultyRankConnector",
@@ -70,6 +70,7 @@ class _FaultyWorker(WorkerConnector):
     def __init__(self, inner: WorkerConnector, rank: int, fault: str) -> None:
         self._inner, self._rank, self._fault = inner, rank, fault
         self._num_steps = 0
+        self._has_flushes = False
         self._blocks: dict[str, list[int]] = {}  # request -> what is loaded for it
         self._kv_caches: list[torch.Tensor] = []
 
@@ -86,11 +87,14 @@ class _FaultyWorker(WorkerConnector):
         if self._fault == "step" and self._num_steps == 3:
             raise InjectedError("in a step", self._rank)
         if isinstance(metadata, BlockMoves):
+            self._has_flushes = bool(metadata.flushes)
             for order in metadata.loads:
                 self._blocks[order.request_id] = [move.block_id for move in order.moves]
         self._inner.bind(metadata)
 
     def flush(self) -> None:
+        if self._fault == "flush" and self._has_flushes:
+            raise InjectedError("in a flush", self._rank)
         self._inner.flush()
 
     def start(self) -> None:

@@ -22,7 +22,6 @@ from fleetfoot.cli.sampling_arguments import (
     check_sampling_arguments,
     sampling_params,
 )
-from fleetfoot.cli.start import tell_of_other_nodes
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 
@@ -323,18 +322,6 @@ def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[st
 
 
 # --- several machines ---------------------------------------------------------------------------------------------
-
-
-def test_node_0_says_whom_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(**settings: Any) -> str:
-        tell_of_other_nodes(EngineConfig(**settings))
-        return capsys.readouterr().err
-
-    assert told() == ""
-    text = told(nnodes=3, tensor_parallel_size=3, master_addr="10.0.0.1")
-    assert text.startswith("this is node 0 of 3, and waits at 10.0.0.1:29500 for the others: `fleetfoot worker` with")
-    assert text.endswith("--node-rank 1, 2\n")
-    assert told(nnodes=3, tensor_parallel_size=3, node_rank=1) == ""  # which is refused: it is no place for an engine
 
 
 def test_a_worker_says_whom_it_waits_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.execution import channel
+from fleetfoot.execution.meeting_folder import MeetingFolder
 from fleetfoot.execution.messages import (
     Answer,
     Ready,
@@ -151,3 +153,13 @@ def test_what_all_ranks_report_of_transfers_is_merged_in_the_order_of_steps() ->
     assert merged[0] is None  # nothing has ended on both
     assert merged[1] == KVConnectorOutput({"a"}, {"b": lost})
     assert merged[2] == KVConnectorOutput(counters={"n": 3})
+
+
+def test_a_worker_that_is_not_there_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_SEND_MS", 1)
+    folder = MeetingFolder()
+    engine = channel.EngineChannel(folder.path, 1)
+    with pytest.raises(ConnectionError, match="worker 0 is not connected any more"):
+        engine.send(b"a step")
+    engine.close()
+    folder.remove()

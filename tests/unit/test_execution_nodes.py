@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tests.helpers.gate import HANG
 
+from fleetfoot import LLM
+from fleetfoot.cli.main import main
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.execution import nodes
 from fleetfoot.execution.channel import WorkerAddresses
@@ -154,6 +156,26 @@ def test_who_waits_in_vain_says_for_whom(
     engine.close("")
     with pytest.raises(TimeoutError, match=f"nobody answers at master_addr 127.0.0.1, master_port {port}"):
         Membership(on_node(plan, port, 1))
+
+
+def test_node_0_says_once_whom_it_waits_for(
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(nodes, "GATHER_S", 0.0)
+    said = (
+        f"this is node 0 of 3, and waits at 127.0.0.1:{port} for the others: `fleetfoot worker` with the same settings "
+        "and --node-rank 1, 2"
+    )
+    settings = {"device": "cpu", "nnodes": 3, "pipeline_parallel_size": 3, "master_port": port}
+    with pytest.raises(TimeoutError):
+        LLM(**settings)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", said)]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    assert main(["generate", "--prompt", "Once", *flags]) == 1
+    assert capsys.readouterr().err.count(said) == 1
 
 
 def test_what_answers_must_be_node_0(plan: EnginePlan, port: int) -> None:

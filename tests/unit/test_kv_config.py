@@ -186,6 +186,20 @@ def test_the_size_of_the_host_is_given_once() -> None:
         active_connector(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_host_memory_is_taken_once(depth: int) -> None:
+    transfer: dict[str, Any] = OFFLOAD
+    for _ in range(depth):
+        extra = {"connectors": [SHARED, transfer]}
+        transfer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    with pytest.raises(
+        ValueError, match="kv_offloading_size is 1, and kv_transfer_config has OffloadingConnector among"
+    ):
+        active_connector(EngineConfig(kv_offloading_size=1, kv_transfer_config=transfer))  # type: ignore[arg-type]
+    config = active_connector(EngineConfig(kv_transfer_config=transfer))  # type: ignore[arg-type]
+    assert config is not None and config.kv_connector == "MultiConnector"
+
+
 def test_offloading_beside_another_connector(tmp_path: Path) -> None:
     transfer = {
         **SHARED,

@@ -251,13 +251,29 @@ def test_of_several_connectors_one_that_refuses_decides() -> None:
         ask(kv_transfer_config=settings)
 
 
+ROLES = "kv_producer, kv_consumer, kv_both"
+KNOWN = "OffloadingConnector, NixlConnector, SharedStorageConnector, FilesystemConnector, MultiConnector"
+
+
 @pytest.mark.parametrize(
     ("settings", "remark"),
     [
         ({}, None),
-        ({"kv_connector_extra_config": {"a": 1}}, None),
-        ({"kv_connector": "DeclaresNothing", "kv_connector_module_path": __name__}, "it has no kv_role"),
-        ({"kv_role": "kv_producer"}, "it has no kv_connector"),
+        ({"kv_load_failure_policy": "recompute"}, None),  # which says nothing new
+        (
+            {"kv_connector_extra_config": {"a": 1}, "kv_port": 5},
+            "it has no kv_connector and no kv_role: nothing comes of kv_connector_extra_config {'a': 1}, kv_port 5. "
+            f"Set kv_connector ({KNOWN}) and kv_role ({ROLES}), or leave kv_transfer_config out.",
+        ),
+        (
+            {"kv_connector": "DeclaresNothing", "kv_connector_module_path": __name__},
+            f"it has no kv_role: nothing comes of kv_connector 'DeclaresNothing', kv_connector_module_path "
+            f"{__name__!r}. Set kv_role ({ROLES}), or leave kv_transfer_config out.",
+        ),
+        (
+            {"kv_role": "kv_producer"},
+            f"it has no kv_connector: nothing comes of kv_role 'kv_producer'. Set kv_connector ({KNOWN}), or leave",
+        ),
     ],
 )
 def test_a_connector_without_name_or_role_is_not_active(settings: dict[str, Any], remark: str | None) -> None:

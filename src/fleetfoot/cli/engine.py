@@ -6,7 +6,6 @@ import argparse
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_model_argument, engine_config
 from fleetfoot.cli.command import Command, usage_errors
-from fleetfoot.cli.start import tell_of_other_nodes
 
 _EPILOG = """\
 Once the engine can take requests, a line {"address": "HOST:PORT"} is printed. It ends with SIGINT or SIGTERM.
@@ -36,7 +35,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # a wrong value is refused before torch is imported
-        tell_of_other_nodes(config)
 
         from fleetfoot.disaggregation.serve import serve_engine
 

@@ -84,11 +84,10 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
     """`fleetfoot.plan.report`'s object, also for a model of a kind that cannot be loaded.
 
     Raises:
-        ValueError, FileNotFoundError: no plan can be made.
+        ValueError, TypeError, FileNotFoundError: no plan can be made.
     """
     from fleetfoot.config.fields import ConfigError
     from fleetfoot.config.model import read_config_json
-    from fleetfoot.kv_transfer.check import check_connector
     from fleetfoot.plan.report import decision_report, plan_report
     from fleetfoot.plan.resolve import choose_device, find_model, resolve_plan, resolve_runner
     from fleetfoot.plan.traits import ModelTraits
@@ -102,7 +101,6 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
         decision = resolve_runner(config, model, machine)
         device = choose_device(config, machine)
         return decision_report(decision, architecture=model.architecture, device=device, problem=str(error))
-    check_connector(plan)
     return plan_report(plan)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from fleetfoot.cli.command import usage_errors
 
 if TYPE_CHECKING:
     from fleetfoot.attention.kv_layout import KVLayout
-    from fleetfoot.config.engine import EngineConfig
     from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.plan.plan import EnginePlan
 
@@ -34,18 +32,6 @@ class StartedEngine:
         return min(self.engine.admission.max_model_len, self.layout.num_blocks * self.layout.block_size)
 
 
-def tell_of_other_nodes(config: EngineConfig) -> None:
-    """Say on standard error which machines node 0 is about to wait for: it may take minutes."""
-    if config.nnodes == 1 or config.node_rank != 0:
-        return
-    ranks = ", ".join(str(rank) for rank in range(1, config.nnodes))
-    print(
-        f"this is node 0 of {config.nnodes}, and waits at {config.master_addr}:{config.master_port} for the others: "
-        f"`fleetfoot worker` with the same settings and --node-rank {ranks}",
-        file=sys.stderr,
-    )
-
-
 @contextmanager
 def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[StartedEngine]:
     """Load the engine that the flags describe, and give everything back at the end.
@@ -59,7 +45,6 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[S
     begin = time.perf_counter()
     with usage_errors():
         config = engine_config(arguments, **defaults)  # a wrong value is refused before torch is imported
-        tell_of_other_nodes(config)
 
         from fleetfoot.engine.build import build_parts
         from fleetfoot.engine.engine import LLMEngine

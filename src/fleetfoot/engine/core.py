@@ -152,6 +152,20 @@ class EngineCore:
             )
         )
 
+    def flush(self) -> None:
+        """Tell the workers what the KV connector keeps for the next step, for there will be none: it is by that step
+        that the last blocks of requests that have ended are saved.
+
+        The step is queued behind all others, and nobody waits for it: workers take it before they shut down, and have
+        as long for both as they have for that.
+        """
+        transfers = self.scheduler.transfers
+        if transfers.connector.has_pending:
+            last = SchedulerOutput(-1, [], [], num_decodes=0, num_sampled=0, total_num_scheduled_tokens=0)
+            transfers.build_metadata(last)
+            self.executor.execute_model(last)
+            self.executor.sample_tokens(None)
+
     def shutdown(self) -> None:
         """Give everything back; transfers that are under way are given up."""
         self._queue.clear()

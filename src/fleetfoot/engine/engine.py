@@ -233,9 +233,18 @@ class LLMEngine:
         self.core.scheduler.check_integrity()
 
     def shutdown(self) -> None:
-        """Give everything back. Calling it again does nothing."""
-        if not self._is_shut_down:
-            self._is_shut_down = True
+        """Give everything back. Calling it again does nothing.
+
+        What a KV connector has yet to save of requests that have ended is saved before. An error in that is raised at
+        the end, when all has been given back.
+        """
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        try:
+            if self._cause is None:  # else the books may be half written
+                self.core.flush()
+        finally:
             self.core.shutdown()
 
     def _fail(self, error: BaseException) -> None:

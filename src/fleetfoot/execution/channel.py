@@ -2,8 +2,8 @@
 
 On one machine they are files in a folder that only the user can enter. Between machines they are TCP with CURVE
 (http://curvezmq.org): encrypted, and of no use to whoever does not know the engine's public key, which the nodes learn
-at their rendezvous. Messages are queued without limit and none is lost: a socket that is bound holds them until the
-worker connects.
+at their rendezvous. Messages are queued without limit. What is sent to a worker that is not connected waits until it
+is, or fails after a while.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import zmq
 
 _LINGER_MS = 2000
 """How long a worker that ends goes on trying to send its last report."""
+_SEND_MS = 10_000
+"""How long the engine waits for a worker's connection. It is there, unless the worker is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class EngineChannel:
         socket = self._context.socket(kind)
         socket.sndhwm = socket.rcvhwm = 0
         socket.linger = 0
+        socket.sndtimeo = _SEND_MS
         if self._keys is not None:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self._keys
@@ -57,9 +60,16 @@ class EngineChannel:
         return socket
 
     def send(self, message: bytes) -> None:
-        """To every worker; never waits."""
-        for socket in self._steps:
-            socket.send(message)
+        """To every worker; waits for none that is there.
+
+        Raises:
+            ConnectionError: one is gone.
+        """
+        for rank, socket in enumerate(self._steps):
+            try:
+                socket.send(message)
+            except zmq.Again as error:
+                raise ConnectionError(f"worker {rank} is not connected any more") from error
 
     def receive(self) -> bytes | None:
         """A report, if one has come."""

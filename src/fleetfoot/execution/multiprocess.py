@@ -114,7 +114,7 @@ class MultiprocessExecutor:
         number = self._num_steps
         self._num_steps += 1
         self._outputs.expect(number)
-        self._channel.send(encode_step(number, step, grammar_output))
+        self._send(encode_step(number, step, grammar_output))
         return _PendingStep(self, number)
 
     def wait_for(self, number: int) -> ModelRunnerOutput:
@@ -128,14 +128,15 @@ class MultiprocessExecutor:
         """End all workers. Again: does nothing.
 
         Raises:
-            WorkerError: one could not give back what it held; all have ended nevertheless.
+            WorkerError: one has failed before, or could not give back what it held; all have ended nevertheless.
         """
         if self._is_shut_down:
             return
         try:
             if self._failure is None and self._channel is not None and self._processes is not None:
+                self._check()
                 self._channel.flush()
-                self._channel.send(_OVER)
+                self._send(_OVER)
                 if self._nodes is not None:
                     self._nodes.say_over()
                 self._processes.join(_SHUTDOWN_S)
@@ -155,6 +156,14 @@ class MultiprocessExecutor:
             raise WorkerError(str(self._failure)) from self._failure
         if self._is_shut_down:
             raise RuntimeError("the workers were shut down")
+
+    def _send(self, message: bytes) -> None:
+        """Raise WorkerError if a worker is no more, even if that has just happened."""
+        assert self._channel is not None
+        try:
+            self._channel.send(message)
+        except ConnectionError as error:
+            self._fail_by(self._gone() or str(error))
 
     def _hear(self) -> None:
         """Wait until something comes, and take it in.

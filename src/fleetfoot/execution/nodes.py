@@ -10,6 +10,7 @@ it is for the engine's machines alone.
 from __future__ import annotations
 
 import contextlib
+import logging
 import select
 import socket
 import time
@@ -24,6 +25,8 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.execution.channel import WorkerAddresses
 from fleetfoot.execution.node_facts import check_same, facts_of
 from fleetfoot.plan.plan import EnginePlan
+
+logger = logging.getLogger(__name__)
 
 GATHER_S = 600.0
 """How long nodes wait for each other when they start."""
@@ -148,13 +151,22 @@ class EngineNodes:
         self.store_port: int = self._store.port
 
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
-        """Wait for all nodes.
+        """Wait for all nodes, and say for whom: it may take minutes.
 
         Raises:
             ValueError: one of them is set up differently. TimeoutError: one does not come.
         """
         invitation = Invitation(facts_of(self._plan), "", self._plan.engine_id, list(addresses), self.store_port)
-        expected = range(1, self._plan.config.nnodes)
+        config = self._plan.config
+        expected = range(1, config.nnodes)
+        logger.warning(
+            "this is node 0 of %d, and waits at %s:%d for the others: `fleetfoot worker` with the same settings and "
+            "--node-rank %s",
+            config.nnodes,
+            config.master_addr,
+            config.master_port,
+            ", ".join(map(str, expected)),
+        )
         until = time.monotonic() + GATHER_S
         while missing := sorted(expected - self._links.keys()):
             self._server.settimeout(max(0.001, until - time.monotonic()))

@@ -30,9 +30,9 @@ _SWITCH_INTERVAL_S = 0.0005
 def serve(spec: WorkerSpec) -> None:
     """Returns when the engine says that it is over.
 
-    A worker that raises reports that, and then keeps still, with all its connections, until the engine ends it: were it
-    to leave, others would raise as well, and nobody could tell which was the cause. Once it is over nobody waits for
-    it, and what it raises then, this raises.
+    A worker that raises reports that, and then keeps still, with all its connections, until the engine ends it or says
+    that it is over: were it to leave before, others would raise as well, and nobody could tell which was the cause.
+    Once it is over nobody waits for it, and what it has raised, or raises then, this raises.
     """
     channel = WorkerChannel(spec.addresses)
     try:
@@ -42,8 +42,9 @@ def serve(spec: WorkerSpec) -> None:
         _take_steps(worker, channel)
     except BaseException as error:
         channel.open_reports().send(encode_report(failure_of(spec.rank, error, traceback.format_exc())))
-        threading.Event().wait()
-        raise  # never, for waiting has no end
+        while channel.receive():
+            pass
+        raise
     worker.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -26,7 +26,6 @@ def scheduler_connector(plan: EnginePlan, layout: KVLayout) -> SchedulerConnecto
         return NoSchedulerConnector()
     connector, fingerprint = find_connector(config), engine_fingerprint(plan)
     context = transfer_context(plan, config, block_size=layout.block_size, fingerprint=fingerprint)
-    connector.check_settings(context)
     return connector.scheduler_side(context)
 
 

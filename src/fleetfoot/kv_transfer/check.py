@@ -1,4 +1,4 @@
-"""Whether a connector would take its settings, asked where an engine is planned and nothing is started. No torch."""
+"""Whether a connector takes its settings, asked when an engine is planned and nothing is started yet. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_connector(plan: EnginePlan) -> None:
     Of a connector that does not exist the plan's decision tells already.
 
     Raises:
-        ValueError, TypeError: as an engine with this plan would when it starts.
+        ValueError, TypeError: it refuses them, or it is no connector.
     """
     config = active_connector(plan.config)
     if config is None or not connector_layouts(config).exists:

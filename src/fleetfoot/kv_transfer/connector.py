@@ -40,7 +40,7 @@ class TransferContext:
     """Tokens in a block."""
     fingerprint: str
     """Of the model, its weights' source, dtype and the KV layout of a whole engine: KV may only be exchanged between
-    engines whose fingerprints are equal. Empty in `KVConnector.check_settings` of a plan."""
+    engines whose fingerprints are equal. Empty in `KVConnector.check_settings`."""
     engine_id: str
     num_ranks: int = 1
     """Workers: tensor parallel times pipeline parallel."""
@@ -126,7 +126,8 @@ class SchedulerConnector(ABC):
 
     @property
     def has_pending(self) -> bool:
-        """Whether an idle step would have something to tell the workers, or to hear from them."""
+        """Whether an idle step would have something to tell the workers, or to hear from them. Asked once more when the
+        engine is shut down: there is no other step then, so what this keeps silent about is never flushed."""
         return False
 
     def forget(self) -> None:  # noqa: B027  (most connectors have nothing to forget)
@@ -221,8 +222,8 @@ class KVConnector(ABC):
 
     @staticmethod  # noqa: B027  (most connectors of other people's have nothing to check)
     def check_settings(context: TransferContext) -> None:
-        """Called once when an engine starts, and by a plan of one that does not: nothing may be opened, made or written
-        here. What is wrong is raised, and what has no effect may be logged. Without this method all settings pass."""
+        """Called once when an engine is planned, be it to start or not: nothing may be opened, made or written here.
+        What is wrong is raised, and what has no effect may be logged. Without this method all settings pass."""
 
     @staticmethod
     @abstractmethod

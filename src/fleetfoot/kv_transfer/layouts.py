@@ -75,7 +75,7 @@ def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
 
 def _in_common(parts: list[ConnectorLayouts]) -> ConnectorLayouts:
     accepted = frozenset.intersection(*(part.accepted for part in parts))
-    for part in parts:
+    for part in sorted(parts, key=lambda part: part.exists):  # first those that are not there
         if V2_LAYOUT not in part.accepted:
             return ConnectorLayouts(part.name, accepted, part.remark, part.exists)
     return ConnectorLayouts(MULTI_CONNECTOR, accepted)

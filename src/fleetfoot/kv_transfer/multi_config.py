@@ -37,6 +37,17 @@ def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     return tuple(_part(config, index, value) for index, value in enumerate(listed))
 
 
+def names_connector(config: KVTransferConfig, name: str) -> bool:
+    """Whether a config means the connector ``name``, or has it among its parts, or among theirs.
+
+    Raises:
+        ValueError, TypeError: as `part_configs`.
+    """
+    if config.kv_connector != MULTI_CONNECTOR or config.kv_connector_module_path is not None:
+        return config.kv_connector == name
+    return any(names_connector(part, name) for part in part_configs(config))
+
+
 def joined(first: KVTransferConfig, config: KVTransferConfig) -> KVTransferConfig:
     """A config that has ``first`` run beside what ``config`` says, whose policy, timeout and engine id count."""
     first = dataclasses.replace(first, **{name: getattr(config, name) for name in _INHERITED if name != "kv_role"})

@@ -7,21 +7,22 @@ each select V1. Else it is V2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
 from fleetfoot.kv_transfer.layouts import (
     CPU_BYTES,
+    KNOWN_CONNECTORS,
     OFFLOADING_CONNECTOR,
     V2_LAYOUT,
     ConnectorLayouts,
     connector_layouts,
 )
-from fleetfoot.kv_transfer.multi_config import joined
+from fleetfoot.kv_transfer.multi_config import joined, names_connector
 from fleetfoot.plan.features import Unsupported, unsupported_features, wanted_features
 from fleetfoot.plan.traits import ModelTraits
 
@@ -157,6 +158,7 @@ def active_connector(config: EngineConfig) -> KVTransferConfig | None:
 
     Raises:
         ValueError: the size of the host's memory is given twice.
+        ValueError, TypeError: the settings of several connectors are not as they must be.
     """
     transfer = config.kv_transfer_config
     if transfer is not None and not transfer.is_active:
@@ -171,6 +173,11 @@ def active_connector(config: EngineConfig) -> KVTransferConfig | None:
                 f"{OFFLOADING_CONNECTOR} too ({', '.join(transfer.kv_connector_extra_config)}); give one of them"
             )
         return replace(transfer, kv_connector_extra_config=extra)
+    if transfer is not None and names_connector(transfer, OFFLOADING_CONNECTOR):
+        raise ValueError(
+            f"kv_offloading_size is {config.kv_offloading_size:g}, and kv_transfer_config has {OFFLOADING_CONNECTOR} "
+            "among its connectors: that would be host memory twice; leave kv_offloading_size out, or that connector"
+        )
     offloading = KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)
     return offloading if transfer is None else joined(offloading, transfer)
 
@@ -217,8 +224,15 @@ def _asked_by(config: EngineConfig) -> str:
 
 
 def _inactive_transfer(config: EngineConfig) -> tuple[str, ...]:
-    transfer = config.kv_transfer_config
-    if transfer is None or transfer.is_active or (transfer.kv_connector is None and transfer.kv_role is None):
+    transfer, empty = config.kv_transfer_config, KVTransferConfig()
+    if transfer is None or transfer.is_active or transfer == empty:
         return ()
-    absent = "kv_connector" if transfer.kv_connector is None else "kv_role"
-    return (f"kv_transfer_config is not active, for it has no {absent}: no KV is transferred.",)
+    values = {item.name: getattr(transfer, item.name) for item in fields(transfer)}
+    given = [f"{name} {value!r}" for name, value in values.items() if value != getattr(empty, name)]
+    options: dict[str, Iterable[str]] = {"kv_connector": KNOWN_CONNECTORS, "kv_role": KV_ROLES}
+    absent = [name for name in options if values[name] is None]
+    wanted = [f"{name} ({', '.join(options[name])})" for name in absent]
+    return (
+        f"kv_transfer_config is not active, for it has no {' and no '.join(absent)}: nothing comes of "
+        f"{', '.join(given)}. Set {' and '.join(wanted)}, or leave kv_transfer_config out.",
+    )

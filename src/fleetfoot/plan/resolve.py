@@ -8,6 +8,7 @@ from pathlib import Path
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, load_model_config, read_config_json
+from fleetfoot.kv_transfer.check import check_connector
 from fleetfoot.kv_transfer.layouts import V2_LAYOUT
 from fleetfoot.layers.shards import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
 from fleetfoot.plan.backends import choose_backends
@@ -46,7 +47,8 @@ def resolve_plan(
         config_only: nothing will be loaded, so no more than ``config.json`` is downloaded, and no tokenizer.
 
     Raises:
-        ValueError: settings that do not go together, with the model or with the machine.
+        ValueError, TypeError: settings that do not go together, with the model or with the machine, or that a KV
+            connector refuses.
         FileNotFoundError: there is no such model.
     """
     model_path = find_model(config.model, config.revision, config_only=config_only)
@@ -58,7 +60,7 @@ def resolve_plan(
     shape, memory = _fit(config, model, drafter, machine, device, decision.runner)
     if drafter is not None:
         drafter.check_length(shape.max_model_len)
-    return EnginePlan(
+    plan = EnginePlan(
         config=config,
         machine=machine,
         model=model,
@@ -76,6 +78,8 @@ def resolve_plan(
         memory=memory,
         drafter=shape.drafter,
     )
+    check_connector(plan)
+    return plan
 
 
 def resolve_runner(
