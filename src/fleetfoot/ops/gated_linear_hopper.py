@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.ops.dependent_launch import can_overlap, launch_options
-from fleetfoot.ops.paged_attention_decode_hopper_feed import launch_dependents, wait_for_inputs
+from fleetfoot.ops.dependent_launch_hopper import launch_dependents, wait_for_inputs
 from fleetfoot.ops.triton_support import cdiv, launcher
 
 OUTPUTS = 128

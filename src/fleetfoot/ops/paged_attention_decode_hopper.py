@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.ops.dependent_launch import can_overlap, launch_options
+from fleetfoot.ops.dependent_launch_hopper import launch_dependents, wait_for_inputs
 from fleetfoot.ops.paged_attention_decode_hopper_feed import (
     FIRST_PROGRAM,
     FIRST_TILE,
@@ -40,8 +41,6 @@ from fleetfoot.ops.paged_attention_decode_hopper_feed import (
     SEQ_LEN,
     SLOTS,
     feed,
-    launch_dependents,
-    wait_for_inputs,
 )
 from fleetfoot.ops.paged_attention_hopper_items import get_field
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace

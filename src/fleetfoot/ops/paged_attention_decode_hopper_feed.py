@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from fleetfoot.ops.dependent_launch_hopper import wait_for_inputs
 from fleetfoot.ops.paged_attention_hopper_items import block_ids, put_field
 
 SLOTS = gl.constexpr(4)
@@ -25,24 +26,6 @@ PIECE = gl.constexpr(7)  # 0: the whole pair; 1: a piece of it; 2: the one that 
 FIRST_PROGRAM = gl.constexpr(8)  # of those that have pieces of the pair
 LAST_PROGRAM = gl.constexpr(9)
 NUM_FIELDS = gl.constexpr(10)
-
-
-@gluon.jit
-def launch_dependents(overlap: gl.constexpr):
-    """See `fleetfoot.ops.dependent_launch.launch_dependents`."""
-    if overlap:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def wait_for_inputs(overlap: gl.constexpr):
-    """See `fleetfoot.ops.dependent_launch.wait_for_inputs`."""
-    if overlap:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
 
 
 @gluon.jit
