@@ -89,6 +89,15 @@ def test_a_mixed_batch_that_fills_a_step_has_a_shape_of_its_own() -> None:
     assert shapes.first_keys == table().first_keys
 
 
+def test_a_mixed_batch_with_a_long_decode_runs_eagerly() -> None:
+    """Where decodes have a kernel of their own, which spreads each over the GPU."""
+    shapes = table(most_mixed_tokens=2675, most_full_tokens=10_700)
+    for num_tokens in (100, 8192):
+        batch = {"num_reqs": 3, "num_tokens": num_tokens, "max_query_len": 98, "is_uniform": False}
+        keys = [shapes.dispatch(**batch, longest_decode=longest) for longest in (0, 8192, 8193)]  # type: ignore[arg-type]
+        assert [key is not None for key in keys] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("budget", "most", "full_step"),
     [

@@ -76,12 +76,17 @@ def test_prompts_are_cut_to_the_budget_and_decodes_go_first() -> None:
     output = drive.schedule()
     assert drive.batch(output) == {"a": 6, "b": 10}
     assert (output.num_decodes, output.num_sampled, output.total_num_scheduled_tokens) == (0, 1, 16)
+    assert output.longest_decode == 0
     drive.update(output)
     output = drive.schedule()
     assert drive.batch(output) == {"a": 1, "b": 10, "c": 3}
     assert (output.num_decodes, output.num_sampled, output.total_num_scheduled_tokens) == (1, 3, 14)
+    assert output.longest_decode == 7
     drive.update(output)
-    assert drive.step() == {"a": 1, "b": 1, "c": 1}
+    output = drive.schedule()
+    assert drive.batch(output) == {"a": 1, "b": 1, "c": 1}
+    assert output.longest_decode == 0  # which no prefill shares its step with
+    drive.update(output)
     stats = drive.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (3, 0, 0)
 

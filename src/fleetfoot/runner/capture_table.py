@@ -12,6 +12,9 @@ WIDER_STEP_FROM = 64
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 MIXED_FOR_ALL = 512
 """Mixed batches up to so many tokens are captured for every model; beyond, if launching takes longer than computing."""
+LONGEST_MIXED_DECODE = 8192
+"""Tokens that a decode may attend to in a captured mixed batch. The kernel for prompts serves decodes there as well,
+with one program for each KV head, which goes through all of them; beyond, everybody would wait for it."""
 FULL_STEP_PADDING = 32
 """A mixed batch fills a step if at most one token of so many is padding, of a step's ``max_num_batched_tokens``."""
 
@@ -107,6 +110,7 @@ class CaptureTable:
         num_tokens: int,
         max_query_len: int,
         is_uniform: bool,
+        longest_decode: int = 0,
         sampling: SamplingVariant | None = PLAIN,
         drafting: int | None = None,
     ) -> GraphKey | None:
@@ -114,6 +118,7 @@ class CaptureTable:
 
         Args:
             is_uniform: every request has ``max_query_len`` tokens and samples.
+            longest_decode: as in `SchedulerOutput`.
             sampling, drafting: as in `GraphKey`.
         """
         if is_uniform and max_query_len == 1:
@@ -124,7 +129,7 @@ class CaptureTable:
             if size is None:
                 return None
             return GraphKey("uniform", size, size * (1 + self.num_drafts), sampling, drafting)
-        if drafting is not None:
+        if drafting is not None or longest_decode > LONGEST_MIXED_DECODE:
             return None
         size = _at_least(self.mixed_sizes, num_tokens)
         if size is None or (size == self.full_step and (size - num_tokens) * FULL_STEP_PADDING > size):

@@ -93,6 +93,8 @@ class SchedulerOutput:
     in all steps up to this one. It is the newest step that sampled for one of ``rows``, or, if that is later, the
     newest whose result the host had seen (which costs no waiting, and keeps the steps of a row's last owner from its
     new one). -1: nothing, and always where there is no pipeline."""
+    longest_decode: int = 0
+    """Tokens that the decode with the most of them attends to, its own too, in a step that holds prefills; else 0."""
     kv_connector_metadata: object | None = None
     """What the scheduler's side of the KV connector tells the workers' side."""
 

@@ -165,6 +165,7 @@ class Scheduler:
         if not batch and (self._in_flight or not self.transfers.is_pending):
             return None
         num_sampled = len(decodes) + len(ending)
+        is_mixed = len(decodes) < len(batch)
         num_scheduled = [1 + num_drafts] * len(decodes)
         num_scheduled += [counts[request.sequence_number] for request in batch[len(decodes) :]]
         output = SchedulerOutput(
@@ -180,6 +181,7 @@ class Scheduler:
             finished_req_ids=self._finished_req_ids,
             num_drafts=num_drafts if decodes else 0,
             num_to_propose=self.drafting.choose(num_sampled),
+            longest_decode=max((request.num_computed for request in decodes), default=0) if is_mixed else 0,
         )
         if stages > 1:
             note_turn(output, batch, self._newest_updated)

@@ -49,6 +49,7 @@ class GraphManager:
             num_tokens=num_tokens,
             max_query_len=max_query_len,
             is_uniform=is_uniform,
+            longest_decode=output.longest_decode,
             sampling=sampling if self._has_end else None,
             drafting=drafting if self._has_end else None,
         )
