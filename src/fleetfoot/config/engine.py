@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -13,6 +12,7 @@ from fleetfoot.config.generation import GenerationOverride
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS
+from fleetfoot.utils.hosts import is_host
 from fleetfoot.utils.suggest import unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -25,7 +25,6 @@ Task = Literal["generate", "embed", "classify", "score", "reward"]
 
 MAX_OFFLOADING_GIB = 1 << 33
 """From there on the number of bytes would not fit in 64 bits."""
-_HOST = re.compile(r"[^\s:/]+")
 EMBEDDED_MODEL = "story-llama"
 """The name of the model that the package carries; the default of ``model``."""
 
@@ -227,7 +226,7 @@ class EngineConfig:
             )
         if not self.master_addr:
             raise ValueError("master_addr is an empty string; it must be the address of node 0")
-        if not _HOST.fullmatch(self.master_addr):
+        if not is_host(self.master_addr):
             raise ValueError(
                 f"master_addr is {self.master_addr!r}; it must be the name or the IPv4 address of node 0 and nothing "
                 "else; the port is master_port"

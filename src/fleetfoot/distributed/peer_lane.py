@@ -27,16 +27,12 @@ _MOST_PROGRAMS = 128
 
 def lane_words(max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
     """64-bit words of each rank's memory that `PeerLane` needs."""
-    return _DATA + 2 * _tensor_words(max_num_tokens, hidden_size, dtype)
+    return _DATA + 2 * (max_num_tokens * hidden_size * dtype.itemsize // 8)
 
 
 def can_pass(hidden_size: int, dtype: torch.dtype) -> bool:
     """Whether hidden states are whole words."""
     return hidden_size * dtype.itemsize % 8 == 0
-
-
-def _tensor_words(num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    return num_tokens * hidden_size * dtype.itemsize // 8
 
 
 class PeerLane:
@@ -96,7 +92,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _num_programs(words: torch.Tensor) -> int:
-    return min(_MOST_PROGRAMS, cdiv(2 * words.numel(), _TILE))
+    return min(_MOST_PROGRAMS, cdiv(words.numel(), _TILE))
 
 
 @triton_kernel(unspecialized=("number", "num_words"))

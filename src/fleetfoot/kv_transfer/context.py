@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fleetfoot.attention.layer_group import LayerGroup
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.kv_transfer.connector import TransferContext
@@ -37,7 +38,6 @@ def transfer_context(
 def _bytes_per_block(plan: EnginePlan, block_size: int) -> int:
     """K and V of all layers on all ranks. Ranks that outnumber the KV heads each hold one."""
     model, ranks = plan.model, plan.config.tensor_parallel_size
-    elements = model.num_layers * max(model.num_kv_heads, ranks) * model.head_dim
-    for group in plan.drafter.layer_groups:
-        elements += group.num_layers * max(group.num_kv_heads, ranks) * group.head_dim
+    groups = LayerGroup(model.num_layers, model.num_kv_heads, model.head_dim), *plan.drafter.layer_groups
+    elements = sum(group.num_layers * max(group.num_kv_heads, ranks) * group.head_dim for group in groups)
     return 2 * elements * block_size * DTYPE_BYTES[plan.dtype]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,10 +10,10 @@ from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, Tra
 from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
 from fleetfoot.kv_transfer.settings import MAX_THREADS, ConnectorSettings, tell_of_unused_fields
 from fleetfoot.kv_transfer.transfer_agent import BACKENDS
+from fleetfoot.utils.hosts import is_host
 
 DEFAULT_HOST = "127.0.0.1"
 LAST_PORT = 65535
-_HOST = re.compile(r"[^\s:/]+")
 DEFAULT_ABORT_SECONDS = 480
 DEFAULT_BUFFER_BYTES = 64 << 20
 DEFAULT_NUM_THREADS = 4
@@ -51,7 +50,7 @@ class NixlSettings:
         if backend not in BACKENDS:
             raise settings.error("backend", backend, " or ".join(BACKENDS))
         host = settings.text("side_channel_host") or DEFAULT_HOST
-        if host == "0.0.0.0" or not _HOST.fullmatch(host):  # other engines are told to come to this very address
+        if host == "0.0.0.0" or not is_host(host):  # other engines are told to come to this very address
             raise settings.error(
                 "side_channel_host",
                 host,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -140,11 +140,7 @@ class _Jobs(Executor):
 
     def work(self) -> None:
         """Do jobs until there are none left, in a thread of the pool."""
-        while True:
-            try:
-                future, job = self._waiting.popleft()
-            except IndexError:
-                return
+        for future, job in self._taken():
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(job())
@@ -153,10 +149,15 @@ class _Jobs(Executor):
 
     def drop(self) -> None:
         """Cancel what has not begun."""
-        while self._waiting:
+        for future, _ in self._taken():
+            future.cancel()
+
+    def _taken(self) -> Iterator[tuple[Future[Any], Callable[[], Any]]]:
+        """The jobs that wait, one after the other; no two threads get the same."""
+        while True:
             try:
-                self._waiting.popleft()[0].cancel()
-            except IndexError:  # a thread has taken the last
+                yield self._waiting.popleft()
+            except IndexError:
                 return
 
 

@@ -199,6 +199,7 @@ def _gated_linear_kernel(
         mbarrier.init(free.index(stage), count=groups)
     fence_async_shared()
     stages_of = (xs, weights, filled, free)
+    # Gluon takes roles as they are written here alone: a list of them cannot be put together in a loop.
     # fmt: off
     if groups == 2:
         gl.warp_specialize([

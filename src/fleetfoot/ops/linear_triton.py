@@ -40,6 +40,9 @@ _LEAST_BUSY = 0.88
 """Of the time, that tiles must keep the multiprocessors busy, for more rows: then the kernel is as fast as the library
 and `silu_and_mul` for 4096 inputs, and faster for fewer."""
 
+_DTYPES = (torch.bfloat16, torch.float16)
+"""Of the kernels."""
+
 Tiling = StagedTiling | StreamedTiling | TiledTiling
 
 
@@ -173,8 +176,8 @@ class TritonLinear:
         self._gated = gated
         self._may_split = may_split
         self._limits = gpu_limits(weight.device)
-        is_16_bit = weight.dtype in (torch.bfloat16, torch.float16)
-        self._has_gated_kernel = gated and bias is None and is_16_bit and has_hopper_kernels(weight.device)
+        can_be_kernel = gated and bias is None and weight.dtype in _DTYPES
+        self._has_gated_kernel = can_be_kernel and has_hopper_kernels(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises:
@@ -201,7 +204,7 @@ class TritonLinear:
         return True
 
     def _tiling(self, num_rows: int) -> Tiling | None:
-        if self._weight.dtype not in (torch.bfloat16, torch.float16):
+        if self._weight.dtype not in _DTYPES:
             return None
         return choose_tiling(
             num_rows,

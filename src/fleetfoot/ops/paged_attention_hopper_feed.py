@@ -41,6 +41,22 @@ def _find_request(query_start_loc_ptr, num_reqs, slot, tile_tokens: gl.constexpr
 
 
 @gluon.jit
+def _find_head(place, num_slots, seq_len, pass_positions, num_kv_heads: gl.constexpr):
+    """The KV head of a request's item, and which of that head's tiles of tokens it is.
+
+    Heads come in passes, as many at a time as have their K and V in L2 together. In a pass the tokens at the back are
+    first for all heads: with the heads one by one, the last head's long items would come near the end.
+    """
+    pass_heads = gl.minimum(gl.maximum(pass_positions // gl.maximum(seq_len, 1), 1), num_kv_heads)
+    num_passes = (num_kv_heads + pass_heads - 1) // pass_heads
+    pass_heads = (num_kv_heads + num_passes - 1) // num_passes
+    first_head = place // (pass_heads * num_slots) * pass_heads
+    place -= first_head * num_slots
+    pass_heads = gl.minimum(pass_heads, num_kv_heads - first_head)
+    return first_head + place % pass_heads, place // pass_heads
+
+
+@gluon.jit
 def schedule(
     query_ptr,
     query_start_loc_ptr,
@@ -87,17 +103,9 @@ def schedule(
         first_slot = (query_begin - first) // tile_tokens + request
         end_slot = (query_end - first) // tile_tokens + request + 1
         num_slots = gl.where(is_request, end_slot, num_items // num_kv_heads) - first_slot
-        # Heads come in passes, as many at a time as have their K and V in L2 together. In a pass the tokens at the back
-        # are first for all heads: with the heads one by one, the last head's long items would come near the end.
-        pass_heads = gl.minimum(gl.maximum(pass_positions // gl.maximum(seq_len, 1), 1), num_kv_heads)
-        num_passes = (num_kv_heads + pass_heads - 1) // pass_heads
-        pass_heads = (num_kv_heads + num_passes - 1) // num_passes
         place = item - first_slot * num_kv_heads
-        first_head = place // (pass_heads * num_slots) * pass_heads
-        place -= first_head * num_slots
-        pass_heads = gl.minimum(pass_heads, num_kv_heads - first_head)
-        kv_head = first_head + place % pass_heads
-        first_token = place // pass_heads * tile_tokens
+        kv_head, tile_place = _find_head(place, num_slots, seq_len, pass_positions, num_kv_heads)
+        first_token = tile_place * tile_tokens
         if first_token < query_len:
             slot = count % 2
             first_position = seq_len - query_len + first_token
