@@ -129,6 +129,7 @@ class RecordingDrafter:
 
     def __init__(self, log: Log) -> None:
         self.num_drafts = NUM_DRAFTS
+        self.reads_hidden = False
         self.kv_groups: tuple[LayerGroup, ...] = (LayerGroup(1, 1, 2),)
         self._log = log
 

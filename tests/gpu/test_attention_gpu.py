@@ -89,6 +89,12 @@ def test_plain_prefill_kernel_where_hopper_has_its_own(monkeypatch: pytest.Monke
         check(cuda_batch(MIXED, (32, 8), head_dim=head_dim, behind=70), window)
 
 
+@pytest.mark.parametrize("heads", [(8, 4), (32, 8), (14, 2)])
+@pytest.mark.parametrize("window", [None, 700])
+def test_long_chunks_of_small_heads(heads: tuple[int, int], window: int | None) -> None:
+    check(cuda_batch([(1, 90), (2100, 2100), (70, 3000), (2049, 5000)], heads, head_dim=64, behind=5), window)
+
+
 @pytest.mark.parametrize("requests", [DECODES, DRAFTS, [(1, 1 + 37 * row % 700) for row in range(300)]])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_plain_decode_kernel_where_hopper_has_its_own(

@@ -54,6 +54,7 @@ class ScriptedDrafter:
     num_drafts: int = NUM_DRAFTS
     share_of_errors: float = 0.3
     kv_groups: tuple[LayerGroup, ...] = ()
+    reads_hidden = True
     scripts: dict[int, list[int]] = field(default_factory=dict)
     """Row -> all tokens of its request, as they come without drafts."""
     num_proposals: int = 0

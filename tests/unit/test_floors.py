@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,10 @@ def test_costs_follow_from_the_weights(model: ModelConfig) -> None:
     embedding = model.vocab_size * model.hidden_size
     others = model.num_parameters - embedding * (1 if model.tie_word_embeddings else 2) - model.hidden_size
     assert costs.weight_bytes == 2 * (others + embedding)
-    assert (costs.flops_per_token, costs.flops_per_logits) == (2 * others, 2 * embedding)
+    assert costs.flops_per_token + costs.flops_per_logits == 2 * (others + embedding)
+    # A token that is not sampled needs all layers but the last, and of that keys and values.
+    of_layer, keys_and_values = others // model.num_layers, 2 * model.num_kv_heads * model.head_dim * model.hidden_size
+    assert costs.flops_per_token == 2 * (others - of_layer + keys_and_values)
     assert costs.kv_bytes * model.num_layers == model.kv_bytes_per_token("bfloat16")
     assert costs.attention_flops == 4 * model.num_heads * model.head_dim
 
@@ -42,7 +46,10 @@ def test_a_step_is_bound_by_memory_or_by_arithmetic() -> None:
     floor = Floor(Costs(1000, 10, 40, 2, 3, windows=(None,)), Speed(bytes_per_s=100, flops_per_s=50))
     assert floor.linear_s(1, 1) == 10.0  # 1000 bytes
     assert floor.linear_s(100, 1) == (100 * 10 + 40) / 50
-    assert floor.prefill_attention_s(4, 1) == (2 + 3 + 4) * 3 / 50
+    assert floor.prefill_attention_s(4, 1) == 4 * 3 / 50  # all that the last layer needs
+    assert floor.prefill_attention_s(4, 4) == floor.prefill_attention_s(0) == 0
+    two = Floor(replace(floor.costs, windows=(None, 2)), floor.speed)
+    assert two.prefill_attention_s(4, 1) == (2 + 3 + 4 + 2) * 3 / 50
     assert floor.decode_attention_s(4, 3) == (5 + 6) * 2 / 100  # the third token is nobody's input
     assert floor.decode_attention_s(4, 1) == floor.decode_attention_s(4, 0) == 0
 
@@ -54,13 +61,13 @@ def test_the_floor_of_a_load_is_that_of_its_steps() -> None:
     report = floor_report(floor, samples)
     assert report is not None
     assert report["linear_s"] == 20.0
-    assert report["attention_s"] == pytest.approx((10 + 7) * 3 / 50 + 2 * 5 * 2 / 100)
+    assert report["attention_s"] == pytest.approx((4 + 4) * 3 / 50 + 2 * 5 * 2 / 100)
     assert report["share"] == pytest.approx((report["linear_s"] + report["attention_s"]) / 50.0)
     paced = floor_report(floor, samples, is_paced=True)
     assert paced is not None and paced["share"] is None and paced["duration_s"] == report["duration_s"]
     assert floor_report(None, samples) is None
     equal = batch_floors(floor, 2, 4, 2)
-    assert equal["ttft_ms"] == pytest.approx(1e3 * (10.0 + 2 * 10 * 3 / 50))
+    assert equal["ttft_ms"] == pytest.approx(1e3 * (10.0 + 2 * 4 * 3 / 50))
     assert equal["tpot_ms"] == pytest.approx(1e3 * (10.0 + 2 * 5 * 2 / 100))
     assert batch_floors(floor, 2, 4, 1).keys() == {"ttft_ms"}
 

@@ -20,13 +20,8 @@ from tests.helpers.interpreter import mend_interpreter
 from fleetfoot.attention import triton as triton_module
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.attention.triton import TritonBackend
-from fleetfoot.ops.paged_attention_decode import (
-    MAX_ROWS,
-    DecodeTiling,
-    choose_decode_tiling,
-    most_rows,
-    paged_attention_decode,
-)
+from fleetfoot.ops.paged_attention_decode import _ahead_rows, paged_attention_decode
+from fleetfoot.ops.paged_attention_decode_tiling import MAX_ROWS, DecodeTiling, choose_decode_tiling, most_rows
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
 from fleetfoot.ops.paged_attention_prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
 
@@ -336,6 +331,15 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
     check_fused(requests, head_dim=head_dim, has_norm=has_norm, window=window)
 
 
+def test_how_much_of_a_weight_is_asked_for() -> None:
+    def rows(*shape: int) -> tuple[int, int, int, int]:
+        return _ahead_rows(torch.empty(shape, dtype=torch.bfloat16, device="meta"), 528)
+
+    assert rows(4096, 4096) == (4096, 8, 8192, 8192)
+    assert rows(16384, 16384) == (16384, 32, 32768, 2048)  # a stretch of every row, 32 MB in all
+    assert rows(100, 20) == _ahead_rows(None, 528) == (0, 0, 0, 0)  # rows of 40 bytes are not aligned
+
+
 def check_fused(
     requests: Requests, *, head_dim: int, has_norm: bool, window: int | None = None, num_programs: int = 5
 ) -> None:
@@ -358,6 +362,7 @@ def check_fused(
         tiling=TILING,
         rotary=batch.rotary,
         slot_mapping=metadata.slot_mapping,
+        ahead=torch.ones(37, 24),
     )
     live = metadata.slot_mapping >= 0
     assert relative_error(out[live], expected[live]) < BOUND[out.dtype]

@@ -128,6 +128,12 @@ def test_choose_tokens(dtype: torch.dtype, vocab_size: int, spread: float) -> No
 
 
 @interpreted
+@pytest.mark.parametrize("vocab_size", [4096, 4099])
+def test_choose_tokens_for_many_rows(vocab_size: int) -> None:
+    check_choices(random_logits(17, vocab_size, torch.float32, 1.0), "cpu")
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_choose_tokens_from_rows_without_a_highest_logit(dtype: torch.dtype) -> None:
     logits = random_logits(6, 3000, dtype, 1.0)

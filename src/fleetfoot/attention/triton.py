@@ -13,7 +13,8 @@ from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.ops.gpu_limits import gpu_limits
 from fleetfoot.ops.hopper_support import has_hopper_kernels
-from fleetfoot.ops.paged_attention_decode import MIN_ROWS, most_rows, paged_attention_decode
+from fleetfoot.ops.paged_attention_decode import paged_attention_decode
+from fleetfoot.ops.paged_attention_decode_tiling import MIN_ROWS, most_rows
 from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
 from fleetfoot.ops.paged_attention_prefill import paged_attention_prefill
 
@@ -98,7 +99,7 @@ class TritonBackend:
             if rows <= most_rows(head_dim):
                 _decode(rest, metadata.max_query_len, workspace, out)
             else:
-                _prefill(rest, workspace.counter, out)
+                _prefill(rest, metadata.max_query_len, workspace.counter, out)
         return out
 
     def forward_fused(
@@ -110,6 +111,7 @@ class TritonBackend:
         rotary: RotaryInputs,
         scale: float,
         window: int | None,
+        ahead: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `AttentionBackend.forward_fused`: for decodes, also with drafts."""
         num_kv_heads, _, head_dim = kv_cache.shape[2:]
@@ -139,6 +141,7 @@ class TritonBackend:
             out=out,
             rotary=rotary,
             slot_mapping=metadata.slot_mapping,
+            ahead=ahead,
         )
         return out
 
@@ -169,9 +172,9 @@ def _decode(inputs: _Inputs, max_query_len: int, workspace: AttentionWorkspace, 
         paged_attention_decode(*inputs, max_query_len, workspace=workspace, out=out)
 
 
-def _prefill(inputs: _Inputs, counter: torch.Tensor, out: torch.Tensor) -> None:
+def _prefill(inputs: _Inputs, max_query_len: int, counter: torch.Tensor, out: torch.Tensor) -> None:
     hopper = _hopper_kernels(inputs.query.device)
-    if hopper is not None and hopper.prefill.serves(inputs.query, inputs.kv_cache):
+    if hopper is not None and hopper.prefill.serves(inputs.query, inputs.kv_cache, max_query_len):
         hopper.prefill.paged_attention_prefill_hopper(*inputs, counter=counter, out=out)
     else:
         paged_attention_prefill(*inputs, out=out)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
+from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs, WantedTokens
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.layers.context import ModelContext
@@ -94,17 +94,24 @@ class Attention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         residual: torch.Tensor | None = None,
+        wanted: WantedTokens | None = None,
     ) -> torch.Tensor:
         """``hidden [num_tokens, hidden_size]`` -> the same shape, or what else `ResidualLinear` gives, for the norm
         that follows, which also adds up what the ranks of a tensor group have.
 
         Writes the tokens' K and V to ``kv_cache``.
+
+        Args:
+            residual: see `ResidualLinear`.
+            wanted: the tokens to attend with, whose ``residual`` it is; the result has no others. None: all.
         """
         qkv = self.qkv(hidden)  # [num_tokens, q_size + 2 * kv_size]
         rotary = self._rotary
-        attended = self._attend_fused(
-            qkv, kv_cache, metadata, self._num_heads, rotary, self._scale, self._window
-        )  # [num_tokens, num_heads, head_dim]
+        attended = None  # [num_tokens, num_heads, head_dim]
+        if wanted is None:
+            attended = self._attend_fused(
+                qkv, kv_cache, metadata, self._num_heads, rotary, self._scale, self._window, self.o.streamed
+            )
         if attended is None:
             query = self._rope_and_cache(
                 qkv,
@@ -117,6 +124,10 @@ class Attention:
                 rotary.k_norm,
                 rotary.eps,
             )
+            if wanted is not None:
+                query, metadata = wanted.of(query), wanted.metadata
+                if residual is not None and not len(query):
+                    return residual
             attended = self._attend(query, kv_cache, metadata, self._scale, self._window)
         return self.o(attended.flatten(1), residual)
 

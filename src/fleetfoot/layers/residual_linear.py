@@ -10,7 +10,7 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.shards import vocab_rows, vocab_span
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.linear import Accumulates
+from fleetfoot.ops.linear import Accumulates, Streams
 
 
 class ResidualLinear:
@@ -22,7 +22,7 @@ class ResidualLinear:
     group says which (`TensorGroup.is_exact`).
     """
 
-    __slots__ = ("_accumulate", "_group", "_in_features", "_is_gathered", "_linear", "_out_features")
+    __slots__ = ("_accumulate", "_group", "_in_features", "_is_gathered", "_linear", "_out_features", "streamed")
 
     def __init__(
         self, context: ModelContext, name: str, in_features: int, out_features: int, bias: bool, inputs: slice
@@ -33,6 +33,8 @@ class ResidualLinear:
         self._is_gathered = group.is_exact and group.size > 1
         parts = ((name, out_features),)
         self._accumulate: Callable[[torch.Tensor, torch.Tensor], bool] | None = None
+        self.streamed: torch.Tensor | None = None
+        """The weight, if kernels read it as it is: whoever runs before may ask for it."""
         if self._is_gathered:
             rows = vocab_span(out_features, group.rank, group.size)
             padding = vocab_rows(out_features, group.size) - (rows.stop - rows.start)
@@ -61,5 +63,6 @@ class ResidualLinear:
     def finish_loading(self) -> None:
         self._linear.finish_loading()
         prepared = self._linear.prepared
+        self.streamed = prepared.streamed if isinstance(prepared, Streams) else None
         if self._group.size == 1 and isinstance(prepared, Accumulates):
             self._accumulate = prepared.accumulate

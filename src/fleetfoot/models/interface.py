@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.attention.metadata import AttentionMetadata, WantedTokens
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
@@ -49,6 +49,7 @@ class CausalLM(Protocol):
         kv_caches: Sequence[torch.Tensor],
         metadata: AttentionMetadata,
         intermediate_tensors: IntermediateTensors | None = None,
+        wanted: WantedTokens | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         """Run the step's tokens through the layers and write their K and V.
 
@@ -57,9 +58,11 @@ class CausalLM(Protocol):
             positions: ``[num_tokens]`` int64: each token's position in its sequence.
             kv_caches: one ``[num_blocks, 2, num_kv_heads, block_size, head_dim]`` for each of this part's layers.
             intermediate_tensors: the output of the part before; None for the first part.
+            wanted: for the last part: the tokens whose hidden states the caller reads; None: all.
 
         Returns:
-            The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm; others: the next input.
+            The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm, or those of the tokens that
+            are wanted; others: the next input.
         """
         ...
 

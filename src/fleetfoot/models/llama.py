@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.attention.metadata import AttentionMetadata, WantedTokens
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.attention import Attention, AttentionHeads
 from fleetfoot.layers.context import ModelContext
@@ -39,11 +39,20 @@ class DecoderLayer:
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
+        wanted: WantedTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``(hidden, residual)``, whose sum ``[num_tokens, hidden_size]`` is the layer's output, or twice that output
-        itself: see `RMSNorm.add`. The residual that was given may be written to."""
+        itself: see `RMSNorm.add`. The residual that was given may be written to.
+
+        Args:
+            wanted: the tokens whose output is made; of the others K and V alone. None: all.
+        """
         hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, positions, kv_cache, metadata, residual)
+        if wanted is not None:
+            residual = wanted.of(residual)
+        hidden = self.attention(hidden, positions, kv_cache, metadata, residual, wanted)
+        if not len(residual):
+            return residual, residual
         hidden, residual = self.mlp_norm.add(hidden, residual)
         return self.mlp(hidden, residual), residual
 
@@ -96,10 +105,14 @@ class LlamaForCausalLM:
         kv_caches: Sequence[torch.Tensor],
         metadata: AttentionMetadata,
         intermediate_tensors: IntermediateTensors | None = None,
+        wanted: WantedTokens | None = None,
     ) -> torch.Tensor | IntermediateTensors:
         hidden, residual = self._enter(input_ids, intermediate_tensors)
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+        *others, last = zip(self._layers, kv_caches, strict=True)
+        for layer, kv_cache in others:
             hidden, residual = layer(hidden, residual, positions, kv_cache, metadata)
+        layer, kv_cache = last
+        hidden, residual = layer(hidden, residual, positions, kv_cache, metadata, wanted)
         assert residual is not None
         if self._norm is None:
             is_summed = hidden is residual

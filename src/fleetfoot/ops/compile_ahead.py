@@ -13,12 +13,15 @@ Matrix products alone are left out: a start need not wait for their library, hun
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from importlib.util import find_spec
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 16
 """More have nothing to do: the front end holds the interpreter's lock for a sixth of a compilation."""
+_TURN_SECONDS = 1e-5
+"""How long a thread that compiles may keep the interpreter's lock from who asks for it, if others work meanwhile. With
+Python's 5 ms, a decode step of 1 ms that asks ten times took three times as long; the kernel's timers add 50 us."""
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.empty: torch.zeros,
     torch.empty_like: torch.zeros_like,
@@ -77,6 +83,7 @@ class CompileAhead:
         self._jobs = _Jobs()
         self._mode = AsyncCompileMode(self._jobs)  # one for all passes: what one has asked for, another does not
         self._tally = _Tally()
+        self._short_turns = _ShortTurns()
 
     @property
     def num_compiled(self) -> int:
@@ -95,8 +102,7 @@ class CompileAhead:
         compiled twice.
 
         Args:
-            at_once: so many at a time; None: as many as there are threads. Each holds the interpreter's lock now and
-                then, and whoever goes on meanwhile waits for it.
+            at_once: so many at a time, in short turns, as others go on meanwhile; None: as many as there are threads.
 
         Raises:
             RuntimeError: after `finish`.
@@ -104,8 +110,12 @@ class CompileAhead:
         # In a context of its own: behind it launches are launches again.
         kernels = copy_context().run(self._collect, dry_pass)
         for _ in range(min(at_once or self.num_threads, self.num_threads)):
-            self._pool.submit(self._jobs.work)
+            self._pool.submit(self._work, self._short_turns if at_once else nullcontext())
         return Compilations(kernels)
+
+    def _work(self, turns: AbstractContextManager[None]) -> None:
+        with turns:
+            self._jobs.work()
 
     def _collect(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
         self._mode.__enter__()  # It is not left, which would wait for all: it ends with the context.
@@ -159,6 +169,28 @@ class _Jobs(Executor):
                 yield self._waiting.popleft()
             except IndexError:
                 return
+
+
+class _ShortTurns:
+    """While any thread is in it, threads take short turns at the interpreter's lock: a setting of the whole process."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_inside = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, _TURN_SECONDS))
+            self._num_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                sys.setswitchinterval(self._before)
 
 
 class _Tally:

@@ -63,8 +63,8 @@ def wait_for_inputs(overlap: tl.constexpr):
 def prefetch_rows(pointer, row_bytes, num_rows, num_bytes, overlap: tl.constexpr):
     """Ask for ``num_bytes`` of each of some rows, ``row_bytes`` apart, to be brought to L2. Nobody waits for them.
 
-    One thread asks for one row, so ``num_rows`` is at most the number of threads. ``pointer`` is aligned to 16 bytes,
-    and the two byte counts are multiples of 16.
+    One thread asks for one row, so ``num_rows`` is at most the number of threads; below 1, nobody does. ``pointer`` is
+    aligned to 16 bytes, and the two byte counts are multiples of 16.
     """
     if overlap:
         tl.inline_asm_elementwise(
@@ -73,7 +73,7 @@ def prefetch_rows(pointer, row_bytes, num_rows, num_bytes, overlap: tl.constexpr
             .reg .u32 row;
             .reg .u64 address;
             mov.u32 row, %tid.x;
-            setp.lt.u32 is_row, row, $3;
+            setp.lt.s32 is_row, row, $3;
             mad.wide.u32 address, row, $2, $1;
             @is_row cp.async.bulk.prefetch.L2.global [address], $4;
             mov.u32 $0, 0;

@@ -36,6 +36,16 @@ class Accumulates(Protocol):
         ...
 
 
+@runtime_checkable
+class Streams(Protocol):
+    """What a `PreparedLinear` may be besides: one whose weight kernels read as it is."""
+
+    @property
+    def streamed(self) -> torch.Tensor:
+        """``[out, in]``, contiguous; it stays where it is."""
+        ...
+
+
 def check_replacement(new: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     """Raise ValueError unless ``new`` has this shape and dtype."""
     if new.shape != shape or new.dtype != dtype:

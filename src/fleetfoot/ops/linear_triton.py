@@ -247,6 +247,10 @@ class TritonLinear:
     def weight(self) -> torch.Tensor:
         return self._weight
 
+    @property
+    def streamed(self) -> torch.Tensor:
+        return self._weight
+
     def replace(self, weight: torch.Tensor) -> None:
         """Take another weight, in the place of this one: captured graphs read it there."""
         check_replacement(weight, self._weight.shape, self._weight.dtype)

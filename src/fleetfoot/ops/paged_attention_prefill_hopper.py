@@ -1,7 +1,8 @@
 """Causal attention of prompts over the paged KV cache for Hopper GPUs: warps with roles, in Gluon.
 
-What `fleetfoot.ops.paged_attention_prefill` computes, for 16-bit types and heads of 128 elements. Its programs stay
-on their multiprocessor and draw items, a tile of query tokens for one KV head, until there are none left. In a program
+What `fleetfoot.ops.paged_attention_prefill` computes, for 16-bit types and heads of 128 or 64 elements. Its programs
+stay on their multiprocessor and draw items, a tile of query tokens for one KV head, until there are none left. In a
+program
 
 - one warp *schedules*: it draws the items, says what they are, and fetches their queries, an item ahead;
 - one warp *loads* K and V, block by block, through the tensor memory accelerator, some tiles ahead;
@@ -46,15 +47,19 @@ from fleetfoot.ops.triton_support import launcher
 _TILE = 128  # KV positions
 _ROWS = 128  # query heads of a KV head within query tokens: 64 for each of two groups of warps
 _PASS_BYTES = 24 << 20  # of K and V that programs read at the same time: about half of the L2 cache
+_GROUP_OF_64, _TOKENS_OF_64 = 2, 2048
+"""With heads of 64: groups up to so large, or chunks from so many tokens on. An H100's TFLOP/s, and the plain kernel's:
+4096 tokens of 16 heads, no groups, 360 and 285; 8192 tokens, groups of 2, 390 and 316; groups of 4, 398 and 390; 16 x
+512, groups of 4, 168 and 198."""
 
 
-def serves(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-    """Whether the kernel takes these types and shapes."""
+def serves(query: torch.Tensor, kv_cache: torch.Tensor, max_query_len: int) -> bool:
+    """Whether the kernel takes these types and shapes, and is the faster one."""
     group = query.shape[1] // kv_cache.shape[2]
     block_size, head_dim = kv_cache.shape[3:]
     return (
         query.dtype in (torch.bfloat16, torch.float16)
-        and head_dim == 128
+        and (head_dim == 128 or (head_dim == 64 and (group <= _GROUP_OF_64 or max_query_len >= _TOKENS_OF_64)))
         and group <= 64
         and block_size >= 8
         and block_size & (block_size - 1) == 0

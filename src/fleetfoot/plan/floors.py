@@ -1,8 +1,8 @@
 """How fast a model could be on a machine: what it must read and compute, over what the machine can do. No torch.
 
 A step reads every weight once and multiplies each token with them; the slower of the two counts. A decode reads the
-keys and values of its context, and a prompt is compared with itself. Nothing else is in the floor: no launches, no
-norms, no sampling, no scheduling.
+keys and values of its context, and a prompt is compared with itself. Of a token that is not sampled from, the last
+layer makes keys and values alone. Nothing else is in the floor: no launches, no norms, no sampling, no scheduling.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Costs:
     weight_bytes: int
     """Read by a step: all layers and the logits head; of the embedding a few rows, which are not counted."""
     flops_per_token: int
-    """Of the linear layers."""
+    """Of the linear layers, but for what `flops_per_logits` has of the last one."""
     flops_per_logits: int
-    """Of the logits head, for each token that is sampled."""
+    """Of the logits head, and of the last layer without its keys and values: for each token that is sampled."""
     kv_bytes: int
     """Keys and values of one position in one layer."""
     attention_flops: int
@@ -35,11 +35,13 @@ class Costs:
     def of(cls, model: ModelConfig, dtype: str) -> Costs:
         layers = model.num_layers * layer_parameters(model)
         head = model.vocab_size * model.hidden_size
+        kv_size = 2 * model.num_kv_heads * model.head_dim
+        sampled = layer_parameters(model) - kv_size * model.hidden_size
         return cls(
             weight_bytes=(layers + head) * DTYPE_BYTES[dtype],
-            flops_per_token=2 * layers,
-            flops_per_logits=2 * head,
-            kv_bytes=2 * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype],
+            flops_per_token=2 * (layers - sampled),
+            flops_per_logits=2 * (head + sampled),
+            kv_bytes=kv_size * DTYPE_BYTES[dtype],
             attention_flops=4 * model.num_heads * model.head_dim,
             windows=model.layer_windows,
         )
@@ -81,7 +83,9 @@ class Floor:
 
     def prefill_attention_s(self, num_tokens: int, num_cached: int = 0) -> float:
         """Of a prompt, over all its chunks; ``num_cached`` of its tokens were found in the prefix cache."""
-        pairs = self.costs.positions(num_cached, num_tokens - num_cached)
+        num_computed = num_tokens - num_cached
+        unread = _positions(num_cached, max(0, num_computed - 1), self.costs.windows[-1])
+        pairs = self.costs.positions(num_cached, num_computed) - unread
         return pairs * self.costs.attention_flops / self.speed.flops_per_s
 
     def decode_attention_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:

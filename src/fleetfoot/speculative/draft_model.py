@@ -22,6 +22,8 @@ class DraftModel:
         num_drafts: ``k``.
     """
 
+    reads_hidden = False
+
     def __init__(self, loader: ModelLoader, num_drafts: int) -> None:
         config = loader.config
         self.num_drafts = num_drafts

@@ -36,6 +36,8 @@ class EagleDrafter:
         load_format, seed: as for the target.
     """
 
+    reads_hidden = True
+
     def __init__(
         self, model: DrafterModel, context: ModelContext, num_drafts: int, load_format: str = "auto", seed: int = 0
     ) -> None:

@@ -27,7 +27,8 @@ class DraftBatch:
     metadata: AttentionMetadata
     """Of the whole step: slots of tokens beyond a request's length are -1."""
     hidden: torch.Tensor
-    """``[T, hidden_size]``: the target's hidden states after its final norm, as its logits head reads them."""
+    """``[T, hidden_size]``: the target's hidden states after its final norm, as its logits head reads them; only for a
+    drafter that `Speculator.reads_hidden`."""
     next_ids: torch.Tensor
     """``[T]`` int64: the token behind each of ``input_ids`` in its sequence as it is known now: the next one of the
     query or prompt, and for a request's last valid token the one that was sampled last. Behind that: anything."""
@@ -65,6 +66,8 @@ class Speculator(Protocol):
     """``k``."""
     kv_groups: tuple[LayerGroup, ...]
     """Layers that it wants behind the target's in the KV cache."""
+    reads_hidden: bool
+    """Whether it reads ``DraftBatch.hidden``."""
 
     def load_model(self, target: CausalLM) -> None:
         """Read its weights to the device. ``target``: the model it drafts for, whose matrices it may share."""

@@ -24,6 +24,12 @@ class Drafting:
         self._state = state
         self._max_seq_len = max_model_len + speculation.num_drafts
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether `propose` reads the hidden states of all tokens."""
+        drafter = self._speculation.drafter
+        return drafter is not None and drafter.reads_hidden
+
     def wanted(self, scheduler_output: SchedulerOutput) -> int | None:
         """How many drafts to propose at a step's end; 0: none, but a drafter fills its cache; None: nothing to do."""
         if scheduler_output.num_to_propose or self._speculation.drafter is not None:
@@ -36,7 +42,7 @@ class Drafting:
         """After the rows were updated.
 
         Args:
-            hidden: ``[padded_tokens, hidden_size]``.
+            hidden: ``[padded_tokens, hidden_size]``; anything where nobody `reads_hidden`.
             new: what the requests that sample have got; None: nobody samples in this step.
             num_to_propose: as `wanted` gives it.
 

@@ -49,7 +49,10 @@ class StepTensors:
     """What a step has left on the device."""
 
     hidden: torch.Tensor | IntermediateTensors
-    """``[padded_tokens, hidden_size]``; what goes to the next rank, if this one is not the last of its pipeline."""
+    """``[padded_tokens, hidden_size]``, or ``[num_logits, hidden_size]`` of those whose logits are wanted; what goes to
+    the next rank, if this one is not the last of its pipeline."""
+    whose: LogitsRows | None = None
+    """Then whose they are."""
     packed: torch.Tensor | None = None
     """Of `NewTokens.packed`, if everything up to drafting was part of it."""
     logprobs: LogprobsTensors | None = None
@@ -222,7 +225,8 @@ class ModelRunnerV2:
         batch = self._buffers.batch(shape, scheduler_output.rows)
         if graph is None:
             self._buffers.fill(batch)
-            done = StepTensors(self._run_model(batch, intermediate_tensors or self._pipeline.receive(shape.num_tokens)))
+            received = intermediate_tensors or self._pipeline.receive(shape.num_tokens)
+            done = self._run_model(batch, received, needs_all=self._prompt_logprobs.is_wanted)
         else:
             self._pipeline.receive(shape.num_tokens)  # to where the graph reads it
             graph.replay()
@@ -279,7 +283,7 @@ class ModelRunnerV2:
             output.send_prompt_logprobs(index, position, tensors)
         new = None
         if shape.num_sampled:
-            new = self._choose(batch, done.hidden, output)
+            new = self._choose(batch, done, output)
             output.send_tokens(new.packed(), shape.num_decodes, shape.num_drafts)
         self._verifier.update_rows(batch, new)
         self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
@@ -287,11 +291,10 @@ class ModelRunnerV2:
             self._packets.send(self._packets.pack(batch, new))
         return output
 
-    def _choose(self, batch: InputBatch, hidden: torch.Tensor, output: AsyncOutput) -> NewTokens:
+    def _choose(self, batch: InputBatch, done: StepTensors, output: AsyncOutput) -> NewTokens:
         """Sample as the requests want it, and verify drafts; logprobs go on their way."""
         shape, num_sampled = batch.shape, batch.shape.num_sampled
-        whose = self._verifier.logits_rows(batch, num_sampled)
-        logits = self._logits(hidden, whose, shape.num_logits)  # [num_logits, vocab_size]
+        whose, logits = self._logits(batch, done)  # [num_logits, vocab_size]
         if shape.is_decode:  # a graph that only ran the forward pass may have padding behind
             whose = LogitsRows(None, whose.rows[: len(logits)], whose.seq_lens[: len(logits)])
         sampled = self._sampler(logits, whose)
@@ -310,22 +313,34 @@ class ModelRunnerV2:
     # --- what is queued on the device, eagerly or under capture -----------------------------------------------------
 
     def _run_model(
-        self, batch: InputBatch, intermediate_tensors: IntermediateTensors | None = None
-    ) -> torch.Tensor | IntermediateTensors:
+        self, batch: InputBatch, intermediate_tensors: IntermediateTensors | None, *, needs_all: bool
+    ) -> StepTensors:
+        """The forward pass. Of the last layer no more than what sampling, or a drafter, is going to read.
+
+        Args:
+            needs_all: somebody else reads the hidden states of all tokens.
+        """
         assert self._model is not None
+        whose = wanted = None
+        if not (needs_all or self._drafting.reads_hidden or batch.shape.is_decode) and self._model.is_last:
+            whose = self._verifier.logits_rows(batch, batch.shape.num_sampled)
+            wanted = self._verifier.wanted_tokens(batch, whose)
         hidden = self._model.forward(
-            batch.input_ids, batch.metadata.positions, self._kv_caches, batch.metadata, intermediate_tensors
+            batch.input_ids, batch.metadata.positions, self._kv_caches, batch.metadata, intermediate_tensors, wanted
         )
         if isinstance(hidden, IntermediateTensors):  # the step ends here, as if every query were right
             self._verifier.update_rows(batch, None)
-        return hidden
+        return StepTensors(hidden, whose)
 
-    def _logits(self, hidden: torch.Tensor, whose: LogitsRows, num_logits: int) -> torch.Tensor:
-        """``[padded_tokens, hidden_size]`` -> ``[num_logits, vocab_size]``."""
-        assert self._model is not None
-        if whose.indices is not None:  # in a pure decode the hidden states lie as they are wanted
-            hidden = hidden.index_select(0, whose.indices)
-        return self._model.compute_logits(hidden[:num_logits])
+    def _logits(self, batch: InputBatch, done: StepTensors) -> tuple[LogitsRows, torch.Tensor]:
+        """``[num_logits, vocab_size]``, and whose they are."""
+        assert self._model is not None and isinstance(done.hidden, torch.Tensor)
+        hidden, whose = done.hidden, done.whose
+        if whose is None:
+            whose = self._verifier.logits_rows(batch, batch.shape.num_sampled)
+            if whose.indices is not None:  # in a pure decode the hidden states lie as they are wanted
+                hidden = hidden.index_select(0, whose.indices)
+        return whose, self._model.compute_logits(hidden[: batch.shape.num_logits])
 
     def _capture(self, key: GraphKey) -> Capture:
         """A whole step of one shape as a graph."""
@@ -350,17 +365,17 @@ class ModelRunnerV2:
 
         def work() -> StepTensors:
             self._buffers.fill(batch)
-            hidden = self._run_model(batch, self._pipeline.buffers(key.num_tokens))
-            if isinstance(hidden, IntermediateTensors) or key.sampling is None:
-                return StepTensors(hidden)
-            whose = self._verifier.logits_rows(batch, key.num_reqs)
-            logits = self._logits(hidden, whose, shape.num_logits)
+            received = self._pipeline.buffers(key.num_tokens)
+            done = self._run_model(batch, received, needs_all=key.sampling is None)
+            if isinstance(done.hidden, IntermediateTensors) or key.sampling is None:
+                return done
+            whose, logits = self._logits(batch, done)
             sampled = self._sampler.sample(logits, whose, key.sampling)
             new = self._verifier.accept(batch, sampled.token_ids, sampled.invalid, key.num_reqs)
             packed = new.packed()
             self._verifier.update_rows(batch, new)
-            self._drafting.propose(batch, hidden, new, key.drafting)
-            return StepTensors(hidden, packed, sampled.logprobs, self._packets.pack(batch, new))
+            self._drafting.propose(batch, done.hidden, new, key.drafting)
+            return StepTensors(done.hidden, whose, packed, sampled.logprobs, self._packets.pack(batch, new))
 
         return work
 

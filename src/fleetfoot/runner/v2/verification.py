@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from fleetfoot.attention.metadata import WantedTokens
 from fleetfoot.ops.prepare.accept_drafts import accept_drafts
 from fleetfoot.ops.prepare.post_update import post_update
 from fleetfoot.runner.v2.input_batch import InputBatch
@@ -82,6 +83,27 @@ class Verifier:
         last_tokens = batch.query_start_loc[shape.num_decodes + 1 : num_sampled + 1] - 1
         indices = torch.cat((of_decodes, last_tokens))
         return LogitsRows(indices, batch.idx_mapping[batch.batch_index[indices]], batch.metadata.positions[indices] + 1)
+
+    def wanted_tokens(self, batch: InputBatch, whose: LogitsRows) -> WantedTokens | None:
+        """The tokens that need logits, where those are not all of the batch's."""
+        if whose.indices is None:
+            return None
+        shape, device = batch.shape, whose.indices.device
+        num_reqs = len(whose.indices) - shape.num_decodes * shape.num_drafts
+        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
+        if shape.num_drafts:  # those of decodes lie further apart
+            starts += starts.clamp(max=shape.num_decodes) * shape.num_drafts
+        metadata = replace(
+            batch.metadata,
+            query_start_loc=starts,
+            seq_lens=batch.seq_lens[:num_reqs],
+            block_tables=batch.metadata.block_tables[:num_reqs],
+            slot_mapping=batch.metadata.slot_mapping[:0],
+            positions=batch.metadata.positions[:0],
+            num_decodes=0 if shape.num_drafts else num_reqs,
+            max_query_len=1 + shape.num_drafts,
+        )
+        return WantedTokens(whose.indices, metadata)
 
     def accept(self, batch: InputBatch, chosen: torch.Tensor, invalid: torch.Tensor, num_sampled: int) -> NewTokens:
         """Args:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 NAME = "warm-up"
 _PROMPT_TOKENS = 1024
 """Of a prompt that no graph and no kernel for short queries serves."""
-_LATER_AT_ONCE = 4
+_LATER_AT_ONCE = 2
 """Kernels that are compiled while the engine serves: more, and the interpreter's lock is hard to come by."""
 _VARIANTS = (SamplingVariant(filters=True), EVERYTHING)
 """Of sampling, which together launch what it has; edited logits are of another type."""
