@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -102,44 +101,6 @@ def test_memory_is_zeroed_in_a_dry_pass(ahead: CompileAhead) -> None:
     assert [tensor.count_nonzero().item() for tensor in tensors] == [0] * 9
 
 
-@pytest.mark.parametrize("before", [5e-3, 1e-5])
-def test_threads_take_short_turns_while_others_go_on(
-    ahead: CompileAhead, monkeypatch: pytest.MonkeyPatch, before: float
-) -> None:
-    monkeypatch.setattr(compile_ahead, "_TURN_SECONDS", 1e-4)
-    intervals: list[float] = []
-    finished = threading.Event()
-
-    class Turn:
-        def work(self) -> None:
-            intervals.append(sys.getswitchinterval())
-            finished.set()
-
-    at_first = sys.getswitchinterval()
-    sys.setswitchinterval(before)
-    try:
-        monkeypatch.setattr(ahead, "_jobs", Turn())
-        monkeypatch.setattr(ahead, "_collect", lambda dry_pass: [])
-        with ahead._short_turns:
-            ahead.queue(lambda: None, at_once=1)
-            assert finished.wait(timeout=60)
-        ahead.finish()
-        ahead._pool.shutdown(wait=True)
-        assert intervals == [pytest.approx(min(before, 1e-4))]
-        assert sys.getswitchinterval() == pytest.approx(before)
-    finally:
-        sys.setswitchinterval(at_first)
-
-
-def test_nobody_else_goes_on_while_a_start_waits(ahead: CompileAhead, monkeypatch: pytest.MonkeyPatch) -> None:
-    intervals: list[float] = []
-    monkeypatch.setattr(ahead._jobs, "work", lambda: intervals.append(sys.getswitchinterval()))
-    ahead.queue(lambda: None)
-    ahead.finish()
-    ahead._pool.shutdown(wait=True)
-    assert intervals == [sys.getswitchinterval()] * ahead.num_threads
-
-
 def test_who_listened_to_triton_before_still_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
@@ -196,7 +157,9 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     assert cold["start"]["later"] > 3
     assert cold["start"]["compiled"] > 15
     assert cold["start"]["found"] == 0
-    assert warm["start"]["compiled"] == 0
+    assert cold["start"]["compiled_later"] == 0
+    assert cold["start"]["found_later"] > 3  # after other processes had compiled them
+    assert warm["start"]["compiled"] == warm["start"]["found_later"] == 0
     assert warm["start"]["found"] > 15
 
 

@@ -2,8 +2,9 @@
 
 Triton compiles a kernel when it is first launched: one after the other, while all cores but one idle. Here a *dry pass*
 runs the code that launches kernels, and launches none: each launch asks threads to compile its kernel, and returns. So
-what is compiled is what will be launched, variants and all, and nobody has to keep a list of kernels. Threads do, for
-nearly all of a compilation is spent in LLVM and the assembler, outside of the interpreter's lock.
+what is compiled is what will be launched, variants and all, and nobody has to keep a list of kernels. While everybody
+waits, threads do: most of a compilation is spent in LLVM and the assembler, outside of the interpreter's lock. While an
+engine serves, they leave it to processes (`fleetfoot.ops.compile_worker`).
 
 Torch computes in a dry pass as ever, on what the kernels have not written. Therefore all memory that it takes
 uninitialised is zeroed there: an index that a kernel was to write is 0, not garbage that lies outside of its tensor.
@@ -13,21 +14,19 @@ Matrix products alone are left out: a start need not wait for their library, hun
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from importlib.util import find_spec
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fleetfoot.ops.compile_worker import CompileWorker
 from fleetfoot.ops.triton_support import Launch, instead_of_launching
 
 if TYPE_CHECKING:
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 16
 """More have nothing to do: the front end holds the interpreter's lock for a sixth of a compilation."""
-_TURN_SECONDS = 1e-5
-"""How long a thread that compiles may keep the interpreter's lock from who asks for it, if others work meanwhile. With
-Python's 5 ms, a decode step of 1 ms that asks ten times took three times as long; the kernel's timers add 50 us."""
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.empty: torch.zeros,
     torch.empty_like: torch.zeros_like,
@@ -83,7 +79,7 @@ class CompileAhead:
         self._jobs = _Jobs()
         self._mode = AsyncCompileMode(self._jobs)  # one for all passes: what one has asked for, another does not
         self._tally = _Tally()
-        self._short_turns = _ShortTurns()
+        self._workers: list[CompileWorker] = []
 
     @property
     def num_compiled(self) -> int:
@@ -102,7 +98,8 @@ class CompileAhead:
         compiled twice.
 
         Args:
-            at_once: so many at a time, in short turns, as others go on meanwhile; None: as many as there are threads.
+            at_once: so many at a time, each in a process of its own, as others go on meanwhile in this one; None: as
+                many as there are threads, in this process.
 
         Raises:
             RuntimeError: after `finish`.
@@ -110,12 +107,16 @@ class CompileAhead:
         # In a context of its own: behind it launches are launches again.
         kernels = copy_context().run(self._collect, dry_pass)
         for _ in range(min(at_once or self.num_threads, self.num_threads)):
-            self._pool.submit(self._work, self._short_turns if at_once else nullcontext())
+            if at_once:
+                self._workers.append(CompileWorker())
+                self._pool.submit(self._work_beside, self._workers[-1])
+            else:
+                self._pool.submit(self._jobs.work)
         return Compilations(kernels)
 
-    def _work(self, turns: AbstractContextManager[None]) -> None:
-        with turns:
-            self._jobs.work()
+    def _work_beside(self, worker: CompileWorker) -> None:
+        with worker:
+            self._jobs.work(worker.compile)
 
     def _collect(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
         self._mode.__enter__()  # It is not left, which would wait for all: it ends with the context.
@@ -131,9 +132,11 @@ class CompileAhead:
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """Drop what has not begun, and wait for what has. No thread is left."""
+        """Drop what has not begun, and wait for what has. No thread is left, and no process."""
         self._tally.close()
         self._jobs.drop()
+        for worker in self._workers:
+            worker.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -145,14 +148,19 @@ class _Jobs(Executor):
 
     def submit(self, job: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._waiting.append((future, partial(job, *arguments, **keywords)))
+        self._waiting.append((future, partial(job, *arguments, **keywords) if arguments or keywords else job))
         return future
 
-    def work(self) -> None:
-        """Do jobs until there are none left, in a thread of the pool."""
+    def work(self, prepare: Callable[[Callable[[], Any]], object] = lambda job: None) -> None:
+        """Do jobs until there are none left, in a thread of the pool.
+
+        Args:
+            prepare: is given each job before it is done, and may make it short.
+        """
         for future, job in self._taken():
             if future.set_running_or_notify_cancel():
                 try:
+                    prepare(job)
                     future.set_result(job())
                 except BaseException as error:
                     future.set_exception(error)
@@ -169,28 +177,6 @@ class _Jobs(Executor):
                 yield self._waiting.popleft()
             except IndexError:
                 return
-
-
-class _ShortTurns:
-    """While any thread is in it, threads take short turns at the interpreter's lock: a setting of the whole process."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_inside = 0
-        self._before = 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_inside == 0:
-                self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, _TURN_SECONDS))
-            self._num_inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                sys.setswitchinterval(self._before)
 
 
 class _Tally:

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 NAME = "warm-up"
 _PROMPT_TOKENS = 1024
 """Of a prompt that no graph and no kernel for short queries serves."""
-_LATER_AT_ONCE = 2
-"""Kernels that are compiled while the engine serves: more, and the interpreter's lock is hard to come by."""
+_LATER_AT_ONCE = 4
+"""Kernels that are compiled while the engine serves, by processes, which begin by importing torch."""
 _VARIANTS = (SamplingVariant(filters=True), EVERYTHING)
 """Of sampling, which together launch what it has; edited logits are of another type."""
 
