@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fleetfoot.ops import compile_ahead
+from fleetfoot.ops import compile_ahead, compile_worker
 from fleetfoot.ops.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.ops.triton_support import launcher
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
@@ -99,6 +99,44 @@ def test_memory_is_zeroed_in_a_dry_pass(ahead: CompileAhead) -> None:
 
     ahead.queue(dry_pass)
     assert [tensor.count_nonzero().item() for tensor in tensors] == [0] * 9
+
+
+SLOW_COMPILER = """
+import sys
+from fleetfoot.ops import compile_ahead, compile_worker
+from fleetfoot.ops.compile_ahead import CompileAhead
+silent = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
+compile_ahead.CompileWorker = lambda: compile_worker.CompileWorker(silent)
+compile_worker.KernelSource.of = lambda job: compile_worker.KernelSource("m", "n", {}, {}, {}, (), {})
+ahead = CompileAhead(2)
+ahead._collect = lambda dry_pass: [ahead._jobs.submit(print, "compiled here") for _ in range(5)]
+ahead.queue(lambda: None, at_once=2)
+ahead.finish()
+print("served")
+"""
+
+
+def test_a_process_that_ends_waits_for_no_kernel() -> None:
+    result = subprocess.run([sys.executable, "-c", SLOW_COMPILER], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "served\n", "")
+
+
+def test_closing_ends_workers_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
+    source = compile_worker.KernelSource("m", "n", {}, {}, {}, (), {})
+    monkeypatch.setattr(compile_worker.KernelSource, "of", lambda job: source)
+    monkeypatch.setattr(compile_ahead, "CompileWorker", lambda: compile_worker.CompileWorker(silent))
+    ahead = CompileAhead(2)
+    done: list[int] = []
+    futures: list[Any] = []
+    monkeypatch.setattr(
+        ahead, "_collect", lambda dry_pass: futures.extend(ahead._jobs.submit(done.append, n) for n in range(5))
+    )
+    ahead.queue(lambda: None, at_once=2)
+    ahead.close()
+    assert done == []
+    assert all(future.cancelled() or future.exception() is not None for future in futures)
+    assert not any(thread.is_alive() for _, thread in ahead._workers)
 
 
 def test_who_listened_to_triton_before_still_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from importlib.util import find_spec
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +80,7 @@ class CompileAhead:
         self._jobs = _Jobs()
         self._mode = AsyncCompileMode(self._jobs)  # one for all passes: what one has asked for, another does not
         self._tally = _Tally()
-        self._workers: list[CompileWorker] = []
+        self._workers: list[tuple[CompileWorker, Thread]] = []
 
     @property
     def num_compiled(self) -> int:
@@ -108,15 +109,20 @@ class CompileAhead:
         kernels = copy_context().run(self._collect, dry_pass)
         for _ in range(min(at_once or self.num_threads, self.num_threads)):
             if at_once:
-                self._workers.append(CompileWorker())
-                self._pool.submit(self._work_beside, self._workers[-1])
+                self._begin_beside(CompileWorker())
             else:
                 self._pool.submit(self._jobs.work)
         return Compilations(kernels)
 
-    def _work_beside(self, worker: CompileWorker) -> None:
-        with worker:
-            self._jobs.work(worker.compile)
+    def _begin_beside(self, worker: CompileWorker) -> None:
+        def work() -> None:
+            with worker:
+                self._jobs.work(worker.compile)
+
+        # An interpreter that ends does not wait for it, as it would for the threads of a pool.
+        thread = Thread(target=work, name="fleetfoot-compile-beside", daemon=True)
+        self._workers.append((worker, thread))
+        thread.start()
 
     def _collect(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
         self._mode.__enter__()  # It is not left, which would wait for all: it ends with the context.
@@ -135,8 +141,9 @@ class CompileAhead:
         """Drop what has not begun, and wait for what has. No thread is left, and no process."""
         self._tally.close()
         self._jobs.drop()
-        for worker in self._workers:
+        for worker, thread in self._workers:
             worker.close()
+            thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
