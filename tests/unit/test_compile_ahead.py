@@ -139,6 +139,14 @@ def test_closing_ends_workers_and_what_waits(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(thread.is_alive() for _, thread in ahead._workers)
 
 
+@pytest.mark.parametrize("at_once", [None, 1])
+@pytest.mark.parametrize("end", ["finish", "close"])
+def test_nothing_is_queued_behind_the_end(ahead: CompileAhead, end: str, at_once: int | None) -> None:
+    getattr(ahead, end)()
+    with pytest.raises(RuntimeError, match="after finish"):
+        ahead.queue(lambda: None, at_once)
+
+
 def test_who_listened_to_triton_before_still_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 

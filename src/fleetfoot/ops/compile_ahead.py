@@ -81,6 +81,7 @@ class CompileAhead:
         self._mode = AsyncCompileMode(self._jobs)  # one for all passes: what one has asked for, another does not
         self._tally = _Tally()
         self._workers: list[tuple[CompileWorker, Thread]] = []
+        self._is_finished = False
 
     @property
     def num_compiled(self) -> int:
@@ -105,6 +106,8 @@ class CompileAhead:
         Raises:
             RuntimeError: after `finish`.
         """
+        if self._is_finished:
+            raise RuntimeError("queue was called after finish: nobody is left to compile")
         # In a context of its own: behind it launches are launches again.
         kernels = copy_context().run(self._collect, dry_pass)
         for _ in range(min(at_once or self.num_threads, self.num_threads)):
@@ -134,11 +137,13 @@ class CompileAhead:
 
     def finish(self) -> None:
         """Nothing more will be queued: the threads end as they run out of work."""
+        self._is_finished = True
         self._tally.close()
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:
         """Drop what has not begun, and wait for what has. No thread is left, and no process."""
+        self._is_finished = True
         self._tally.close()
         self._jobs.drop()
         for worker, thread in self._workers:
