@@ -393,3 +393,22 @@ def test_a_model_that_is_not_loaded_says_so() -> None:
     model = model_class("LlamaForCausalLM")(config, context())
     with pytest.raises(RuntimeError, match="finish_loading"):
         run(model, PagedCache(config, 4), {0: [1, 2]})
+
+
+def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 6}
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+    for name, fields, layers, kept in (
+        ("alike", {"num_hidden_layers": 6}, None, [0, 5]),
+        ("one", {"num_hidden_layers": 1}, None, [0]),
+        ("two", {"num_hidden_layers": 2}, None, [0, 1]),
+        ("kinds", {**sliding, "layer_types": [*kinds, "full_attention"]}, None, [0, 1, 5]),
+        ("last", {**sliding, "layer_types": [*kinds, "sliding_attention"]}, None, [0, 1, 5]),
+        ("part", {**sliding, "layer_types": [*kinds, "full_attention"]}, range(2, 6), [0, 1, 3]),
+    ):
+        make_checkpoint(tmp_path / name, "qwen3", **fields)
+        model = load_model(load_model_config(tmp_path / name), context(), tmp_path / name, layers=layers)
+        short, indices = model.shortened()
+        assert indices == kept, name
+        assert [short._layers.index(layer) for layer in (model._layers[i] for i in kept)] == list(range(len(kept)))  # type: ignore[attr-defined]
+        assert len(model._layers) == len(model.layers)  # type: ignore[attr-defined]

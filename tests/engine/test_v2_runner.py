@@ -271,3 +271,16 @@ def test_calls_out_of_order_are_refused() -> None:
     assert output is not None
     with pytest.raises(RuntimeError, match="before load_model"):
         runner.execute_model(output)
+
+
+def test_a_runner_has_all_its_layers_again_behind_a_dry_pass() -> None:
+    runner = make_runner(folder=embedded_model_path())
+    model, kv_caches = runner._model, runner._kv_caches
+    assert len(kv_caches) > 2
+    with pytest.raises(KeyError, match="dry"), runner._shortened():
+        assert len(runner._kv_caches) == 2
+        assert runner._kv_caches[0] is kv_caches[0]
+        assert runner._kv_caches[1] is kv_caches[-1]
+        raise KeyError("dry")
+    assert runner._model is model
+    assert runner._kv_caches is kv_caches

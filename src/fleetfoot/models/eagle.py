@@ -31,7 +31,7 @@ _BASE_PREFIX = "model."
 
 
 class EagleLayer:
-    """A decoder layer whose norm before attention may be missing; see `fleetfoot.models.llama.DecoderLayer`."""
+    """A decoder layer whose norm before attention may be missing; see `fleetfoot.layers.decoder.DecoderLayer`."""
 
     __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
 

@@ -66,6 +66,11 @@ class CausalLM(Protocol):
         """
         ...
 
+    def shortened(self) -> tuple[CausalLM, list[int]]:
+        """This part with as few of its layers as launch all the kernels that it launches: the same weights, and the
+        indices of the layers within it. What it computes means nothing."""
+        ...
+
     @property
     def has_embedding(self) -> bool:
         """Whether this part can embed token ids: the first one can, and one whose logits head is the same matrix."""

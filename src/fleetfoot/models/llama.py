@@ -3,68 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 
 import torch
 
 from fleetfoot.attention.metadata import AttentionMetadata, WantedTokens
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.attention import Attention, AttentionHeads
+from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.decoder import DecoderLayer
 from fleetfoot.layers.embedding import Embedding, LogitsHead, TiedLogitsHead
-from fleetfoot.layers.mlp import MLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.ops.rms_norm import sum_parts
-
-
-class DecoderLayer:
-    """Attention and MLP, each behind a norm; sums with the residual stream are left to the norm that follows."""
-
-    __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
-
-    def __init__(
-        self, config: ModelConfig, context: ModelContext, heads: AttentionHeads, cos_sin: torch.Tensor, layer: int
-    ) -> None:
-        self.attention_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, context, heads, cos_sin, layer)
-        self.mlp_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, context)
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(hidden, residual)``, whose sum ``[num_tokens, hidden_size]`` is the layer's output, or twice that output
-        itself: see `RMSNorm.add`. The residual that was given may be written to.
-
-        Args:
-            wanted: the tokens whose output is made; of the others K and V alone. None: all.
-        """
-        hidden, residual = self.attention_norm.add(hidden, residual)
-        if wanted is not None:
-            residual = wanted.of(residual)
-        hidden = self.attention(hidden, positions, kv_cache, metadata, residual, wanted)
-        if not len(residual):
-            return residual, residual
-        hidden, residual = self.mlp_norm.add(hidden, residual)
-        return self.mlp(hidden, residual), residual
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield from self.attention_norm.weight_slots(f"{prefix}input_layernorm.")
-        yield from self.attention.weight_slots(f"{prefix}self_attn.")
-        yield from self.mlp_norm.weight_slots(f"{prefix}post_attention_layernorm.")
-        yield from self.mlp.weight_slots(f"{prefix}mlp.")
-
-    def finish_loading(self) -> None:
-        self.attention.finish_loading()
-        self.mlp.finish_loading()
 
 
 class LlamaForCausalLM:
@@ -127,6 +80,15 @@ class LlamaForCausalLM:
         if not self.is_first or self._embedding is None:
             raise ValueError(f"layers {self.layers} need the intermediate_tensors of the layers before them")
         return self._embedding(input_ids), None
+
+    def shortened(self) -> tuple[LlamaForCausalLM, list[int]]:
+        last = len(self._layers) - 1
+        windows = [self.config.layer_windows[layer] for layer in self.layers]
+        # The first has no residual yet, and the last may have fewer tokens; in between, windows alone differ.
+        kept = sorted({0, last, *(windows.index(window) for window in windows[:last])})
+        short = copy(self)
+        short._layers = [self._layers[index] for index in kept]
+        return short, kept
 
     @property
     def has_embedding(self) -> bool:

@@ -14,7 +14,8 @@ host by way of `AsyncOutput`, whenever it asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -146,7 +147,7 @@ class ModelRunnerV2:
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
         if can_compile_ahead(self.device.torch_device):
-            self._compiler = KernelCompiler(self._step)
+            self._compiler = KernelCompiler(self._step, self._shortened)
             self._compiler.compile_first(self._first_shapes(steps))
         for scheduler_output in steps:
             self._forward(scheduler_output)
@@ -159,6 +160,18 @@ class ModelRunnerV2:
         self.graphs.num_steps.clear()
         if self._compiler is not None:
             self._compiler.compile_later(self._later_shapes())
+
+    @contextmanager
+    def _shortened(self) -> Iterator[None]:
+        """Steps have few layers meanwhile: enough for all kernels to be launched."""
+        whole, kv_caches = self._model, self._kv_caches
+        assert whole is not None
+        self._model, kept = whole.shortened()
+        self._kv_caches = [kv_caches[index] for index in kept]
+        try:
+            yield
+        finally:
+            self._model, self._kv_caches = whole, kv_caches
 
     def _first_shapes(self, steps: list[SchedulerOutput]) -> list[GraphKey]:
         """Of the warm-up's steps, and the graphs that it captures."""

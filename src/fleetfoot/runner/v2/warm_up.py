@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -89,10 +90,16 @@ class KernelCompiler:
 
     Args:
         make_step: a step of one shape, of padding requests alone.
+        shortened: in it, steps leave out what launches kernels that others launch as well.
     """
 
-    def __init__(self, make_step: Callable[[GraphKey], Callable[[], object]]) -> None:
+    def __init__(
+        self,
+        make_step: Callable[[GraphKey], Callable[[], object]],
+        shortened: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._make_step = make_step
+        self._shortened = shortened
         self.ahead = CompileAhead()
 
     def compile_first(self, shapes: Sequence[GraphKey]) -> None:
@@ -121,7 +128,7 @@ class KernelCompiler:
 
     def _queue(self, shapes: Sequence[GraphKey], at_once: int | None = None) -> Compilations:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._shortened():
                 return self.ahead.queue(lambda: [self._make_step(shape)() for shape in shapes], at_once)
         except BaseException:
             self.ahead.close()
