@@ -20,6 +20,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from fleetfoot.config import env
 from fleetfoot.ops.triton_support import TritonKernel
 
 
@@ -127,13 +128,13 @@ class CompileWorker:
             if self._is_closed:
                 raise ValueError("the worker is closed")
             if self._process is None and is_wanted:
-                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+                variables = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    env=environment,
+                    env=env.for_child(variables),
                     start_new_session=True,  # an interrupt from the keyboard is not for it
                 )
             return self._process if is_wanted else None
