@@ -15,18 +15,46 @@ from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.slots import WeightSlot
 
 
-class DecoderLayer:
-    """Attention and MLP, each behind a norm; sums with the residual stream are left to the norm that follows."""
+class DecoderParts:
+    """Attention and MLP, each behind a norm; the first norm may be missing."""
 
     __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
 
+    attention_norm: RMSNorm | None
+
     def __init__(
-        self, config: ModelConfig, context: ModelContext, heads: AttentionHeads, cos_sin: torch.Tensor, layer: int
+        self,
+        config: ModelConfig,
+        context: ModelContext,
+        heads: AttentionHeads,
+        cos_sin: torch.Tensor,
+        layer: int,
+        *,
+        has_input_norm: bool = True,
     ) -> None:
-        self.attention_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
+        self.attention_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps) if has_input_norm else None
         self.attention = Attention(config, context, heads, cos_sin, layer)
         self.mlp_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, context)
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        if self.attention_norm is not None:
+            yield from self.attention_norm.weight_slots(f"{prefix}input_layernorm.")
+        yield from self.attention.weight_slots(f"{prefix}self_attn.")
+        yield from self.mlp_norm.weight_slots(f"{prefix}post_attention_layernorm.")
+        yield from self.mlp.weight_slots(f"{prefix}mlp.")
+
+    def finish_loading(self) -> None:
+        self.attention.finish_loading()
+        self.mlp.finish_loading()
+
+
+class DecoderLayer(DecoderParts):
+    """With all its norms; sums with the residual stream are left to the norm that follows."""
+
+    __slots__ = ()
+
+    attention_norm: RMSNorm
 
     def __call__(
         self,
@@ -51,13 +79,3 @@ class DecoderLayer:
             return residual, residual
         hidden, residual = self.mlp_norm.add(hidden, residual)
         return self.mlp(hidden, residual), residual
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield from self.attention_norm.weight_slots(f"{prefix}input_layernorm.")
-        yield from self.attention.weight_slots(f"{prefix}self_attn.")
-        yield from self.mlp_norm.weight_slots(f"{prefix}post_attention_layernorm.")
-        yield from self.mlp.weight_slots(f"{prefix}mlp.")
-
-    def finish_loading(self) -> None:
-        self.attention.finish_loading()
-        self.mlp.finish_loading()

@@ -13,12 +13,11 @@ import torch
 
 from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.attention import Attention, AttentionHeads
+from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.decoder import DecoderParts
 from fleetfoot.layers.embedding import Embedding
 from fleetfoot.layers.linear import Linear
-from fleetfoot.layers.mlp import MLP
-from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.ops.rms_norm import sum_parts
@@ -30,19 +29,10 @@ OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
 _BASE_PREFIX = "model."
 
 
-class EagleLayer:
-    """A decoder layer whose norm before attention may be missing; see `fleetfoot.layers.decoder.DecoderLayer`."""
+class EagleLayer(DecoderParts):
+    """A decoder layer whose norm before attention may be missing; it makes its sums itself."""
 
-    __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
-
-    def __init__(
-        self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, *, has_input_norm: bool
-    ) -> None:
-        heads = AttentionHeads.of(config, context.tensor_group)
-        self.attention_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps) if has_input_norm else None
-        self.attention = Attention(config, context, heads, cos_sin, layer)
-        self.mlp_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, context)
+    __slots__ = ()
 
     def __call__(
         self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
@@ -52,17 +42,6 @@ class EagleLayer:
         attended = self.attention(normed, positions, kv_cache, metadata)
         normed, residual = self.mlp_norm.add(attended, hidden)
         return sum_parts(self.mlp(normed), residual) + residual
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        if self.attention_norm is not None:
-            yield from self.attention_norm.weight_slots(f"{prefix}input_layernorm.")
-        yield from self.attention.weight_slots(f"{prefix}self_attn.")
-        yield from self.mlp_norm.weight_slots(f"{prefix}post_attention_layernorm.")
-        yield from self.mlp.weight_slots(f"{prefix}mlp.")
-
-    def finish_loading(self) -> None:
-        self.attention.finish_loading()
-        self.mlp.finish_loading()
 
 
 class EagleHead:
@@ -82,11 +61,12 @@ class EagleHead:
         size = config.hidden_size
         max_positions = context.max_positions or config.max_position_embeddings
         cos_sin = rotary_table(config.rope, config.head_dim, max_positions, context.device)
+        heads = AttentionHeads.of(config, context.tensor_group)
         self.config = config
         self.embedding = Embedding(config, context) if has_embedding else None
         self._fc = Linear(context, 2 * size, (("fc", size),), bias=FC_BIAS in names)
         self._layers = [
-            EagleLayer(config, context, cos_sin, layer, has_input_norm=layer > 0 or INPUT_NORM in names)
+            EagleLayer(config, context, heads, cos_sin, layer, has_input_norm=layer > 0 or INPUT_NORM in names)
             for layer in range(config.num_layers)
         ]
 

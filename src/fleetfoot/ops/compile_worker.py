@@ -48,8 +48,7 @@ class KernelSource:
             return None
         source, target = known["src"], known["target"]
         function = source.fn.fn
-        kernel = getattr(sys.modules.get(function.__module__), function.__name__, None)
-        if kernel is not source.fn and not (isinstance(kernel, TritonKernel) and kernel.jit is source.fn):
+        if _jit_in(sys.modules.get(function.__module__), function.__name__) is not source.fn:
             return None
         return cls(
             function.__module__,
@@ -68,11 +67,16 @@ class KernelSource:
         from triton.compiler import ASTSource
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        kernel = getattr(import_module(self.module), self.name)
-        jit = kernel.jit if isinstance(kernel, TritonKernel) else kernel
+        jit = _jit_in(import_module(self.module), self.name)
         kind = GluonASTSource if jit.is_gluon() else ASTSource
         source = kind(jit, self.signature, self.constants, self.attributes)
         triton.compile(source, target=GPUTarget(*self.target), options=self.options)
+
+
+def _jit_in(module: object, name: str) -> Any:
+    """The ``triton.JITFunction`` of a name in a module; None: it has no such name."""
+    kernel = getattr(module, name, None)
+    return kernel.jit if isinstance(kernel, TritonKernel) else kernel
 
 
 class CompileWorker:

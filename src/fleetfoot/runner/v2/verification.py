@@ -65,6 +65,7 @@ class Verifier:
         # where there is no speculative decoding, every request that samples yields one token and rejects none
         self._ones = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
         self._zeros = torch.zeros_like(self._ones)
+        self._iota = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
 
     def logits_rows(self, batch: InputBatch, num_sampled: int) -> LogitsRows:
         """Of a batch whose first ``num_sampled`` requests sample (the padding of a graph among them)."""
@@ -88,11 +89,11 @@ class Verifier:
         """The tokens that need logits, where those are not all of the batch's."""
         if whose.indices is None:
             return None
-        shape, device = batch.shape, whose.indices.device
+        shape = batch.shape
         num_reqs = len(whose.indices) - shape.num_decodes * shape.num_drafts
-        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device)
+        starts = self._iota[: num_reqs + 1]
         if shape.num_drafts:  # those of decodes lie further apart
-            starts += starts.clamp(max=shape.num_decodes) * shape.num_drafts
+            starts = starts + starts.clamp(max=shape.num_decodes) * shape.num_drafts
         metadata = replace(
             batch.metadata,
             query_start_loc=starts,
