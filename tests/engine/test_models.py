@@ -21,6 +21,7 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.models.registry import model_class, supported_architectures
 from fleetfoot.ops.linear import PlainLinear
+from fleetfoot.ops.pending_norm import PendingNorm
 from fleetfoot.ops.select import select_ops
 from fleetfoot.ops.torch_ops import torch_ops
 from fleetfoot.weights.loading import load_model, reload_weights
@@ -317,6 +318,68 @@ def test_layers_that_add_to_the_residual_themselves(case: str, tmp_path: Path) -
     hidden = last.forward(input_ids, positions, parts.kv_caches[1:], metadata, between)
     assert isinstance(hidden, torch.Tensor)
     assert_close(last.compute_logits(hidden), expected)
+
+
+class LeavesTheNormPending(PlainLinear):
+    """A linear layer that takes part in the norms on either side of it, where there are at most 8 rows."""
+
+    num_joined = num_read = 0
+
+    def join(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> PendingNorm | None:
+        if len(x) > 8:
+            return None
+        LeavesTheNormPending.num_joined += 1
+        total = residual + self(x)
+        halves = total.square().chunk(2, dim=1)
+        return PendingNorm(total * norm_weight, torch.stack([half.sum(dim=1) for half in halves]), total, eps)
+
+    def reads_pending_norm(self, num_rows: int) -> bool:
+        return num_rows <= 8
+
+    def of_pending_norm(self, x: PendingNorm) -> torch.Tensor:
+        LeavesTheNormPending.num_read += 1
+        return self(x.finished())
+
+
+class GateBehindANorm(LeavesTheNormPending):
+    """The same of a gate and its up."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_ops().silu_and_mul(super().__call__(x))
+
+
+@pytest.mark.parametrize("reads_in_mlp", [False, True])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_layers_with_a_norm_between_them(case: str, reads_in_mlp: bool, tmp_path: Path) -> None:
+    model_type, fields = CASES[case]
+    reference = make_checkpoint(tmp_path, model_type, **fields)
+    config = load_model_config(tmp_path)
+    layer = LeavesTheNormPending
+    ops = replace(torch_ops(), prepare_linear=layer, prepare_residual_linear=layer)
+    if reads_in_mlp:
+        ops = replace(ops, prepare_gate_up=GateBehindANorm)
+    whole = load_model(config, context(ops=ops), tmp_path)
+    parts = [
+        load_model(config, context(ops=ops), tmp_path, layers=range(*cut)) for cut in ((0, 1), (1, config.num_layers))
+    ]
+    tokens = prompt(40)
+    expected = reference_logits(reference, tokens)
+
+    before, cache = (layer.num_joined, layer.num_read), PagedCache(config, 16)
+    logits = [run(whole, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 24), (24, 25), (25, 40))]
+    # Twice few tokens: behind each layer but the last, and between attention and MLP if that reads it.
+    norms = 2 * (config.num_layers - 1 + (config.num_layers if reads_in_mlp else 0))
+    assert (layer.num_joined - before[0], layer.num_read - before[1]) == (norms, norms)
+    assert_close(torch.cat(logits), expected)
+
+    input_ids, positions, metadata = (cache := PagedCache(config, 16)).step({0: tokens[:7]})
+    between = parts[0].forward(input_ids, positions, cache.kv_caches[:1], metadata)
+    assert isinstance(between, IntermediateTensors)
+    hidden = parts[1].forward(input_ids, positions, cache.kv_caches[1:], metadata, between)
+    assert isinstance(hidden, torch.Tensor)
+    assert_close(parts[1].compute_logits(hidden), expected[:7])
 
 
 @pytest.mark.parametrize("layers", [range(0), range(2, 4), range(0, 3, 2), range(2, -1, -1)])

@@ -11,6 +11,7 @@ from tests.helpers.ops_checks import (
     TRITON,
     TWINS,
     check_choices,
+    check_pending_norm,
     check_rms_norm,
     check_rope_and_cache,
     check_silu_and_mul,
@@ -23,6 +24,8 @@ from fleetfoot.ops.choose_tokens import choose_tokens_torch
 from fleetfoot.ops.choose_tokens_triton import choose_tokens_triton
 from fleetfoot.ops.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.ops.hopper_support import has_hopper_kernels
+from fleetfoot.ops.linear import PreparedLinear
+from fleetfoot.ops.linear_triton import TritonLinear
 from fleetfoot.sampling.filters import RowFilters
 
 pytestmark = [
@@ -88,6 +91,23 @@ def test_linear(dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> No
         assert error < (4 if gated else 1) * bound, (gated, bias)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2048, 1024, 4096),
+        (3072, 1024, 3072),
+        (14336, 4096, 6144),
+        (4096, 4096, 14336),
+        (8192, 2048, 3072),
+        (1000, 640, 72),
+    ],
+)
+def test_a_norm_between_two_layers(num_rows: int, shape: tuple[int, int, int]) -> None:
+    for gated, bias in ((False, False), (False, True), (True, False), (True, True)):
+        check_pending_norm((num_rows, *shape), gated=gated, bias=bias, device="cuda")
+
+
 def test_a_weight_past_32_bits() -> None:
     """The last rows of a head with more than 2**31 elements."""
     out, inputs = 160_000, 16_384
@@ -147,6 +167,18 @@ class Chain:
         self.heads = hidden // 128
         self.cos_sin = torch.rand(64, 128, device="cuda")
 
+    def joined(
+        self, layer: PreparedLinear, x: torch.Tensor, residual: torch.Tensor, then: PreparedLinear | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual, and what ``then`` makes of its norm, or the norm itself."""
+        assert isinstance(layer, TritonLinear)
+        assert then is None or isinstance(then, TritonLinear)
+        pending = layer.join(x, residual, self.norm, 1e-6)
+        if pending is not None and then is not None:
+            return pending.total, then.of_pending_norm(pending)
+        normed, total = TRITON.add_rms_norm(layer(x), residual, self.norm, 1e-6)
+        return total, normed if then is None else then(normed)
+
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = len(x)
         slots, positions = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda") % 64
@@ -156,8 +188,8 @@ class Chain:
             query = TRITON.rope_and_cache(
                 qkv(normed), cache, slots, positions, self.cos_sin, self.heads, self.norm[:128], None, 1e-6
             )
-            normed, residual = TRITON.add_rms_norm(o(query.flatten(1)), residual, self.norm, 1e-6)
-            normed, residual = TRITON.add_rms_norm(down(gate_up(normed)), residual, self.norm, 1e-6)
+            residual, between = self.joined(o, query.flatten(1), residual, gate_up)
+            residual, normed = self.joined(down, between, residual, None)
         logits = self.head(normed)
         tokens = TRITON.choose_tokens(logits, torch.ones(rows, device="cuda"), positions, positions)
         return logits, cache, tokens

@@ -74,6 +74,12 @@ def main() -> None:
     )
     for num_rows, tiling in tilings:
         TritonLinear(empty(256, 1024), None, gated=True).launch(empty(num_rows, 1024), tiling)
+    for num_rows, num_inputs in ((8, 1024), (1, 1000)):
+        pending = TritonLinear(empty(1024, num_inputs), None).join(
+            empty(num_rows, num_inputs), empty(num_rows, 1024), empty(1024), 1e-6
+        )
+        assert pending is not None
+        TritonLinear(empty(512, 1024), None, gated=num_rows == 8).of_pending_norm(pending)
 
 
 if __name__ == "__main__":

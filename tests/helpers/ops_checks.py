@@ -122,6 +122,39 @@ def linear_error(
     return float((actual.double() - expected).norm() / expected.norm())
 
 
+def check_pending_norm(shape: tuple[int, int, int, int], *, gated: bool, bias: bool, device: str) -> None:
+    """A layer whose outputs join a residual, the norm of the sum, and the layer that reads it.
+
+    Args:
+        shape: rows, the first layer's inputs and outputs, and the second's outputs.
+    """
+    num_rows, num_inputs, hidden, num_outputs = shape
+    dtype = torch.bfloat16
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device).to(dtype)
+
+    joining = TRITON.prepare_residual_linear(random(hidden, num_inputs) * num_inputs**-0.5, random(hidden))
+    second = random(num_outputs * (2 if gated else 1), hidden) * hidden**-0.5
+    offset = random(len(second)) if bias else None
+    reading = (TRITON.prepare_gate_up if gated else TRITON.prepare_linear)(second, offset)
+    assert isinstance(joining, TritonLinear)
+    assert isinstance(reading, TritonLinear)
+    x, residual, norm = random(num_rows, num_inputs), 20 * random(num_rows, hidden), random(hidden)
+    pending = joining.join(x, residual, norm, EPS)
+    assert pending is not None
+    assert reading.reads_pending_norm(num_rows)
+    total = TRITON.add_rms_norm(joining(x), residual, norm, EPS)[1]
+    assert torch.equal(pending.total, total)  # the same sums, rounded where the steps apart round
+    assert_near(pending.finished(), rms_norm_64(total, norm))
+    expected = rms_norm_64(total, norm) @ second.double().T + (0 if offset is None else offset.double())
+    if gated:
+        gate, up = expected.to(dtype).double().chunk(2, dim=1)
+        expected = F.silu(gate) * up
+    error = float((reading.of_pending_norm(pending).double() - expected).norm() / expected.norm())
+    assert error < (3 if gated else 1) * torch.finfo(dtype).eps
+
+
 def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, spread: float) -> torch.Tensor:
     return (torch.randn(num_rows, vocab_size) * spread).to(dtype)
 

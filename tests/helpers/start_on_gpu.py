@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from triton import knobs
+from triton.runtime import build
 
 from fleetfoot.runner.capture_table import GraphKey
 from fleetfoot.runner.v2 import runner as runner_module
@@ -24,13 +26,20 @@ MODEL = Path(__file__).parent.parent / "assets" / "story-qwen3"
 
 
 def main() -> None:
-    """Prints ``compiled`` and ``found``, of the dry pass; ``late``: kernels that the warm-up had to compile for itself;
-    ``tokens`` of requests; and ``threads`` that are left at the end."""
+    """Prints ``compiled`` and ``found``, of the dry pass; ``late``: kernels that the warm-up had to compile for itself,
+    and what launches them; ``tokens`` of requests; and ``threads`` that are left at the end."""
     report: dict[str, Any] = {"compiled": 0, "found": 0, "late": []}
 
     def note(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if threading.current_thread() is threading.main_thread() and not cache_hit:
             report["late"].append(src.name)
+
+    build_c: Callable[..., str] = build._build
+
+    def note_c(name: str, *arguments: Any, **options: Any) -> str:
+        if threading.current_thread() is threading.main_thread():
+            report["late"].append(name)
+        return build_c(name, *arguments, **options)
 
     compile_first = KernelCompiler.compile_first
 
@@ -38,6 +47,7 @@ def main() -> None:
         compile_first(compiler, shapes)
         report.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
         knobs.compilation.listener = note
+        build._build = note_c
 
     patch.object(KernelCompiler, "compile_first", compile_and_listen).start()
     if sys.argv[1] == "lazily":
@@ -53,7 +63,7 @@ def main() -> None:
         num_gpu_blocks_override=2048,
         skip_tokenizer_init=True,
     )
-    knobs.compilation.listener = None
+    knobs.compilation.listener, build._build = None, build_c
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
     for index, length in enumerate((3, 40, 350, *[20] * 40)):
         engine.add_request(str(index), {"prompt_token_ids": prompt_of(length, 2048, index)}, params)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,26 @@ def test_jobs_wait_until_somebody_works() -> None:
     jobs.work()
     assert dropped.cancelled()
     assert done == [0, 2]
+
+
+def test_what_launches_a_kernel_is_built_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+
+    built: list[tuple[object, object]] = []
+
+    def build(src: object, metadata: object) -> None:
+        built.append((src, metadata))
+        if src == "no C compiler":
+            raise FileNotFoundError(src)
+
+    monkeypatch.setattr(driver, "CudaLauncher", build)
+    jobs = compile_ahead._Jobs()
+    kernels = [SimpleNamespace(src=name, metadata=index) for index, name in enumerate(("a kernel", "no C compiler"))]
+    futures = [jobs.submit(lambda kernel=kernel: kernel) for kernel in kernels]
+    futures.append(jobs.submit(lambda: "something else"))
+    jobs.work()
+    assert built == [("a kernel", 0), ("no C compiler", 1)]
+    assert [future.result(0) for future in futures] == [*kernels, "something else"]
 
 
 def test_nothing_is_multiplied_in_a_dry_pass(ahead: CompileAhead) -> None:

@@ -15,6 +15,7 @@ from tests.helpers.ops_checks import (
     TRITON,
     TWINS,
     check_choices,
+    check_pending_norm,
     check_rms_norm,
     check_rope_and_cache,
     check_silu_and_mul,
@@ -28,6 +29,7 @@ from fleetfoot.ops.linear_staged_triton import StagedTiling
 from fleetfoot.ops.linear_streamed_triton import StreamedTiling
 from fleetfoot.ops.linear_tiled_triton import TiledTiling
 from fleetfoot.ops.linear_triton import Tiling, TritonLinear, choose_tiling, gated_row_groups, shared_bytes
+from fleetfoot.ops.pending_norm import PendingNorm
 from fleetfoot.ops.rms_norm_triton import MAX_SIZE
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -196,6 +198,31 @@ def test_linear_chooses(num_rows: int) -> None:
         assert error < 1e-2
 
 
+@interpreted
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(1, 256, 128, 64), (8, 256, 512, 40), (3, 200, 136, 72), (5, 72, 200, 64), (1, 1000, 72, 1000)]
+)
+def test_a_norm_between_two_layers(shape: tuple[int, int, int, int], gated: bool, bias: bool) -> None:
+    """Staged and streamed on either side, whole tiles and not."""
+    check_pending_norm(shape, gated=gated, bias=bias, device="cpu")
+
+
+def test_norms_are_left_to_layers_of_few_rows_in_bfloat16() -> None:
+    weight, x, norm = torch.randn(64, 128).bfloat16(), torch.randn(9, 128).bfloat16(), torch.ones(64).bfloat16()
+    layer, half = TritonLinear(weight, None, may_split=True), TritonLinear(weight.half(), None)
+    gated = TritonLinear(weight, None, gated=True)
+    assert [layer.reads_pending_norm(num_rows) for num_rows in (1, 8, 9)] == [True, True, False]
+    assert gated.reads_pending_norm(8)
+    assert not half.reads_pending_norm(1)
+    assert layer.join(x, x[:, :64], norm, 1e-6) is None
+    assert half.join(x[:1].half(), x[:1, :64].half(), norm.half(), 1e-6) is None
+    assert gated.join(x[:1], x[:1, :32], norm[:32], 1e-6) is None
+    with pytest.raises(ValueError, match=r"x \[9, 128\] is not read with its norm pending"):
+        layer.of_pending_norm(PendingNorm.empty(x, 1, 1e-6))
+
+
 @pytest.mark.parametrize("num_rows", [0, 257])
 @pytest.mark.parametrize("gated", [False, True])
 def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) -> None:
@@ -285,7 +312,7 @@ def test_tilings_fit_in_shared_memory(gated: bool, limits: GPULimits) -> None:
         (8192, 3072, 1024, 3),
         (2048, 3072, 1024, 3),
         (1024, 3072, 1024, None),  # 192 tiles are two rounds, one of them half empty
-        (256, 14336, 4096, 2),  # few rows: a step of decodes
+        (256, 14336, 4096, None),  # 2 rounds, 85% busy
         (300, 14336, 4096, None),
         (128, 14336, 4096, None),
         (8192, 3076, 1024, None),  # rows of the output would not be aligned

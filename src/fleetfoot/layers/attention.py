@@ -12,10 +12,11 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
-from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.layers.norm import NormedLinear, RMSNorm
 from fleetfoot.layers.residual_linear import ResidualLinear
 from fleetfoot.layers.shards import check_tensor_parallel_size, even_span, kv_head_span, num_kv_heads
 from fleetfoot.layers.slots import WeightSlot
+from fleetfoot.ops.pending_norm import PendingNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +90,21 @@ class Attention:
 
     def __call__(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | PendingNorm,
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         residual: torch.Tensor | None = None,
         wanted: WantedTokens | None = None,
-    ) -> torch.Tensor:
+        then: NormedLinear | None = None,
+    ) -> torch.Tensor | PendingNorm:
         """``hidden [num_tokens, hidden_size]`` -> the same shape, or what else `ResidualLinear` gives, for the norm
         that follows, which also adds up what the ranks of a tensor group have.
 
         Writes the tokens' K and V to ``kv_cache``.
 
         Args:
-            residual: see `ResidualLinear`.
+            residual, then: see `ResidualLinear`.
             wanted: the tokens to attend with, whose ``residual`` it is; the result has no others. None: all.
         """
         qkv = self.qkv(hidden)  # [num_tokens, q_size + 2 * kv_size]
@@ -129,7 +131,7 @@ class Attention:
                 if residual is not None and not len(query):
                     return residual
             attended = self._attend(query, kv_cache, metadata, self._scale, self._window)
-        return self.o(attended.flatten(1), residual)
+        return self.o(attended.flatten(1), residual, then)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.qkv.weight_slots(prefix)

@@ -11,8 +11,9 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.attention import Attention, AttentionHeads
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.mlp import MLP
-from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.layers.norm import NormedLinear, RMSNorm
 from fleetfoot.layers.slots import WeightSlot
+from fleetfoot.ops.pending_norm import PendingNorm
 
 
 class DecoderParts:
@@ -58,24 +59,28 @@ class DecoderLayer(DecoderParts):
 
     def __call__(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | PendingNorm,
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        then: DecoderLayer | None = None,
+    ) -> tuple[torch.Tensor | PendingNorm, torch.Tensor]:
         """``(hidden, residual)``, whose sum ``[num_tokens, hidden_size]`` is the layer's output, or twice that output
-        itself: see `RMSNorm.add`. The residual that was given may be written to.
+        itself, or for ``then`` what else `RMSNorm.add` takes. The residual that was given may be written to.
 
         Args:
             wanted: the tokens whose output is made; of the others K and V alone. None: all.
+            then: the layer that follows, if it is given nothing but this one's result.
         """
         hidden, residual = self.attention_norm.add(hidden, residual)
         if wanted is not None:
             residual = wanted.of(residual)
-        hidden = self.attention(hidden, positions, kv_cache, metadata, residual, wanted)
+        before_mlp = NormedLinear(self.mlp_norm, self.mlp.gate_up)
+        hidden = self.attention(hidden, positions, kv_cache, metadata, residual, wanted, before_mlp)
         if not len(residual):
             return residual, residual
         hidden, residual = self.mlp_norm.add(hidden, residual)
-        return self.mlp(hidden, residual), residual
+        before_next = None if then is None else NormedLinear(then.attention_norm, then.attention.qkv)
+        return self.mlp(hidden, residual, before_next), residual

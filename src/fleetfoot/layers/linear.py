@@ -9,8 +9,9 @@ import torch
 
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.linear import PreparedLinear
+from fleetfoot.ops.linear import PreparedLinear, ReadsPendingNorm
 from fleetfoot.ops.opset import PrepareLinear
+from fleetfoot.ops.pending_norm import PendingNorm
 
 
 class Linear:
@@ -58,10 +59,18 @@ class Linear:
         self._bias = torch.zeros(self._shape[0], dtype=context.dtype, device=context.device) if bias else None
         self._prepared: PreparedLinear | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | PendingNorm) -> torch.Tensor:
+        """``x`` may be what a norm gives, with part of the norm left to be done, if it `reads_pending_norm`."""
         if self._prepared is None:
             raise RuntimeError("a linear layer was called before finish_loading()")
+        if isinstance(x, PendingNorm):
+            assert isinstance(self._prepared, ReadsPendingNorm)
+            return self._prepared.of_pending_norm(x)
         return self._prepared(x)
+
+    def reads_pending_norm(self, num_rows: int) -> bool:
+        """Whether it takes a `PendingNorm` of so many rows."""
+        return isinstance(self._prepared, ReadsPendingNorm) and self._prepared.reads_pending_norm(num_rows)
 
     @property
     def prepared(self) -> PreparedLinear:

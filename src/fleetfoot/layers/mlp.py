@@ -9,9 +9,11 @@ import torch
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
+from fleetfoot.layers.norm import NormedLinear
 from fleetfoot.layers.residual_linear import ResidualLinear
 from fleetfoot.layers.shards import even_span
 from fleetfoot.layers.slots import WeightSlot
+from fleetfoot.ops.pending_norm import PendingNorm
 
 
 class MLP:
@@ -27,10 +29,12 @@ class MLP:
         self.gate_up = Linear(context, hidden_size, gate_up, config.mlp_bias, ops.prepare_gate_up, rows=(part, part))
         self.down = ResidualLinear(context, "down_proj", size, hidden_size, config.mlp_bias, part)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor | PendingNorm, residual: torch.Tensor | None = None, then: NormedLinear | None = None
+    ) -> torch.Tensor | PendingNorm:
         """``x [num_tokens, hidden_size]`` -> the same shape, or what else `ResidualLinear` gives, for the norm that
         follows, which also adds up what the ranks of a tensor group have."""
-        return self.down(self.gate_up(x), residual)
+        return self.down(self.gate_up(x), residual, then)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         yield from self.gate_up.weight_slots(prefix)

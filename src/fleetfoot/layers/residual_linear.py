@@ -8,9 +8,11 @@ import torch
 
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
+from fleetfoot.layers.norm import NormedLinear
 from fleetfoot.layers.shards import vocab_rows, vocab_span
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.linear import Accumulates, Streams
+from fleetfoot.ops.linear import Accumulates, Joins, Streams
+from fleetfoot.ops.pending_norm import PendingNorm
 
 
 class ResidualLinear:
@@ -22,7 +24,16 @@ class ResidualLinear:
     group says which (`TensorGroup.is_exact`).
     """
 
-    __slots__ = ("_accumulate", "_group", "_in_features", "_is_gathered", "_linear", "_out_features", "streamed")
+    __slots__ = (
+        "_accumulate",
+        "_group",
+        "_in_features",
+        "_is_gathered",
+        "_join",
+        "_linear",
+        "_out_features",
+        "streamed",
+    )
 
     def __init__(
         self, context: ModelContext, name: str, in_features: int, out_features: int, bias: bool, inputs: slice
@@ -33,6 +44,7 @@ class ResidualLinear:
         self._is_gathered = group.is_exact and group.size > 1
         parts = ((name, out_features),)
         self._accumulate: Callable[[torch.Tensor, torch.Tensor], bool] | None = None
+        self._join: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PendingNorm | None] | None = None
         self.streamed: torch.Tensor | None = None
         """The weight, if kernels read it as it is: whoever runs before may ask for it."""
         if self._is_gathered:
@@ -44,12 +56,21 @@ class ResidualLinear:
             prepare = context.ops.prepare_residual_linear
             self._linear = Linear(context, in_features, parts, has_bias, prepare, columns=inputs)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, then: NormedLinear | None = None
+    ) -> torch.Tensor | PendingNorm:
         """The result is for the norm that follows: it adds up what may be partial sums, and what the ranks have.
 
         Args:
             residual: ``[n, out_features]``, to which the result may be added where it lies; then the result is it.
+            then: that norm and who reads what it gives, where the result may be the sum with part of the norm done.
         """
+        if self._join is not None and residual is not None and then is not None:
+            norm = then.norm
+            if then.linear.reads_pending_norm(len(x)):
+                pending = self._join(x, residual, norm.weight, norm.eps)
+                if pending is not None:
+                    return pending
         if residual is not None and self._accumulate is not None and self._accumulate(x, residual):
             return residual
         if self._is_gathered:
@@ -64,5 +85,6 @@ class ResidualLinear:
         self._linear.finish_loading()
         prepared = self._linear.prepared
         self.streamed = prepared.streamed if isinstance(prepared, Streams) else None
-        if self._group.size == 1 and isinstance(prepared, Accumulates):
-            self._accumulate = prepared.accumulate
+        if self._group.size == 1:  # else there is a sum over the ranks to be made before
+            self._accumulate = prepared.accumulate if isinstance(prepared, Accumulates) else None
+            self._join = prepared.join if isinstance(prepared, Joins) else None

@@ -18,8 +18,10 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderParts
 from fleetfoot.layers.embedding import Embedding
 from fleetfoot.layers.linear import Linear
+from fleetfoot.layers.norm import NormedLinear
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.layers.slots import WeightSlot
+from fleetfoot.ops.pending_norm import PendingNorm
 from fleetfoot.ops.rms_norm import sum_parts
 
 INPUT_NORM = "layers.0.input_layernorm.weight"
@@ -37,11 +39,14 @@ class EagleLayer(DecoderParts):
     def __call__(
         self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """``[num_tokens, hidden_size]`` -> the same shape."""
+        """``[num_tokens, hidden_size]`` -> the same shape; what was given may be written to."""
         normed = hidden if self.attention_norm is None else self.attention_norm(hidden)
-        attended = self.attention(normed, positions, kv_cache, metadata)
-        normed, residual = self.mlp_norm.add(attended, hidden)
-        return sum_parts(self.mlp(normed), residual) + residual
+        before_mlp = NormedLinear(self.mlp_norm, self.mlp.gate_up)
+        attended = self.attention(normed, positions, kv_cache, metadata, hidden, then=before_mlp)
+        unscaled, residual = self.mlp_norm.add(attended, hidden)
+        output = self.mlp(unscaled)
+        assert not isinstance(output, PendingNorm)  # no norm was named that follows
+        return sum_parts(output, residual) + residual
 
 
 class EagleHead:

@@ -17,6 +17,7 @@ from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.ops.pending_norm import PendingNorm
 from fleetfoot.ops.rms_norm import sum_parts
 
 
@@ -60,13 +61,12 @@ class LlamaForCausalLM:
         intermediate_tensors: IntermediateTensors | None = None,
         wanted: WantedTokens | None = None,
     ) -> torch.Tensor | IntermediateTensors:
-        hidden, residual = self._enter(input_ids, intermediate_tensors)
-        *others, last = zip(self._layers, kv_caches, strict=True)
-        for layer, kv_cache in others:
-            hidden, residual = layer(hidden, residual, positions, kv_cache, metadata)
-        layer, kv_cache = last
-        hidden, residual = layer(hidden, residual, positions, kv_cache, metadata, wanted)
-        assert residual is not None
+        entering, residual = self._enter(input_ids, intermediate_tensors)
+        hidden: torch.Tensor | PendingNorm = entering
+        for layer, then, kv_cache in zip(self._layers[:-1], self._layers[1:], kv_caches[:-1], strict=True):
+            hidden, residual = layer(hidden, residual, positions, kv_cache, metadata, then=then)
+        hidden, residual = self._layers[-1](hidden, residual, positions, kv_caches[-1], metadata, wanted)
+        assert not isinstance(hidden, PendingNorm)  # no layer was named that follows
         if self._norm is None:
             is_summed = hidden is residual
             return IntermediateTensors(torch.zeros_like(hidden) if is_summed else sum_parts(hidden, residual), residual)

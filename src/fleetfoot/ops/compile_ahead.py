@@ -3,8 +3,9 @@
 Triton compiles a kernel when it is first launched: one after the other, while all cores but one idle. Here a *dry pass*
 runs the code that launches kernels, and launches none: each launch asks threads to compile its kernel, and returns. So
 what is compiled is what will be launched, variants and all, and nobody has to keep a list of kernels. While everybody
-waits, threads do: most of a compilation is spent in LLVM and the assembler, outside of the interpreter's lock. While an
-engine serves, they leave it to processes (`fleetfoot.ops.compile_worker`).
+waits, threads do: most of a compilation is spent in LLVM, the assembler and, for what launches the kernel, a C
+compiler, outside of the interpreter's lock. While an engine serves, they leave it to processes
+(`fleetfoot.ops.compile_worker`).
 
 Torch computes in a dry pass as ever, on what the kernels have not written. Therefore all memory that it takes
 uninitialised is zeroed there: an index that a kernel was to write is 0, not garbage that lies outside of its tensor.
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fleetfoot.ops.compile_worker import CompileWorker
+from fleetfoot.ops.compile_worker import CompileWorker, build_launcher
 from fleetfoot.ops.triton_support import Launch, instead_of_launching
 
 if TYPE_CHECKING:
@@ -173,7 +174,9 @@ class _Jobs(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     prepare(job)
-                    future.set_result(job())
+                    kernel = job()
+                    build_launcher(kernel)
+                    future.set_result(kernel)
                 except BaseException as error:
                     future.set_exception(error)
 

@@ -70,7 +70,22 @@ class KernelSource:
         jit = _jit_in(import_module(self.module), self.name)
         kind = GluonASTSource if jit.is_gluon() else ASTSource
         source = kind(jit, self.signature, self.constants, self.attributes)
-        triton.compile(source, target=GPUTarget(*self.target), options=self.options)
+        build_launcher(triton.compile(source, target=GPUTarget(*self.target), options=self.options))
+
+
+def build_launcher(kernel: Any) -> None:
+    """Build what launches a kernel, a few lines of C for each signature, so that it lies in Triton's cache on disk too.
+
+    Triton does that at the first launch, where the C compiler takes 0.3 s. If it cannot be done, that launch will say
+    why.
+
+    Args:
+        kernel: ``triton.compiler.CompiledKernel``.
+    """
+    with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _jit_in(module: object, name: str) -> Any:

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
+from fleetfoot.ops.pending_norm import PendingNorm
+
 
 class PreparedLinear(Protocol):
     """``x [n, in]`` -> ``x @ weight.T + bias [n, out]``."""
@@ -33,6 +35,31 @@ class Accumulates(Protocol):
 
     def accumulate(self, x: torch.Tensor, total: torch.Tensor) -> bool:
         """Add the product to ``total [n, out]`` where it lies; False: for ``x`` that is not done, and nothing was."""
+        ...
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """What a `PreparedLinear` may be able to do besides."""
+
+    def join(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> PendingNorm | None:
+        """The product's sum with ``residual [n, out]``, and of the norm behind it what can be done at once; None: for
+        ``x`` that is not done."""
+        ...
+
+
+@runtime_checkable
+class ReadsPendingNorm(Protocol):
+    """What a `PreparedLinear` may be able to do besides."""
+
+    def reads_pending_norm(self, num_rows: int) -> bool:
+        """Whether `of_pending_norm` takes so many rows."""
+        ...
+
+    def of_pending_norm(self, x: PendingNorm) -> torch.Tensor:
+        """The product with what the norm gives."""
         ...
 
 

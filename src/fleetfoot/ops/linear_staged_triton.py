@@ -19,7 +19,14 @@ from fleetfoot.ops.dependent_launch import (
     prefetch_rows,
     wait_for_inputs,
 )
-from fleetfoot.ops.silu_and_mul_triton import silu_and_mul
+from fleetfoot.ops.linear_few_rows_triton import (
+    Joint,
+    load_residual,
+    load_squares,
+    norm_arguments,
+    write_outputs,
+)
+from fleetfoot.ops.pending_norm import PendingNorm
 from fleetfoot.ops.triton_support import cdiv, triton_kernel
 
 if TYPE_CHECKING:
@@ -46,6 +53,8 @@ def linear_staged(
     bias: torch.Tensor | None,
     gated: bool,
     tiling: StagedTiling,
+    pending: PendingNorm | None = None,
+    joint: Joint | None = None,
 ) -> None:
     """Write ``x [n, in] @ weight.T + bias`` to ``output [n, out]``; gated: ``silu`` of its first half times the second.
 
@@ -54,11 +63,13 @@ def linear_staged(
     """
     num_rows, num_outputs = output.shape
     overlap = can_overlap(x.device)
+    norm_pointers, norms = norm_arguments(weight, pending, joint)
     _linear_staged_kernel[(cdiv(num_outputs, tiling.outputs),)](
         output,
         x,
         weight,
         weight if bias is None else bias,
+        *norm_pointers,
         num_rows,
         num_outputs,
         weight.shape[1],
@@ -72,6 +83,7 @@ def linear_staged(
         gated=gated,
         overlap=overlap,
         num_warps=tiling.num_warps,
+        **norms,
         **launch_options(overlap),
     )
 
@@ -82,6 +94,13 @@ def _linear_staged_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    pending_ptr,
+    num_parts,
+    eps,
+    residual_ptr,
+    norm_ptr,
+    total_ptr,
+    squares_ptr,
     num_rows,
     num_outputs,
     num_inputs,
@@ -93,6 +112,9 @@ def _linear_staged_kernel(
     row_tile: tl.constexpr,
     has_bias: tl.constexpr,
     gated: tl.constexpr,
+    parts_tile: tl.constexpr,
+    is_pending: tl.constexpr,
+    joins: tl.constexpr,
     overlap: tl.constexpr,
 ):
     launch_dependents(overlap)
@@ -120,28 +142,47 @@ def _linear_staged_kernel(
         if gated:
             ups += (tl.load(up_ptr + weight_offset + i * chunk),)  # type: ignore[assignment]
 
+    norm_weight = weight_row
+    if joins:
+        norm_weight = tl.load(norm_ptr + first + tl.minimum(output, stretch - 1))
     wait_for_inputs(overlap)
     row = tl.arange(0, row_tile)[None, None, :]
     x_offset = row * x_stride + slice_begin + in_slice[None, :, None]  # [slices, inputs, row_tile]
     sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
+    # Asked for before the product, so that they have arrived behind it.
+    squares = sums
+    if is_pending:
+        squares = load_squares(pending_ptr, num_parts, num_rows, parts_tile, row_tile)
+    residual = sums
+    if joins:
+        residual = load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs, row_tile)
     for i in tl.static_range(num_chunks):
         x = tl.load(x_ptr + x_offset + i * chunk, mask=row < num_rows, other=0.0)
         sums = tl.dot(gates[i], x, sums)
         if gated:
             up_sums = tl.dot(ups[i], x, up_sums)
 
-    dtype = output_ptr.dtype.element_ty
-    result = tl.sum(sums, axis=0)  # [outputs, row_tile]
-    is_output = output < stretch
-    if has_bias:
-        result += tl.load(bias_ptr + first + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    if gated:
-        up = tl.sum(up_sums, axis=0)
-        if has_bias:
-            up_bias_ptr = bias_ptr + num_outputs + first
-            up += tl.load(up_bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-        result = silu_and_mul(result.to(dtype), up.to(dtype))
-    out_row = tl.arange(0, row_tile)[None, :]
-    out_ptr = output_ptr + out_row.to(tl.int64) * num_outputs + first + output[:, None]
-    tl.store(out_ptr, result.to(dtype), mask=is_output[:, None] & (out_row < num_rows))
+    write_outputs(
+        sums,
+        up_sums,
+        squares,
+        residual,
+        norm_weight,
+        output_ptr,
+        bias_ptr,
+        total_ptr,
+        squares_ptr,
+        first,
+        stretch,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        eps,
+        outputs,
+        row_tile,
+        has_bias,
+        gated,
+        is_pending,
+        joins,
+    )

@@ -19,7 +19,14 @@ from fleetfoot.ops.dependent_launch import (
     prefetch_rows,
     wait_for_inputs,
 )
-from fleetfoot.ops.silu_and_mul_triton import silu_and_mul
+from fleetfoot.ops.linear_few_rows_triton import (
+    Joint,
+    load_residual,
+    load_squares,
+    norm_arguments,
+    write_outputs,
+)
+from fleetfoot.ops.pending_norm import PendingNorm
 from fleetfoot.ops.triton_support import cdiv, triton_kernel
 
 if TYPE_CHECKING:
@@ -49,16 +56,20 @@ def linear_streamed(
     bias: torch.Tensor | None,
     gated: bool,
     tiling: StreamedTiling,
+    pending: PendingNorm | None = None,
+    joint: Joint | None = None,
 ) -> None:
     """Like `linear_staged`, for any ``in`` that is a multiple of 8."""
     num_rows, num_outputs = output.shape
     num_inputs = weight.shape[1]
     overlap = can_overlap(x.device)
+    norm_pointers, norms = norm_arguments(weight, pending, joint)
     _linear_streamed_kernel[(cdiv(num_outputs, tiling.outputs),)](
         output,
         x,
         weight,
         weight if bias is None else bias,
+        *norm_pointers,
         num_rows,
         num_outputs,
         num_inputs,
@@ -74,6 +85,7 @@ def linear_streamed(
         gated=gated,
         overlap=overlap,
         num_warps=tiling.num_warps,
+        **norms,
         **launch_options(overlap),
     )
 
@@ -84,6 +96,13 @@ def _linear_streamed_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    pending_ptr,
+    num_parts,
+    eps,
+    residual_ptr,
+    norm_ptr,
+    total_ptr,
+    squares_ptr,
     num_rows,
     num_outputs,
     num_inputs,
@@ -97,6 +116,9 @@ def _linear_streamed_kernel(
     whole_chunks: tl.constexpr,
     has_bias: tl.constexpr,
     gated: tl.constexpr,
+    parts_tile: tl.constexpr,
+    is_pending: tl.constexpr,
+    joins: tl.constexpr,
     overlap: tl.constexpr,
 ):
     launch_dependents(overlap)
@@ -117,7 +139,17 @@ def _linear_streamed_kernel(
     x_column = slice_begin + in_slice[None, :, None]
     sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
+    norm_weight = weight_row
+    if joins:
+        norm_weight = tl.load(norm_ptr + first + tl.minimum(output, stretch - 1))
     wait_for_inputs(overlap)
+    # Asked for before the product, so that they have arrived behind it.
+    squares = sums
+    if is_pending:
+        squares = load_squares(pending_ptr, num_parts, num_rows, parts_tile, row_tile)
+    residual = sums
+    if joins:
+        residual = load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs, row_tile)
     for begin in tl.range(0, num_inputs, slices * inputs, num_stages=num_stages):
         weight_offset = weight_row + weight_column + begin  # [slices, outputs, inputs]
         x_offset = x_row * x_stride + x_column + begin  # [slices, inputs, row_tile]
@@ -134,17 +166,26 @@ def _linear_streamed_kernel(
             if gated:
                 up_sums = tl.dot(tl.load(up_ptr + weight_offset, mask=in_row, other=0.0), x, up_sums)
 
-    dtype = output_ptr.dtype.element_ty
-    result = tl.sum(sums, axis=0)  # [outputs, row_tile]
-    is_output = output < stretch
-    if has_bias:
-        result += tl.load(bias_ptr + first + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    if gated:
-        up = tl.sum(up_sums, axis=0)
-        if has_bias:
-            up_bias_ptr = bias_ptr + num_outputs + first
-            up += tl.load(up_bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
-        result = silu_and_mul(result.to(dtype), up.to(dtype))
-    out_row = tl.arange(0, row_tile)[None, :]
-    out_ptr = output_ptr + out_row.to(tl.int64) * num_outputs + first + output[:, None]
-    tl.store(out_ptr, result.to(dtype), mask=is_output[:, None] & (out_row < num_rows))
+    write_outputs(
+        sums,
+        up_sums,
+        squares,
+        residual,
+        norm_weight,
+        output_ptr,
+        bias_ptr,
+        total_ptr,
+        squares_ptr,
+        first,
+        stretch,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        eps,
+        outputs,
+        row_tile,
+        has_bias,
+        gated,
+        is_pending,
+        joins,
+    )

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from fleetfoot.ops.gpu_limits import GPULimits, gpu_limits
 from fleetfoot.ops.hopper_support import has_hopper_kernels
 from fleetfoot.ops.linear import PreparedLinear, check_replacement
+from fleetfoot.ops.linear_few_rows_triton import Joint
 from fleetfoot.ops.linear_staged_triton import StagedTiling, linear_staged
 from fleetfoot.ops.linear_streamed_triton import StreamedTiling, linear_streamed
 from fleetfoot.ops.linear_tiled_triton import TiledTiling, linear_tiled
+from fleetfoot.ops.pending_norm import PendingNorm
 from fleetfoot.ops.silu_and_mul_triton import silu_and_mul_triton
 from fleetfoot.ops.triton_support import cdiv, next_power_of_2
 
@@ -33,17 +35,16 @@ _STAGED_BYTES = 100 * 1024
 """Most bytes of the weight for a program that stages them: two such programs fit a multiprocessor of a Hopper GPU."""
 _STAGED_CHUNKS = 8
 _GATED_ROWS = 129
-"""From so many rows on, gated layers that no tiling serves are Hopper's own kernel's. Up to `_FEW_ROWS` always: there
-the library is as fast, for all wait for the weight, but a joint in the chain of launches costs 1% of a step."""
-_FEW_ROWS = 256
+"""From so many rows on, gated layers that no tiling serves may be Hopper's own kernel's."""
 _LEAST_BUSY = 0.88
-"""Of the time, that tiles must keep the multiprocessors busy, for more rows: then the kernel is as fast as the library
-and `silu_and_mul` for 4096 inputs, and faster for fewer."""
+"""Of the time, that tiles must keep the multiprocessors busy: then the kernel is as fast as the library and
+`silu_and_mul` for 4096 inputs, and faster for fewer."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 """Of the kernels."""
 
-Tiling = StagedTiling | StreamedTiling | TiledTiling
+FewRowsTiling = StagedTiling | StreamedTiling
+Tiling = FewRowsTiling | TiledTiling
 
 
 @lru_cache(maxsize=4096)
@@ -140,8 +141,6 @@ def gated_row_groups(num_rows: int, num_outputs: int, num_inputs: int, num_sms: 
     """Groups of 64 rows to a tile of `fleetfoot.ops.gated_linear_hopper`; None: the library is faster."""
     if num_rows < _GATED_ROWS or num_outputs % 8 or num_inputs % 8:
         return None
-    if num_rows <= _FEW_ROWS:
-        return 2
 
     def rounds(groups: int) -> float:
         """How long the multiprocessors take, in tiles of 64 rows. Wider tiles read a little less."""
@@ -203,6 +202,34 @@ class TritonLinear:
         total.addmm_(x, self._weight.t())
         return True
 
+    def reads_pending_norm(self, num_rows: int) -> bool:
+        """See `ReadsPendingNorm`. In float16, what a norm has not scaled yet may be too large."""
+        return self._weight.dtype is torch.bfloat16 and isinstance(self._tiling(num_rows), FewRowsTiling)
+
+    def of_pending_norm(self, x: PendingNorm) -> torch.Tensor:
+        """See `ReadsPendingNorm`.
+
+        Raises:
+            ValueError: not for so many rows.
+        """
+        num_rows = len(x.weighted)
+        tiling = self._tiling(num_rows)
+        if not isinstance(tiling, FewRowsTiling) or x.weighted.shape[1] != self._weight.shape[1]:
+            raise ValueError(f"x {list(x.weighted.shape)} is not read with its norm pending: see reads_pending_norm()")
+        return self.launch(x.weighted, tiling, pending=x)
+
+    def join(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> PendingNorm | None:
+        """See `Joins`."""
+        tiling = self._tiling(len(x))
+        if self._gated or x.dtype is not torch.bfloat16 or not isinstance(tiling, FewRowsTiling):
+            return None
+        result = PendingNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
+        joint = Joint(residual.contiguous(), norm_weight, result)
+        self.launch(x if x.stride(1) == 1 else x.contiguous(), tiling, joint=joint)
+        return result
+
     def _tiling(self, num_rows: int) -> Tiling | None:
         if self._weight.dtype not in _DTYPES:
             return None
@@ -215,19 +242,25 @@ class TritonLinear:
             limits=self._limits,
         )
 
-    def launch(self, x: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-        """What `__call__` does, with a tiling of the caller's: for measurements."""
+    def launch(
+        self, x: torch.Tensor, tiling: Tiling, *, pending: PendingNorm | None = None, joint: Joint | None = None
+    ) -> torch.Tensor:
+        """What `__call__` does, with a tiling of the caller's.
+
+        Args:
+            pending: what ``x`` is part of; joint: what the result becomes part of. For few rows alone.
+        """
         num_outputs = self._weight.shape[0] // (2 if self._gated else 1)
         shape: tuple[int, ...] = (x.shape[0], num_outputs)
         dtype = x.dtype
         if isinstance(tiling, TiledTiling) and tiling.splits > 1:
             shape, dtype = (tiling.splits, *shape), torch.float32
-        output = torch.empty(shape, dtype=dtype, device=x.device)
+        output = torch.empty(shape, dtype=dtype, device=x.device) if joint is None else joint.result.weighted
         arguments = (output, x, self._weight, self._bias, self._gated)
         if isinstance(tiling, StagedTiling):
-            linear_staged(*arguments, tiling)
+            linear_staged(*arguments, tiling, pending, joint)
         elif isinstance(tiling, StreamedTiling):
-            linear_streamed(*arguments, tiling)
+            linear_streamed(*arguments, tiling, pending, joint)
         else:
             linear_tiled(*arguments, tiling)
         return output
