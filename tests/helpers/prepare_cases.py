@@ -55,8 +55,9 @@ class Batch:
     num_sampled: torch.Tensor
     num_rejected: torch.Tensor
     target: torch.Tensor
-    pairs: torch.Tensor
-    num_writes: torch.Tensor
+    staged: torch.Tensor
+    num_writes: int
+    front_size: int
 
     def to(self, device: str) -> Batch:
         moved = {name: move(tensor, device) for name, tensor in self.tensors().items()}
@@ -134,7 +135,7 @@ def make_batch(
     for request in sampling:
         cu_num_logits.append(cu_num_logits[-1] + min(request.num_logits, request.query_len))
     num_sampled = [rng.randint(0, num_drafts + 1) for _ in sampling]
-    arena_size, capacity = 1000, 300
+    arena_size, capacity, front_size = 1000, 300, rng.choice((9, 256, 521))
     pairs = [x for index in rng.sample(range(arena_size), capacity) for x in (index, rng.randrange(-(2**31), 2**31))]
 
     def token_ids(*shape: int) -> torch.Tensor:
@@ -172,8 +173,9 @@ def make_batch(
         num_sampled=int32(num_sampled),
         num_rejected=int32([rng.randint(0, request.query_len) for request in sampling]),
         target=torch.arange(arena_size, dtype=torch.int32),
-        pairs=int32(pairs),
-        num_writes=int32([rng.choice((0, 1, 256, 257, capacity))]),
+        staged=int32([*range(front_size), *pairs]),
+        num_writes=rng.choice((0, 1, 256, 257, capacity)),
+        front_size=front_size,
     )
 
 

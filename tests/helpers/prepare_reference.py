@@ -151,9 +151,10 @@ def expected_post_update(name: str) -> Outputs:
     return {"num_computed": int32(computed), "last_sampled": int32(last)}
 
 
-def expected_scatter(name: str) -> Outputs:
+def expected_writes(name: str) -> Outputs:
     batch = get_batch(name)
-    target, pairs = batch.target.tolist(), batch.pairs.tolist()
-    for write in range(int(batch.num_writes)):
+    target, staged = batch.target.tolist(), batch.staged.tolist()
+    pairs = staged[batch.front_size :]
+    for write in range(batch.num_writes):
         target[pairs[2 * write]] = pairs[2 * write + 1]
-    return {"target": int32(target)}
+    return {"front": int32(staged[: batch.front_size]), "target": int32(target)}

@@ -20,8 +20,8 @@ from fleetfoot.ops.prepare import (
     post_update,
     prepare_decode,
     prepare_prefill_inputs,
-    scatter_writes,
     slot_mapping,
+    take_in_writes,
 )
 from tests.helpers.prepare_cases import BATCHES, Batch, get_batch, uniform_batches
 from tests.helpers.prepare_reference import (
@@ -34,9 +34,9 @@ from tests.helpers.prepare_reference import (
     expected_post_update,
     expected_prefill_inputs,
     expected_sampled_and_drafts,
-    expected_scatter,
     expected_slots,
     expected_tables,
+    expected_writes,
 )
 
 GUARD = 5
@@ -193,9 +193,10 @@ def _call_accept(implementation: Callable[..., None], batch: Batch, inputs: Outp
     )
 
 
-def _call_scatter(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+def _call_writes(implementation: Callable[..., None], batch: Batch, inputs: Outputs, out: GuardedOutputs) -> None:
+    out.add("front", (batch.front_size,), torch.int32)
     out.add_state("target", batch.target)
-    implementation(out.views["target"], batch.pairs, batch.num_writes)
+    implementation(batch.staged, num_writes=batch.num_writes, **out.views)
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,8 @@ class Op:
 
 
 OPS = {
-    "scatter_writes": Op(
-        scatter_writes.scatter_writes, scatter_writes.scatter_writes_triton, _call_scatter, expected_scatter
+    "take_in_writes": Op(
+        take_in_writes.take_in_writes, take_in_writes.take_in_writes_triton, _call_writes, expected_writes
     ),
     "positions_and_seq_lens": Op(
         positions_and_seq_lens.positions_and_seq_lens,

@@ -31,10 +31,10 @@ class RecordingDevice(CpuDevice):
         work()
         return RecordedCapture(self, work)
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
         self._note("copy_in")
-        self.sizes_in.append(source.numel())
-        super().copy_in(destination, source)
+        self.sizes_in.append(front.numel() + 2 * num_writes)
+        super().copy_in(source, front, arena, num_writes)
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         self._note("copy_out")

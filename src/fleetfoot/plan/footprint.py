@@ -209,8 +209,7 @@ def runner_state_bytes(shape: EngineShape) -> int:
     # and the last sampled token, and drafts
     rows = reqs * (_STATE_FIELDS + 1) * _INT32 + (reqs + 1) * shape.drafter.num_drafts * _INT32
     listed = _LISTED_TOKENS + -(-shape.model.vocab_size // 32)  # and a bit for each token that may be allowed
-    max_writes = tokens + shape.max_model_len + reqs * (_STATE_FIELDS + 2) + listed
-    staging = (_NUM_SLOTS_OF_HEADER + 2 * reqs + 1 + 2 * max_writes) * _INT32
+    staging = (_NUM_SLOTS_OF_HEADER + 2 * reqs + 1) * _INT32  # what is staged behind that stays on the host
     return 2 * table + inputs + rows + reqs * listed * _INT32 + staging
 
 

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fleetfoot.ops.prepare.take_in_writes import take_in_writes
+
 
 class Event(Protocol):
     """A point in the device's queue."""
@@ -47,8 +49,8 @@ class Device(Protocol):
         """``[size]`` int32 on the host, page-locked where that makes copies asynchronous."""
         ...
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy from the host to the device."""
+    def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
+        """Queue what a step says, out of memory that `pinned` gave: see `take_in_writes`."""
         ...
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
@@ -82,8 +84,8 @@ class CpuDevice:
     def pinned(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32)
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        destination.copy_(source)
+    def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
+        take_in_writes(source, front, arena, num_writes)
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return source, _PASSED
@@ -147,8 +149,8 @@ class CudaDevice:
     def pinned(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, pin_memory=True)
 
-    def copy_in(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        destination.copy_(source, non_blocking=True)
+    def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
+        take_in_writes(source, front, arena, num_writes)
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         self._out.wait_stream(torch.cuda.current_stream(self.torch_device))

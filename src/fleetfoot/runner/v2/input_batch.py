@@ -139,8 +139,7 @@ class InputBuffers:
         )
 
     def fill(self, batch: InputBatch) -> None:
-        """Queue the scatter of the host's writes and the gathering of the step's inputs."""
-        self._state.staging.scatter()
+        """Queue the gathering of the step's inputs."""
         if batch.shape.is_decode:
             self._fill_decode(batch)
         else:

@@ -2,11 +2,11 @@
 
 A step, from top to bottom:
 
-    execute_model   note what changed in the staging buffer; one copy; scatter it; gather inputs; forward
+    execute_model   note what changed in the staging buffer; take it in on the device; gather inputs; forward
     sample_tokens   logits; sample, and verify drafts; write the results back into the rows; draft for the next step;
                     queue the copy of the tokens to the host; the KV connector
 
-From the scatter to the drafts a step can be one graph, which then has sampled before `sample_tokens` is called.
+From the gathering to the drafts a step can be one graph, which then has sampled before `sample_tokens` is called.
 
 Nothing here waits for the device. The tokens of a step reach the next one through the rows, on the device, and the
 host by way of `AsyncOutput`, whenever it asks.

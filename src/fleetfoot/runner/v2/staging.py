@@ -1,9 +1,9 @@
-"""How the host speaks to the device: one buffer a step, one copy, and a scatter into the state.
+"""How the host speaks to the device: one buffer a step, which one kernel takes in.
 
 All of the runner's state that the host writes lies in one int32 arena on the device. A `StagedWriteTensor` is a view
 of a part of it; writing to one notes pairs of (index in the arena, value) in the step's buffer. The buffer begins with
-what every step says: how many requests and tokens there are, and in which order. It is copied once, and one kernel
-scatters the pairs.
+what every step says: how many requests and tokens there are, and in which order. One kernel copies that and scatters
+the pairs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import numpy as np
 import torch
 
-from fleetfoot.ops.prepare.scatter_writes import scatter_writes
 from fleetfoot.runner.v2.device import Device, Event
 
 HEADER_SIZE = 8
@@ -56,11 +55,11 @@ class Arena:
 
 
 class StagingBuffer:
-    """A ring of pinned host buffers and the device buffer that they are copied to.
+    """A ring of pinned host buffers, and the device's copy of the front of the last one.
 
     Layout, in int32: the header (number of requests, of tokens, of writes, of sampled requests), then
     ``idx_mapping [max_num_seqs]``, ``query_start_loc [max_num_seqs + 1]``, then pairs (index, value).
-    A host buffer is written again only after the copy out of it has been passed by the device. Where a step says more
+    A host buffer is written again only after the device has passed the reading of it. Where a step says more
     than a buffer holds (hundreds of requests admitted at once), what is there is sent ahead.
 
     Args:
@@ -81,16 +80,15 @@ class StagingBuffer:
         self.max_writes = max_writes
         size = self._pairs_begin + 2 * max_writes
         self._host = [device.pinned(size) for _ in range(num_slots)]
+        self._padding = device.pinned(self._pairs_begin)
+        self._padding_read_by: Event | None = None
         self._numpy = [buffer.numpy() for buffer in self._host]
         self._read_by: list[Event | None] = [None] * num_slots
         self._slot = 0
         self._num_writes = 0
-        self.on_device = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
-        self.header = self.on_device[:HEADER_SIZE]
-        self.num_writes = self.header[NUM_WRITES : NUM_WRITES + 1]
+        self.on_device = torch.zeros(self._pairs_begin, dtype=torch.int32, device=device.torch_device)
         self.idx_mapping = self.on_device[self._order_begin : self._starts_begin]
-        self.query_start_loc = self.on_device[self._starts_begin : self._pairs_begin]
-        self.pairs = self.on_device[self._pairs_begin :]
+        self.query_start_loc = self.on_device[self._starts_begin :]
 
     def begin(self) -> None:
         """Take the next host buffer; if the device has not read it yet, wait until it has."""
@@ -120,12 +118,7 @@ class StagingBuffer:
     def _send_ahead(self) -> None:
         self._numpy[self._slot][NUM_WRITES] = self._num_writes
         self._copy()
-        self.scatter()
         self.begin()
-
-    def scatter(self) -> None:
-        """Queue the writes of what was copied last; how many there are, the device reads from the header."""
-        scatter_writes(self._arena, self.pairs, self.num_writes)
 
     def clear_on_device(self, query_start_loc: np.ndarray) -> None:
         """Make the device see a step of padding requests alone: running it changes nothing.
@@ -133,18 +126,21 @@ class StagingBuffer:
         Args:
             query_start_loc: ``[padded_reqs + 1]``: how many tokens of padding each has.
         """
-        self.header.zero_()
-        self.idx_mapping.fill_(-1)
-        starts = torch.from_numpy(query_start_loc).to(self.on_device.device)
-        self.query_start_loc[: len(starts)] = starts
+        if self._padding_read_by is not None:
+            self._padding_read_by.wait()
+        buffer = self._padding.numpy()
+        buffer[: self._order_begin] = 0
+        buffer[self._order_begin : self._starts_begin] = -1
+        buffer[self._starts_begin : self._starts_begin + len(query_start_loc)] = query_start_loc
+        self._device.copy_in(self._padding, self.on_device, self._arena, 0)
+        self._padding_read_by = self._device.record()
 
     def _copy(self) -> None:
-        used = self._pairs_begin + 2 * self._num_writes
-        self._device.copy_in(self.on_device[:used], self._host[self._slot][:used])
+        self._device.copy_in(self._host[self._slot], self.on_device, self._arena, self._num_writes)
         self._read_by[self._slot] = self._device.record()
 
     def send(self, order: list[int] | np.ndarray, query_start_loc: np.ndarray, num_sampled: int, padded: int) -> None:
-        """Queue the one copy of the step.
+        """Queue what the step says.
 
         Args:
             order: rows in batch order, padded to ``padded`` with -1 by this method.
