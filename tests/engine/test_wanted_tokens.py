@@ -109,9 +109,12 @@ class RowCount:
         self.steps: list[int] = []
         layer.mlp = self
 
-    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
         self.steps.append(len(hidden))
-        return self._mlp(hidden, residual)
+        return self._mlp(hidden, *others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mlp, name)
 
 
 PROMPTS = {"long": list(range(300, 340)), "short": list(range(300, 305))}

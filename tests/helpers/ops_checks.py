@@ -176,5 +176,8 @@ def check_choices(logits: torch.Tensor, device: str) -> None:
     actual = TRITON.choose_tokens(*on_device[:4], rows=on_device[4], invalid=invalid)
     assert actual.tolist() == expected
     assert invalid.tolist() == expected_invalid.tolist()
+    together = torch.empty((2, num_rows), dtype=torch.int64, device=device)
+    TRITON.choose_tokens(*on_device[:4], rows=on_device[4], out=together[0], invalid=together[1])
+    assert together.tolist() == [expected, [int(flag) for flag in expected_invalid]]
     direct = TRITON.choose_tokens(on_device[0], on_device[1][2:], on_device[2][2:], on_device[3])
     assert direct.tolist() == expected

@@ -173,7 +173,7 @@ def make_batch(
         num_sampled=int32(num_sampled),
         num_rejected=int32([rng.randint(0, request.query_len) for request in sampling]),
         target=torch.arange(arena_size, dtype=torch.int32),
-        staged=int32([*range(front_size), *pairs]),
+        staged=int32([*range(front_size), *pairs, *[0] * (521 - front_size)]),
         num_writes=rng.choice((0, 1, 256, 257, capacity)),
         front_size=front_size,
     )

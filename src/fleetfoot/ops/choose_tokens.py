@@ -17,6 +17,7 @@ def choose_tokens_torch(
     rows: torch.Tensor | None = None,
     invalid: torch.Tensor | None = None,
     filters: RowFilters | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token for each row of ``logits [n, vocab]``, which stay as they are.
 
@@ -26,8 +27,9 @@ def choose_tokens_torch(
         seeds: ``[n]`` int64, 64-bit patterns; wanted if there are temperatures, as is ``positions [n]`` int32 or int64.
         rows: ``[n]``: entry ``rows[i]`` of ``temperatures``, ``seeds`` and ``filters``, which may be longer, is that of
             row ``i``. -1: the row is padding, and its token means nothing.
-        invalid: written, ``[n]`` bool: whether the chosen logit is NaN or infinite.
+        invalid: written, ``[n]`` bool or int64: whether the chosen logit is NaN or infinite.
         filters: for rows above 0; min-p first, then top-k, then top-p (`fleetfoot.sampling.filters`).
+        out: ``[n]`` int64, written and returned; None: a new tensor.
 
     Returns:
         ``[n]`` int64. In a row that holds NaN the token's own logit is NaN, and in a row that holds +inf it is +inf: a
@@ -36,7 +38,7 @@ def choose_tokens_torch(
     if rows is not None and temperatures is not None and seeds is not None:
         temperatures, seeds = temperatures[rows], seeds[rows]
         filters = None if filters is None else filters.at(rows)
-    token_ids = logits.argmax(dim=-1)
+    token_ids = torch.argmax(logits, dim=-1, out=out)
     if temperatures is not None and seeds is not None and positions is not None:
         is_random = temperatures > 0
         if filters is not None:
@@ -64,7 +66,7 @@ def draw_filtered(
 
 
 def mark_invalid(logits: torch.Tensor, token_ids: torch.Tensor, invalid: torch.Tensor) -> None:
-    """Write to ``invalid [n]`` (bool) whether the logit of each row's token is NaN or infinite."""
+    """Write to ``invalid [n]`` whether the logit of each row's token is NaN or infinite."""
     torch.logical_not(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite(), out=invalid)
 
 

@@ -41,6 +41,7 @@ def choose_tokens_triton(
     rows: torch.Tensor | None = None,
     invalid: torch.Tensor | None = None,
     filters: RowFilters | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `choose_tokens_torch`. Launches alone: no synchronisation, and no count that a graph could not hold.
 
@@ -56,7 +57,7 @@ def choose_tokens_triton(
     if positions is not None and len(positions) != num_rows:
         raise ValueError(f"choose_tokens: {len(positions)} positions for {num_rows} rows of logits")
     device = logits.device
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device) if out is None else out
     if num_rows == 0:
         return token_ids
     tile = next(tile for most, tile in _TILES.items() if num_rows <= most)

@@ -190,13 +190,14 @@ class _NativeOps:
         rows: torch.Tensor | None = None,
         invalid: torch.Tensor | None = None,
         filters: RowFilters | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         code = DTYPES.get(logits.dtype)
         num_rows, vocab_size = logits.shape
         stride = logits.stride()
         if code is None or stride[1] != 1 or vocab_size == 0:
             return choose_tokens_torch(
-                logits, temperatures, seeds, positions, rows=rows, invalid=invalid, filters=filters
+                logits, temperatures, seeds, positions, rows=rows, invalid=invalid, filters=filters, out=out
             )
         if rows is not None and temperatures is not None and seeds is not None:
             temperatures, seeds = temperatures[rows], seeds[rows]
@@ -215,7 +216,7 @@ class _NativeOps:
                 raise ValueError(_mismatch("choose_tokens", logits=logits, **found))
             temperatures, seeds, positions = temperatures.contiguous(), seeds.contiguous(), positions.contiguous()
             per_row = [temperatures.data_ptr(), seeds.data_ptr(), positions.data_ptr()]
-        token_ids = torch.empty(num_rows, dtype=torch.int64)
+        token_ids = torch.empty(num_rows, dtype=torch.int64) if out is None else out
         status = self._kernels.choose_tokens(
             token_ids.data_ptr(),
             logits.data_ptr(),

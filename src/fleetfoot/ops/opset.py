@@ -55,6 +55,7 @@ class ChooseTokens(Protocol):
         rows: torch.Tensor | None = None,
         invalid: torch.Tensor | None = None,
         filters: RowFilters | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -86,4 +87,5 @@ class OpSet:
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw from ``softmax(logits / temperature)`` for rows
     whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for. With ``rows
     [n]``, entry ``rows[i]`` of ``temperatures`` and ``seeds`` is row ``i``'s; -1: any token will do. ``invalid [n]``
-    bool is written where it is given: the chosen logit is NaN or infinite. ``filters`` limit what rows draw from."""
+    bool or int64 is written where it is given: the chosen logit is NaN or infinite. ``filters`` limit what rows draw
+    from. ``out [n]`` int64: where the tokens are put."""

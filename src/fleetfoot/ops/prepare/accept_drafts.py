@@ -33,7 +33,7 @@ def accept_drafts(
     Args:
         idx_mapping: ``[n]``: each request's row; -1: padding, which gets nothing.
         chosen: ``[n, d + 1]`` int64: the target's choices behind each token of the query.
-        invalid: ``[n, d + 1]`` bool: choices that mean nothing.
+        invalid: ``[n, d + 1]`` bool, or 0 and 1: choices that mean nothing.
         draft_tokens: ``[R, k]``, k >= d; -1: no draft.
         num_computed: ``[R]``: position of the query's first token.
         limits: ``[R]``: positions from here on are never an input, so a request that has got all its tokens gets none.
@@ -71,7 +71,7 @@ def accept_drafts_cpu(
     rows, query_len = idx_mapping.numpy(), chosen.shape[1]
     drafts = draft_tokens.numpy()[rows, : query_len - 1]  # [n, d]
     is_same = chosen.numpy()[:, :-1] == drafts
-    holds = np.logical_and.accumulate(is_same & ~invalid.numpy()[:, :-1], axis=1)
+    holds = np.logical_and.accumulate(is_same & (invalid.numpy()[:, :-1] == 0), axis=1)
     room = (limits.numpy()[rows] - num_computed.numpy()[rows]).clip(min=0)  # [n]
     counts = np.minimum(holds.sum(axis=1) + 1, room)
     is_request = rows >= 0

@@ -316,7 +316,7 @@ class ModelRunnerV2:
         if many := self._sampler.logprobs_counts(batch.rows_of_logits, many=True):
             logprobs = self._sampler.many_logprobs(logits, sampled.token_ids, many)
             output.send_logprobs(logprobs, list(many), list(many.values()), range(len(many)))
-        return self._verifier.accept(batch, sampled.token_ids, sampled.invalid, num_sampled)
+        return self._verifier.accept(batch, sampled.chosen, num_sampled)
 
     def _send_logprobs(self, batch: InputBatch, logprobs: LogprobsTensors, output: AsyncOutput) -> None:
         """Queue the copy of logprobs that are there for each row of logits, if somebody in the batch wants them."""
@@ -384,7 +384,7 @@ class ModelRunnerV2:
                 return done
             whose, logits = self._logits(batch, done)
             sampled = self._sampler.sample(logits, whose, key.sampling)
-            new = self._verifier.accept(batch, sampled.token_ids, sampled.invalid, key.num_reqs)
+            new = self._verifier.accept(batch, sampled.chosen, key.num_reqs)
             packed = new.packed()
             self._verifier.update_rows(batch, new)
             self._drafting.propose(batch, done.hidden, new, key.drafting)

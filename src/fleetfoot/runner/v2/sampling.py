@@ -31,12 +31,20 @@ _RANDOM, _FILTERED, _EDITED, _REPORTED = "random", "filtered", "edited", "report
 class Sampled:
     """Of each row of logits."""
 
-    token_ids: torch.Tensor
-    """``[L]`` int64"""
-    invalid: torch.Tensor
-    """``[L]`` bool: the row's logits hold NaN or +inf, or nothing but -inf; its token means nothing."""
+    chosen: torch.Tensor
+    """``[2, L]`` int64: `token_ids` and `invalid`, together as the host will have them."""
     logprobs: LogprobsTensors | None
     """``[L]`` rows, of which those mean something that want logprobs, but not very many; None: nobody does."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """``[L]`` int64"""
+        return self.chosen[0]
+
+    @property
+    def invalid(self) -> torch.Tensor:
+        """``[L]`` 0 or 1: the row's logits hold NaN or +inf, or nothing but -inf; its token means nothing."""
+        return self.chosen[1]
 
 
 class RowSampler:
@@ -97,11 +105,12 @@ class RowSampler:
         """
         requests = self._state.requests
         edited = self._state.edits.apply(logits, whose.rows, whose.seq_lens) if variant.edits else logits
-        invalid = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
+        chosen = torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device)
+        token_ids, invalid = chosen
         if is_greedy:
-            token_ids = self._choose_tokens(edited, invalid=invalid)
+            self._choose_tokens(edited, invalid=invalid, out=token_ids)
         else:
-            token_ids = self._choose_tokens(
+            self._choose_tokens(
                 edited,
                 requests.temperature,
                 requests.seeds,
@@ -109,12 +118,13 @@ class RowSampler:
                 rows=whose.rows,
                 invalid=invalid,
                 filters=RowFilters(requests.log_min_p, requests.top_k, requests.top_p) if variant.filters else None,
+                out=token_ids,
             )
         if variant.logprobs is None:
-            return Sampled(token_ids, invalid, None)
+            return Sampled(chosen, None)
         sizes = requests.logprobs_size
         packed = token_logprobs(logits, token_ids, variant.logprobs, sizes=sizes, rows=whose.rows)
-        return Sampled(token_ids, invalid, LogprobsTensors(packed))
+        return Sampled(chosen, LogprobsTensors(packed))
 
     def logprobs_counts(self, rows: Sequence[int], *, many: bool = False) -> dict[int, int]:
         """Index in ``rows`` -> number of most probable tokens, of those that want few of them, or very many."""

@@ -29,16 +29,20 @@ class LogitsRows:
 class NewTokens:
     """What the requests that sample have got, on the device."""
 
-    token_ids: torch.Tensor
-    """``[n, 1 + d]`` int64; those behind ``num_sampled`` mean nothing."""
-    invalid: torch.Tensor
-    """``[n, 1 + d]`` bool: choices that mean nothing."""
+    chosen: torch.Tensor
+    """``[2, n, 1 + d]`` int64: tokens, of which those behind ``num_sampled`` mean nothing, and 1 for choices that mean
+    nothing."""
     num_sampled: torch.Tensor
     """``[n]`` int32"""
     num_rejected: torch.Tensor
     """``[n]`` int32: tokens of the query that are not part of the sequence."""
     num_drafted: torch.Tensor | None
     """``[n]`` int32: drafts that were proposed at all; None: no drafts were verified."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """``[n, 1 + d]``"""
+        return self.chosen[0]
 
     def packed(self) -> torch.Tensor:
         """Everything that the host wants, in one tensor for one copy.
@@ -47,9 +51,9 @@ class NewTokens:
         and flags.
         """
         if self.num_drafted is None:
-            return torch.stack((self.token_ids[:, 0], self.invalid[:, 0]))
+            return self.chosen.squeeze(2)
         counts = torch.stack((self.num_sampled, self.num_drafted), 1)
-        return torch.cat((self.token_ids, self.invalid, counts), 1)
+        return torch.cat((*self.chosen, counts), 1)
 
 
 class Verifier:
@@ -106,9 +110,9 @@ class Verifier:
         )
         return WantedTokens(whose.indices, metadata)
 
-    def accept(self, batch: InputBatch, chosen: torch.Tensor, invalid: torch.Tensor, num_sampled: int) -> NewTokens:
+    def accept(self, batch: InputBatch, chosen: torch.Tensor, num_sampled: int) -> NewTokens:
         """Args:
-        chosen: ``[L]`` int64, what the target chose for each row of logits; ``invalid [L]`` bool.
+        chosen: ``[2, L]``, what the target chose for each row of logits: see `Sampled`.
         """
         shape = batch.shape
         if not shape.num_drafts:
@@ -118,16 +122,17 @@ class Verifier:
                 rows = batch.idx_mapping[:num_sampled].clamp(min=0)
                 taken = (self._requests.limits[rows] - self._requests.num_computed[rows]).clamp(0, 1)
                 rejected = 1 - taken
-            return NewTokens(chosen.unsqueeze(1), invalid.unsqueeze(1), taken, rejected, None)
+            return NewTokens(chosen.unsqueeze(2), taken, rejected, None)
         width = 1 + shape.num_drafts
         num_decodes = num_sampled if shape.is_decode else shape.num_decodes
         verified = num_decodes * width
+        of_decodes = chosen[:, :verified].view(2, num_decodes, width)
         counts = torch.empty((3, num_sampled), dtype=torch.int32, device=chosen.device)
         taken, rejected, drafted = counts
         accept_drafts(
             batch.idx_mapping[:num_decodes],
-            chosen[:verified].view(num_decodes, width),
-            invalid[:verified].view(num_decodes, width),
+            of_decodes[0],
+            of_decodes[1],
             self._requests.draft_tokens,
             self._requests.num_computed,
             self._requests.limits,
@@ -136,15 +141,12 @@ class Verifier:
             num_drafted=drafted[:num_decodes],
         )
         if num_decodes == num_sampled:
-            return NewTokens(chosen.view(-1, width), invalid.view(-1, width), taken, rejected, drafted)
+            return NewTokens(of_decodes, taken, rejected, drafted)
         taken[num_decodes:] = 1
         counts[1:, num_decodes:] = 0
-        padded = []
-        for tensor in (chosen, invalid):
-            ending = tensor.new_zeros((num_sampled - num_decodes, width))
-            ending[:, 0] = tensor[verified:]
-            padded.append(torch.cat((tensor[:verified].view(num_decodes, width), ending)))
-        return NewTokens(padded[0], padded[1], taken, rejected, drafted)
+        ending = chosen.new_zeros((2, num_sampled - num_decodes, width))
+        ending[:, :, 0] = chosen[:, verified:]
+        return NewTokens(torch.cat((of_decodes, ending), 1), taken, rejected, drafted)
 
     def update_rows(self, batch: InputBatch, new: NewTokens | None) -> None:
         """Advance every request by its query, and keep the newest tokens for the next step. None: nobody sampled."""
