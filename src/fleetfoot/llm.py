@@ -15,6 +15,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.utils.garbage import short_collections
 from fleetfoot.utils.interrupts import StopSignal, deferred_interrupts
 from fleetfoot.utils.progress import ProgressBar, progress_bar
 
@@ -176,7 +177,8 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         request_ids: list[str] = []
-        with deferred_interrupts() as interrupts:  # a step that Ctrl-C cuts short would end the engine
+        # A step that Ctrl-C cuts short would end the engine.
+        with short_collections(), deferred_interrupts() as interrupts:
             try:
                 former = checked = None
                 for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):

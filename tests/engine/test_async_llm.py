@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Iterator
@@ -77,6 +78,26 @@ def assert_idle(llm: AsyncLLM) -> None:
 
 
 # --- streams --------------------------------------------------------------------------------------------------------
+
+
+def test_collections_leave_the_engine_alone_while_it_runs() -> None:
+    with gated() as (llm, gate):
+        stream = llm.generate(PROMPT, params(3), "a")
+
+        async def read() -> int:
+            gate.open()
+            _ = [output async for output in stream]
+            return gc.get_freeze_count()
+
+        assert run(read()) > 0
+    assert gc.get_freeze_count() == 0
+    frozen: list[int] = []
+    with LLM(embedded_model_path(), max_model_len=64, dtype="float32") as offline:
+        step = offline.llm_engine.step
+        offline.llm_engine.step = lambda: frozen.append(gc.get_freeze_count()) or step()  # type: ignore[method-assign, func-returns-value]
+        offline.generate([[5]], params(2, RequestOutputKind.FINAL_ONLY), use_tqdm=False)
+    assert frozen and min(frozen) > 0
+    assert gc.get_freeze_count() == 0
 
 
 def test_many_streams_at_once(running: AsyncLLM) -> None:

@@ -20,6 +20,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.utils.garbage import short_collections
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -245,9 +246,10 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
-            while self._obey():
-                for output in self._engine.step():
-                    self._deliver(output)
+            with short_collections():
+                while self._obey():
+                    for output in self._engine.step():
+                        self._deliver(output)
         except BaseException as error:  # whatever it is, those who wait must hear of it
             logger.exception("the engine's thread ends")
             self._cause = error

@@ -266,7 +266,7 @@ class OutputProcessor:
 
     def _deliver(self, state: _RequestState) -> RequestOutput:
         admitted, finished = state.admitted, not state.num_unfinished
-        return RequestOutput(
+        output = RequestOutput(
             request_id=admitted.request_id,
             prompt=admitted.prompt,
             prompt_token_ids=admitted.prompt_token_ids,
@@ -277,6 +277,9 @@ class OutputProcessor:
             num_cached_tokens=max(0, state.sequences[0].request.num_cached_tokens),
             kv_transfer_params=state.sequences[0].request.kv_transfer_output,
         )
+        if finished:
+            state.sequences = []  # they refer to it as well: a circle that would wait for the garbage collector
+        return output
 
     @staticmethod
     def _completion(sequence: _Sequence, state: _RequestState) -> CompletionOutput:

@@ -20,6 +20,7 @@ from fleetfoot.execution.ranks import answering_ranks
 from fleetfoot.execution.worker import Worker
 from fleetfoot.execution.worker_process import Rendezvous, WorkerSpec
 from fleetfoot.runner.contract import PendingOutput
+from fleetfoot.utils.garbage import short_collections
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +89,11 @@ def _take_steps(worker: Worker, channel: WorkerChannel) -> None:
     answers: _Answers = _Nobody()
     if worker.rank in answering_ranks(worker.plan.config):
         answers = (_Awaiting if worker.device.type == "cuda" else _AtOnce)(worker.rank, channel)
-    while message := channel.receive():
-        step = decode_step(message)
-        worker.runner.execute_model(step.scheduler_output)
-        answers.send(step.number, worker.runner.sample_tokens(step.grammar_output))
+    with short_collections():
+        while message := channel.receive():
+            step = decode_step(message)
+            worker.runner.execute_model(step.scheduler_output)
+            answers.send(step.number, worker.runner.sample_tokens(step.grammar_output))
     answers.close()
 
 
