@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -177,6 +177,8 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         request_ids: list[str] = []
+        finished: dict[str, RequestOutput] = {}
+        num_waiting, has_begun = 0, False
         # A step that Ctrl-C cuts short would end the engine.
         with short_collections(), deferred_interrupts() as interrupts:
             try:
@@ -186,27 +188,45 @@ class LLM:
                         former, final = wanted, _final_only(wanted)
                         checked = self.llm_engine.check_params(final)
                     request_ids.append(self._new_request_id())
-                    self.llm_engine.add_request(request_ids[-1], prompt, final, priority=priority, checked=checked)
+                    num_waiting += self.llm_engine.add_request(
+                        request_ids[-1], prompt, final, priority=priority, checked=checked
+                    )
+                    if not has_begun and self.llm_engine.may_begin(num_waiting):
+                        has_begun = True  # a step that computes while the others are added
+                        finished.update(self._step(request_ids))
                     interrupts.check()
-                return self._finish(request_ids, use_tqdm, interrupts)
+                return self._finish(request_ids, finished, use_tqdm, interrupts)
             except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine
                 self.llm_engine.discard(request_ids)
                 raise
 
     def _finish(
-        self, request_ids: list[str], use_tqdm: bool | Callable[..., Any], interrupts: StopSignal
+        self,
+        request_ids: list[str],
+        finished: dict[str, RequestOutput],
+        use_tqdm: bool | Callable[..., Any],
+        interrupts: StopSignal,
     ) -> list[RequestOutput]:
-        """Step until these requests have ended; their last outputs in order."""
-        finished: dict[str, RequestOutput] = {}
-        mine = set(request_ids)
+        """Step until these requests have ended; their last outputs in order.
+
+        Args:
+            finished: of those that have ended already.
+        """
+        mine = frozenset(request_ids)
         with progress_bar(use_tqdm, total=len(request_ids), description="Generating") as bar:
+            for output in finished.values():
+                _advance(bar, output)
             while len(finished) < len(request_ids):
-                for output in self.llm_engine.step():
-                    if output.finished and output.request_id in mine:  # not a stranger's, added by hand
-                        finished[output.request_id] = output
-                        _advance(bar, output)
+                for request_id, output in self._step(mine).items():
+                    finished[request_id] = output
+                    _advance(bar, output)
                 interrupts.check()
         return [finished[request_id] for request_id in request_ids]
+
+    def _step(self, mine: Container[str]) -> dict[str, RequestOutput]:
+        """The last outputs of those of ``mine`` that end with a step; strangers may have been added by hand."""
+        outputs = self.llm_engine.step()
+        return {output.request_id: output for output in outputs if output.finished and output.request_id in mine}
 
     def _new_request_id(self) -> str:
         """A number that no request has, one that was added by hand included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +280,53 @@ def test_the_tokenizer_answers_to_the_names_that_scripts_know(text_model: Path) 
     assert tokenizer.apply_chat_template(messages, tokenize=True) == tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer("Hello")["input_ids"] == tokenizer.encode("Hello")
     assert len(tokenizer) == tokenizer.vocab_size
+
+
+def watched(llm: LLM) -> list[str]:
+    """What `generate` asks of the engine from now on."""
+    calls: list[str] = []
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*arguments: Any, **keywords: Any) -> Any:
+            calls.append(name)
+            return call(*arguments, **keywords)
+
+        return note
+
+    for name in ("add_request", "step"):
+        setattr(llm.llm_engine, name, noting(name, getattr(llm.llm_engine, name)))
+    return calls
+
+
+@pytest.mark.parametrize("use_v2", [False, True])
+def test_a_step_that_is_full_begins_before_the_last_prompts_are_added(use_v2: bool) -> None:
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 8,
+        "max_model_len": 64,
+        "dtype": "float32",
+    }
+    prompts = [[5 + number] * 12 for number in range(7)]
+    params = [SamplingParams(max_tokens=1 + 3 * number, ignore_eos=True, temperature=0.0) for number in range(7)]
+    results = []
+    for policy in ("fcfs", "priority"):  # by which a step depends on what is queued behind it
+        with LLM(use_v2_model_runner=use_v2, scheduling_policy=policy, **settings) as llm:
+            calls = watched(llm)
+            results.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+            llm.llm_engine.check_integrity()
+        begun = calls[: calls.index("step")].count("add_request")
+        assert begun == (3 if policy == "fcfs" else 7)
+        assert calls[:8].count("step") == 1
+    assert results[0] == results[1]
+    assert [len(token_ids) for token_ids in results[0]] == [1 + 3 * number for number in range(7)]
+
+
+def test_a_prompt_that_is_refused_behind_a_step_ends_the_call() -> None:
+    with LLM(max_num_batched_tokens=32, max_num_seqs=8, max_model_len=64) as llm:
+        calls = watched(llm)
+        with pytest.raises(ValueError, match="max_model_len"):
+            llm.generate([[5] * 12] * 6 + [[5] * 90], SamplingParams(max_tokens=9), use_tqdm=False)
+        assert "step" in calls
+        assert not llm.llm_engine.has_unfinished_requests()
+        llm.llm_engine.check_integrity()
+        assert len(llm.generate([[5] * 12] * 6, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)) == 6

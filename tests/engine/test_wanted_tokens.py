@@ -113,9 +113,6 @@ class RowCount:
         self.steps.append(len(hidden))
         return self._mlp(hidden, *others)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mlp, name)
-
 
 PROMPTS = {"long": list(range(300, 340)), "short": list(range(300, 305))}
 

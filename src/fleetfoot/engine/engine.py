@@ -87,11 +87,14 @@ class LLMEngine:
         *,
         priority: int = 0,
         checked: CheckedParams | None = None,
-    ) -> None:
+    ) -> int:
         """Queue a request; its outputs come from `step`.
 
         Args:
             checked: what `check_params` has made of ``params`` that several requests share; None: they are checked now.
+
+        Returns:
+            The tokens of its prompt.
 
         Raises:
             ValueError, TypeError: the request is refused, and nothing has changed.
@@ -99,7 +102,9 @@ class LLMEngine:
         """
         self._check_alive()
         self.check_id(request_id)
-        self.add_checked(self.check_request(request_id, prompt, checked or params, priority=priority))
+        request = self.check_request(request_id, prompt, checked or params, priority=priority)
+        self.add_checked(request)
+        return len(request.prompt_token_ids)
 
     def check_id(self, request_id: str) -> None:
         """Whether a request can have this id now.
@@ -227,6 +232,11 @@ class LLMEngine:
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Forget cached prefixes; with ``reset_connector`` what a KV connector has saved is not loaded any more."""
         self.core.scheduler.reset_prefix_cache(reset_connector=reset_connector)
+
+    def may_begin(self, num_waiting: int) -> bool:
+        """Whether prompts of so many tokens fill a step that is the same whatever is queued behind them."""
+        scheduling = self.core.scheduler.config
+        return num_waiting >= scheduling.max_num_batched_tokens and not scheduling.priority
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if KV blocks, rows or queues do not add up."""

@@ -19,7 +19,7 @@ from fleetfoot.ops.pending_norm import PendingNorm
 class DecoderParts:
     """Attention and MLP, each behind a norm; the first norm may be missing."""
 
-    __slots__ = ("attention", "attention_norm", "mlp", "mlp_norm")
+    __slots__ = ("attention", "attention_norm", "before_mlp", "mlp", "mlp_norm")
 
     attention_norm: RMSNorm | None
 
@@ -37,6 +37,7 @@ class DecoderParts:
         self.attention = Attention(config, context, heads, cos_sin, layer)
         self.mlp_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, context)
+        self.before_mlp = NormedLinear(self.mlp_norm, self.mlp.gate_up)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         if self.attention_norm is not None:
@@ -53,9 +54,15 @@ class DecoderParts:
 class DecoderLayer(DecoderParts):
     """With all its norms; sums with the residual stream are left to the norm that follows."""
 
-    __slots__ = ()
+    __slots__ = ("begins_with",)
 
     attention_norm: RMSNorm
+
+    def __init__(
+        self, config: ModelConfig, context: ModelContext, heads: AttentionHeads, cos_sin: torch.Tensor, layer: int
+    ) -> None:
+        super().__init__(config, context, heads, cos_sin, layer)
+        self.begins_with = NormedLinear(self.attention_norm, self.attention.qkv)
 
     def __call__(
         self,
@@ -65,22 +72,20 @@ class DecoderLayer(DecoderParts):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         wanted: WantedTokens | None = None,
-        then: DecoderLayer | None = None,
+        then: NormedLinear | None = None,
     ) -> tuple[torch.Tensor | PendingNorm, torch.Tensor]:
         """``(hidden, residual)``, whose sum ``[num_tokens, hidden_size]`` is the layer's output, or twice that output
         itself, or for ``then`` what else `RMSNorm.add` takes. The residual that was given may be written to.
 
         Args:
             wanted: the tokens whose output is made; of the others K and V alone. None: all.
-            then: the layer that follows, if it is given nothing but this one's result.
+            then: what the layer that follows begins with, if it is given nothing but this one's result.
         """
         hidden, residual = self.attention_norm.add(hidden, residual)
         if wanted is not None:
             residual = wanted.of(residual)
-        before_mlp = NormedLinear(self.mlp_norm, self.mlp.gate_up)
-        hidden = self.attention(hidden, positions, kv_cache, metadata, residual, wanted, before_mlp)
+        hidden = self.attention(hidden, positions, kv_cache, metadata, residual, wanted, self.before_mlp)
         if not len(residual):
             return residual, residual
         hidden, residual = self.mlp_norm.add(hidden, residual)
-        before_next = None if then is None else NormedLinear(then.attention_norm, then.attention.qkv)
-        return self.mlp(hidden, residual, before_next), residual
+        return self.mlp(hidden, residual, then), residual

@@ -18,7 +18,6 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderParts
 from fleetfoot.layers.embedding import Embedding
 from fleetfoot.layers.linear import Linear
-from fleetfoot.layers.norm import NormedLinear
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.layers.slots import WeightSlot
 from fleetfoot.ops.pending_norm import PendingNorm
@@ -41,8 +40,7 @@ class EagleLayer(DecoderParts):
     ) -> torch.Tensor:
         """``[num_tokens, hidden_size]`` -> the same shape; what was given may be written to."""
         normed = hidden if self.attention_norm is None else self.attention_norm(hidden)
-        before_mlp = NormedLinear(self.mlp_norm, self.mlp.gate_up)
-        attended = self.attention(normed, positions, kv_cache, metadata, hidden, then=before_mlp)
+        attended = self.attention(normed, positions, kv_cache, metadata, hidden, then=self.before_mlp)
         unscaled, residual = self.mlp_norm.add(attended, hidden)
         output = self.mlp(unscaled)
         assert not isinstance(output, PendingNorm)  # no norm was named that follows

@@ -64,7 +64,7 @@ class LlamaForCausalLM:
         entering, residual = self._enter(input_ids, intermediate_tensors)
         hidden: torch.Tensor | PendingNorm = entering
         for layer, then, kv_cache in zip(self._layers[:-1], self._layers[1:], kv_caches[:-1], strict=True):
-            hidden, residual = layer(hidden, residual, positions, kv_cache, metadata, then=then)
+            hidden, residual = layer(hidden, residual, positions, kv_cache, metadata, then=then.begins_with)
         hidden, residual = self._layers[-1](hidden, residual, positions, kv_caches[-1], metadata, wanted)
         assert not isinstance(hidden, PendingNorm)  # no layer was named that follows
         if self._norm is None:
