@@ -178,7 +178,8 @@ class LLM:
     ) -> list[RequestOutput]:
         request_ids: list[str] = []
         finished: dict[str, RequestOutput] = {}
-        num_waiting, has_begun = 0, False
+        has_begun, engine = False, self.llm_engine
+        before = engine.num_prompt_tokens
         # A step that Ctrl-C cuts short would end the engine.
         with short_collections(), deferred_interrupts() as interrupts:
             try:
@@ -186,18 +187,16 @@ class LLM:
                 for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
                     if checked is None or wanted is not former:  # what prompts share is checked once
                         former, final = wanted, _final_only(wanted)
-                        checked = self.llm_engine.check_params(final)
+                        checked = engine.check_params(final)
                     request_ids.append(self._new_request_id())
-                    num_waiting += self.llm_engine.add_request(
-                        request_ids[-1], prompt, final, priority=priority, checked=checked
-                    )
-                    if not has_begun and self.llm_engine.may_begin(num_waiting):
+                    engine.add_request(request_ids[-1], prompt, final, priority=priority, checked=checked)
+                    if not has_begun and engine.may_begin(engine.num_prompt_tokens - before):
                         has_begun = True  # a step that computes while the others are added
                         finished.update(self._step(request_ids))
                     interrupts.check()
                 return self._finish(request_ids, finished, use_tqdm, interrupts)
             except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine
-                self.llm_engine.discard(request_ids)
+                engine.discard(request_ids)
                 raise
 
     def _finish(

@@ -87,14 +87,11 @@ class LLMEngine:
         *,
         priority: int = 0,
         checked: CheckedParams | None = None,
-    ) -> int:
+    ) -> None:
         """Queue a request; its outputs come from `step`.
 
         Args:
             checked: what `check_params` has made of ``params`` that several requests share; None: they are checked now.
-
-        Returns:
-            The tokens of its prompt.
 
         Raises:
             ValueError, TypeError: the request is refused, and nothing has changed.
@@ -102,9 +99,7 @@ class LLMEngine:
         """
         self._check_alive()
         self.check_id(request_id)
-        request = self.check_request(request_id, prompt, checked or params, priority=priority)
-        self.add_checked(request)
-        return len(request.prompt_token_ids)
+        self.add_checked(self.check_request(request_id, prompt, checked or params, priority=priority))
 
     def check_id(self, request_id: str) -> None:
         """Whether a request can have this id now.
@@ -232,6 +227,11 @@ class LLMEngine:
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
         """Forget cached prefixes; with ``reset_connector`` what a KV connector has saved is not loaded any more."""
         self.core.scheduler.reset_prefix_cache(reset_connector=reset_connector)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all requests that have ever been added."""
+        return self.stats_collector.num_prompt_tokens
 
     def may_begin(self, num_waiting: int) -> bool:
         """Whether prompts of so many tokens fill a step that is the same whatever is queued behind them."""

@@ -223,7 +223,11 @@ class TritonLinear:
     ) -> PendingNorm | None:
         """See `Joins`."""
         tiling = self._tiling(len(x))
-        if self._gated or x.dtype is not torch.bfloat16 or not isinstance(tiling, FewRowsTiling):
+        if (
+            self._gated
+            or not isinstance(tiling, FewRowsTiling)
+            or not (x.dtype is self._weight.dtype is torch.bfloat16)
+        ):
             return None
         result = PendingNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
         joint = Joint(residual.contiguous(), norm_weight, result)
