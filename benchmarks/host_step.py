@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
+from fleetfoot.attention.metadata import WantedTokens
 from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.engine.admission import Admission
@@ -51,8 +52,12 @@ class NullModel:
         self._hidden = torch.zeros(max_tokens, 1)
         self._logits = torch.randn(max_reqs, VOCAB_SIZE)
 
-    def forward(self, input_ids: torch.Tensor, *_: object) -> torch.Tensor:
-        return self._hidden[: len(input_ids)]
+    is_last = True
+
+    def forward(self, input_ids: torch.Tensor, *others: object) -> torch.Tensor:
+        hidden = self._hidden[: len(input_ids)]
+        wanted = others[-1]
+        return wanted.of(hidden) if isinstance(wanted, WantedTokens) else hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: len(hidden)]
@@ -120,9 +125,9 @@ class DeviceWork:
         self.seconds = self.began = self.ended = 0.0
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: object) -> object:
+        def timed(*args: object, **keywords: object) -> object:
             begin = time.perf_counter()
-            result = call(*args)
+            result = call(*args, **keywords)
             self.ended = time.perf_counter()
             self.began = self.began or begin
             self.seconds += self.ended - begin
@@ -150,8 +155,12 @@ def measure_prompts(args: argparse.Namespace, profiler: cProfile.Profile) -> dic
         device.clear()
         begin = time.perf_counter()
         checked = engine.check_params(params)
+        before, has_begun = engine.num_prompt_tokens, False
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params, checked=checked)
+            if not has_begun and engine.may_begin(engine.num_prompt_tokens - before):
+                has_begun = True
+                engine.step()
         while engine.has_unfinished_requests():
             engine.step()
         end = time.perf_counter()

@@ -1,0 +1,42 @@
+"""The benchmarks that run on a CPU still run: a few steps of each, whose figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("overlap", [(), ("--no-overlap",)], ids=["overlap", "lockstep"])
+def test_host_step(runner: str, overlap: tuple[str, ...]) -> None:
+    report = json.loads(run("host_step", "--requests", "3", "--steps", "4", "--runner", runner, *overlap))
+    assert (report["runner"], report["requests"]) == (runner, 3)
+    assert report["step_us"] > 0
+
+
+def test_host_time_of_prompts() -> None:
+    report = json.loads(run("host_step", "--prompts", "3x20", "--steps", "2"))
+    assert report["host_us"] > report["before_first_launch_us"] > 0
+
+
+def test_scheduler_host_cost() -> None:
+    report = json.loads(run("scheduler_host_cost", "--requests", "3", "--steps", "4"))
+    assert report["step_us"] > 0
+
+
+def test_executor_messages() -> None:
+    table = run("executor_messages", "--requests", "3", "--steps", "4", "--workers", "1").splitlines()
+    assert any("decodes" in line for line in table)
