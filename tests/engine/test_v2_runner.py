@@ -21,7 +21,6 @@ from fleetfoot.ops.select import select_ops
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
 from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.runner.v2.staging import HEADER_SIZE
 from fleetfoot.runner.v2.state import NUM_FIELDS
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.output import ModelRunnerOutput
@@ -193,7 +192,7 @@ def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
     for step in range(2 * num_slots):
         staging.begin()
         staging.write(0, step, 1)
-        staging.send([0], staging._numpy[0][:2] * 0, 0, 1)
+        staging.send([0], staging._numpy[0][:2] * 0, 1)
     first_lap, second_lap = device.events[:num_slots], device.events[num_slots:]
     assert first_lap == ["copy_in"] * num_slots
     assert second_lap == ["wait_copy_in", "copy_in"] * num_slots
@@ -210,7 +209,7 @@ def test_the_copy_is_as_long_as_what_is_said() -> None:
     ):  # tokens, blocks, fields and seed of the new request; then nothing
         device.sizes_in.clear()
         take_steps(scheduler, in_one_runner(runner), 1)
-        assert device.sizes_in == [HEADER_SIZE + 2 * MAX_NUM_SEQS + 1 + 2 * expected_writes]
+        assert device.sizes_in == [2 * MAX_NUM_SEQS + 1 + 2 * expected_writes]
 
 
 def test_more_than_a_buffer_holds_is_sent_ahead() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.silent_process import SILENT
 
 from fleetfoot.ops import compile_ahead, compile_worker
 from fleetfoot.ops.compile_ahead import CompileAhead, can_compile_ahead
@@ -102,13 +103,11 @@ def test_memory_is_zeroed_in_a_dry_pass(ahead: CompileAhead) -> None:
     assert [tensor.count_nonzero().item() for tensor in tensors] == [0] * 9
 
 
-SLOW_COMPILER = """
-import sys
+SLOW_COMPILER = f"""
 from fleetfoot.ops import compile_ahead, compile_worker
 from fleetfoot.ops.compile_ahead import CompileAhead
-silent = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
-compile_ahead.CompileWorker = lambda: compile_worker.CompileWorker(silent)
-compile_worker.KernelSource.of = lambda job: compile_worker.KernelSource("m", "n", {}, {}, {}, (), {})
+compile_ahead.CompileWorker = lambda: compile_worker.CompileWorker({SILENT})
+compile_worker.KernelSource.of = lambda job: compile_worker.KernelSource("m", "n", {{}}, {{}}, {{}}, (), {{}})
 ahead = CompileAhead(2)
 ahead._collect = lambda dry_pass: [ahead._jobs.submit(print, "compiled here") for _ in range(5)]
 ahead.queue(lambda: None, at_once=2)
@@ -123,10 +122,9 @@ def test_a_process_that_ends_waits_for_no_kernel() -> None:
 
 
 def test_closing_ends_workers_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
     source = compile_worker.KernelSource("m", "n", {}, {}, {}, (), {})
     monkeypatch.setattr(compile_worker.KernelSource, "of", lambda job: source)
-    monkeypatch.setattr(compile_ahead, "CompileWorker", lambda: compile_worker.CompileWorker(silent))
+    monkeypatch.setattr(compile_ahead, "CompileWorker", lambda: compile_worker.CompileWorker(SILENT))
     ahead = CompileAhead(2)
     done: list[int] = []
     futures: list[Any] = []

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.helpers.silent_process import SILENT
 
 from fleetfoot.ops import compile_worker, rms_norm_triton
 from fleetfoot.ops.compile_worker import CompileWorker, KernelSource, serve
 
-SILENT = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
-"""A process that never answers, and ends with its input."""
 DEAD = (sys.executable, "-c", "pass")
 
 

@@ -65,12 +65,10 @@ class ResidualLinear:
             residual: ``[n, out_features]``, to which the result may be added where it lies; then the result is it.
             then: that norm and who reads what it gives, where the result may be the sum with part of the norm done.
         """
-        if self._join is not None and residual is not None and then is not None:
-            norm = then.norm
-            if then.linear.reads_pending_norm(len(x)):
-                pending = self._join(x, residual, norm.weight, norm.eps)
-                if pending is not None:
-                    return pending
+        if self._join and residual is not None and then is not None and then.linear.reads_pending_norm(len(x)):
+            pending = self._join(x, residual, then.norm.weight, then.norm.eps)
+            if pending is not None:
+                return pending
         if residual is not None and self._accumulate is not None and self._accumulate(x, residual):
             return residual
         if self._is_gathered:

@@ -229,8 +229,9 @@ class TritonLinear:
             or not (x.dtype is self._weight.dtype is torch.bfloat16)
         ):
             return None
+        residual = residual.contiguous()  # as the result will be
         result = PendingNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
-        joint = Joint(residual.contiguous(), norm_weight, result)
+        joint = Joint(residual, norm_weight, result)
         self.launch(x if x.stride(1) == 1 else x.contiguous(), tiling, joint=joint)
         return result
 

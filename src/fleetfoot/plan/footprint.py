@@ -26,7 +26,6 @@ _STATE_FIELDS = 19
 """int32 in a row of V2's RequestState that the host writes: seventeen fields and a seed of two."""
 _LISTED_TOKENS = 4 * 512
 """int32 in a row of what requests have listed: biases, bad words and stop tokens (`fleetfoot.ops.edits.records`)."""
-_NUM_SLOTS_OF_HEADER = 8
 _SCRATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits that sampling works on at once (`fleetfoot.sampling.gumbel.rows_per_chunk`)."""
 _SCRATCH_BYTES_PER_ELEMENT = 48
@@ -209,7 +208,7 @@ def runner_state_bytes(shape: EngineShape) -> int:
     # and the last sampled token, and drafts
     rows = reqs * (_STATE_FIELDS + 1) * _INT32 + (reqs + 1) * shape.drafter.num_drafts * _INT32
     listed = _LISTED_TOKENS + -(-shape.model.vocab_size // 32)  # and a bit for each token that may be allowed
-    staging = (_NUM_SLOTS_OF_HEADER + 2 * reqs + 1) * _INT32  # what is staged behind that stays on the host
+    staging = (2 * reqs + 1) * _INT32  # what is staged behind that stays on the host
     return 2 * table + inputs + rows + reqs * listed * _INT32 + staging
 
 

@@ -234,7 +234,7 @@ class ModelRunnerV2:
         shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
         graph = None if key is None else self.graphs.get(key)  # captured, if need be, before this step is sent
         starts = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
-        self._state.staging.send(scheduler_output.rows, starts, shape.num_sampled, shape.padded_reqs)
+        self._state.staging.send(scheduler_output.rows, starts, shape.padded_reqs)
         batch = self._buffers.batch(shape, scheduler_output.rows)
         if graph is None:
             self._buffers.fill(batch)

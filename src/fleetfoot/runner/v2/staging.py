@@ -2,7 +2,7 @@
 
 All of the runner's state that the host writes lies in one int32 arena on the device. A `StagedWriteTensor` is a view
 of a part of it; writing to one notes pairs of (index in the arena, value) in the step's buffer. The buffer begins with
-what every step says: how many requests and tokens there are, and in which order. One kernel copies that and scatters
+what every step says: in which order its requests are, and where their tokens begin. One kernel copies that and scatters
 the pairs.
 """
 
@@ -14,10 +14,6 @@ import numpy as np
 import torch
 
 from fleetfoot.runner.v2.device import Device, Event
-
-HEADER_SIZE = 8
-"""int32 at the front of the buffer; see `StagingBuffer`."""
-NUM_REQS, NUM_TOKENS, NUM_WRITES, NUM_SAMPLED = range(4)
 
 
 class StagedWriteTensor:
@@ -57,8 +53,7 @@ class Arena:
 class StagingBuffer:
     """A ring of pinned host buffers, and the device's copy of the front of the last one.
 
-    Layout, in int32: the header (number of requests, of tokens, of writes, of sampled requests), then
-    ``idx_mapping [max_num_seqs]``, ``query_start_loc [max_num_seqs + 1]``, then pairs (index, value).
+    Layout, in int32: ``idx_mapping [max_num_seqs]``, ``query_start_loc [max_num_seqs + 1]``, pairs (index, value).
     A host buffer is written again only after the device has passed the reading of it. Where a step says more
     than a buffer holds (hundreds of requests admitted at once), what is there is sent ahead.
 
@@ -74,8 +69,7 @@ class StagingBuffer:
     ) -> None:
         self._device = device
         self._arena = arena
-        self._order_begin = HEADER_SIZE
-        self._starts_begin = self._order_begin + max_num_seqs
+        self._starts_begin = max_num_seqs
         self._pairs_begin = self._starts_begin + max_num_seqs + 1
         self.max_writes = max_writes
         size = self._pairs_begin + 2 * max_writes
@@ -87,7 +81,7 @@ class StagingBuffer:
         self._slot = 0
         self._num_writes = 0
         self.on_device = torch.zeros(self._pairs_begin, dtype=torch.int32, device=device.torch_device)
-        self.idx_mapping = self.on_device[self._order_begin : self._starts_begin]
+        self.idx_mapping = self.on_device[: self._starts_begin]
         self.query_start_loc = self.on_device[self._starts_begin :]
 
     def begin(self) -> None:
@@ -116,7 +110,6 @@ class StagingBuffer:
         self._num_writes = last
 
     def _send_ahead(self) -> None:
-        self._numpy[self._slot][NUM_WRITES] = self._num_writes
         self._copy()
         self.begin()
 
@@ -126,11 +119,10 @@ class StagingBuffer:
         Args:
             query_start_loc: ``[padded_reqs + 1]``: how many tokens of padding each has.
         """
-        if self._padding_read_by is not None:
+        if self._padding_read_by is not None:  # not of the ring, in which a step may be half written
             self._padding_read_by.wait()
         buffer = self._padding.numpy()
-        buffer[: self._order_begin] = 0
-        buffer[self._order_begin : self._starts_begin] = -1
+        buffer[: self._starts_begin] = -1
         buffer[self._starts_begin : self._starts_begin + len(query_start_loc)] = query_start_loc
         self._device.copy_in(self._padding, self.on_device, self._arena, 0)
         self._padding_read_by = self._device.record()
@@ -139,7 +131,7 @@ class StagingBuffer:
         self._device.copy_in(self._host[self._slot], self.on_device, self._arena, self._num_writes)
         self._read_by[self._slot] = self._device.record()
 
-    def send(self, order: list[int] | np.ndarray, query_start_loc: np.ndarray, num_sampled: int, padded: int) -> None:
+    def send(self, order: list[int] | np.ndarray, query_start_loc: np.ndarray, padded: int) -> None:
         """Queue what the step says.
 
         Args:
@@ -147,11 +139,7 @@ class StagingBuffer:
             query_start_loc: ``[padded + 1]``.
         """
         buffer, num_reqs = self._numpy[self._slot], len(order)
-        buffer[NUM_REQS] = num_reqs
-        buffer[NUM_TOKENS] = query_start_loc[num_reqs]
-        buffer[NUM_WRITES] = self._num_writes
-        buffer[NUM_SAMPLED] = num_sampled
-        buffer[self._order_begin : self._order_begin + num_reqs] = order
-        buffer[self._order_begin + num_reqs : self._order_begin + padded] = -1
+        buffer[:num_reqs] = order
+        buffer[num_reqs:padded] = -1
         buffer[self._starts_begin : self._starts_begin + padded + 1] = query_start_loc
         self._copy()
