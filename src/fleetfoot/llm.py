@@ -194,9 +194,12 @@ class LLM:
                         has_begun = True  # a step that computes while the others are added
                         finished.update(self._step(request_ids))
                     interrupts.check()
-                return self._finish(request_ids, finished, use_tqdm, interrupts)
+                outputs = self._finish(request_ids, finished, use_tqdm, interrupts)
+                engine.report_finished()
+                return outputs
             except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine
                 engine.discard(request_ids)
+                engine.report_finished()
                 raise
 
     def _finish(

@@ -37,14 +37,16 @@ class Log:
 
     Args:
         raising: the name of the event.
+        also_raising: of another.
     """
 
-    def __init__(self, raising: str | None = None) -> None:
+    def __init__(self, raising: str | None = None, also_raising: str | None = None) -> None:
         self.events: list[str] = []
         self.raising = raising
+        self.also_raising = also_raising
 
     def note(self, event: str, more: object = "") -> None:
-        if event == self.raising:
+        if event in (self.raising, self.also_raising):
             self.events.append(f"{event}!")
             raise FaultError(event)
         self.events.append(f"{event} {more}" if more else event)
@@ -366,6 +368,26 @@ def test_in_an_idle_step_too(kind: str, size: int, raising: str, expected: list[
             rank.step(idle())
         assert rank.log.take() == expected
         assert rank.connector.metadata is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("raising", [*FAULTS, "wait_for_progress"])
+def test_clearing_never_hides_the_first_cause(kind: str, raising: str, caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank(kind, drafts=True, raising=raising)
+    rank.log.also_raising = "clear"
+    with pytest.raises(FaultError, match=raising):
+        rank.step(idle() if raising == "wait_for_progress" else prefill())
+    assert rank.log.take()[-1] == "clear!"
+    assert "could not clear the metadata" in caplog.text
+    rank.runner.shutdown()
+    assert rank.log.take() == ["shutdown"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clearing_that_raises_is_itself_a_cause(kind: str) -> None:
+    rank = Rank(kind, drafts=False, raising="clear")
+    with pytest.raises(FaultError, match="clear"):
+        rank.step(prefill())
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------

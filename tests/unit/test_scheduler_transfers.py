@@ -295,6 +295,8 @@ def test_aborted_when_its_kv_has_come() -> None:
     step(scheduler, loaded={"a"})
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     assert scheduler.pool.num_free == 16
+    output, _ = step(scheduler)
+    assert (output.is_idle, output.finished_req_ids) == (True, {"a"})
     assert scheduler.schedule() is None
     scheduler.check_integrity()
 

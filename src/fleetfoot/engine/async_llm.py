@@ -248,7 +248,7 @@ class AsyncLLM:
         try:
             with short_collections():
                 while self._obey():
-                    for output in self._engine.step():
+                    for output in self._engine.step(self._run_commands):
                         self._deliver(output)
         except BaseException as error:  # whatever it is, those who wait must hear of it
             logger.exception("the engine's thread ends")
@@ -267,10 +267,15 @@ class AsyncLLM:
                 if self._engine.has_transfers():
                     break  # a step waits for them, briefly
                 self._wake.wait()
+        self._run_commands()
+        return not self._stopping
+
+    def _run_commands(self) -> None:
+        """What was submitted, in order: between steps, and again when a step's result has arrived, so that an abort
+        which came while the step ran still counts."""
         while run := self._next_command():
             run()
             self._commands.popleft()  # only now: were it to raise, whoever waits for it must be found
-        return not self._stopping
 
     def _next_command(self) -> Callable[[], None] | None:
         """The first in line; None while there is none, or it is not known yet."""

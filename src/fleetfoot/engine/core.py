@@ -13,6 +13,7 @@ from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
 from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.utils.cleanup import run_all
 
 
 class Executor(Protocol):
@@ -76,7 +77,7 @@ class EngineCore:
     @property
     def has_transfers(self) -> bool:
         """Whether the KV connector has something to do, maybe for requests that have ended: steps go on for it."""
-        return self.scheduler.transfers.is_pending
+        return self.scheduler.has_idle_work
 
     def add_request(self, request: Request) -> None:
         self.scheduler.add_request(request)
@@ -85,18 +86,22 @@ class EngineCore:
         """End a request from outside; what steps in flight yield for it is discarded."""
         self.scheduler.finish(request_id, status, stop_reason)
 
-    def step(self) -> StepOutput | None:
+    def step(self, before_update: Callable[[], object] = lambda: None) -> StepOutput | None:
         """Queue one step if there is one, and take in the oldest once more than `depth` are queued.
 
         An idle step, which only serves the KV connector, is taken in at once: it blocks until a transfer has got on, or
         for a short while.
+
+        Args:
+            before_update: called when the oldest step's result has arrived and has not been taken in. Requests that it
+                finishes end so, whatever the result holds for them.
 
         Returns:
             What the oldest step yielded; None if nothing was taken in.
         """
         is_computing = self._launch()
         if len(self._queue) > self._depth or (self._queue and not is_computing):
-            return self._retire()
+            return self._retire(before_update)
         if not self._queue and self.scheduler.has_unfinished:
             raise RuntimeError(f"requests wait for nothing, and none can be scheduled: {self.scheduler.stats()}")
         return None
@@ -105,6 +110,12 @@ class EngineCore:
         """Take in the steps in flight that no request waits for any more, so that all they hold is free again."""
         while self._queue and not self.scheduler.has_unfinished:
             self._retire()
+
+    def report_finished(self) -> None:
+        """Run an idle step if nothing else carries the ids of the last requests to the KV connector."""
+        self.settle()
+        if not self.has_work and self.scheduler.has_unreported_ids:
+            self.step()
 
     def _launch(self) -> bool:
         """Queue a step; False if there is none, or it computes nothing."""
@@ -121,11 +132,12 @@ class EngineCore:
         self._queue.append(_QueuedStep(scheduler_output, pending, began, scheduled - began, self.clock() - scheduled))
         return not scheduler_output.is_idle
 
-    def _retire(self) -> StepOutput:
+    def _retire(self, before_update: Callable[[], object] = lambda: None) -> StepOutput:
         step = self._queue.popleft()
         begin = self.clock()
         output = step.pending.get()
         arrived = self.clock()
+        before_update()
         results = self.scheduler.update(step.scheduler_output, output)
         self._note(step, begin, arrived)
         if not self.has_work:
@@ -153,23 +165,18 @@ class EngineCore:
         )
 
     def flush(self) -> None:
-        """Tell the workers what the KV connector keeps for the next step, for there will be none: it is by that step
-        that the last blocks of requests that have ended are saved.
+        """Queue a final empty step: it saves the last blocks of requests that have ended, and gives the KV connector
+        their ids. Requests that have not ended are aborted.
 
-        The step is queued behind all others, and nobody waits for it: workers take it before they shut down, and have
-        as long for both as they have for that.
+        The step is queued behind all others and its output is not read. Workers take it before they shut down, within
+        the time that they have for that.
         """
-        transfers = self.scheduler.transfers
-        if transfers.connector.has_pending:
-            last = SchedulerOutput(-1, [], [], num_decodes=0, num_sampled=0, total_num_scheduled_tokens=0)
-            transfers.build_metadata(last)
+        last = self.scheduler.final_output()
+        if last is not None:
             self.executor.execute_model(last)
             self.executor.sample_tokens(None)
 
     def shutdown(self) -> None:
         """Give everything back; transfers that are under way are given up."""
         self._queue.clear()
-        try:
-            self.executor.shutdown()
-        finally:
-            self.scheduler.transfers.connector.shutdown()
+        run_all(self.executor.shutdown, self.scheduler.transfers.connector.shutdown)

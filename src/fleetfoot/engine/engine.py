@@ -19,6 +19,7 @@ from fleetfoot.outputs import RequestOutput
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.request import RequestStatus
+from fleetfoot.utils.cleanup import run_all
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -170,13 +171,22 @@ class LLMEngine:
                 self._owed.append(output)
 
     def discard(self, request_ids: Iterable[str]) -> None:
-        """Abort requests that nobody waits for any more: they are owed nothing."""
+        """Abort requests without delivering their outputs. May be called within a step, as `step` says."""
         discarded = set(request_ids)
         try:
             self.abort_request(discarded)
             self._owed = [output for output in self._owed if output.request_id not in discarded]
-            if self._cause is None:
-                self.core.settle()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def report_finished(self) -> None:
+        """No step may follow for a while: take in the steps in flight that no request needs, and give the KV connector
+        the ids of the last requests."""
+        if self._cause is not None:
+            return
+        try:
+            self.core.report_finished()
         except BaseException as error:
             self._fail(error)
             raise
@@ -197,8 +207,12 @@ class LLMEngine:
         """Whether steps still serve the KV connector, maybe for requests that have ended: blocks being sent."""
         return self._cause is None and self.core.has_transfers
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, before_update: Callable[[], object] = lambda: None) -> list[RequestOutput]:
         """Run one step and return what it owes to users.
+
+        Args:
+            before_update: called when a step's result has arrived and has not been taken in. It may add, abort and
+                discard requests: one that it aborts ends as aborted, even if the result holds its last token.
 
         Raises:
             EngineDeadError: the engine has ended, now or before; the first cause is chained.
@@ -206,7 +220,7 @@ class LLMEngine:
         self._check_alive()
         owed = self.take_owed()
         try:
-            taken = self.core.step()
+            taken = self.core.step(before_update)
             if taken is None:
                 return owed
             results, output = taken
@@ -251,11 +265,8 @@ class LLMEngine:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        try:
-            if self._cause is None:  # else the books may be half written
-                self.core.flush()
-        finally:
-            self.core.shutdown()
+        flush = self.core.flush if self._cause is None else lambda: None  # else the books may be half written
+        run_all(flush, self.core.shutdown)
 
     def _fail(self, error: BaseException) -> None:
         """Remember the first cause, and raise it as an EngineDeadError, unless it is no error (as Ctrl-C is none)."""

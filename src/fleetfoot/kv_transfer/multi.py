@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +15,7 @@ from fleetfoot.kv_transfer.registry import find_connector
 from fleetfoot.kv_transfer.settings import tell_of_unused_fields
 from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.scheduler.request import Request
+from fleetfoot.utils.cleanup import run_all
 
 if TYPE_CHECKING:
     import torch
@@ -100,9 +100,7 @@ class MultiScheduler(SchedulerConnector):
             part.forget()
 
     def shutdown(self) -> None:
-        with ExitStack() as stack:  # each of them, whatever the others raise
-            for part in self._parts:
-                stack.callback(part.shutdown)
+        run_all(*(part.shutdown for part in self._parts))
 
 
 class MultiWorker(WorkerConnector):
@@ -164,18 +162,14 @@ class MultiWorker(WorkerConnector):
         return merged
 
     def clear(self) -> None:
-        with ExitStack() as stack:
-            for part in self._parts:
-                stack.callback(part.clear)
+        run_all(*(part.clear for part in self._parts))
 
     def wait_for_progress(self) -> None:
         for part in self._parts:
             part.wait_for_progress()
 
     def shutdown(self) -> None:
-        with ExitStack() as stack:
-            for part in self._parts:
-                stack.callback(part.shutdown)
+        run_all(*(part.shutdown for part in self._parts))
 
 
 class MultiConnector(KVConnector):

@@ -89,7 +89,9 @@ class NixlLoads:
             load.is_new = False
 
     def wait(self, seconds: float) -> None:
-        """Return when a load may have ended, or after so long."""
+        """Return when a load may have ended, or after so long; at once if none is under way."""
+        if not self._loads:
+            return
         with contextlib.suppress(queue.Empty):
             self._ended.put(self._ended.get(timeout=seconds))
 

@@ -11,6 +11,7 @@ Whatever raises in between, the metadata is cleared.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,8 @@ from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.kv_transfer.connector import WorkerConnector
 from fleetfoot.kv_transfer.output import KVConnectorOutput
 from fleetfoot.scheduler.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 class StepConnector:
@@ -56,21 +59,30 @@ class StepConnector:
             if wait_for_save:
                 self._connector.wait_for_save()
             output = self._connector.take_ended(finished_req_ids)
-            return None if output.is_empty else output
-        finally:
+        except BaseException:
             self.abandon()
+            raise
+        self._clear()
+        return None if output.is_empty else output
 
     def no_forward(self, scheduler_output: SchedulerOutput) -> KVConnectorOutput | None:
         """A step without a forward pass."""
+        self.pre_forward(scheduler_output)
         try:
-            self.pre_forward(scheduler_output)
             self._connector.wait_for_progress()
-            return self.post_forward(scheduler_output.finished_req_ids, wait_for_save=False)
-        finally:
+        except BaseException:
             self.abandon()
+            raise
+        return self.post_forward(scheduler_output.finished_req_ids, wait_for_save=False)
 
     def abandon(self) -> None:
-        """Clear the metadata of a step that has ended, or that raised."""
+        """Clear the metadata of a step that raised. What clearing raises is logged: the first cause is what counts."""
+        try:
+            self._clear()
+        except Exception:
+            logger.exception("the KV connector could not clear the metadata of a step that had failed before")
+
+    def _clear(self) -> None:
         if self._is_bound:
             self._is_bound = False
             self._connector.clear()

@@ -128,6 +128,17 @@ class Scheduler:
         return bool(self.requests)
 
     @property
+    def has_idle_work(self) -> bool:
+        """Whether a step without a forward pass would have something to do: for a transfer, or because the KV connector
+        has not been given the ids of requests that have ended."""
+        return self.transfers.is_pending or self.has_unreported_ids
+
+    @property
+    def has_unreported_ids(self) -> bool:
+        """Whether requests have ended since the last step was made, and a KV connector is to get their ids."""
+        return bool(self._finished_req_ids) and self.transfers.connector.is_active
+
+    @property
     def num_in_flight(self) -> int:
         """Steps queued and not yet updated."""
         return len(self._in_flight)
@@ -162,7 +173,7 @@ class Scheduler:
         batch = decodes + ending + going_on
         if not batch and not self._in_flight and num_preemptions != self._num_preemptions:
             return self.schedule()  # whoever could run was preempted: there is room for somebody else
-        if not batch and (self._in_flight or not self.transfers.is_pending):
+        if not batch and (self._in_flight or not self.has_idle_work):
             return None
         num_sampled = len(decodes) + len(ending)
         is_mixed = len(decodes) < len(batch)
@@ -185,11 +196,26 @@ class Scheduler:
         )
         if stages > 1:
             note_turn(output, batch, self._newest_updated)
-        self.transfers.build_metadata(output)
-        self._finished, self._finished_req_ids = [], set()
+        self._hand_over(output)
         self._step += 1
         self._in_flight.append((output, batch))
         return output
+
+    def final_output(self) -> SchedulerOutput | None:
+        """An empty last step, which no `update` follows: requests that have not ended are aborted, and the KV connector
+        gets the last ids and whatever it has pending. None if there is nothing for it."""
+        for request_id in list(self.requests):
+            self.finish(request_id, RequestStatus.FINISHED_ABORTED)
+        if not self.transfers.connector.has_pending and not self.has_unreported_ids:
+            return None
+        output = SchedulerOutput(-1, [], [], 0, 0, 0, finished=self._finished, finished_req_ids=self._finished_req_ids)
+        self._hand_over(output)
+        return output
+
+    def _hand_over(self, output: SchedulerOutput) -> None:
+        """The step carries what the KV connector and the runner have not been given yet."""
+        self.transfers.build_metadata(output)
+        self._finished, self._finished_req_ids = [], set()
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[StepResult]:
         """Take in the oldest step in flight: append tokens, end requests, give back what nobody holds any more."""

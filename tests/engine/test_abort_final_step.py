@@ -1,0 +1,251 @@
+"""An abort wins: a request that is aborted before the engine takes in its last token ends as aborted, once.
+
+After vLLM's test of an abort in the final step. The test holds the executor's clock: it stops a step where it blocks,
+lets the abort arrive, and lets the step go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.helpers.engines import EOS, ScriptedExecutor
+from tests.helpers.gate import HANG
+
+from fleetfoot import AsyncLLM, SamplingParams
+from fleetfoot.assets import embedded_model_path
+from fleetfoot.engine.admission import Admission
+from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.kv_transfer.connector import NoSchedulerConnector
+from fleetfoot.outputs import RequestOutput
+from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+PROMPT = [50, 60, 70]
+NUM_TOKENS = 3
+"""Steps of the request: the last of them yields its last token."""
+
+
+class CountingConnector(NoSchedulerConnector):
+    """Counts what it is told of the requests that end."""
+
+    is_active = True
+
+    def __init__(self) -> None:
+        self.finished: list[tuple[str, RequestStatus]] = []
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self.finished.append((request.request_id, request.status))
+        return False, None
+
+
+class HeldExecutor(ScriptedExecutor):
+    """Stops at chosen places of chosen steps until the test lets it go on.
+
+    Args:
+        place: ``execute`` (in `execute_model`) or ``result`` (in the output's ``get``).
+        step: counts the steps with a forward pass, from 0.
+    """
+
+    def __init__(self, script: dict[str, list[int]], place: str, step: int) -> None:
+        super().__init__(script)
+        self.hold_at = (place, step)
+        self.is_held = threading.Event()
+        self.go_on = threading.Event()
+        self.reported: Counter[str] = Counter()
+        self._num_computing = 0
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self.reported.update(scheduler_output.finished_req_ids)
+        self._number = self._num_computing
+        self._num_computing += not scheduler_output.is_idle
+        super().execute_model(scheduler_output)
+        self._hold("execute", self._number)
+
+    def sample_tokens(self, grammar_output: object | None) -> Any:
+        return _Output(self, self._number, super().sample_tokens(grammar_output))
+
+    def _hold(self, place: str, number: int) -> None:
+        if (place, number) == self.hold_at:
+            self.hold_at = ("", -1)
+            self.is_held.set()
+            assert self.go_on.wait(HANG)
+
+
+class _Output:
+    def __init__(self, executor: HeldExecutor, number: int, output: ModelRunnerOutput) -> None:
+        self._executor = executor
+        self._number = number
+        self._output = output
+
+    def get(self) -> ModelRunnerOutput:
+        self._executor._hold("result", self._number)
+        return self._output
+
+
+TOKENIZER = Tokenizer.from_path(embedded_model_path())
+WORD = TOKENIZER.encode(" the", add_special_tokens=False)[-1]
+TOKENS = {"length": [10, 11, 12], "stop token": [10, 11, EOS], "stop string": [10, 11, WORD]}
+PARAMS = {
+    "length": SamplingParams(max_tokens=NUM_TOKENS),
+    "stop token": SamplingParams(max_tokens=9),
+    "stop string": SamplingParams(max_tokens=9, stop=[TOKENIZER.decode([WORD]).strip()]),
+}
+
+
+class World:
+    """An asynchronous engine around a held executor."""
+
+    def __init__(self, ending: str, place: str, step: int, depth: int, connector: CountingConnector | None) -> None:
+        self.executor = HeldExecutor({"r": TOKENS[ending]}, place, step)
+        scheduler = Scheduler(SchedulerConfig(32, 4, 4, 32), connector=connector)
+        admission = Admission(
+            vocab_size=2048, max_model_len=64, eos_token_ids=[EOS], tokenizer=TOKENIZER, max_logprobs=0, seed=0
+        )
+        core = EngineCore(scheduler, self.executor, StatsCollector(), depth=depth)
+        self.llm = AsyncLLM.from_engine(LLMEngine(core, admission, TOKENIZER))
+        self.params = PARAMS[ending]
+
+    async def ask(self, request_id: str = "r") -> list[RequestOutput]:
+        outputs = self.llm.generate({"prompt_token_ids": PROMPT}, self.params, request_id)
+        return [output async for output in outputs]
+
+    async def held(self) -> None:
+        assert await asyncio.to_thread(self.executor.is_held.wait, HANG)
+
+
+def run(world: World, while_held: Callable[[asyncio.Task[list[RequestOutput]]], Any]) -> list[RequestOutput]:
+    """Outputs of the request; ``while_held`` runs when the executor stands still."""
+
+    async def main() -> list[RequestOutput]:
+        task = asyncio.ensure_future(world.ask())
+        await world.held()
+        await while_held(task)
+        world.executor.go_on.set()
+        return await asyncio.wait_for(task, HANG)
+
+    return asyncio.run(main())
+
+
+CASES = list(itertools.product(TOKENS, ("execute", "result"), (0, 1), (False, True)))
+
+
+@pytest.mark.parametrize(("ending", "place", "depth", "has_connector"), CASES)
+def test_aborted_in_its_final_step(ending: str, place: str, depth: int, has_connector: bool) -> None:
+    connector = CountingConnector() if has_connector else None
+    world = World(ending, place, NUM_TOKENS - 1, depth, connector)
+    outputs = run(world, lambda _: world.llm.abort("r"))
+    assert [output.finished for output in outputs].count(True) == 1
+    final = outputs[-1].outputs[0]
+    assert (final.finish_reason, final.stop_reason) == ("abort", None)
+    num_known = NUM_TOKENS - 1 - (depth if place == "execute" else 0)
+    assert final.token_ids == TOKENS[ending][:num_known]
+    assert world.llm.stats().num_finished == {"abort": 1}
+    asyncio.run(world.llm.check_integrity())
+    world.llm.shutdown()
+    if connector is not None:
+        assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
+        assert world.executor.reported == {"r": 1}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("place", ["execute", "result"])
+@pytest.mark.parametrize("step", range(NUM_TOKENS))
+def test_aborted_in_any_step(place: str, step: int, depth: int) -> None:
+    connector = CountingConnector()
+    world = World("length", place, step, depth, connector)
+    outputs = run(world, lambda _: world.llm.abort(["unknown", "r"]))
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert len(outputs[-1].outputs[0].token_ids) <= step
+    world.llm.shutdown()
+    assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
+    assert world.executor.reported == {"r": 1}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("place", ["execute", "result"])
+def test_a_client_that_leaves_in_the_final_step(place: str, depth: int) -> None:
+    connector = CountingConnector()
+    world = World("length", place, NUM_TOKENS - 1, depth, connector)
+
+    async def leave(task: asyncio.Task[list[RequestOutput]]) -> None:
+        task.cancel()
+        await asyncio.wait([task])
+
+    with pytest.raises(asyncio.CancelledError):
+        run(world, leave)
+    world.executor.go_on.set()
+    asyncio.run(world.llm.check_integrity())
+    world.llm.shutdown()
+    assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
+    assert world.executor.reported == {"r": 1}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_aborted_and_asked_again_under_the_same_id_within_one_step(depth: int) -> None:
+    world = World("length", "result", NUM_TOKENS - 1, depth, CountingConnector())
+    second: list[asyncio.Task[list[RequestOutput]]] = []
+
+    async def abort_and_ask(_: object) -> None:
+        await world.llm.abort("r")
+        second.append(asyncio.ensure_future(world.ask()))
+        await asyncio.sleep(0)  # the generator submits its request
+
+    async def main() -> tuple[list[RequestOutput], list[RequestOutput]]:
+        first = asyncio.ensure_future(world.ask())
+        await world.held()
+        await abort_and_ask(first)
+        world.executor.go_on.set()
+        return await asyncio.wait_for(first, HANG), await asyncio.wait_for(second[0], HANG)
+
+    first, again = asyncio.run(main())
+    assert (first[-1].outputs[0].finish_reason, again[-1].outputs[0].finish_reason) == ("abort", "length")
+    assert again[-1].outputs[0].token_ids == TOKENS["length"]
+    world.llm.shutdown()
+
+
+def test_a_connector_that_raises_when_an_abort_reaches_it_ends_the_engine_with_that() -> None:
+    class Broken(CountingConnector):
+        def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+            raise OSError("the store is gone")
+
+    world = World("length", "result", 1, 0, Broken())
+    with pytest.raises(EngineDeadError, match="the store is gone"):
+        run(world, lambda _: world.llm.abort("r"))
+    world.llm.shutdown()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_synchronous_engine_takes_aborts_before_it_takes_in_a_result(depth: int) -> None:
+    executor, connector = ScriptedExecutor({"r": TOKENS["length"]}), CountingConnector()
+    scheduler = Scheduler(SchedulerConfig(32, 4, 4, 32), connector=connector)
+    admission = Admission(
+        vocab_size=2048, max_model_len=64, eos_token_ids=[EOS], tokenizer=None, max_logprobs=0, seed=0
+    )
+    engine = LLMEngine(EngineCore(scheduler, executor, StatsCollector(), depth=depth), admission, None)
+    engine.add_request("r", PROMPT, SamplingParams(max_tokens=NUM_TOKENS, detokenize=False))
+    results = 0
+
+    def abort_at_the_last() -> None:
+        nonlocal results
+        results += 1
+        if results == NUM_TOKENS:
+            engine.abort_request("r")
+
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step(abort_at_the_last)
+        engine.check_integrity()
+    assert [output.outputs[0].finish_reason for output in outputs if output.finished] == ["abort"]
+    assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
+    engine.shutdown()
