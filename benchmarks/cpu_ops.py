@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.attention.backend import AttentionBackend
-from fleetfoot.attention.metadata import AttentionMetadata
-from fleetfoot.attention.native import NativeBackend
-from fleetfoot.attention.sdpa import SDPABackend
-from fleetfoot.ops.native_ops import native_ops
-from fleetfoot.ops.opset import OpSet
-from fleetfoot.ops.torch_ops import torch_ops
+from fleetfoot.kernels.attention.backend import AttentionBackend
+from fleetfoot.kernels.attention.native_backend import NativeBackend
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.native_ops import native_ops
+from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.torch_ops import torch_ops
+from fleetfoot.records.attention import AttentionMetadata
 
 BLOCK_SIZE = 16
 CACHE_BYTES = 128 << 20  # more than any last-level cache that the weights of one operation should come from

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import zmq
 
-from fleetfoot.execution.channel import EngineChannel, WorkerAddresses, WorkerChannel
-from fleetfoot.execution.messages import Answer, decode_report, decode_step, encode_report, encode_step
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.executor.channel import EngineChannel, WorkerAddresses, WorkerChannel
+from fleetfoot.executor.messages import Answer, decode_report, decode_step, encode_report, encode_step
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 1000

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fleetfoot.attention.metadata import AttentionMetadata
-from fleetfoot.attention.triton import TritonBackend
+from fleetfoot.kernels.attention.triton_backend import TritonBackend
+from fleetfoot.records.attention import AttentionMetadata
 
 _RANDOM = random.Random(1)
 RAGGED = [_RANDOM.randint(1024, 8192) for _ in range(64)]

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fleetfoot.ops.gated_linear import gated
-from fleetfoot.ops.linear import PlainLinear, PreparedLinear
-from fleetfoot.ops.opset import OpSet
-from fleetfoot.ops.triton_ops import triton_ops
+from fleetfoot.kernels.linear.gated import gated
+from fleetfoot.kernels.linear.linear import PlainLinear, PreparedLinear
+from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.triton_ops import triton_ops
 
 READ_BYTES_PER_US = 3.05e6  # of an H100 with HBM3, measured
 EPS = 1e-6

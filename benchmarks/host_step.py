@@ -22,21 +22,21 @@ from typing import Any
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
-from fleetfoot.attention.metadata import WantedTokens
-from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.ops.select import select_ops
-from fleetfoot.runner.load import ModelLoader
+from fleetfoot.records.attention import WantedTokens
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from fleetfoot.weights.model_loader import ModelLoader
 
 VOCAB_SIZE = 64
 PROMPT_VOCAB_SIZE = 128_000

@@ -11,9 +11,9 @@ import json
 import statistics
 import time
 
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import ModelRunnerOutput
-from fleetfoot.scheduler.request import Request
+from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 

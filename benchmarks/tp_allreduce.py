@@ -36,8 +36,8 @@ import torch.multiprocessing as mp
 from fleetfoot.config import env
 from fleetfoot.distributed.peer_memory import NO_MULTICAST
 from fleetfoot.distributed.torch_groups import CudaTensorGroup, StepShape, TorchPipelineGroup, make_groups
-from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.ops.triton_ops import triton_ops
+from fleetfoot.kernels.triton_ops import triton_ops
+from fleetfoot.records.intermediate import IntermediateTensors
 
 CALLS, REPLAYS, ROUNDS = 64, 10, 7
 GIVE_UP_AFTER = 300

@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING, Any
 from fleetfoot._version import __version__
 
 if TYPE_CHECKING:
+    from fleetfoot.async_llm import AsyncLLM
     from fleetfoot.config.engine import EngineConfig
-    from fleetfoot.engine.async_llm import AsyncLLM
     from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.engine.errors import EngineDeadError
-    from fleetfoot.inputs import TextPrompt, TokensPrompt
     from fleetfoot.llm import LLM
-    from fleetfoot.outputs import CompletionOutput, RequestOutput
-    from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+    from fleetfoot.records.outputs import CompletionOutput, RequestOutput
+    from fleetfoot.records.prompts import TextPrompt, TokensPrompt
+    from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 _HOMES = {
-    "AsyncLLM": "fleetfoot.engine.async_llm",
-    "CompletionOutput": "fleetfoot.outputs",
+    "AsyncLLM": "fleetfoot.async_llm",
+    "CompletionOutput": "fleetfoot.records.outputs",
     "EngineConfig": "fleetfoot.config.engine",
     "EngineDeadError": "fleetfoot.engine.errors",
     "LLM": "fleetfoot.llm",
     "LLMEngine": "fleetfoot.engine.engine",
-    "RequestOutput": "fleetfoot.outputs",
-    "RequestOutputKind": "fleetfoot.sampling.params",
-    "SamplingParams": "fleetfoot.sampling.params",
-    "TextPrompt": "fleetfoot.inputs",
-    "TokensPrompt": "fleetfoot.inputs",
+    "RequestOutput": "fleetfoot.records.outputs",
+    "RequestOutputKind": "fleetfoot.records.sampling_params",
+    "SamplingParams": "fleetfoot.records.sampling_params",
+    "TextPrompt": "fleetfoot.records.prompts",
+    "TokensPrompt": "fleetfoot.records.prompts",
 }
 
 __all__ = [

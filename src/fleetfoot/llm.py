@@ -12,9 +12,9 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.stats import EngineStats
-from fleetfoot.inputs import ChatMessage, PromptType
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.prompts import ChatMessage, PromptType
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.garbage import short_collections
 from fleetfoot.utils.interrupts import StopSignal, deferred_interrupts
 from fleetfoot.utils.progress import ProgressBar, progress_bar

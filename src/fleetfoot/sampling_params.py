@@ -1,5 +1,5 @@
 """The address at which vLLM's scripts look for sampling parameters."""
 
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = ["RequestOutputKind", "SamplingParams"]

@@ -18,11 +18,11 @@ from tests.helpers.prefill_decode import nixl
 
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.config import env
-from fleetfoot.disaggregation.engine_client import EngineClient
-from fleetfoot.disaggregation.engine_server import EngineServer, reserve
-from fleetfoot.disaggregation.local_engine import LocalEngine
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.outputs import RequestOutput
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.server.disaggregation.engine_client import EngineClient
+from fleetfoot.server.disaggregation.engine_server import EngineServer, reserve
+from fleetfoot.server.disaggregation.local_engine import LocalEngine
 
 Command = Callable[..., "subprocess.Popen[str]"]
 
@@ -116,7 +116,7 @@ def test_a_dead_engine_is_told_of(text_model: Path) -> None:
 
 _PARENT = """
 import json, sys
-from fleetfoot.disaggregation.engine_process import EngineProcess
+from fleetfoot.server.disaggregation.engine_process import EngineProcess
 
 process = EngineProcess(json.loads(sys.argv[1]))
 process.wait_until_ready()

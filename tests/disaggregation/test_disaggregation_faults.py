@@ -33,12 +33,12 @@ from tests.helpers.prefill_decode import (
 
 from fleetfoot import AsyncLLM, LLMEngine
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.disaggregation.engine_client import EngineClient
-from fleetfoot.disaggregation.engine_process import EngineProcess
-from fleetfoot.disaggregation.local_engine import LocalEngine
-from fleetfoot.disaggregation.messages import EngineUnreachableError
-from fleetfoot.disaggregation.proxy import DisaggregatedLLM, ProxyStats
-from fleetfoot.outputs import RequestOutput
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.server.disaggregation.engine_client import EngineClient
+from fleetfoot.server.disaggregation.engine_process import EngineProcess
+from fleetfoot.server.disaggregation.local_engine import LocalEngine
+from fleetfoot.server.disaggregation.messages import EngineUnreachableError
+from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
 
 Outputs = dict[str, RequestOutput]
 MakeEngine = Callable[..., LLMEngine]

@@ -15,11 +15,11 @@ from tests.helpers.kv_pair import skip_without
 from tests.helpers.prefill_decode import PARAMS, PROMPTS, SIZE, VOCAB
 
 from fleetfoot import SamplingParams
-from fleetfoot.disaggregation.engine_client import EngineClient
-from fleetfoot.disaggregation.engine_server import EngineServer, reserve
-from fleetfoot.disaggregation.proxy import DisaggregatedLLM, ProxyStats
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import RequestOutputKind
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.sampling_params import RequestOutputKind
+from fleetfoot.server.disaggregation.engine_client import EngineClient
+from fleetfoot.server.disaggregation.engine_server import EngineServer, reserve
+from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
 
 Outputs = dict[str, RequestOutput]
 

@@ -8,11 +8,11 @@ from unittest.mock import patch
 import torch
 from tests.helpers.compile_op_kernels import compile_instead
 
-from fleetfoot.distributed import one_shot
-from fleetfoot.distributed.peer_lane import PeerLane
+from fleetfoot.distributed import custom_all_reduce as one_shot
+from fleetfoot.distributed.p2p_channel import PeerLane
 from fleetfoot.distributed.peer_memory import PeerMemory
-from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.ops.triton_support import TritonKernel
+from fleetfoot.kernels.runtime.triton_support import TritonKernel
+from fleetfoot.records.intermediate import IntermediateTensors
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.attention import AttentionMetadata
 
 BLOCK_SIZE = 4
 Queries = Sequence[tuple[int, int]]

@@ -16,8 +16,8 @@ from tests.helpers.schedules import Life, live_alone, random_lives
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.sampling_params import SamplingParams
 
 MODEL = embedded_model_path()
 VOCAB = 2048

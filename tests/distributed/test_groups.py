@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from tests.distributed.world import run_world
 
+from fleetfoot.distributed.custom_all_reduce import MAX_ROWS, OneShotSum, can_sum, one_shot_words
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP
-from fleetfoot.distributed.one_shot import MAX_ROWS, OneShotSum, can_sum, one_shot_words
-from fleetfoot.distributed.peer_lane import PeerLane, can_pass, lane_words
+from fleetfoot.distributed.p2p_channel import PeerLane, can_pass, lane_words
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
-from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.ops.rms_norm import add_rms_norm_torch
+from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch
+from fleetfoot.records.intermediate import IntermediateTensors
 
 REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")

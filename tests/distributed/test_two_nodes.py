@@ -19,8 +19,8 @@ from tests.helpers.schedules import live_alone, random_lives
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.execution import nodes
-from fleetfoot.execution.errors import WorkerError
+from fleetfoot.executor import nodes
+from fleetfoot.executor.errors import WorkerError
 
 LIVES = random_lives(9, 2048)
 

@@ -24,10 +24,10 @@ from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.kv_transfer.connector import NoSchedulerConnector
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 

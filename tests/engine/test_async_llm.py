@@ -17,7 +17,7 @@ from tests.helpers.gate import HANG, Gate
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")

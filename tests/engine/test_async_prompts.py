@@ -14,8 +14,8 @@ from tests.helpers.gate import HANG
 
 from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine.async_llm import LONG_TEXT, _is_long
-from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.async_llm import LONG_TEXT, _is_long
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -26,22 +26,22 @@ from tests.helpers.recording_device import RecordingDevice
 
 from fleetfoot import LLM, LLMEngine, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.fields import ConfigError
 from fleetfoot.config.model import load_model_config
-from fleetfoot.execution.multiprocess import MultiprocessExecutor
+from fleetfoot.executor.multiprocess import MultiprocessExecutor
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.ops.select import select_ops
-from fleetfoot.outputs import CompletionOutput
 from fleetfoot.plan.features import CAPABILITIES
 from fleetfoot.plan.oracle import UnsupportedFeatureError
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.outputs import CompletionOutput
+from fleetfoot.records.request import Request
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.features import Feature, Support
-from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from fleetfoot.weights.model_loader import ModelLoader
 
 DECLARED = [
     pytest.param(runner, feature, id=f"{runner}-{feature.name}")

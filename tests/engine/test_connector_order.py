@@ -13,19 +13,19 @@ from tests.helpers.local_pipeline import local_pipeline
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import NUM_DRAFTS, make_runner
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP
-from fleetfoot.kv_transfer.connector import WorkerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput
+from fleetfoot.kernels.select import select_ops
+from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.ops.select import select_ops
+from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.runner.capture_table import PLAIN
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 from fleetfoot.speculative.speculator import DraftBatch
 

@@ -14,8 +14,8 @@ import pytest
 
 from fleetfoot import LLM
 from fleetfoot.cli.main import main
-from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.filesystem import SharedStorageConnector
+from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.blockstore.filesystem import SharedStorageConnector
 
 Streams = pytest.CaptureFixture[str]
 SHARED, OFFLOAD, NIXL, MULTI = "SharedStorageConnector", "OffloadingConnector", "NixlConnector", "MultiConnector"

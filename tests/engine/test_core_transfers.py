@@ -19,10 +19,10 @@ from fleetfoot.engine.core import EngineCore, Executor
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.kv_transfer.connector import NoSchedulerConnector, SchedulerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 

@@ -17,11 +17,10 @@ from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig, load_model_config
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.runner.load import ModelLoader
+from fleetfoot.records.request import Request
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import ConstantDrafts
-from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.draft_model import DraftModel
@@ -29,6 +28,7 @@ from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import find_drafter
 from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
 from fleetfoot.tokenizer.tokenizer import Tokenizer
+from fleetfoot.weights.model_loader import ModelLoader
 
 STORY = embedded_model_path()
 MAX_MODEL_LEN = 160

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.engines import EOS, TEXT_MODEL, ScriptedExecutor, change_weights, drain, prompt_of, scripted_engine
 
 from fleetfoot import LLM, EngineDeadError, LLMEngine, SamplingParams
-from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.records.step import SchedulerOutput
 
 VOCAB = TEXT_MODEL["vocab_size"]
 MAX_LEN = TEXT_MODEL["max_position_embeddings"]

@@ -11,19 +11,19 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint, make_reference, reference_logits
 
-from fleetfoot.attention.metadata import AttentionMetadata
-from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig, load_model_config
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.linear.linear import PlainLinear
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.models.intermediate import IntermediateTensors
 from fleetfoot.models.registry import model_class, supported_architectures
-from fleetfoot.ops.linear import PlainLinear
-from fleetfoot.ops.pending_norm import PendingNorm
-from fleetfoot.ops.select import select_ops
-from fleetfoot.ops.torch_ops import torch_ops
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.weights.loading import load_model, reload_weights
 
 LLAMA3 = {

@@ -13,11 +13,11 @@ from tests.helpers.engines import make_engine, run_requests
 from tests.helpers.prefill_decode import REQUESTS, RUNNERS, SIZE, settle, tokens_of
 
 from fleetfoot import LLMEngine
-from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput
-from fleetfoot.scheduler.output import SchedulerOutput
-from fleetfoot.scheduler.request import Request
+from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput
 
 Block = tuple[bytes, int]
 """Its chain hash, and its place in the KV cache."""
@@ -85,7 +85,7 @@ class DictScheduler(SchedulerConnector):
 
 
 class DictWorker(WorkerConnector):
-    """Copies on a CPU are over when they return; on a GPU, `fleetfoot.kv_transfer.block_copies` has what is needed."""
+    """Copies on a CPU are over when they return; on a GPU, `kv_transfer.base.block_copies` has what is needed."""
 
     def __init__(self, context: TransferContext) -> None:
         self._store: Store = context.config.kv_connector_extra_config["store"]

@@ -26,11 +26,11 @@ from tests.helpers.runner_lives import (
 )
 
 from fleetfoot.config.model import load_model_config
-from fleetfoot.layers.shards import pipeline_layers
-from fleetfoot.ops.select import select_ops
+from fleetfoot.config.sharding import pipeline_layers
+from fleetfoot.kernels.select import select_ops
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation

@@ -13,7 +13,7 @@ from tests.helpers.checkpoints import reference_logits
 from tests.helpers.engines import EOS, TEXT_MODEL, make_engine, prompt_of
 
 from fleetfoot import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
-from fleetfoot.sampling.params import bad_words_token_ids
+from fleetfoot.records.sampling_params import bad_words_token_ids
 
 VOCAB = TEXT_MODEL["vocab_size"]
 MAX_LEN = TEXT_MODEL["max_position_embeddings"]

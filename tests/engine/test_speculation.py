@@ -22,10 +22,10 @@ from tests.helpers.runner_lives import (
     wishes,
 )
 
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.speculation import NgramSettings, Speculation
 from fleetfoot.speculative.speculator import DraftBatch

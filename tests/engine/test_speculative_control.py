@@ -21,9 +21,9 @@ from tests.helpers.draft_matrix import (
 from fleetfoot.config.speculative import MAX_SPECULATIVE_TOKENS
 from fleetfoot.engine.core import Executor
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.speculative.controller import FIRST_PATIENCE, MEASURING, NUM_SAMPLES
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 

@@ -14,8 +14,8 @@ import torch
 from tests.helpers.checkpoints import make_checkpoint, make_reference, reference_logits
 from tests.helpers.engines import make_engine
 
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.v1 import verification
-from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.stats import DraftStats
 
 VOCAB = 6

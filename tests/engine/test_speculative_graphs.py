@@ -13,13 +13,13 @@ from tests.engine.test_drafters import BLOCK_SIZE, MAX_NUM_SEQS, NUM_DRAFTS, SMA
 from tests.helpers.recording_device import RecordingDevice
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from fleetfoot.ops.opset import OpSet
+from fleetfoot.kernels.opset import OpSet
+from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.capture_table import GraphKey, SamplingVariant
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import ConstantDrafts
-from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 

@@ -20,19 +20,19 @@ from tests.helpers.runner_lives import (
 )
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
-from fleetfoot.attention.select import select_attention
 from fleetfoot.config.model import load_model_config
+from fleetfoot.kernels.attention.select import select_attention
+from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.ops.select import select_ops
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.runner.load import ModelLoader
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.draft_model import DraftModel
 from fleetfoot.speculative.speculation import Speculation
 from fleetfoot.tokenizer.tokenizer import Tokenizer
+from fleetfoot.weights.model_loader import ModelLoader
 
 STORY = embedded_model_path()
 OPENINGS = ("Once there was a fox named", "One morning, the little bear", "Pip the mouse, Pip the mouse, Pip")

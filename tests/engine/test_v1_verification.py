@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from fleetfoot.ops.prepare.accept_drafts import accept_drafts_cpu
+from fleetfoot.kernels.prepare.accept_drafts import accept_drafts_cpu
+from fleetfoot.records.logprobs import RowLogprobs
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs, prepare_inputs
 from fleetfoot.runner.v1.verification import LogitsRows, accept_drafts, logprobs_of_requests
-from fleetfoot.sampling.logprob import RowLogprobs
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
 
 NUM_ROWS = 6
 NUM_DRAFTS = 3

@@ -14,10 +14,10 @@ from tests.helpers.runner_lives import (
     make_runner,
 )
 
+from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.speculation import Speculation
 

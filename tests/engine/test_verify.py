@@ -14,10 +14,10 @@ from fleetfoot import LLMEngine
 from fleetfoot.cli import verify
 from fleetfoot.cli.main import main
 from fleetfoot.cli.verify_compare import compare
-from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.records.logprobs import Logprob
+from fleetfoot.records.outputs import CompletionOutput, RequestOutput
+from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.logprob import Logprob
-from fleetfoot.scheduler.output import ModelRunnerOutput
 
 Streams = pytest.CaptureFixture[str]
 

@@ -11,14 +11,14 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.draft_matrix import METHODS, STORY
 from tests.helpers.engines import make_engine, run_requests
 
-from fleetfoot.attention.metadata import AttentionMetadata, WantedTokens
-from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import load_model_config
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.ops.select import select_ops
-from fleetfoot.ops.torch_ops import torch_ops
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.attention import AttentionMetadata, WantedTokens
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.weights.loading import load_model
 
 BLOCK_SIZE = 4

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.helpers.attention_batches import Batch, Requests, make_batch, make_fused_batch, relative_error
 
-from fleetfoot.attention import triton as triton_module
-from fleetfoot.attention.triton import TritonBackend
-from fleetfoot.ops.paged_attention_prefill import paged_attention_prefill
+from fleetfoot.kernels.attention import triton_backend as triton_module
+from fleetfoot.kernels.attention.prefill import paged_attention_prefill
+from fleetfoot.kernels.attention.triton_backend import TritonBackend
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.helpers.kv_bench import Bench, same, transfer_config
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
-from fleetfoot.kv_transfer.block_copies import CudaBlockCopies, block_copies
-from fleetfoot.kv_transfer.host_memory import HostMemory
+from fleetfoot.kv_transfer.base.block_copies import CudaBlockCopies, block_copies
+from fleetfoot.kv_transfer.base.host_memory import HostMemory
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,7 +25,9 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocks_go_out_and_come_back(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = SHAPES[shape]
-    monkeypatch.setattr("fleetfoot.kv_transfer.block_copies.STAGING_BYTES", 3 * layout.bytes_per_block)  # several turns
+    monkeypatch.setattr(
+        "fleetfoot.kv_transfer.base.block_copies.STAGING_BYTES", 3 * layout.bytes_per_block
+    )  # several turns
     caches = [torch.randn(size, device=GPU).to(getattr(torch, layout.dtype)) for size in layout.layer_shapes]
     copies = block_copies(caches, layout)
     assert isinstance(copies, CudaBlockCopies)

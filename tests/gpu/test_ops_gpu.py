@@ -20,13 +20,13 @@ from tests.helpers.ops_checks import (
 )
 from tests.helpers.waits import waits_are_errors
 
-from fleetfoot.ops.choose_tokens import choose_tokens_torch
-from fleetfoot.ops.choose_tokens_triton import choose_tokens_triton
-from fleetfoot.ops.filter_cuts_triton import filter_cuts_triton
-from fleetfoot.ops.hopper_support import has_hopper_kernels
-from fleetfoot.ops.linear import PreparedLinear
-from fleetfoot.ops.linear_triton import TritonLinear
-from fleetfoot.sampling.filters import RowFilters
+from fleetfoot.kernels.linear.linear import PreparedLinear
+from fleetfoot.kernels.linear.linear_triton import TritonLinear
+from fleetfoot.kernels.runtime.hopper_support import has_hopper_kernels
+from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch
+from fleetfoot.kernels.sampling.choose_tokens_triton import choose_tokens_triton
+from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
+from fleetfoot.kernels.sampling.filters import RowFilters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,7 +133,7 @@ def test_a_weight_past_32_bits() -> None:
 def test_gated_layers_of_many_rows(
     num_rows: int, num_outputs: int, num_inputs: int, groups: int, dtype: torch.dtype
 ) -> None:
-    from fleetfoot.ops.gated_linear_hopper import gated_linear_hopper
+    from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 
     torch.manual_seed(num_rows)
     wide = torch.randn(num_rows, num_inputs + 16, device="cuda").to(dtype)
@@ -199,7 +199,7 @@ class Chain:
 def without_overlap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     def stop() -> None:
         for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
+            if getattr(module, "__name__", "").startswith("fleetfoot.kernels.") and hasattr(module, "can_overlap"):
                 monkeypatch.setattr(module, "can_overlap", lambda device: False)
 
     return stop

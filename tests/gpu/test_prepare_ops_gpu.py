@@ -9,9 +9,9 @@ import torch
 from tests.helpers.prepare_cases import BATCHES, get_batch
 from tests.helpers.prepare_runs import CASES, OPS, GuardedOutputs, assert_same, run, token_inputs
 
-from fleetfoot.ops.prepare.gather_block_tables import gather_block_tables
-from fleetfoot.ops.prepare.slot_mapping import slot_mapping
-from fleetfoot.ops.prepare.take_in_writes import take_in_writes
+from fleetfoot.kernels.prepare.gather_block_tables import gather_block_tables
+from fleetfoot.kernels.prepare.slot_mapping import slot_mapping
+from fleetfoot.kernels.prepare.take_in_writes import take_in_writes
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,20 +16,20 @@ from tests.helpers.waits import waits_are_errors
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.ops.edits.allowed_tokens import keep_allowed_tokens
-from fleetfoot.ops.edits.listed_tokens import edit_listed_tokens
-from fleetfoot.ops.edits.penalties import penalize
-from fleetfoot.ops.edits.records import LIST_CAPACITY
-from fleetfoot.ops.select import select_ops
-from fleetfoot.ops.token_logprobs import MAX_SELECTED, token_logprobs, token_logprobs_torch
-from fleetfoot.outputs import RequestOutput
+from fleetfoot.kernels.sampling.allowed_tokens import keep_allowed_tokens
+from fleetfoot.kernels.sampling.listed_tokens import edit_listed_tokens
+from fleetfoot.kernels.sampling.paged_penalties import penalize
+from fleetfoot.kernels.sampling.records import LIST_CAPACITY
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs, token_logprobs_torch
+from fleetfoot.kernels.select import select_ops
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.capture_table import EVERYTHING, PLAIN, SamplingVariant
 from fleetfoot.runner.v2.device import open_device
 from fleetfoot.runner.v2.sampling import RowSampler, Sampled
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.verification import LogitsRows
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import NewRequest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

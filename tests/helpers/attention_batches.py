@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs
-from fleetfoot.attention.sdpa import SDPABackend
-from fleetfoot.ops.rope_and_cache import rope_and_cache_torch
+from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
 
 Requests = list[tuple[int, int]]
 """``(query_len, seq_len)`` of each request; those with one query token that are decodes stand first."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
-from fleetfoot.kv_transfer.nixl import NixlConnector
+from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.nixl.connector import NixlConnector
 from tests.helpers.kv_bench import Clock
 
 

@@ -20,16 +20,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from fleetfoot.ops import (
-    gated_linear_hopper,
-    gpu_limits,
-    paged_attention_decode,
-    paged_attention_decode_hopper,
-    paged_attention_prefill,
-    paged_attention_prefill_hopper,
-)
-from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
-from fleetfoot.ops.triton_support import TritonKernel
+from fleetfoot.kernels.attention import decode as paged_attention_decode
+from fleetfoot.kernels.attention import decode_hopper as paged_attention_decode_hopper
+from fleetfoot.kernels.attention import prefill as paged_attention_prefill
+from fleetfoot.kernels.attention import prefill_hopper as paged_attention_prefill_hopper
+from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
+from fleetfoot.kernels.linear import gated_hopper as gated_linear_hopper
+from fleetfoot.kernels.runtime import gpu_limits
+from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from tests.helpers.attention_batches import make_batch, make_fused_batch
 
 H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))

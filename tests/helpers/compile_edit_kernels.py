@@ -8,18 +8,18 @@ from unittest.mock import patch
 
 import torch
 
-from fleetfoot.ops.edits.allowed_tokens import keep_allowed_tokens_triton
-from fleetfoot.ops.edits.listed_tokens import edit_listed_tokens_triton
-from fleetfoot.ops.edits.penalties import penalize_triton
-from fleetfoot.ops.token_logprobs_triton import token_logprobs_triton
-from fleetfoot.ops.triton_support import TritonKernel
+from fleetfoot.kernels.runtime.triton_support import TritonKernel
+from fleetfoot.kernels.sampling.allowed_tokens import keep_allowed_tokens_triton
+from fleetfoot.kernels.sampling.listed_tokens import edit_listed_tokens_triton
+from fleetfoot.kernels.sampling.paged_penalties import penalize_triton
+from fleetfoot.kernels.sampling.token_logprobs_triton import token_logprobs_triton
 from tests.helpers.compile_op_kernels import compile_instead
 from tests.helpers.edit_cases import edit_case
 
 
 def main() -> None:
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
+        if getattr(module, "__name__", "").startswith("fleetfoot.kernels.") and hasattr(module, "can_overlap"):
             module.can_overlap = lambda device: True  # type: ignore[attr-defined]
     case = edit_case(0)
     logits = keep_allowed_tokens_triton(case.logits, case.rows, case.allowed)

@@ -15,13 +15,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fleetfoot.ops.linear_staged_triton import StagedTiling
-from fleetfoot.ops.linear_streamed_triton import StreamedTiling
-from fleetfoot.ops.linear_tiled_triton import TiledTiling
-from fleetfoot.ops.linear_triton import Tiling, TritonLinear
-from fleetfoot.ops.triton_ops import triton_ops
-from fleetfoot.ops.triton_support import TritonKernel
-from fleetfoot.sampling.filters import RowFilters
+from fleetfoot.kernels.linear.linear_triton import Tiling, TritonLinear
+from fleetfoot.kernels.linear.staged import StagedTiling
+from fleetfoot.kernels.linear.streamed import StreamedTiling
+from fleetfoot.kernels.linear.tiled import TiledTiling
+from fleetfoot.kernels.runtime.triton_support import TritonKernel
+from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.triton_ops import triton_ops
 
 _OPTIONS = ("num_warps", "launch_pdl", "enable_fp_fusion")
 
@@ -50,7 +50,7 @@ def compile_instead(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[...
 def main() -> None:
     ops = triton_ops()
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("fleetfoot.ops.") and hasattr(module, "can_overlap"):
+        if getattr(module, "__name__", "").startswith("fleetfoot.kernels.") and hasattr(module, "can_overlap"):
             module.can_overlap = lambda device: True  # type: ignore[attr-defined]
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fleetfoot.ops.triton_support import TritonKernel
+from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.speculative.ngram import propose_ngrams_paged_triton
 from tests.helpers.prepare_runs import OPS, run
 

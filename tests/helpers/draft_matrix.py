@@ -9,8 +9,8 @@ import pytest
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from tests.helpers.engines import make_engine
 from tests.helpers.runner_lives import DRAFT

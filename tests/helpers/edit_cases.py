@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from fleetfoot.ops.edits.records import (
+from fleetfoot.kernels.sampling.records import (
     BIASES,
     NUM_PLANES,
     PREFIX_ENDS,

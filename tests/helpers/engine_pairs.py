@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fleetfoot.disaggregation.engine import Engine
-from fleetfoot.disaggregation.engine_process import EngineProcess
-from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.prompts import PromptType
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.server.disaggregation.engine import Engine
+from fleetfoot.server.disaggregation.engine_process import EngineProcess
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, nixl
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

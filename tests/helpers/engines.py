@@ -16,9 +16,9 @@ from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from tests.helpers.checkpoints import make_checkpoint

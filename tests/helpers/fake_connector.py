@@ -9,10 +9,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetfoot.kv_transfer.connector import SchedulerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput, KVOutputMerger, TransferFailure
-from fleetfoot.scheduler.output import SchedulerOutput
-from fleetfoot.scheduler.request import Request
+from fleetfoot.kv_transfer.base.connector import SchedulerConnector
+from fleetfoot.records.kv_connector import KVConnectorOutput, KVOutputMerger, TransferFailure
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput
 from tests.helpers.fake_runner import FakeRunner
 
 Block = tuple[int, bytes, list[int]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.records.step import SchedulerOutput
 from tests.helpers.fake_runner import FakeRunner
 
 Packet = list[tuple[int, int, int, list[int]]]

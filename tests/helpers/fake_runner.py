@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import random
 
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.block_pool import BlockPool
-from fleetfoot.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
 
 
 def next_token(token_ids: list[int], vocab_size: int) -> int:

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
-from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
-from fleetfoot.kv_transfer.registry import find_connector
-from fleetfoot.scheduler.output import SchedulerOutput
-from fleetfoot.scheduler.request import Request
+from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput
 
 SCHEDULER_POINTS = (
     "num_matched_tokens", "start_load", "blocks_filled", "request_finished", "build_metadata", "update",

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.block_moves import BlockMoves
-from fleetfoot.kv_transfer.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.layouts import BLOCK_CONTIGUOUS_HND
-from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
-from fleetfoot.kv_transfer.registry import find_connector
+from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.kv_transfer.blockstore.block_moves import BlockMoves
+from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.kv_layout import KVLayout
 
 EXIT_CODE = 3
 """Of a worker that ends without a word."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.records.step import SchedulerOutput
 
 HANG = 60.0
 """Seconds after which a test that waits in vain fails; none comes near it."""

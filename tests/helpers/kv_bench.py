@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.block_copies import CopyEvent, CpuBlockCopies
-from fleetfoot.kv_transfer.connector import TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput, KVOutputMerger
-from fleetfoot.kv_transfer.registry import find_connector
+from fleetfoot.kv_transfer.base.block_copies import CopyEvent, CpuBlockCopies
+from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.records.kv_connector import KVConnectorOutput, KVOutputMerger
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.step_connector import StepConnector
-from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.block_hash import extend_chain, root_hash
-from fleetfoot.scheduler.output import SchedulerOutput
-from fleetfoot.scheduler.request import Request
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (LayerGroup(2, 2, 6), LayerGroup(1, 1, 4)))

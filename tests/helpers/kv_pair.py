@@ -11,16 +11,16 @@ from typing import Any, Self
 import msgspec
 import pytest
 
-from fleetfoot.kv_transfer.connector import TransferContext
-from fleetfoot.kv_transfer.nixl import NixlSettings
-from fleetfoot.kv_transfer.nixl_agent import nixl_api
-from fleetfoot.kv_transfer.nixl_worker import NixlWorker
-from fleetfoot.kv_transfer.output import KVConnectorOutput
-from fleetfoot.kv_transfer.sockets import SocketServer, parse_address
-from fleetfoot.kv_transfer.tcp_agent import TcpAgent
-from fleetfoot.kv_transfer.transfer_agent import TransferAgent, make_agent
-from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.kv_transfer.base.connector import TransferContext
+from fleetfoot.kv_transfer.base.sockets import SocketServer, parse_address
+from fleetfoot.kv_transfer.nixl.connector import NixlSettings
+from fleetfoot.kv_transfer.nixl.nixl_agent import nixl_api
+from fleetfoot.kv_transfer.nixl.tcp_agent import TcpAgent
+from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent, make_agent
+from fleetfoot.kv_transfer.nixl.worker import NixlWorker
+from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import NewRequest, SchedulerOutput
 from tests.helpers.kv_bench import Bench, transfer_config
 
 TOKENS = list(range(17))

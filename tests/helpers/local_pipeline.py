@@ -7,9 +7,9 @@ from collections import deque
 import torch
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
-from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import ModelRunner, PendingOutput
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 MAX_NUM_TOKENS = 64
 """Of a step, where buffers are persistent."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.ops.linear_triton import Tiling, TritonLinear
-from fleetfoot.ops.torch_ops import torch_ops
-from fleetfoot.ops.triton_ops import triton_ops
+from fleetfoot.kernels.linear.linear_triton import Tiling, TritonLinear
+from fleetfoot.kernels.torch_ops import torch_ops
+from fleetfoot.kernels.triton_ops import triton_ops
 
 TRITON, TWINS = triton_ops(), torch_ops()
 EPS = 1e-6

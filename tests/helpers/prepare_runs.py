@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.ops.prepare import (
+from fleetfoot.kernels.prepare import (
     accept_drafts,
     combine_sampled_and_draft_tokens,
     gather_block_tables,

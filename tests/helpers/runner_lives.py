@@ -12,29 +12,29 @@ from typing import Any
 import pytest
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
-from fleetfoot.attention.sdpa import SDPABackend
-from fleetfoot.attention.select import select_attention
 from fleetfoot.config.model import load_model_config
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.attention.select import select_attention
+from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.ops.opset import OpSet
-from fleetfoot.ops.select import select_ops
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.logprobs import RowLogprobs
+from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.contract import ModelRunner, PendingOutput
-from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.sampling.logprob import RowLogprobs
-from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.output import SchedulerOutput
-from fleetfoot.scheduler.request import Request
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.weights.model_loader import ModelLoader
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.steps import Execute, run_steps
 

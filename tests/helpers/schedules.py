@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

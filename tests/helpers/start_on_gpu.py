@@ -16,10 +16,10 @@ from unittest.mock import patch
 from triton import knobs
 from triton.runtime import build
 
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.capture_table import GraphKey
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.warm_up import KernelCompiler
-from fleetfoot.sampling.params import SamplingParams
 from tests.helpers.engines import make_engine, prompt_of
 
 MODEL = Path(__file__).parent.parent / "assets" / "story-qwen3"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from fleetfoot.records.request import StepResult
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import StepResult
 from fleetfoot.scheduler.scheduler import Scheduler
 
 Execute = Callable[[SchedulerOutput], PendingOutput]

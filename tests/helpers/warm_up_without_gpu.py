@@ -17,18 +17,18 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.attention.triton import TritonBackend
 from fleetfoot.config.model import load_model_config
+from fleetfoot.kernels.attention.triton_backend import TritonBackend
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
+from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
+from fleetfoot.kernels.triton_ops import triton_ops
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.ops.compile_ahead import CompileAhead
-from fleetfoot.ops.triton_ops import triton_ops
-from fleetfoot.ops.triton_support import instead_of_launching, triton_kernel
+from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.capture_table import CaptureTable, GraphKey
-from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.warm_up import KernelCompiler
+from fleetfoot.weights.model_loader import ModelLoader
 from tests.helpers.recording_device import RecordingDevice
 
 if TYPE_CHECKING:

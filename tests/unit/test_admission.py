@@ -11,7 +11,7 @@ import torch
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.admission import Admission, AdmittedRequest
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 VOCAB, MAX_LEN, EOS = 100, 32, 2

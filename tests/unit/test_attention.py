@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetfoot.attention import sdpa
-from fleetfoot.attention.metadata import AttentionMetadata
-from fleetfoot.attention.sdpa import SDPABackend
+from fleetfoot.kernels.attention import sdpa_backend as sdpa
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.records.attention import AttentionMetadata
 
 BACKEND = SDPABackend()
 

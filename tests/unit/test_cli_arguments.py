@@ -23,7 +23,7 @@ from fleetfoot.cli.sampling_arguments import (
     sampling_params,
 )
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 
 def parse(argv: list[str], **defaults: Any) -> argparse.Namespace:
@@ -325,7 +325,7 @@ def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[st
 
 
 def test_a_worker_says_whom_it_waits_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetfoot.execution.node.run_node", lambda config: None)
+    monkeypatch.setattr("fleetfoot.executor.node.run_node", lambda config: None)
     flags = ["--nnodes", "2", "--tensor-parallel-size", "2", "--master-addr", "10.0.0.1"]
     assert main(["worker", *flags, "--node-rank", "1"]) == 0
     assert capsys.readouterr().err == "this is node 1 of 2, and waits for node 0 at 10.0.0.1:29500\n"

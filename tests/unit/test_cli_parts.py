@@ -23,9 +23,9 @@ from fleetfoot.cli.numbers import numbers_line
 from fleetfoot.cli.prompts import STORY_OPENING, read_prompts
 from fleetfoot.cli.text_output import TextPrinter
 from fleetfoot.engine.stats import StatsCollector, StepStats
-from fleetfoot.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fleetfoot.sampling.logprob import Logprob
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.logprobs import Logprob
+from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.scheduler import SchedulerStats
 from fleetfoot.utils.interrupts import StopSignal
 

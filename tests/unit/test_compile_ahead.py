@@ -16,9 +16,9 @@ import pytest
 import torch
 from tests.helpers.silent_process import SILENT
 
-from fleetfoot.ops import compile_ahead, compile_worker
-from fleetfoot.ops.compile_ahead import CompileAhead, can_compile_ahead
-from fleetfoot.ops.triton_support import launcher
+from fleetfoot.kernels.runtime import compile_ahead, compile_worker
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
+from fleetfoot.kernels.runtime.triton_support import launcher
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
 from fleetfoot.runner.v2.warm_up import eager_shape, later_shapes, warm_up_steps
 
@@ -104,8 +104,8 @@ def test_memory_is_zeroed_in_a_dry_pass(ahead: CompileAhead) -> None:
 
 
 SLOW_COMPILER = f"""
-from fleetfoot.ops import compile_ahead, compile_worker
-from fleetfoot.ops.compile_ahead import CompileAhead
+from fleetfoot.kernels.runtime import compile_ahead, compile_worker
+from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
 compile_ahead.CompileWorker = lambda: compile_worker.CompileWorker({SILENT})
 compile_worker.KernelSource.of = lambda job: compile_worker.KernelSource("m", "n", {{}}, {{}}, {{}}, (), {{}})
 ahead = CompileAhead(2)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from tests.helpers.silent_process import SILENT
 
-from fleetfoot.ops import compile_worker, rms_norm_triton
-from fleetfoot.ops.compile_worker import CompileWorker, KernelSource, serve
+from fleetfoot.kernels.norm import rms_norm_triton
+from fleetfoot.kernels.runtime import compile_worker
+from fleetfoot.kernels.runtime.compile_worker import CompileWorker, KernelSource, serve
 
 DEAD = (sys.executable, "-c", "pass")
 
@@ -42,7 +43,7 @@ def test_what_is_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     source = KernelSource.of(job(kernel))
     assert source is not None
     assert pickle.loads(pickle.dumps(source)) == source
-    assert (source.module, source.name) == ("fleetfoot.ops.rms_norm_triton", "a_kernel")
+    assert (source.module, source.name) == ("fleetfoot.kernels.norm.rms_norm_triton", "a_kernel")
     assert source.target == ("cuda", 90, 32)
     assert source.options == {"num_warps": 4}
     assert KernelSource.of(job(kernel_named("another"))) is None  # its module has no such kernel

@@ -15,11 +15,11 @@ import pytest
 import torch
 from tests.helpers.edit_cases import EditCase, edit_case
 
-from fleetfoot.ops.edits.allowed_tokens import keep_allowed_tokens_cpu, keep_allowed_tokens_triton
-from fleetfoot.ops.edits.listed_tokens import edit_listed_tokens_cpu, edit_listed_tokens_triton
-from fleetfoot.ops.edits.penalties import penalize_cpu, penalize_triton
-from fleetfoot.ops.token_logprobs import MAX_SELECTED, token_logprobs, token_logprobs_torch
-from fleetfoot.ops.token_logprobs_triton import token_logprobs_triton
+from fleetfoot.kernels.sampling.allowed_tokens import keep_allowed_tokens_cpu, keep_allowed_tokens_triton
+from fleetfoot.kernels.sampling.listed_tokens import edit_listed_tokens_cpu, edit_listed_tokens_triton
+from fleetfoot.kernels.sampling.paged_penalties import penalize_cpu, penalize_triton
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs, token_logprobs_torch
+from fleetfoot.kernels.sampling.token_logprobs_triton import token_logprobs_triton
 from fleetfoot.sampling.masks import banned_tokens
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

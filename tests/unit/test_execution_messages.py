@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.execution import channel
-from fleetfoot.execution.meeting_folder import MeetingFolder
-from fleetfoot.execution.messages import (
+from fleetfoot.executor import channel
+from fleetfoot.executor.messages import (
     Answer,
     Ready,
     decode_report,
@@ -20,12 +19,13 @@ from fleetfoot.execution.messages import (
     encode_step,
     failure_of,
 )
-from fleetfoot.execution.outputs import StepOutputs
-from fleetfoot.kv_transfer.block_moves import BlockMove, BlockMoves, LoadOrder
-from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
-from fleetfoot.sampling.logprob import RowLogprobs
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.executor.outputs import StepOutputs
+from fleetfoot.executor.rendezvous_dir import MeetingFolder
+from fleetfoot.kv_transfer.blockstore.block_moves import BlockMove, BlockMoves, LoadOrder
+from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.logprobs import RowLogprobs
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 
 IDLE = SchedulerOutput(3, [], [], 0, 0, 0)
 FULL = SchedulerOutput(

@@ -15,10 +15,10 @@ from tests.helpers.gate import HANG
 from fleetfoot import LLM
 from fleetfoot.cli.main import main
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.execution import nodes
-from fleetfoot.execution.channel import WorkerAddresses
-from fleetfoot.execution.node import run_node
-from fleetfoot.execution.nodes import EngineNodes, Membership, check_devices, check_is_first_node
+from fleetfoot.executor import nodes
+from fleetfoot.executor.channel import WorkerAddresses
+from fleetfoot.executor.node import run_node
+from fleetfoot.executor.nodes import EngineNodes, Membership, check_devices, check_is_first_node
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.interpreter import mend_interpreter
 
-from fleetfoot.ops.choose_tokens import choose_tokens_torch
-from fleetfoot.ops.choose_tokens_triton import choose_tokens_triton
-from fleetfoot.ops.filter_cuts_triton import filter_cuts_triton
-from fleetfoot.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch
+from fleetfoot.kernels.sampling.choose_tokens_triton import choose_tokens_triton
+from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
+from fleetfoot.kernels.sampling.filters import RowFilters
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(
@@ -103,7 +103,7 @@ def test_the_cut_itself() -> None:
 
 
 def _packed(logits: torch.Tensor) -> list[int]:
-    """The best candidate of each row, as `fleetfoot.ops.row_candidates_triton` packs it."""
+    """The best candidate of each row, as `fleetfoot.kernels.sampling.row_candidates_triton` packs it."""
     chosen = logits.argmax(dim=-1)
     bits = logits.gather(1, chosen[:, None]).view(torch.int32)[:, 0]
     return [(int(key) << 32) | (0x7FFFFFFF - int(index)) for key, index in zip(bits, chosen, strict=True)]

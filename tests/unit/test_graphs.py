@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.capture_table import EVERYTHING, PLAIN, CaptureTable, GraphKey, SamplingVariant, decode_sizes
 from fleetfoot.runner.v2.graphs import GraphManager
-from fleetfoot.scheduler.output import SchedulerOutput
 
 
 def table(**changes: object) -> CaptureTable:

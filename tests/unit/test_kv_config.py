@@ -14,23 +14,23 @@ from typing import Any
 import pytest
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer import build
-from fleetfoot.kv_transfer.connector import NoSchedulerConnector, TransferContext
-from fleetfoot.kv_transfer.filesystem import FilesystemSettings, SharedStorageConnector
-from fleetfoot.kv_transfer.fingerprint import engine_fingerprint, weights_identity
-from fleetfoot.kv_transfer.layouts import KNOWN_CONNECTORS, V2_LAYOUT, connector_layouts
-from fleetfoot.kv_transfer.multi import MultiScheduler
-from fleetfoot.kv_transfer.multi_config import joined, part_configs
-from fleetfoot.kv_transfer.offload import OffloadingConnector
-from fleetfoot.kv_transfer.offload_scheduler import OffloadScheduler
-from fleetfoot.kv_transfer.registry import CONNECTORS, find_connector
+from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, TransferContext
+from fleetfoot.kv_transfer.base.layouts import KNOWN_CONNECTORS, V2_LAYOUT, connector_layouts
+from fleetfoot.kv_transfer.base.multi_config import joined, part_configs
+from fleetfoot.kv_transfer.base.registry import CONNECTORS, find_connector
+from fleetfoot.kv_transfer.blockstore.filesystem import FilesystemSettings, SharedStorageConnector
+from fleetfoot.kv_transfer.blockstore.offload import OffloadingConnector
+from fleetfoot.kv_transfer.blockstore.offload_scheduler import OffloadScheduler
+from fleetfoot.kv_transfer.multi.connector import MultiScheduler
+from fleetfoot.plan import connector as build
+from fleetfoot.plan.fingerprint import engine_fingerprint, weights_identity
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import active_connector
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 
 GIB = 1 << 30
@@ -66,7 +66,7 @@ def test_connectors_declare_what_is_known_of_them(name: str) -> None:
 
 
 def test_a_class_of_somebody_elses() -> None:
-    module = "fleetfoot.kv_transfer.filesystem"
+    module = "fleetfoot.kv_transfer.blockstore.filesystem"
     config = KVTransferConfig(kv_connector="SharedStorageConnector", kv_role="kv_both", kv_connector_module_path=module)
     assert find_connector(config) is SharedStorageConnector
     assert connector_layouts(config).accepted == SharedStorageConnector.accepted_kv_layouts
@@ -91,11 +91,11 @@ def test_names_that_mean_nothing(name: str, module_path: str | None, message: st
 
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = (
-        "import sys; import fleetfoot.kv_transfer.registry, fleetfoot.plan.oracle, fleetfoot.kv_transfer.filesystem, "
-        "fleetfoot.kv_transfer.offload_scheduler, fleetfoot.kv_transfer.filesystem_scheduler, "
-        "fleetfoot.kv_transfer.multi, fleetfoot.kv_transfer.fingerprint; "
+        "import sys; import fleetfoot.kv_transfer.base.registry, fleetfoot.plan.oracle, fleetfoot.kv_transfer.blockstore.filesystem, "
+        "fleetfoot.kv_transfer.blockstore.offload_scheduler, fleetfoot.kv_transfer.blockstore.filesystem_scheduler, "
+        "fleetfoot.kv_transfer.multi.connector, fleetfoot.plan.fingerprint; "
         "assert 'torch' not in sys.modules, 'torch'; "
-        "assert 'fleetfoot.kv_transfer.nixl' not in sys.modules, 'nixl'"
+        "assert 'fleetfoot.kv_transfer.nixl.connector' not in sys.modules, 'nixl'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

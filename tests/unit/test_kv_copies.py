@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
-from fleetfoot.kv_transfer.block_copies import CpuBlockCopies, block_copies
-from fleetfoot.kv_transfer.host_memory import FreeSlots, HostMemory
-from fleetfoot.kv_transfer.layer_rows import LayerRows
+from fleetfoot.kv_transfer.base.block_copies import CpuBlockCopies, block_copies
+from fleetfoot.kv_transfer.base.host_memory import FreeSlots, HostMemory
+from fleetfoot.kv_transfer.base.layer_rows import LayerRows
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 
 if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
     from tests.helpers.interpreter import mend_interpreter

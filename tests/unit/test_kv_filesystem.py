@@ -14,11 +14,11 @@ import pytest
 import torch
 from tests.helpers.kv_bench import FINGERPRINT, LAYOUT, Bench, Clock, ManualJobs, same, transfer_config
 
-from fleetfoot.kv_transfer import block_file
-from fleetfoot.kv_transfer.connector import TransferContext
-from fleetfoot.kv_transfer.filesystem import FilesystemSettings
-from fleetfoot.kv_transfer.filesystem_worker import FilesystemWorker
-from fleetfoot.kv_transfer.io_threads import IOThreads
+from fleetfoot.kv_transfer.base.connector import TransferContext
+from fleetfoot.kv_transfer.base.io_threads import IOThreads
+from fleetfoot.kv_transfer.blockstore import block_file
+from fleetfoot.kv_transfer.blockstore.filesystem import FilesystemSettings
+from fleetfoot.kv_transfer.blockstore.filesystem_worker import FilesystemWorker
 
 TOKENS = list(range(17))  # four full blocks, and a token that must be computed
 MakeBench = Callable[..., Bench]

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer_config
 
-from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.kv_transfer import filesystem_worker, offload_worker
-from fleetfoot.kv_transfer.connector import NoSchedulerConnector, WorkerConnector
-from fleetfoot.kv_transfer.multi import MultiScheduler, MultiWorker
-from fleetfoot.kv_transfer.output import KVConnectorOutput, KVOutputMerger, TransferFailure
+from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, WorkerConnector
+from fleetfoot.kv_transfer.multi.connector import MultiScheduler, MultiWorker
+from fleetfoot.records.kv_connector import KVConnectorOutput, KVOutputMerger, TransferFailure
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.step_connector import StepConnector
-from fleetfoot.scheduler.output import SchedulerOutput
-from fleetfoot.scheduler.request import Request
 
 TOKENS = list(range(17))
 OTHERS = list(range(100, 109))
@@ -165,7 +165,7 @@ class Part(WorkerConnector, NoSchedulerConnector):
 
 
 def request_of(request_id: str = "r") -> Request:
-    from fleetfoot.sampling.params import SamplingParams
+    from fleetfoot.records.sampling_params import SamplingParams
 
     return Request(request_id, TOKENS, SamplingParams(), max_tokens=4, seed=0)
 

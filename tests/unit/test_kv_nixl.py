@@ -12,11 +12,11 @@ import pytest
 from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, ManualJobs, same
 from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, skip_without, whole
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.nixl import NixlSettings
-from fleetfoot.kv_transfer.nixl_leases import DECLINED, LeaseError, Leases
-from fleetfoot.scheduler.request import RequestStatus
+from fleetfoot.kv_transfer.nixl.connector import NixlSettings
+from fleetfoot.kv_transfer.nixl.leases import DECLINED, LeaseError, Leases
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.request import RequestStatus
 
 MakeEngine = Callable[..., Engine]
 LENT, TAKEN = [3, 7, 1, 12], [9, 8, 2, 0]

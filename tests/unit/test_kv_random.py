@@ -18,17 +18,17 @@ from tests.helpers.fake_runner import FakeRunner, reference
 from tests.helpers.faulty_connector import Faults, faulty
 from tests.helpers.kv_bench import LateCopies, LateJobs
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer import file_loads, filesystem_worker, offload_worker
-from fleetfoot.kv_transfer.connector import TransferContext
-from fleetfoot.kv_transfer.output import KVOutputMerger
-from fleetfoot.kv_transfer.registry import find_connector
+from fleetfoot.kv_transfer.base.connector import TransferContext
+from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.records.kv_connector import KVOutputMerger
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.step_connector import StepConnector
-from fleetfoot.sampling.params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
 from fleetfoot.scheduler.scheduler import Scheduler
 
 VOCAB = 11

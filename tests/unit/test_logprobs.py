@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fleetfoot.sampling import gumbel
-from fleetfoot.sampling.logprob import Logprob, logprob_dict
+from fleetfoot.kernels.sampling import gumbel
+from fleetfoot.records.logprobs import Logprob, logprob_dict
 from fleetfoot.sampling.logprobs import prompt_logprobs, token_logprobs
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fleetfoot.execution.meeting_folder import MeetingFolder
+from fleetfoot.executor.rendezvous_dir import MeetingFolder
 
 KILLED = """
 import os, signal
-from fleetfoot.execution.meeting_folder import MeetingFolder
+from fleetfoot.executor.rendezvous_dir import MeetingFolder
 folder = MeetingFolder()
 (folder.path / "steps-0").touch()
 os.kill(os.getpid(), signal.SIGKILL)

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import MIXED, attend_64, make_batch
 
-from fleetfoot.attention.native import NativeBackend
-from fleetfoot.attention.sdpa import SDPABackend
+from fleetfoot.kernels.attention.native_backend import NativeBackend
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.linear.linear_native import NativeLinear
+from fleetfoot.kernels.native_ops import native_available, native_ops
+from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.native.library import NativeUnavailableError, load_kernels, supported_variants
-from fleetfoot.ops.native_linear import NativeLinear
-from fleetfoot.ops.native_ops import native_available, native_ops
-from fleetfoot.ops.opset import OpSet
-from fleetfoot.ops.select import select_ops
-from fleetfoot.ops.torch_ops import torch_ops
 
 AVAILABLE, REASON = native_available()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=REASON)

@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
-from fleetfoot.ops.linear import PackedLinear, PlainLinear, can_pack, prepare_linear_torch
-from fleetfoot.ops.select import select_ops
-from fleetfoot.ops.torch_ops import torch_ops
+from fleetfoot.kernels.linear.linear import PackedLinear, PlainLinear, can_pack, prepare_linear_torch
+from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.torch_ops import torch_ops
 
 OPS = torch_ops()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -145,8 +145,8 @@ def test_packing_releases_the_plain_weight() -> None:
 
 
 def test_select_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetfoot.ops.select.find_spec", lambda name: object() if name == "triton" else None)
+    monkeypatch.setattr("fleetfoot.kernels.select.find_spec", lambda name: object() if name == "triton" else None)
     assert select_ops("cuda").name == "triton"
-    monkeypatch.setattr("fleetfoot.ops.select.find_spec", lambda name: None)
+    monkeypatch.setattr("fleetfoot.kernels.select.find_spec", lambda name: None)
     assert select_ops("cuda").name == "torch"
     assert select_ops("cpu", native=False).name == "torch"

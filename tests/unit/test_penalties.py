@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from fleetfoot.kernels.sampling.penalties import count_tokens
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.sampling.penalties import count_tokens
 from fleetfoot.sampling.sampler import process_logits
 
 VOCAB = 23

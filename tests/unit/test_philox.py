@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from fleetfoot.sampling import gumbel
-from fleetfoot.sampling.gumbel import NOISE_MAX, NOISE_MIN, gumbel_argmax, gumbel_noise, gumbel_noise_at
-from fleetfoot.sampling.philox import philox_4x32, uniform_from_word
+from fleetfoot.kernels.sampling import gumbel
+from fleetfoot.kernels.sampling.gumbel import NOISE_MAX, NOISE_MIN, gumbel_argmax, gumbel_noise, gumbel_noise_at
+from fleetfoot.kernels.sampling.philox import philox_4x32, uniform_from_word
 
 ONES = 0xFFFFFFFF
 

@@ -11,18 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetfoot.attention.kv_layout import KVLayout, LayerGroup
-from fleetfoot.attention.select import select_attention
 from fleetfoot.cli.plan_text import plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.sharding import vocab_rows
+from fleetfoot.distributed.custom_all_reduce import one_shot_words
 from fleetfoot.distributed.groups import TensorGroup
-from fleetfoot.distributed.one_shot import one_shot_words
-from fleetfoot.execution.worker import Worker
+from fleetfoot.executor.worker import Worker
+from fleetfoot.kernels.attention.select import select_attention
+from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.shards import vocab_rows
 from fleetfoot.models.registry import model_class
-from fleetfoot.ops.select import select_ops
 from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.fit import Device, MemoryPlanError, fit_engine
 from fleetfoot.plan.footprint import (
@@ -41,6 +40,7 @@ from fleetfoot.plan.machine import Machine, has_triton
 from fleetfoot.plan.memory import GIB, MemoryPlan
 from fleetfoot.plan.report import plan_report
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.input_batch import InputBuffers

@@ -14,10 +14,10 @@ import torch
 from tests.helpers.prepare_cases import get_batch, int32
 from tests.helpers.prepare_runs import CASES, OPS, assert_same, run
 
-from fleetfoot.ops.prepare.post_update import post_update_cpu, post_update_triton
-from fleetfoot.ops.prepare.prepare_decode import prepare_decode, prepare_decode_cpu
-from fleetfoot.ops.prepare.slot_mapping import slot_mapping_cpu, slot_mapping_triton
-from fleetfoot.ops.triton_support import cdiv, next_power_of_2
+from fleetfoot.kernels.prepare.post_update import post_update_cpu, post_update_triton
+from fleetfoot.kernels.prepare.prepare_decode import prepare_decode, prepare_decode_cpu
+from fleetfoot.kernels.prepare.slot_mapping import slot_mapping_cpu, slot_mapping_triton
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 REPOSITORY = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @interpreted
 def test_a_device_function_is_not_called_from_python() -> None:
-    from fleetfoot.ops.prepare.upper_bound import upper_bound
+    from fleetfoot.kernels.prepare.upper_bound import upper_bound
 
     with pytest.raises(TypeError, match="upper_bound is called within kernels"):
         upper_bound(None, 0, 0, None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams, bad_words_token_ids
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams, bad_words_token_ids
 from fleetfoot.sampling.seeds import request_seed
 from fleetfoot.utils.suggest import unknown_keyword
 
@@ -208,6 +208,6 @@ def test_request_seeds():
 
 
 def test_parameters_need_no_torch():
-    code = "import sys, fleetfoot.sampling.params, fleetfoot.sampling.seeds, fleetfoot.sampling.logprob; "
+    code = "import sys, fleetfoot.records.sampling_params, fleetfoot.sampling.seeds, fleetfoot.records.logprobs; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.fake_runner import FakeRunner, reference
 
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig, StepResult
 
 VOCAB = 50

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.helpers.fake_connector import Behaviour
 from tests.helpers.fake_engine import VOCAB, FakeEngine, expected_output
 
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.request import Request, RequestStatus
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.scheduler import SchedulerConfig
 
 

@@ -10,11 +10,11 @@ import pytest
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector
 from tests.helpers.fake_engine import FakeEngine
 
-from fleetfoot.kv_transfer.connector import SchedulerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
+from fleetfoot.kv_transfer.base.connector import SchedulerConnector
+from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.request import Request, RequestStatus, StepResult
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 LOADING = RequestStatus.LOADING

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.attention import AttentionHeads
-from fleetfoot.layers.shards import (
+from fleetfoot.config.sharding import (
     check_pipeline_parallel_size,
     check_tensor_parallel_size,
     even_span,
@@ -21,6 +20,7 @@ from fleetfoot.layers.shards import (
     vocab_rows,
     vocab_span,
 )
+from fleetfoot.layers.attention import AttentionHeads
 
 LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from fleetfoot.attention.metadata import AttentionMetadata
-from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightError
-from fleetfoot.ops.select import select_ops
+from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.speculative.draft_steps import DraftSteps
 from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import DrafterModel

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
-from fleetfoot.attention.kv_layout import LayerGroup
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig, load_model_config
 from fleetfoot.plan.footprint import NO_DRAFTER, DrafterShape
+from fleetfoot.records.kv_layout import LayerGroup
 from fleetfoot.speculative.build import drafter_shape
 from fleetfoot.speculative.find import DrafterModel, find_drafter
 from fleetfoot.weights.checkpoint import Checkpoint

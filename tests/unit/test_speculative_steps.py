@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
-from fleetfoot.ops.choose_tokens import choose_tokens_torch
-from fleetfoot.sampling.gumbel import gumbel_noise
+from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch
+from fleetfoot.kernels.sampling.gumbel import gumbel_noise
+from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
 from fleetfoot.speculative.speculator import DraftBatch
 

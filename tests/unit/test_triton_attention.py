@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tests.helpers.attention_batches import Batch, Requests, make_batch, make_fused_batch, relative_error
 from tests.helpers.interpreter import mend_interpreter
 
-from fleetfoot.attention import triton as triton_module
-from fleetfoot.attention.sdpa import SDPABackend
-from fleetfoot.attention.triton import TritonBackend
-from fleetfoot.ops.paged_attention_decode import _ahead_rows, paged_attention_decode
-from fleetfoot.ops.paged_attention_decode_tiling import MAX_ROWS, DecodeTiling, choose_decode_tiling, most_rows
-from fleetfoot.ops.paged_attention_pieces import AttentionWorkspace
-from fleetfoot.ops.paged_attention_prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
+from fleetfoot.kernels.attention import triton_backend as triton_module
+from fleetfoot.kernels.attention.decode import _ahead_rows, paged_attention_decode
+from fleetfoot.kernels.attention.decode_tiling import MAX_ROWS, DecodeTiling, choose_decode_tiling, most_rows
+from fleetfoot.kernels.attention.prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
+from fleetfoot.kernels.attention.triton_backend import TritonBackend
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 REPOSITORY = Path(__file__).parents[2]
@@ -274,7 +274,7 @@ def test_a_workspace_does_not_grow_while_a_graph_is_captured() -> None:
     class OnDevice:
         is_cuda = True
 
-    from fleetfoot.ops import paged_attention_pieces
+    from fleetfoot.kernels.attention import split_kv as paged_attention_pieces
 
     with (
         patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
@@ -300,7 +300,9 @@ def run_python(*arguments: str) -> str:
 
 
 def test_importing_the_backend_needs_no_triton() -> None:
-    script = "import sys; sys.modules['triton'] = None; import fleetfoot.attention.triton; print('done')"
+    script = (
+        "import sys; sys.modules['triton'] = None; import fleetfoot.kernels.attention.triton_backend; print('done')"
+    )
     assert run_python("-c", script) == "done\n"
 
 

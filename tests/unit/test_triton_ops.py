@@ -23,14 +23,14 @@ from tests.helpers.ops_checks import (
     random_logits,
 )
 
-from fleetfoot.ops.gpu_limits import GPULimits
-from fleetfoot.ops.linear import Accumulates
-from fleetfoot.ops.linear_staged_triton import StagedTiling
-from fleetfoot.ops.linear_streamed_triton import StreamedTiling
-from fleetfoot.ops.linear_tiled_triton import TiledTiling
-from fleetfoot.ops.linear_triton import Tiling, TritonLinear, choose_tiling, gated_row_groups, shared_bytes
-from fleetfoot.ops.pending_norm import PendingNorm
-from fleetfoot.ops.rms_norm_triton import MAX_SIZE
+from fleetfoot.kernels.linear.linear import Accumulates
+from fleetfoot.kernels.linear.linear_triton import Tiling, TritonLinear, choose_tiling, gated_row_groups, shared_bytes
+from fleetfoot.kernels.linear.staged import StagedTiling
+from fleetfoot.kernels.linear.streamed import StreamedTiling
+from fleetfoot.kernels.linear.tiled import TiledTiling
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.norm.rms_norm_triton import MAX_SIZE
+from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 REPOSITORY = Path(__file__).parents[2]
@@ -362,8 +362,8 @@ def test_a_cpu_needs_no_triton() -> None:
     script = """
 import sys
 sys.modules["triton"] = None  # any import of it fails
-from fleetfoot.ops.triton_ops import triton_ops
-from fleetfoot.ops.select import select_ops
+from fleetfoot.kernels.triton_ops import triton_ops
+from fleetfoot.kernels.select import select_ops
 print(triton_ops().name, select_ops("cpu", native=False).name)
 """
     result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -17,7 +17,7 @@ from fleetfoot.config.vllm_names import (
     SPECULATIVE_KEYS,
     check_call_keywords,
 )
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.sampling_params import SamplingParams
 
 SETTINGS = {field.name for field in dataclasses.fields(EngineConfig)}
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fleetfoot.attention.sdpa import SDPABackend
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.distributed.groups import TensorGroup
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightError, WeightSlot
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.ops.torch_ops import torch_ops
 from fleetfoot.weights.checkpoint import Checkpoint
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model

@@ -20,7 +20,7 @@ from eagle_head import EagleHead
 from train import BETAS, MAX_GRADIENT_NORM, BatchSource, Settings, learning_rate
 from transformers import AutoModelForCausalLM
 
-from fleetfoot.sampling.gumbel import gumbel_noise
+from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 
 DEPTH_WEIGHT = 0.7  # of each draft's loss relative to that of the draft before: a late draft counts only if all hold
 EVALUATIONS = 10

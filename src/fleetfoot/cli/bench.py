@@ -19,8 +19,8 @@ from fleetfoot.cli.command import Command, UsageError, add_command, usage_errors
 from fleetfoot.cli.json_output import dump_object
 from fleetfoot.cli.prompts import read_prompts_file
 from fleetfoot.cli.start import StartedEngine, started_engine
-from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.prompts import PromptType
 from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:

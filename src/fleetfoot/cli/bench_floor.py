@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.plan.floors import Costs, Floor, Speed
+from fleetfoot.plan.roofline import Costs, Floor, Speed
 
 if TYPE_CHECKING:
     from fleetfoot.cli.bench_load import Samples
@@ -26,7 +26,7 @@ def floor_of(started: StartedEngine) -> Floor | None:
     """Measure the machine; None: the GPU has no memory to spare for that."""
     import torch
 
-    from fleetfoot.utils.ceilings import measure_ceilings
+    from fleetfoot.utils.peak_rates import measure_ceilings
 
     plan = started.plan
     try:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from fleetfoot.cli.bench_floor import Work
 from fleetfoot.cli.bench_workload import BenchRequest
 from fleetfoot.cli.command import usage_errors
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine

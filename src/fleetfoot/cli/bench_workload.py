@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fleetfoot.inputs import PromptType
+from fleetfoot.records.prompts import PromptType
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,9 +18,9 @@ from fleetfoot.cli.conversation import Conversation, fit
 from fleetfoot.cli.numbers import count, numbers_line
 from fleetfoot.cli.sampling_arguments import add_sampling_arguments, check_sampling_arguments, sampling_params
 from fleetfoot.cli.start import StartedEngine, started_engine
-from fleetfoot.inputs import ChatMessage
-from fleetfoot.outputs import RequestMetrics
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.outputs import RequestMetrics
+from fleetfoot.records.prompts import ChatMessage
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.interrupts import StopSignal
 
 if TYPE_CHECKING:

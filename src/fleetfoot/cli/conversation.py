@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fleetfoot.inputs import ChatMessage
+from fleetfoot.records.prompts import ChatMessage
 
 
 @dataclass(slots=True)

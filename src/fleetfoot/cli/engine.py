@@ -36,7 +36,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # a wrong value is refused before torch is imported
 
-        from fleetfoot.disaggregation.serve import serve_engine
+        from fleetfoot.server.disaggregation.serve import serve_engine
 
         serve_engine(config, arguments.host, arguments.port)
     return 0

@@ -15,9 +15,9 @@ from fleetfoot.cli.prompts import read_prompts
 from fleetfoot.cli.sampling_arguments import add_sampling_arguments, check_sampling_arguments, sampling_params
 from fleetfoot.cli.start import StartedEngine, started_engine
 from fleetfoot.cli.text_output import TextPrinter
-from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.prompts import PromptType
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:

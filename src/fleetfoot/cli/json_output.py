@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fleetfoot.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fleetfoot.sampling.logprob import Logprob
+from fleetfoot.records.logprobs import Logprob
+from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 
 def dump_object(value: dict[str, Any]) -> str:

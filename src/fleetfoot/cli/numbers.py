@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fleetfoot.outputs import RequestMetrics
+from fleetfoot.records.outputs import RequestMetrics
 from fleetfoot.scheduler.stats import DraftStats
 
 

@@ -14,7 +14,7 @@ Without its prefill engine it goes on: the decode engine computes the prompts it
 
 
 def _address(text: str) -> str:
-    from fleetfoot.kv_transfer.sockets import parse_address
+    from fleetfoot.kv_transfer.base.sockets import parse_address
 
     try:
         parse_address(text)
@@ -47,7 +47,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from fleetfoot.disaggregation.serve import serve_proxy
+    from fleetfoot.server.disaggregation.serve import serve_proxy
 
     with usage_errors():
         serve_proxy(

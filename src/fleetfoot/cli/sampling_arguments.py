@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.cli.arguments import flag_of, help_text
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 _PREFIX = "sampling."
 _DEFAULTS = "sampling_defaults"

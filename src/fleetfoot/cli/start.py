@@ -13,9 +13,9 @@ from fleetfoot.cli.arguments import engine_config
 from fleetfoot.cli.command import usage_errors
 
 if TYPE_CHECKING:
-    from fleetfoot.attention.kv_layout import KVLayout
     from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.plan.plan import EnginePlan
+    from fleetfoot.records.kv_layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from fleetfoot.config import env
-from fleetfoot.outputs import CompletionOutput, RequestOutput
+from fleetfoot.records.outputs import CompletionOutput, RequestOutput
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 

@@ -16,11 +16,11 @@ from fleetfoot.cli.prompts import read_prompts_file
 from fleetfoot.cli.start import StartedEngine, started_engine
 from fleetfoot.cli.verify_compare import Comparison, compare
 from fleetfoot.config.engine import EMBEDDED_MODEL
-from fleetfoot.inputs import PromptType
-from fleetfoot.sampling.params import RequestOutputKind, SamplingParams
+from fleetfoot.records.prompts import PromptType
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from fleetfoot.outputs import RequestOutput
+    from fleetfoot.records.outputs import RequestOutput
 
 DEFAULT_MAX_TOKENS = 32
 NUM_LOGPROBS = 20

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetfoot.outputs import RequestOutput
-from fleetfoot.sampling.logprob import Logprob
+from fleetfoot.records.logprobs import Logprob
+from fleetfoot.records.outputs import RequestOutput
 
 _Entry = dict[int, Logprob]
 

@@ -35,7 +35,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 f"this is node {config.node_rank} of {config.nnodes}, and waits for node 0 at {where}", file=sys.stderr
             )
 
-        from fleetfoot.execution.node import run_node
+        from fleetfoot.executor.node import run_node
 
         run_node(config)
     return 0

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.ops.opset import AddRMSNorm
-from fleetfoot.ops.rms_norm import sum_parts
+from fleetfoot.kernels.norm.rms_norm import sum_parts
+from fleetfoot.kernels.opset import AddRMSNorm
+from fleetfoot.records.intermediate import IntermediateTensors
 
 
 class TensorGroup:

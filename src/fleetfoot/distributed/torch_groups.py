@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.config import env
+from fleetfoot.distributed.custom_all_reduce import OneShotSum, can_sum, one_shot_words
 from fleetfoot.distributed.groups import (
     SINGLE_PIPELINE_GROUP,
     SINGLE_TENSOR_GROUP,
@@ -22,12 +23,11 @@ from fleetfoot.distributed.groups import (
     TensorGroup,
     WorkerGroups,
 )
-from fleetfoot.distributed.one_shot import OneShotSum, can_sum, one_shot_words
-from fleetfoot.distributed.peer_lane import PeerLane, can_pass, lane_words
+from fleetfoot.distributed.p2p_channel import PeerLane, can_pass, lane_words
 from fleetfoot.distributed.peer_memory import share_memory
-from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.ops.opset import AddRMSNorm
-from fleetfoot.ops.rms_norm import sum_parts
+from fleetfoot.kernels.norm.rms_norm import sum_parts
+from fleetfoot.kernels.opset import AddRMSNorm
+from fleetfoot.records.intermediate import IntermediateTensors
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fleetfoot.inputs import PromptType
-from fleetfoot.sampling.params import SamplingParams, bad_words_token_ids, is_boolean
+from fleetfoot.records.prompts import PromptType
+from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams, bad_words_token_ids, is_boolean
 from fleetfoot.sampling.seeds import request_seed
-from fleetfoot.scheduler.request import Request
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer

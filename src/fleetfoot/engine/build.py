@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.execution.build import start_executor
+from fleetfoot.executor.build import start_executor
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.sampling.defaults import read_sampling_defaults
 from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -75,7 +75,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
 
 def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
-    from fleetfoot.kv_transfer.build import load_failure_policy, scheduler_connector
+    from fleetfoot.plan.connector import load_failure_policy, scheduler_connector
 
     config, num_drafts = plan.config, plan.drafter.num_drafts
     return Scheduler(

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
+from fleetfoot.records.request import Request, RequestStatus, StepResult
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.utils.cleanup import run_all
 

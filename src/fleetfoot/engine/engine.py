@@ -14,11 +14,11 @@ from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import EngineStats, StatsCollector
-from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
 from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.request import RequestStatus
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.prompts import PromptType
+from fleetfoot.records.request import RequestStatus
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.cleanup import run_all
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fleetfoot.engine.admission import AdmittedRequest
-from fleetfoot.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fleetfoot.sampling.logprob import Logprob, RowLogprobs, logprob_dict
-from fleetfoot.sampling.params import RequestOutputKind
-from fleetfoot.scheduler.output import ModelRunnerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
+from fleetfoot.records.logprobs import Logprob, RowLogprobs, logprob_dict
+from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from fleetfoot.records.request import Request, RequestStatus, StepResult
+from fleetfoot.records.sampling_params import RequestOutputKind
+from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata, RotaryInputs, WantedTokens
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.sharding import check_tensor_parallel_size, even_span, kv_head_span, num_kv_heads
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.norm import NormedLinear, RMSNorm
 from fleetfoot.layers.residual_linear import ResidualLinear
-from fleetfoot.layers.shards import check_tensor_parallel_size, even_span, kv_head_span, num_kv_heads
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.pending_norm import PendingNorm
+from fleetfoot.records.attention import AttentionMetadata, RotaryInputs, WantedTokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.attention.backend import AttentionBackend
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
-from fleetfoot.ops.opset import OpSet
+from fleetfoot.kernels.attention.backend import AttentionBackend
+from fleetfoot.kernels.opset import OpSet
 
 
 @dataclass(frozen=True, slots=True)

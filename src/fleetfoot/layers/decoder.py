@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata, WantedTokens
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
 from fleetfoot.layers.attention import Attention, AttentionHeads
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.mlp import MLP
 from fleetfoot.layers.norm import NormedLinear, RMSNorm
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.pending_norm import PendingNorm
+from fleetfoot.records.attention import AttentionMetadata, WantedTokens
 
 
 class DecoderParts:

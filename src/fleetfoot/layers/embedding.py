@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.sharding import vocab_rows, vocab_span
 from fleetfoot.distributed.groups import TensorGroup
+from fleetfoot.kernels.linear.linear import PreparedLinear
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
-from fleetfoot.layers.shards import vocab_rows, vocab_span
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.linear import PreparedLinear
 
 _HEAD = "lm_head"
 

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
+from fleetfoot.kernels.linear.linear import PreparedLinear, ReadsPendingNorm
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.opset import PrepareLinear
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.linear import PreparedLinear, ReadsPendingNorm
-from fleetfoot.ops.opset import PrepareLinear
-from fleetfoot.ops.pending_norm import PendingNorm
 
 
 class Linear:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.sharding import even_span
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.norm import NormedLinear
 from fleetfoot.layers.residual_linear import ResidualLinear
-from fleetfoot.layers.shards import even_span
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.pending_norm import PendingNorm
 
 
 class MLP:

@@ -8,10 +8,10 @@ from typing import overload
 
 import torch
 
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.pending_norm import PendingNorm
 
 
 class RMSNorm:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from fleetfoot.config.sharding import vocab_rows, vocab_span
+from fleetfoot.kernels.linear.linear import Accumulates, Joins, Streams
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.norm import NormedLinear
-from fleetfoot.layers.shards import vocab_rows, vocab_span
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.linear import Accumulates, Joins, Streams
-from fleetfoot.ops.pending_norm import PendingNorm
 
 
 class ResidualLinear:

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.norm.rms_norm import sum_parts
 from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderParts
@@ -20,8 +21,7 @@ from fleetfoot.layers.embedding import Embedding
 from fleetfoot.layers.linear import Linear
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.ops.pending_norm import PendingNorm
-from fleetfoot.ops.rms_norm import sum_parts
+from fleetfoot.records.attention import AttentionMetadata
 
 INPUT_NORM = "layers.0.input_layernorm.weight"
 FC_WEIGHT, FC_BIAS = "fc.weight", "fc.bias"

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata, WantedTokens
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.records.attention import AttentionMetadata, WantedTokens
+from fleetfoot.records.intermediate import IntermediateTensors
 
 
 class CausalLM(Protocol):

@@ -7,8 +7,9 @@ from copy import copy
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata, WantedTokens
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.norm.rms_norm import sum_parts
 from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer
@@ -16,9 +17,8 @@ from fleetfoot.layers.embedding import Embedding, LogitsHead, TiedLogitsHead
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.ops.pending_norm import PendingNorm
-from fleetfoot.ops.rms_norm import sum_parts
+from fleetfoot.records.attention import AttentionMetadata, WantedTokens
+from fleetfoot.records.intermediate import IntermediateTensors
 
 
 class LlamaForCausalLM:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
-from fleetfoot.layers.shards import layer_parameters, num_kv_heads, pipeline_layers, vocab_rows
+from fleetfoot.config.sharding import layer_parameters, num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.plan.backends import Backends
 from fleetfoot.runner.capture_table import CaptureTable
 
 if TYPE_CHECKING:
-    from fleetfoot.attention.kv_layout import LayerGroup
+    from fleetfoot.records.kv_layout import LayerGroup
 
 MIB = 1 << 20
 DRIVER_BYTES = 832 * MIB
@@ -25,9 +25,9 @@ _INT32, _INT64, _FLOAT32 = 4, 8, 4
 _STATE_FIELDS = 19
 """int32 in a row of V2's RequestState that the host writes: seventeen fields and a seed of two."""
 _LISTED_TOKENS = 4 * 512
-"""int32 in a row of what requests have listed: biases, bad words and stop tokens (`fleetfoot.ops.edits.records`)."""
+"""int32 in a row of what requests have listed: biases, bad words and stop tokens (`kernels.sampling.records`)."""
 _SCRATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits that sampling works on at once (`fleetfoot.sampling.gumbel.rows_per_chunk`)."""
+"""Logits that sampling works on at once (`fleetfoot.kernels.sampling.gumbel.rows_per_chunk`)."""
 _SCRATCH_BYTES_PER_ELEMENT = 48
 """Of a chunk: sorted values, their indices, sums and masks, or the integers that noise is made of."""
 _SDPA_GATHERED, _SDPA_MASK = 1 << 22, 1 << 21
@@ -41,7 +41,7 @@ _COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
 """What NCCL takes for a communicator that sums and gathers, and for one between two ranks, each with what its kernels
 take of the driver: measured on two H200s, torch 2.11."""
 _ONE_SHOT_ROWS, _ONE_SHOT_SETS = 128, 2
-"""Rows and sets of words of `fleetfoot.distributed.one_shot`."""
+"""Rows and sets of words of `fleetfoot.distributed.custom_all_reduce`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
-from fleetfoot.kv_transfer.layouts import (
+from fleetfoot.kv_transfer.base.layouts import (
     CPU_BYTES,
     KNOWN_CONNECTORS,
     OFFLOADING_CONNECTOR,
@@ -22,7 +22,7 @@ from fleetfoot.kv_transfer.layouts import (
     ConnectorLayouts,
     connector_layouts,
 )
-from fleetfoot.kv_transfer.multi_config import joined, names_connector
+from fleetfoot.kv_transfer.base.multi_config import joined, names_connector
 from fleetfoot.plan.features import Unsupported, unsupported_features, wanted_features
 from fleetfoot.plan.traits import ModelTraits
 

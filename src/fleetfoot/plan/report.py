@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetfoot.kv_transfer.layouts import LAYOUT_DIMENSIONS
-from fleetfoot.kv_transfer.multi_config import MULTI_CONNECTOR, part_configs
-from fleetfoot.layers.shards import num_kv_heads, pipeline_layers, vocab_rows
+from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
+from fleetfoot.kv_transfer.base.layouts import LAYOUT_DIMENSIONS
+from fleetfoot.kv_transfer.base.multi_config import MULTI_CONNECTOR, part_configs
 from fleetfoot.plan.oracle import Decision, active_connector
 from fleetfoot.plan.plan import EnginePlan
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, load_model_config, read_config_json
-from fleetfoot.kv_transfer.check import check_connector
-from fleetfoot.kv_transfer.layouts import V2_LAYOUT
-from fleetfoot.layers.shards import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
+from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
+from fleetfoot.kv_transfer.base.layouts import V2_LAYOUT
 from fleetfoot.plan.backends import choose_backends
+from fleetfoot.plan.connector_check import check_connector
 from fleetfoot.plan.fit import Device, fit_engine
 from fleetfoot.plan.footprint import EngineShape
 from fleetfoot.plan.machine import Machine

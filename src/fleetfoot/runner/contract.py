@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 
 INVALID_MESSAGE = (
     "no token can be chosen: the model's logits are NaN or infinite (check the weights and the dtype), or the "

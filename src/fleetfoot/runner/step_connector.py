@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout
-from fleetfoot.kv_transfer.connector import WorkerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput
-from fleetfoot.scheduler.output import SchedulerOutput
+from fleetfoot.kv_transfer.base.connector import WorkerConnector
+from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetfoot.config.generation import generation_file, read_generation_fields
-from fleetfoot.sampling.params import SamplingParams
+from fleetfoot.records.sampling_params import SamplingParams
 
 _PARAMETERS = {"max_new_tokens": "max_tokens"}
 """Field of the file -> field of SamplingParams, where the names differ."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.ops import token_logprobs as op
-from fleetfoot.sampling.gumbel import rows_per_chunk
-from fleetfoot.sampling.logprob import RowLogprobs
+from fleetfoot.kernels.sampling import token_logprobs as op
+from fleetfoot.kernels.sampling.gumbel import rows_per_chunk
+from fleetfoot.records.logprobs import RowLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class LogprobsTensors:
     """Log-probabilities of ``n`` positions; column 0 is the chosen token, the others the most probable, descending."""
 
     packed: torch.Tensor
-    """``[n, 2 * (num + 1) + 1]`` int32, as `fleetfoot.ops.token_logprobs` makes it: one copy brings it to the host."""
+    """``[n, 2 * (num + 1) + 1]`` int32, as `kernels.sampling.token_logprobs` makes it: one copy brings it to the host."""
 
     @property
     def num(self) -> int:

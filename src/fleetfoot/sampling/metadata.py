@@ -11,10 +11,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from fleetfoot.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.penalties import Penalties, count_tokens
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.masks import AllowedTokens, TokenBias, banned_tokens
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.sampling.penalties import Penalties, count_tokens
 
 
 @dataclass(slots=True, eq=False)

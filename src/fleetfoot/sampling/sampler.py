@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.ops.choose_tokens import choose_tokens_torch
-from fleetfoot.ops.opset import ChooseTokens
+from fleetfoot.kernels.opset import ChooseTokens
+from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch
 from fleetfoot.sampling.logprobs import LogprobsTensors, token_logprobs
 from fleetfoot.sampling.metadata import SamplingMetadata
 

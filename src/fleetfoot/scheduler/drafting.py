@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.request import Request
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.stats import DraftStats
 
 

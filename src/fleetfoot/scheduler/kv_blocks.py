@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fleetfoot.kv_transfer.connector import SchedulerConnector
+from fleetfoot.kv_transfer.base.connector import SchedulerConnector
+from fleetfoot.records.request import Request
 from fleetfoot.scheduler.block_hash import extend_chain, root_hash
 from fleetfoot.scheduler.block_pool import BlockPool
 from fleetfoot.scheduler.config import SchedulerConfig
-from fleetfoot.scheduler.request import Request
 
 
 class RequestBlocks:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
-from fleetfoot.scheduler.output import SchedulerOutput
-from fleetfoot.scheduler.request import Request
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput
 
 
 def take_turn(running: list[Request], num_stages: int, step: int) -> list[Request]:

@@ -16,14 +16,14 @@ from bisect import insort
 from collections import deque
 from itertools import chain
 
-from fleetfoot.kv_transfer.connector import NoSchedulerConnector, SchedulerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput
+from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.request import Request, RequestStatus, StepResult
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.block_pool import BlockPool
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController, Drafting
 from fleetfoot.scheduler.kv_blocks import RequestBlocks
-from fleetfoot.scheduler.output import ModelRunnerOutput, NewRequest, SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus, StepResult
 from fleetfoot.scheduler.rotation import drafts_of_turn, note_turn, take_turn
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.scheduler.transfers import Transfers

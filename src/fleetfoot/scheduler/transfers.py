@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from fleetfoot.kv_transfer.connector import SchedulerConnector
-from fleetfoot.kv_transfer.output import KVConnectorOutput, TransferFailure
+from fleetfoot.kv_transfer.base.connector import SchedulerConnector
+from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.scheduler.kv_blocks import RequestBlocks
-from fleetfoot.scheduler.output import SchedulerOutput
-from fleetfoot.scheduler.request import Request, RequestStatus
 from fleetfoot.scheduler.stats import TransferStats
 
 logger = logging.getLogger(__name__)

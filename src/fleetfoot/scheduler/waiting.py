@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from fleetfoot.scheduler.request import Request
+from fleetfoot.records.request import Request
 
 
 class WaitingQueue:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fleetfoot.attention.layer_group import LayerGroup
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.sharding import layer_parameters
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.layers.shards import layer_parameters
 from fleetfoot.plan.footprint import NO_DRAFTER, DrafterShape
+from fleetfoot.records.layer_group import LayerGroup
 from fleetfoot.speculative.find import DrafterModel, find_drafter
 
 if TYPE_CHECKING:  # a plan can be made where there is no torch
@@ -83,8 +83,8 @@ def _build_drafter(
         from fleetfoot.speculative.eagle import EagleDrafter
 
         return EagleDrafter(found, alone, num_drafts, config.load_format, config.seed)
-    from fleetfoot.runner.load import ModelLoader
     from fleetfoot.speculative.draft_model import DraftModel
+    from fleetfoot.weights.model_loader import ModelLoader
 
     return DraftModel(ModelLoader(found.config, alone, found.folder, config.load_format, config.seed), num_drafts)
 

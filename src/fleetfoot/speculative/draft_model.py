@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fleetfoot.attention.layer_group import LayerGroup
-from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.runner.load import ModelLoader
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.layer_group import LayerGroup
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
 from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.weights.model_loader import ModelLoader
 
 
 class DraftModel:

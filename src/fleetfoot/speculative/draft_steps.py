@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
-from fleetfoot.ops.opset import ChooseTokens
+from fleetfoot.kernels.opset import ChooseTokens
+from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.speculative.speculator import DraftBatch
 
 

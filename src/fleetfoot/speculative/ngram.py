@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fleetfoot.ops.triton_support import next_power_of_2, triton_kernel
+from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import torch
 
-from fleetfoot.attention.layer_group import LayerGroup
-from fleetfoot.attention.metadata import AttentionMetadata
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.layer_group import LayerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Speculator(Protocol):
     """Proposes drafts from a model of its own, with a KV cache that shares the target's block tables.
 
     A draft for position ``i`` is drawn with the same random numbers as the target's token for position ``i``
-    (`fleetfoot.sampling.philox`: seed, position, vocabulary index), so where both distributions agree the draft is
+    (`kernels.sampling.philox`: seed, position, vocabulary index), so where both distributions agree the draft is
     accepted, also when sampling. What is proposed never changes a token, only how many are got in a step.
     """
 

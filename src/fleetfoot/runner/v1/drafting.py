@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs
 from fleetfoot.runner.v1.verification import NewTokens
-from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.speculative.ngram import propose_ngrams
 from fleetfoot.speculative.speculation import Speculation
 from fleetfoot.speculative.speculator import DraftBatch

@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
+from fleetfoot.records.step import NewRequest, SchedulerOutput
 
 
 class HostState:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState
-from fleetfoot.scheduler.output import SchedulerOutput
 
 
 @dataclass(slots=True)

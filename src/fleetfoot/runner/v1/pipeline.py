@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from fleetfoot.distributed.groups import PipelineGroup
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs
 from fleetfoot.runner.v1.verification import NewTokens
-from fleetfoot.scheduler.output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs
-from fleetfoot.sampling.logprob import RowLogprobs
 from fleetfoot.sampling.logprobs import prompt_logprobs
 
 

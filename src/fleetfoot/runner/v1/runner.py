@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.models.intermediate import IntermediateTensors
+from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import ExecuteModelState
-from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.drafting import Drafting
 from fleetfoot.runner.v1.host_state import HostState
@@ -25,8 +25,8 @@ from fleetfoot.runner.v1.prompt_logprobs import collect_prompt_logprobs
 from fleetfoot.runner.v1.sampling_batch import SamplingBatch, logprobs_of_rows
 from fleetfoot.runner.v1.verification import LogitsRows, NewTokens, accept_drafts, logprobs_of_requests
 from fleetfoot.sampling.sampler import Sampler
-from fleetfoot.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
+from fleetfoot.weights.model_loader import ModelLoader
 
 
 class ModelRunnerV1:

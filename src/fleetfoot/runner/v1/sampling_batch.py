@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from fleetfoot.records.logprobs import RowLogprobs
+from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v1.host_state import HostState
-from fleetfoot.sampling.logprob import RowLogprobs
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
 from fleetfoot.sampling.sampler import SamplerOutput
-from fleetfoot.scheduler.output import NewRequest
 
 
 class SamplingBatch:

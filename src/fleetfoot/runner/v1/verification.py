@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fleetfoot.records.logprobs import RowLogprobs
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.contract import INVALID_MESSAGE
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs
-from fleetfoot.sampling.logprob import RowLogprobs
-from fleetfoot.scheduler.output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fleetfoot.kv_transfer.output import KVConnectorOutput
+from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.logprobs import RowLogprobs
+from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.runner.contract import INVALID_MESSAGE
 from fleetfoot.runner.v2.device import Device, Event
-from fleetfoot.sampling.logprob import RowLogprobs
 from fleetfoot.sampling.logprobs import LogprobsTensors
-from fleetfoot.scheduler.output import ModelRunnerOutput
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fleetfoot.ops.prepare.take_in_writes import take_in_writes
+from fleetfoot.kernels.prepare.take_in_writes import take_in_writes
 
 
 class Event(Protocol):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fleetfoot.ops.edits.allowed_tokens import keep_allowed_tokens
-from fleetfoot.ops.edits.listed_tokens import edit_listed_tokens
-from fleetfoot.ops.edits.penalties import penalize
-from fleetfoot.ops.edits.records import (
+from fleetfoot.kernels.sampling.allowed_tokens import keep_allowed_tokens
+from fleetfoot.kernels.sampling.listed_tokens import edit_listed_tokens
+from fleetfoot.kernels.sampling.paged_penalties import penalize
+from fleetfoot.kernels.sampling.records import (
     BIASES,
     LIST_CAPACITY,
     NUM_PLANES,
@@ -26,8 +26,8 @@ from fleetfoot.ops.edits.records import (
     Penalties,
     TokenHistory,
 )
+from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.staging import StagedWriteTensor, StagingBuffer
-from fleetfoot.scheduler.output import NewRequest
 
 if TYPE_CHECKING:
     from fleetfoot.runner.v2.state import BlockTables, RequestState

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.verification import NewTokens
-from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.speculative.speculation import Speculation
 from fleetfoot.speculative.speculator import DraftBatch
 

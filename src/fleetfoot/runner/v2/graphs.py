@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.capture_table import CaptureTable, GraphKey, SamplingVariant
 from fleetfoot.runner.v2.device import Capture
 from fleetfoot.runner.v2.input_batch import BatchShape
-from fleetfoot.scheduler.output import SchedulerOutput
 
 CaptureMaker = Callable[[GraphKey], Capture]
 """Captures a shape. Called at most once for each key."""

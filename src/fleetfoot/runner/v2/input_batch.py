@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fleetfoot.attention.metadata import AttentionMetadata
-from fleetfoot.ops.prepare.combine_sampled_and_draft_tokens import combine_sampled_and_draft_tokens
-from fleetfoot.ops.prepare.gather_block_tables import gather_block_tables
-from fleetfoot.ops.prepare.positions_and_seq_lens import positions_and_seq_lens
-from fleetfoot.ops.prepare.prepare_decode import prepare_decode
-from fleetfoot.ops.prepare.prepare_prefill_inputs import prepare_prefill_inputs
-from fleetfoot.ops.prepare.slot_mapping import slot_mapping
+from fleetfoot.kernels.prepare.combine_sampled_and_draft_tokens import combine_sampled_and_draft_tokens
+from fleetfoot.kernels.prepare.gather_block_tables import gather_block_tables
+from fleetfoot.kernels.prepare.positions_and_seq_lens import positions_and_seq_lens
+from fleetfoot.kernels.prepare.prepare_decode import prepare_decode
+from fleetfoot.kernels.prepare.prepare_prefill_inputs import prepare_prefill_inputs
+from fleetfoot.kernels.prepare.slot_mapping import slot_mapping
+from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.runner.v2.state import DeviceState
 
 

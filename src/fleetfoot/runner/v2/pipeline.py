@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.distributed.groups import PipelineGroup
-from fleetfoot.ops.prepare.post_update import post_update
+from fleetfoot.kernels.prepare.post_update import post_update
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.verification import NewTokens
-from fleetfoot.scheduler.output import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.sampling.logprobs import LogprobsTensors, prompt_logprobs
-from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
 
 
 class PromptLogprobs:

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.attention.kv_layout import KVLayout
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
+from fleetfoot.kernels.runtime.compile_ahead import can_compile_ahead
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.models.intermediate import IntermediateTensors
-from fleetfoot.ops.compile_ahead import can_compile_ahead
+from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
 from fleetfoot.runner.contract import ExecuteModelState
-from fleetfoot.runner.load import ModelLoader
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Capture, Device, open_device
@@ -41,8 +41,8 @@ from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.verification import LogitsRows, NewTokens, Verifier
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
 from fleetfoot.sampling.logprobs import LogprobsTensors
-from fleetfoot.scheduler.output import SchedulerOutput
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
+from fleetfoot.weights.model_loader import ModelLoader
 
 
 @dataclass(frozen=True, slots=True)

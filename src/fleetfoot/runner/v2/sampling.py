@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.ops.opset import OpSet
-from fleetfoot.ops.token_logprobs import MAX_SELECTED, token_logprobs
-from fleetfoot.ops.triton_support import next_power_of_2
+from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.runtime.triton_support import next_power_of_2
+from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs
+from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.capture_table import LOGPROBS_ROOM, SamplingVariant
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.verification import LogitsRows
-from fleetfoot.sampling.filters import RowFilters
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.logprobs import token_logprobs as any_number_of_logprobs
-from fleetfoot.scheduler.output import NewRequest
 
 _RANDOM, _FILTERED, _EDITED, _REPORTED = "random", "filtered", "edited", "reported"
 

@@ -8,12 +8,12 @@ import struct
 import numpy as np
 import torch
 
-from fleetfoot.ops.edits.records import LIST_CAPACITY, NUM_PLANES
-from fleetfoot.ops.token_logprobs import MAX_SELECTED
+from fleetfoot.kernels.sampling.records import LIST_CAPACITY, NUM_PLANES
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
+from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.runner.v2.device_edits import MASK_BITS, RowEdits, RowList
 from fleetfoot.runner.v2.staging import Arena, StagedWriteTensor, StagingBuffer
-from fleetfoot.scheduler.output import NewRequest
 
 # fields of a request, each one contiguous over the rows; floats are bit-cast
 (NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, LIMIT, MIN_TOKENS, TOP_K, IS_LIMITED, NUM_BIASES, NUM_WORDS, NUM_STOPS,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fleetfoot.attention.metadata import WantedTokens
-from fleetfoot.ops.prepare.accept_drafts import accept_drafts
-from fleetfoot.ops.prepare.post_update import post_update
+from fleetfoot.kernels.prepare.accept_drafts import accept_drafts
+from fleetfoot.kernels.prepare.post_update import post_update
+from fleetfoot.records.attention import WantedTokens
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
 

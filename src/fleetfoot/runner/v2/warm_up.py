@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from fleetfoot.ops.compile_ahead import Compilations, CompileAhead
+from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.runner.capture_table import EVERYTHING, MIXED_TOKENS, GraphKey, SamplingVariant
-from fleetfoot.sampling.params import SamplingParams
-from fleetfoot.scheduler.output import NewRequest, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

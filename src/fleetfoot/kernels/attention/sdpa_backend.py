@@ -1,0 +1,190 @@
+"""Attention over the paged KV cache in plain torch: any device, any shape, and the yardstick of the faster backends."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
+
+# Elements of K gathered at once for a group of decodes, and of the mask of a piece of a prefill: some tens of MB.
+_MAX_GATHERED_ELEMENTS = 1 << 22
+_MAX_MASK_ELEMENTS = 1 << 21
+
+
+class SDPABackend:
+    """Gathers each request's K and V out of its blocks and hands them to `F.scaled_dot_product_attention`.
+
+    Prefills run one by one, so that no padding is computed; decodes run in padded groups of bounded size. Positions
+    that a request does not own are cleared after the gather: a block may hold anything past its request's last token,
+    NaN included, and no mask hides a NaN.
+    """
+
+    name = "sdpa"
+    is_capturable = False
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`. Query tokens that belong to no request come back as zeros."""
+        starts = metadata.query_start_loc.tolist()
+        seq_lens = metadata.seq_lens.tolist()
+        if starts[-1] == query.shape[0]:
+            output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        else:
+            output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+
+        for first, last in _decode_groups(seq_lens[: metadata.num_decodes], kv_cache):
+            tokens = slice(starts[first], starts[last])
+            output[tokens] = _decode(
+                query[tokens],
+                kv_cache,
+                metadata.block_tables[first:last],
+                metadata.seq_lens[first:last],
+                max(seq_lens[first:last]),
+                scale,
+                window,
+            )
+        for row in range(metadata.num_decodes, len(seq_lens)):
+            tokens = slice(starts[row], starts[row + 1])
+            if seq_lens[row] == 0:
+                output[tokens] = 0.0  # a request that pads the batch
+            elif tokens.start < tokens.stop:
+                keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_lens[row])
+                _prefill(query[tokens], keys, values, output[tokens], scale, window)
+        return output
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        num_heads: int,
+        rotary: RotaryInputs,
+        scale: float,
+        window: int | None,
+        ahead: torch.Tensor | None = None,
+    ) -> None:
+        """See `AttentionBackend.forward_fused`: there is no such kernel here."""
+        return
+
+
+def _decode_groups(seq_lens: list[int], kv_cache: torch.Tensor) -> list[tuple[int, int]]:
+    """Cut the decodes into runs ``(first, last + 1)`` of one request or more whose padded K stays under the bound."""
+    elements_per_token = kv_cache.shape[2] * kv_cache.shape[4]
+    groups: list[tuple[int, int]] = []
+    first, longest = 0, 0
+    for row, seq_len in enumerate(seq_lens):
+        longest = max(longest, seq_len)
+        if row > first and (row - first + 1) * longest * elements_per_token > _MAX_GATHERED_ELEMENTS:
+            groups.append((first, row))
+            first, longest = row, seq_len
+    if seq_lens:
+        groups.append((first, len(seq_lens)))
+    return groups
+
+
+def _decode(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One query token per request: ``query [num_reqs, num_heads, head_dim]`` -> the same shape."""
+    num_reqs, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = kv_cache.shape[2], kv_cache.shape[3]
+    if max_seq_len == 0:
+        return torch.zeros_like(query)
+    num_blocks = -(-max_seq_len // block_size)
+    block = torch.arange(num_blocks, device=query.device)
+    owned = block * block_size < seq_lens[:, None]  # [num_reqs, num_blocks]
+    blocks = block_tables[:, :num_blocks].to(torch.int64).masked_fill(~owned, 0)
+    heads = torch.arange(num_kv_heads, device=query.device)
+    position = torch.arange(num_blocks * block_size, device=query.device)
+    past_end = position >= seq_lens[:, None]  # [num_reqs, positions]
+    pair = []
+    for which in (0, 1):
+        gathered = kv_cache[blocks[:, None, :], which, heads[None, :, None]]
+        # [num_reqs, num_kv_heads, positions, head_dim]
+        flat = gathered.view(num_reqs, num_kv_heads, num_blocks * block_size, head_dim)
+        pair.append(flat.masked_fill_(past_end[:, None, :, None], 0))
+    hidden = past_end
+    if window is not None:
+        hidden = hidden | (position < seq_lens[:, None] - window)
+    # The query heads of one KV head stand as the rows of one small matrix, so that K and V are read once for all.
+    rows = query.reshape(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    mask = ~hidden[:, None, None, :]  # [num_reqs, 1, 1, positions]
+    attended = F.scaled_dot_product_attention(rows, pair[0], pair[1], attn_mask=mask, scale=scale)
+    # A padding request of length 0 sees nothing, and the softmax of nothing is NaN.
+    return attended.reshape(query.shape).masked_fill_((seq_lens == 0)[:, None, None], 0)
+
+
+def _gather_one(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one request, each ``[num_kv_heads, seq_len, head_dim]``; a view where one block holds it all."""
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    num_blocks = -(-seq_len // block_size)
+    if num_blocks == 1:
+        block = kv_cache[int(block_table[0])]
+        return block[0, :, :seq_len], block[1, :, :seq_len]
+    blocks = block_table[:num_blocks].to(torch.int64)
+    heads = torch.arange(num_kv_heads, device=kv_cache.device)
+    shape = (num_kv_heads, num_blocks * block_size, head_dim)
+    keys = kv_cache[blocks[None, :], 0, heads[:, None]].view(shape)
+    values = kv_cache[blocks[None, :], 1, heads[:, None]].view(shape)
+    return keys[:, :seq_len], values[:, :seq_len]
+
+
+def _prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    output: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    """The last ``num_tokens`` of one request, into ``output [num_tokens, num_heads, head_dim]``.
+
+    Works in pieces of rows, each against the positions that its rows can see: the mask stays small, and the upper
+    triangle and what lies before the window cost nothing.
+    """
+    num_tokens, num_heads = query.shape[:2]
+    num_kv_heads, seq_len = keys.shape[0], keys.shape[1]
+    context = seq_len - num_tokens
+    step = max(16, _MAX_MASK_ELEMENTS // seq_len)
+    for begin in range(0, num_tokens, step):
+        end = min(begin + step, num_tokens)
+        first = 0 if window is None else max(0, context + begin + 1 - window)
+        last = context + end
+        whole = begin == 0 and context == 0 and (window is None or window >= end)
+        attended = F.scaled_dot_product_attention(
+            query[begin:end].transpose(0, 1).unsqueeze(0),  # [1, num_heads, rows, head_dim]
+            keys[:, first:last].unsqueeze(0),  # [1, num_kv_heads, positions, head_dim]
+            values[:, first:last].unsqueeze(0),
+            attn_mask=None
+            if whole
+            else _causal_mask(context + begin, context + end, first, last, window, query.device),
+            is_causal=whole,
+            scale=scale,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        output[begin:end] = attended.squeeze(0).transpose(0, 1)
+
+
+def _causal_mask(
+    row_begin: int, row_end: int, first: int, last: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """``[rows, positions]`` bool: which positions ``first..last`` the tokens at ``row_begin..row_end`` see."""
+    row = torch.arange(row_begin, row_end, device=device)[:, None]
+    position = torch.arange(first, last, device=device)
+    visible = position <= row
+    if window is not None:
+        visible &= position > row - window
+    return visible

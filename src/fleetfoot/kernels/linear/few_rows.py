@@ -1,0 +1,124 @@
+"""What the linear layers of few rows have in common: how a program's sums become outputs.
+
+On either side of the product there may be half a norm (`fleetfoot.kernels.norm.pending_norm`): the inputs still lack
+a factor in each row, which is applied to the sums; the outputs join the residual and get the weight of the norm behind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fleetfoot.kernels.linear.silu_and_mul_triton import silu_and_mul
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+class Joint(NamedTuple):
+    """The sum that a product's outputs join."""
+
+    residual: torch.Tensor
+    """``[n, out]``, contiguous."""
+    norm_weight: torch.Tensor
+    """``[out]``, of the norm behind."""
+    result: PendingNorm
+    """Written to: ``parts`` are the kernel's programs."""
+
+
+def norm_arguments(
+    unused: torch.Tensor, pending: PendingNorm | None, joint: Joint | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of a kernel: what it is given for the two halves of norms, and what it is compiled for."""
+    squares, eps = (unused, 0.0) if pending is None else (pending.squares, pending.eps)
+    num_parts = 1 if pending is None else len(squares)
+    joined = (unused,) * 4
+    if joint is not None:
+        joined = (joint.residual, joint.norm_weight, joint.result.total, joint.result.squares)
+    options = {
+        "parts_tile": next_power_of_2(num_parts),
+        "is_pending": pending is not None,
+        "joins": joint is not None,
+    }
+    return (squares, num_parts, eps, *joined), options
+
+
+@triton_kernel()
+def load_squares(squares_ptr, num_parts, num_rows, parts_tile: tl.constexpr, row_tile: tl.constexpr):
+    """``[parts_tile, row_tile]``: see `PendingNorm.squares`."""
+    part = tl.arange(0, parts_tile)[:, None]
+    row = tl.arange(0, row_tile)[None, :]
+    return tl.load(squares_ptr + part * num_rows + row, mask=(part < num_parts) & (row < num_rows), other=0.0)
+
+
+@triton_kernel()
+def load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs: tl.constexpr, row_tile: tl.constexpr):
+    """``[outputs, row_tile]``: what a program's outputs join."""
+    output = tl.arange(0, outputs)[:, None]
+    row = tl.arange(0, row_tile)[None, :]
+    pointers = residual_ptr + row.to(tl.int64) * num_outputs + first + output
+    return tl.load(pointers, mask=(output < stretch) & (row < num_rows), other=0.0)
+
+
+@triton_kernel()
+def write_outputs(
+    sums,
+    up_sums,
+    squares,
+    residual,
+    norm_weight,
+    output_ptr,
+    bias_ptr,
+    total_ptr,
+    squares_ptr,
+    first,
+    stretch,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    eps,
+    outputs: tl.constexpr,
+    row_tile: tl.constexpr,
+    has_bias: tl.constexpr,
+    gated: tl.constexpr,
+    is_pending: tl.constexpr,
+    joins: tl.constexpr,
+):
+    """Write a program's ``stretch`` outputs from ``first`` on.
+
+    Args:
+        sums: ``[slices, outputs, row_tile]`` float32, to be summed over the slices; ``up_sums`` alike, if gated.
+        squares: `load_squares`, if pending. residual: `load_residual`, and ``norm_weight [outputs]``, if it joins one.
+    """
+    dtype = output_ptr.dtype.element_ty
+    output = tl.arange(0, outputs)
+    is_output = output < stretch
+    row = tl.arange(0, row_tile)[None, :]
+    is_written = is_output[:, None] & (row < num_rows)
+    offset = row.to(tl.int64) * num_outputs + first + output[:, None]
+    result = tl.sum(sums, axis=0)  # [outputs, row_tile]
+    if is_pending:
+        factor = (1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / num_inputs + eps))[None, :]
+        result *= factor
+    if has_bias:
+        result += tl.load(bias_ptr + first + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    if gated:
+        up = tl.sum(up_sums, axis=0)
+        if is_pending:
+            up *= factor
+        if has_bias:
+            up_bias_ptr = bias_ptr + num_outputs + first
+            up += tl.load(up_bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+        result = silu_and_mul(result.to(dtype), up.to(dtype))
+    if joins:
+        # Rounded where the steps apart have their roundings.
+        total = (result.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        tl.store(total_ptr + offset, total, mask=is_written)
+        total = tl.where(is_written, total.to(tl.float32), 0.0)
+        part_ptr = squares_ptr + tl.program_id(0) * num_rows + tl.arange(0, row_tile)
+        tl.store(part_ptr, tl.sum(total * total, axis=0), mask=tl.arange(0, row_tile) < num_rows)
+        result = total * norm_weight.to(tl.float32)[:, None]
+    tl.store(output_ptr + offset, result.to(dtype), mask=is_written)

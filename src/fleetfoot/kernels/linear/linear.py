@@ -1,0 +1,152 @@
+"""Linear layers with a weight that is arranged once, for the device that will read it at every step."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
+
+
+class PreparedLinear(Protocol):
+    """``x [n, in]`` -> ``x @ weight.T + bias [n, out]``."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def weight(self) -> torch.Tensor:
+        """The plain weight ``[out, in]``. It may be a copy: writing to it need not change the layer."""
+        ...
+
+    def replace(self, weight: torch.Tensor) -> None:
+        """Take another weight of the same shape and dtype.
+
+        Raises:
+            ValueError: shape, dtype or device differ.
+        """
+        ...
+
+
+@runtime_checkable
+class Accumulates(Protocol):
+    """What a `PreparedLinear` may be able to do besides."""
+
+    def accumulate(self, x: torch.Tensor, total: torch.Tensor) -> bool:
+        """Add the product to ``total [n, out]`` where it lies; False: for ``x`` that is not done, and nothing was."""
+        ...
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """What a `PreparedLinear` may be able to do besides."""
+
+    def join(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> PendingNorm | None:
+        """The product's sum with ``residual [n, out]``, and of the norm behind it what can be done at once; None: for
+        ``x`` that is not done."""
+        ...
+
+
+@runtime_checkable
+class ReadsPendingNorm(Protocol):
+    """What a `PreparedLinear` may be able to do besides."""
+
+    def reads_pending_norm(self, num_rows: int) -> bool:
+        """Whether `of_pending_norm` takes so many rows."""
+        ...
+
+    def of_pending_norm(self, x: PendingNorm) -> torch.Tensor:
+        """The product with what the norm gives."""
+        ...
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """What a `PreparedLinear` may be besides: one whose weight kernels read as it is."""
+
+    @property
+    def streamed(self) -> torch.Tensor:
+        """``[out, in]``, contiguous; it stays where it is."""
+        ...
+
+
+def check_replacement(new: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raise ValueError unless ``new`` has this shape and dtype."""
+    if new.shape != shape or new.dtype != dtype:
+        raise ValueError(
+            f"weight {list(new.shape)} {new.dtype} cannot replace {list(shape)} {dtype}: shape and dtype must be equal"
+        )
+
+
+class PlainLinear:
+    """The weight as it came: `torch.nn.functional.linear`, on any device and dtype."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def weight(self) -> torch.Tensor:
+        return self._weight
+
+    def replace(self, weight: torch.Tensor) -> None:
+        check_replacement(weight, self._weight.shape, self._weight.dtype)
+        self._weight = weight.to(self._weight.device)
+
+
+class PackedLinear:
+    """The weight in the blocked layout of oneDNN, which `F.linear` would otherwise arrange anew at every call.
+
+    Only the packed copy is kept. Packing moves values and changes none: unpacking gives the weight back exactly.
+    """
+
+    __slots__ = ("_apply", "_bias", "_packed")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed = _pack(weight)
+        self._bias = None if bias is None else bias.contiguous()  # oneDNN takes any other stride for 1
+        self._apply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._apply(x, self._packed, self._bias, "none", [], "")
+
+    def weight(self) -> torch.Tensor:
+        return self._packed.to_dense()
+
+    def replace(self, weight: torch.Tensor) -> None:
+        check_replacement(weight, self._packed.shape, self._packed.dtype)
+        self._packed = _pack(weight)
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    # No hint of the batch size: with none, oneDNN's layout is the fastest one measured for every batch size.
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this dtype on this CPU, found by packing a small one and getting it back."""
+    weight = torch.arange(24 * 40, dtype=torch.float32).remainder(61).view(24, 40).to(dtype)
+    try:
+        linear = PackedLinear(weight, None)
+        same = torch.equal(linear.weight(), weight)
+        return same and linear(weight[:3]).shape == (3, 24)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+
+
+def prepare_linear_torch(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
+    """Arrange ``weight [out, in]`` for speed where it lies: packed for oneDNN on a CPU, as it is elsewhere.
+
+    The layer keeps one copy. A caller who drops its own reference has no second one in memory.
+    """
+    if weight.device.type == "cpu" and weight.numel() > 0 and can_pack(weight.dtype):
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)

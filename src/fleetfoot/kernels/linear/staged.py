@@ -1,0 +1,188 @@
+"""Small weights, few rows: each program brings its whole part of the weight to shared memory before the input is there.
+
+A decode step of a small model is bound by the joints between its kernels more than by memory. What is left to do here
+once the input arrives is a multiplication out of shared memory: 16 outputs for each program, its warps on slices of the
+inputs. Outputs are the M of the tensor cores, and the 1 to 8 rows of the input are their N, where 8 are enough.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fleetfoot.kernels.linear.few_rows import (
+    Joint,
+    load_residual,
+    load_squares,
+    norm_arguments,
+    write_outputs,
+)
+from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.runtime.dependent_launch import (
+    can_overlap,
+    launch_dependents,
+    launch_options,
+    prefetch_rows,
+    wait_for_inputs,
+)
+from fleetfoot.kernels.runtime.triton_support import cdiv, triton_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTiling:
+    """How the kernel is compiled and launched."""
+
+    inputs: int
+    """Inputs that a warp multiplies at a time: what all warps do so is a chunk."""
+    num_chunks: int
+    row_tile: int
+    """Rows of the input, rounded up: 1 or 8."""
+    outputs: int = 16
+    num_warps: int = 4
+
+
+def linear_staged(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    tiling: StagedTiling,
+    pending: PendingNorm | None = None,
+    joint: Joint | None = None,
+) -> None:
+    """Write ``x [n, in] @ weight.T + bias`` to ``output [n, out]``; gated: ``silu`` of its first half times the second.
+
+    Args:
+        weight: ``[out, in]``, contiguous, ``[2 * out, in]`` if gated; ``bias`` alike. ``in`` is whole chunks.
+    """
+    num_rows, num_outputs = output.shape
+    overlap = can_overlap(x.device)
+    norm_pointers, norms = norm_arguments(weight, pending, joint)
+    _linear_staged_kernel[(cdiv(num_outputs, tiling.outputs),)](
+        output,
+        x,
+        weight,
+        weight if bias is None else bias,
+        *norm_pointers,
+        num_rows,
+        num_outputs,
+        weight.shape[1],
+        x.stride(0),
+        outputs=tiling.outputs,
+        slices=tiling.num_warps,
+        inputs=tiling.inputs,
+        num_chunks=tiling.num_chunks,
+        row_tile=tiling.row_tile,
+        has_bias=bias is not None,
+        gated=gated,
+        overlap=overlap,
+        num_warps=tiling.num_warps,
+        **norms,
+        **launch_options(overlap),
+    )
+
+
+@triton_kernel(unspecialized=("num_rows",))
+def _linear_staged_kernel(
+    output_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    pending_ptr,
+    num_parts,
+    eps,
+    residual_ptr,
+    norm_ptr,
+    total_ptr,
+    squares_ptr,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    outputs: tl.constexpr,
+    slices: tl.constexpr,
+    inputs: tl.constexpr,
+    num_chunks: tl.constexpr,
+    row_tile: tl.constexpr,
+    has_bias: tl.constexpr,
+    gated: tl.constexpr,
+    parts_tile: tl.constexpr,
+    is_pending: tl.constexpr,
+    joins: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    launch_dependents(overlap)
+    # A program's rows of the weight are one stretch of memory. Asking for all of it at once keeps the loads below, of
+    # which registers hold a few at a time, from paying the latency of memory each.
+    first = tl.program_id(0) * outputs
+    stretch = tl.minimum(outputs, num_outputs - first)
+    row_bytes = num_inputs * 2
+    gate_ptr = weight_ptr + first.to(tl.int64) * num_inputs
+    up_ptr = gate_ptr + num_outputs.to(tl.int64) * num_inputs
+    prefetch_rows(gate_ptr, row_bytes, stretch, row_bytes, overlap)
+    if gated:
+        prefetch_rows(up_ptr, row_bytes, stretch, row_bytes, overlap)
+
+    output = tl.arange(0, outputs)
+    weight_row = tl.minimum(output, stretch - 1)[None, :, None] * num_inputs
+    slice_begin = tl.arange(0, slices)[:, None, None] * inputs
+    in_slice = tl.arange(0, inputs)
+    chunk: tl.constexpr = slices * inputs
+    weight_offset = weight_row + slice_begin + in_slice[None, None, :]  # [slices, outputs, inputs]
+    gates = ()
+    ups = ()
+    for i in tl.static_range(num_chunks):
+        gates += (tl.load(gate_ptr + weight_offset + i * chunk),)  # type: ignore[assignment]
+        if gated:
+            ups += (tl.load(up_ptr + weight_offset + i * chunk),)  # type: ignore[assignment]
+
+    norm_weight = weight_row
+    if joins:
+        norm_weight = tl.load(norm_ptr + first + tl.minimum(output, stretch - 1))
+    wait_for_inputs(overlap)
+    row = tl.arange(0, row_tile)[None, None, :]
+    x_offset = row * x_stride + slice_begin + in_slice[None, :, None]  # [slices, inputs, row_tile]
+    sums = tl.zeros((slices, outputs, row_tile), tl.float32)
+    up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
+    # Asked for before the product, so that they have arrived behind it.
+    squares = sums
+    if is_pending:
+        squares = load_squares(pending_ptr, num_parts, num_rows, parts_tile, row_tile)
+    residual = sums
+    if joins:
+        residual = load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs, row_tile)
+    for i in tl.static_range(num_chunks):
+        x = tl.load(x_ptr + x_offset + i * chunk, mask=row < num_rows, other=0.0)
+        sums = tl.dot(gates[i], x, sums)
+        if gated:
+            up_sums = tl.dot(ups[i], x, up_sums)
+
+    write_outputs(
+        sums,
+        up_sums,
+        squares,
+        residual,
+        norm_weight,
+        output_ptr,
+        bias_ptr,
+        total_ptr,
+        squares_ptr,
+        first,
+        stretch,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        eps,
+        outputs,
+        row_tile,
+        has_bias,
+        gated,
+        is_pending,
+        joins,
+    )

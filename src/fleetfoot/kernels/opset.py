@@ -1,0 +1,91 @@
+"""The set of operations that a model's layers run on, chosen once and handed down: no layer looks for itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fleetfoot.kernels.linear.linear import PreparedLinear
+from fleetfoot.kernels.sampling.filters import RowFilters
+
+
+class RMSNorm(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class AddRMSNorm(Protocol):
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class SiluAndMul(Protocol):
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+
+
+class RopeAndCache(Protocol):
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        num_heads: int,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor: ...
+
+
+class PrepareLinear(Protocol):
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear: ...
+
+
+class ChooseTokens(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        *,
+        rows: torch.Tensor | None = None,
+        invalid: torch.Tensor | None = None,
+        filters: RowFilters | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpSet:
+    """One implementation of every operation. ``torch`` runs anywhere; ``native`` and ``triton`` are its fast twins."""
+
+    name: str
+    rms_norm: RMSNorm
+    """``x [num_tokens, hidden]`` -> the same shape, normalised in float32, times ``weight [hidden]``."""
+    add_rms_norm: AddRMSNorm
+    """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first. ``x`` may
+    be what a layer of ``prepare_residual_linear`` gave: ``[splits, num_tokens, hidden]`` float32, to be summed."""
+    silu_and_mul: SiluAndMul
+    """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
+    rope_and_cache: RopeAndCache
+    """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm q and k per head where weights are
+    given, rotate both by ``cos_sin [max_positions, head_dim]`` (float32; cosines in the first half, sines in the
+    second) at ``positions``, write K and V to ``kv_cache`` at ``slot_mapping`` (a negative slot writes nothing), and
+    return ``query [num_tokens, num_heads, head_dim]``."""
+    prepare_linear: PrepareLinear
+    """Arrange ``weight [out, in]`` once for the device; the result maps ``x [n, in]`` -> ``[n, out]``."""
+    prepare_gate_up: PrepareLinear
+    """The same for a weight that is gate above up: it maps ``x [n, in]`` -> ``silu(gate) * up [n, out / 2]``."""
+    prepare_residual_linear: PrepareLinear
+    """The same for a layer whose output goes to ``add_rms_norm`` and nowhere else: it may be partial sums, and may be
+    something that `fleetfoot.kernels.linear.linear.Accumulates`, which adds to the residual at once."""
+    choose_tokens: ChooseTokens
+    """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw from ``softmax(logits / temperature)`` for rows
+    whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for. With ``rows
+    [n]``, entry ``rows[i]`` of ``temperatures`` and ``seeds`` is row ``i``'s; -1: any token will do. ``invalid [n]``
+    bool or int64 is written where it is given: the chosen logit is NaN or infinite. ``filters`` limit what rows draw
+    from. ``out [n]`` int64: where the tokens are put."""

@@ -1,0 +1,194 @@
+"""A process that compiles kernels for another one, which finds them in Triton's cache on disk.
+
+A compilation holds the interpreter's lock for a fifth of its time, up to 0.2 s at once. Who compiles in a thread while
+an engine serves makes its steps wait; a process has a lock of its own. It needs no GPU, and sees none: the target is
+part of what it is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from threading import Lock
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from fleetfoot.config import env
+from fleetfoot.kernels.runtime.triton_support import TritonKernel
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """What Triton compiles, in words that another process understands."""
+
+    module: str
+    name: str
+    """Of the kernel in its module."""
+    signature: dict[str, str]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    target: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, job: Callable[[], object]) -> KernelSource | None:
+        """Of a job that Triton gives to its ``AsyncCompileMode``: a function that holds what is to be compiled. None:
+        it is made differently from what this knows, or of a kernel that does not stand in a module."""
+        if not inspect.isfunction(job):
+            return None
+        known = inspect.getclosurevars(job).nonlocals
+        if not {"src", "target", "options"} <= known.keys():
+            return None
+        source, target = known["src"], known["target"]
+        function = source.fn.fn
+        if _jit_in(sys.modules.get(function.__module__), function.__name__) is not source.fn:
+            return None
+        return cls(
+            function.__module__,
+            function.__name__,
+            dict(source.signature),
+            dict(source.constants),
+            dict(source.attrs),
+            (target.backend, target.arch, target.warp_size),
+            dict(known["options"].__dict__),
+        )
+
+    def compile(self) -> None:
+        """Raises: whatever Triton does."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        jit = _jit_in(import_module(self.module), self.name)
+        kind = GluonASTSource if jit.is_gluon() else ASTSource
+        source = kind(jit, self.signature, self.constants, self.attributes)
+        build_launcher(triton.compile(source, target=GPUTarget(*self.target), options=self.options))
+
+
+def build_launcher(kernel: Any) -> None:
+    """Build what launches a kernel, a few lines of C for each signature, so that it lies in Triton's cache on disk too.
+
+    Triton does that at the first launch, where the C compiler takes 0.3 s. If it cannot be done, that launch will say
+    why.
+
+    Args:
+        kernel: ``triton.compiler.CompiledKernel``.
+    """
+    with suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)
+
+
+def _jit_in(module: object, name: str) -> Any:
+    """The ``triton.JITFunction`` of a name in a module; None: it has no such name."""
+    kernel = getattr(module, name, None)
+    return kernel.jit if isinstance(kernel, TritonKernel) else kernel
+
+
+class CompileWorker:
+    """The process, as seen from the other one; it begins with the first kernel, and ends with the ``with`` block.
+
+    It ends by itself when the other process does, which closes its input.
+
+    Args:
+        command: of the process; None: this module.
+    """
+
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        self._command = command or (sys.executable, "-m", __name__)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        self._lock = Lock()  # of these two, when the process begins and when it is ended
+
+    def __enter__(self) -> CompileWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                with suppress(OSError):  # what was on its way is lost
+                    assert pipe is not None
+                    pipe.close()
+
+    def compile(self, job: Callable[[], object]) -> bool:
+        """Compile what ``job`` would, and wait for it. False: that was not done, for whatever reason but one.
+
+        Raises:
+            RuntimeError: this has been closed.
+        """
+        try:
+            source = KernelSource.of(job)
+            process = self._started(is_wanted=source is not None)
+            if process is None:
+                return False
+            assert process.stdin is not None and process.stdout is not None
+            pickle.dump(source, process.stdin)
+            process.stdin.flush()
+            return bool(pickle.load(process.stdout))
+        except (OSError, EOFError, ValueError, TypeError, AttributeError, pickle.PickleError) as error:
+            if self._is_closed:
+                raise RuntimeError("nothing is compiled any more") from error
+            return False  # it has ended, or cannot be told
+
+    def _started(self, *, is_wanted: bool) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("the worker is closed")
+            if self._process is None and is_wanted:
+                variables = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=env.for_child(variables),
+                    start_new_session=True,  # an interrupt from the keyboard is not for it
+                )
+            return self._process if is_wanted else None
+
+    def close(self) -> None:
+        """From any thread; a compilation that is under way is given up."""
+        with self._lock:
+            self._is_closed = True
+            process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Compile what comes, until nothing does."""
+    while True:
+        try:
+            source: KernelSource = pickle.load(requests)
+        except EOFError:
+            return
+        try:
+            source.compile()
+            is_done = True
+        except Exception:  # who asked compiles it again, and sees what is wrong
+            is_done = False
+        pickle.dump(is_done, replies)
+        replies.flush()
+
+
+def main() -> None:
+    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
+        os.dup2(2, 1)  # what a compiler prints is no reply
+        serve(requests, replies)
+
+
+if __name__ == "__main__":
+    main()

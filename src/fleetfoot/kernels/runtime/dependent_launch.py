@@ -1,0 +1,104 @@
+"""Kernels that start while the one before still runs: programmatic dependent launch, on NVIDIA GPUs from Hopper on.
+
+A decode step is a chain of kernels of a few microseconds each. Launched one after the other, memory idles at every
+joint: the last programs finish, the next kernel starts, its first loads take a microsecond to arrive. Here every kernel
+says at its start that the next one may be launched (`launch_dependents`). That one's programs take the places that are
+still free, fetch what does not depend on the step, which is weights, and wait at `wait_for_inputs` until everything
+that ran before has finished and can be read.
+
+The rules for a kernel that is launched so:
+
+- Every program calls `wait_for_inputs`, and before it reads nothing but constants of the model: weights and tables that
+  no kernel of the step writes. Kernels further back than the one before may be running as well.
+- Before it, a program writes nothing at all.
+- What the preparation of a step has written (lengths, block tables, slots, positions) may be read before it as well, by
+  every kernel behind the embedding or whatever else a step's forward pass begins with: that one is launched without
+  overlap, so the preparation has finished before any of them can start.
+
+A kernel that knows nothing of this may stand anywhere between them, and costs the joints on its two sides. Source: CUDA
+Programming Guide, "Programmatic Dependent Launch and Synchronization"; in a CUDA graph these become programmatic edges.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fleetfoot.kernels.runtime.triton_support import triton_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether kernels on ``device`` can be launched so."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(overlap: bool) -> dict[str, Any]:
+    """What a launch is given besides the kernel's arguments."""
+    return {"launch_pdl": True} if overlap else {}
+
+
+@triton_kernel()
+def launch_dependents(overlap: tl.constexpr):
+    """The next kernel may be launched once all programs have called this."""
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton_kernel()
+def wait_for_inputs(overlap: tl.constexpr):
+    """Wait until every kernel before this one has finished and what it wrote can be read."""
+    if overlap:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton_kernel()
+def prefetch_rows(pointer, row_bytes, num_rows, num_bytes, overlap: tl.constexpr):
+    """Ask for ``num_bytes`` of each of some rows, ``row_bytes`` apart, to be brought to L2. Nobody waits for them.
+
+    One thread asks for one row, so ``num_rows`` is at most the number of threads; below 1, nobody does. ``pointer`` is
+    aligned to 16 bytes, and the two byte counts are multiples of 16.
+    """
+    if overlap:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred is_row;
+            .reg .u32 row;
+            .reg .u64 address;
+            mov.u32 row, %tid.x;
+            setp.lt.s32 is_row, row, $3;
+            mad.wide.u32 address, row, $2, $1;
+            @is_row cp.async.bulk.prefetch.L2.global [address], $4;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r",
+            [pointer, row_bytes, num_rows, num_bytes],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton_kernel()
+def prefetch(pointers, is_wanted, num_bytes: tl.constexpr):
+    """Ask for ``num_bytes``, a multiple of 16, at each of ``pointers [n]`` to be brought to L2. Nobody waits."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred wanted;
+        setp.ne.s32 wanted, $2, 0;
+        @wanted cp.async.bulk.prefetch.L2.global [$1], $3;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [pointers, is_wanted.to(tl.int32), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,251 @@
+"""Choosing one token per row of logits on a GPU, in two to four launches whose grids depend on shapes alone.
+
+The vocabulary is cut, so that one row keeps the whole chip busy: a piece of a row is one maximum over candidates
+(`fleetfoot.kernels.sampling.row_candidates_triton`), and a row is the maximum of its pieces, in any order.
+
+    row_max   the best logit of each piece
+    cuts      what min-p, top-k and top-p leave, where a batch has filters (`filter_cuts_triton`)
+    draw      random rows: the best of score + noise of each piece, where score = (logit - highest) / temperature
+    pick      the best of each row's pieces
+
+Two logarithms for each token of the vocabulary would be most of a draw. They are computed roughly, by a short
+polynomial each, and exactly for the tokens that come so close to the best that they might be it: mostly one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
+from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton, score_depth
+from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.row_candidates_triton import candidate_index, candidate_value, pack_candidates
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_TILES = {16: 1024, 1 << 31: 4096}
+"""Up to so many rows: tokens in a piece. A few rows must keep the whole chip busy; of many, small programs are a burden
+(an H100, 152,000 tokens, greedy: 8 rows 5.8 us with 1024, 8.0 with 4096; 256 rows 97 and 50)."""
+
+
+def choose_tokens_triton(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    rows: torch.Tensor | None = None,
+    invalid: torch.Tensor | None = None,
+    filters: RowFilters | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `choose_tokens_torch`. Launches alone: no synchronisation, and no count that a graph could not hold.
+
+    Raises:
+        ValueError: the vocabulary is empty, its stride is not 1, or there are not as many positions as rows.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size == 0 or (num_rows > 0 and logits.stride(1) != 1):
+        raise ValueError(
+            f"choose_tokens: logits {list(logits.shape)} with strides {logits.stride()} must have a vocabulary, "
+            "contiguous in memory"
+        )
+    if positions is not None and len(positions) != num_rows:
+        raise ValueError(f"choose_tokens: {len(positions)} positions for {num_rows} rows of logits")
+    device = logits.device
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device) if out is None else out
+    if num_rows == 0:
+        return token_ids
+    tile = next(tile for most, tile in _TILES.items() if num_rows <= most)
+    pieces = cdiv(vocab_size, tile)
+    highest = torch.empty((num_rows, pieces), dtype=torch.int64, device=device)
+    overlap = can_overlap(device)
+    options = launch_options(overlap)
+    grid, width = (num_rows, pieces), next_power_of_2(pieces)
+    _row_max_kernel[grid](highest, logits, logits.stride(0), vocab_size, tile=tile, overlap=overlap, **options)
+    best = highest
+    if temperatures is not None and seeds is not None and positions is not None:
+        cuts = None
+        if filters is not None:
+            cuts = filter_cuts_triton(logits, highest, temperatures, rows, filters, overlap=overlap)
+        best = torch.empty_like(highest)
+        _draw_kernel[grid](
+            best,
+            highest,
+            logits,
+            temperatures,
+            seeds,
+            positions,
+            token_ids if rows is None else rows,
+            token_ids if cuts is None else cuts,
+            logits.stride(0),
+            vocab_size,
+            has_rows=rows is not None,
+            has_cuts=cuts is not None,
+            pieces=pieces,
+            pieces_tile=width,
+            tile=tile,
+            overlap=overlap,
+            **options,
+        )
+    _pick_kernel[(num_rows,)](
+        token_ids,
+        token_ids if invalid is None else invalid,
+        best,
+        logits,
+        logits.stride(0),
+        has_invalid=invalid is not None,
+        pieces=pieces,
+        pieces_tile=width,
+        overlap=overlap,
+        num_warps=1,
+        **options,
+    )
+    return token_ids
+
+
+@triton_kernel()
+def random_words(seed, position, block):
+    """The four words of ``block``'s tokens, as `fleetfoot.kernels.sampling.philox` has them for stream 0."""
+    zero = block * 0
+    return tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
+
+
+@triton_kernel()
+def exact_noise(seed, position, index):
+    """`fleetfoot.sampling.gumbel_noise` of one token."""
+    word0, word1, word2, word3 = random_words(seed, position, index // 4)
+    lane = index % 4
+    word = tl.where(lane < 2, tl.where(lane == 0, word0, word1), tl.where(lane == 2, word2, word3))
+    uniform = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton_kernel()
+def rough_noise(seed, position, index, tile: tl.constexpr):
+    """The noise of ``tile`` tokens from the multiple of 4 ``index`` on, within 0.01."""
+    words = random_words(seed, position, index // 4 + tl.arange(0, tile // 4))
+    word = tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))  # [tile]
+    step = (word >> 9).to(tl.float32)
+    uniform = (step + 0.5) * (1.0 / 8388608.0)
+    rest = (8388607.5 - step) * (1.0 / 8388608.0)  # 1 - uniform, exactly
+    series = rest * (1.0 + rest * (0.5 + rest * (0.31 + rest * 0.47)))  # -log(1 - rest) for rest up to a half
+    exponential = tl.where(rest < 0.5, series, -0.6931472 * rough_log2(uniform))
+    return -0.6931472 * rough_log2(exponential)
+
+
+@triton_kernel()
+def rough_log2(x):
+    """The logarithm of normal positive numbers, within 0.001."""
+    bits = x.to(tl.int32, bitcast=True)
+    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    line = bits.to(tl.float32) * (1.0 / 8388608.0) - 127.0  # exponent + fraction
+    return line + fraction * (1.0 - fraction) * (0.4427 + fraction * (0.0836 * fraction - 0.2476))
+
+
+@triton_kernel()
+def _row_max_kernel(highest_ptr, logits_ptr, row_stride, vocab_size, tile: tl.constexpr, overlap: tl.constexpr):
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * tile + tl.arange(0, tile)
+    # A place behind the vocabulary loses against every token: -inf, and the highest index.
+    logit = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+    best = tl.max(pack_candidates(logit, index), axis=0)
+    tl.store(highest_ptr + row * tl.num_programs(1) + tl.program_id(1), best)
+
+
+@triton_kernel()
+def _draw_kernel(
+    best_ptr,
+    highest_ptr,
+    logits_ptr,
+    temperatures_ptr,
+    seeds_ptr,
+    positions_ptr,
+    rows_ptr,
+    cuts_ptr,
+    row_stride,
+    vocab_size,
+    has_rows: tl.constexpr,
+    has_cuts: tl.constexpr,
+    pieces: tl.constexpr,
+    pieces_tile: tl.constexpr,
+    tile: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    request = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    row = request
+    if has_rows:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
+
+    of_row = tl.arange(0, pieces_tile)
+    smallest = -0x7FFFFFFFFFFFFFFF - 1
+    candidates = tl.load(highest_ptr + request * pieces + of_row, mask=of_row < pieces, other=smallest)
+    highest = candidate_value(tl.max(candidates, axis=0))
+    best = tl.load(highest_ptr + request * pieces + piece)
+    is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # not of NaN either
+    if is_random:
+        score = tl.div_rn(candidate_value(best) - highest, temperature)
+        best = pack_candidates(score, candidate_index(best).to(tl.int32))
+        # The noise spans less than 19.46: a piece that is so far behind cannot hold the winner, and needs no noise.
+        if score > -19.46:
+            logits_ptr += request * row_stride
+            seed = tl.load(seeds_ptr + row)
+            position = tl.load(positions_ptr + request)
+            index = piece * tile + tl.arange(0, tile)
+            logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+            inverse = tl.minimum(1.0 / temperature, 3e38)
+            rough = (logit - highest) * inverse + rough_noise(seed, position, piece * tile, tile)
+            if has_cuts:
+                depth = score_depth(logit, highest, temperature)
+                limit = tl.load(cuts_ptr + request * 2)
+                last = tl.load(cuts_ptr + request * 2 + 1)
+                is_kept = (index < vocab_size) & ((depth < limit) | ((depth == limit) & (index <= last)))
+                rough = tl.where(is_kept, rough, -3e38)
+                is_close = is_kept & (rough >= tl.max(rough, axis=0) - 0.0625)
+            else:
+                is_close = rough >= tl.max(rough, axis=0) - 0.0625
+            best = tl.full((), smallest, tl.int64)
+            num_close = tl.sum(is_close.to(tl.int32), axis=0)
+            while num_close > 0:
+                close = tl.min(tl.where(is_close, index, 0x7FFFFFFF), axis=0)
+                score = tl.div_rn(tl.load(logits_ptr + close).to(tl.float32) - highest, temperature)
+                exact = score + exact_noise(seed, position, close)
+                best = tl.maximum(best, pack_candidates(exact, close))
+                is_close = is_close & (index != close)
+                num_close -= 1
+    tl.store(best_ptr + request * pieces + piece, best)
+
+
+@triton_kernel()
+def _pick_kernel(
+    token_ids_ptr,
+    invalid_ptr,
+    best_ptr,
+    logits_ptr,
+    row_stride,
+    has_invalid: tl.constexpr,
+    pieces: tl.constexpr,
+    pieces_tile: tl.constexpr,
+    overlap: tl.constexpr,
+):
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    of_row = tl.arange(0, pieces_tile)
+    smallest = -0x7FFFFFFFFFFFFFFF - 1
+    candidates = tl.load(best_ptr + row * pieces + of_row, mask=of_row < pieces, other=smallest)
+    token_id = candidate_index(tl.max(candidates, axis=0))
+    tl.store(token_ids_ptr + row, token_id)
+    if has_invalid:
+        logit = tl.load(logits_ptr + row * row_stride + token_id).to(tl.float32)
+        tl.store(invalid_ptr + row, (tl.abs(logit) < float("inf")) == 0)

@@ -1,0 +1,209 @@
+"""Several connectors at once: each request is loaded by the one that has most of it, and all of them save."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.base.multi_config import part_configs
+from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.kv_transfer.base.settings import tell_of_unused_fields
+from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.utils.cleanup import run_all
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleetfoot.records.kv_layout import KVLayout
+
+
+@dataclass(slots=True)
+class MultiMetadata:
+    """A step's metadata of all parts."""
+
+    parts: list[object | None]
+    num_lenders: dict[str, int] = field(default_factory=dict)
+    """Requests that have ended -> how many parts still read their blocks."""
+
+
+class MultiScheduler(SchedulerConnector):
+    """The scheduler's side of all parts, in the order of the settings."""
+
+    def __init__(self, parts: Sequence[SchedulerConnector], block_size: int) -> None:
+        self._parts = parts
+        self._block_size = block_size
+        self._chosen: dict[str, SchedulerConnector] = {}  # request -> who has offered most of it
+        self._num_lenders: dict[str, int] = {}
+
+    def check_request(self, request: Request) -> None:
+        takers = [part for part in self._parts if type(part).check_request is not SchedulerConnector.check_request]
+        for part in takers:
+            part.check_request(request)
+        if not takers:
+            super().check_request(request)
+
+    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+        offers = [part.num_matched_tokens(request, num_local) for part in self._parts]
+        best = max(offers)
+        if best:
+            self._chosen[request.request_id] = self._parts[offers.index(best)]
+        return best
+
+    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+        chosen = self._chosen.pop(request.request_id)
+        chosen.start_load(request, num_local, num_matched)
+        first, last = num_local // self._block_size, (num_local + num_matched) // self._block_size
+        for part in self._parts:
+            if part is not chosen:
+                part.blocks_reused(request.block_ids[first:last])
+
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        for part in self._parts:
+            part.blocks_filled(request, first, last, by_this_step=by_this_step)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        answers = [part.request_finished(request) for part in self._parts]
+        num_lenders = sum(is_lent for is_lent, _ in answers)
+        if num_lenders:
+            self._num_lenders[request.request_id] = num_lenders
+        said: dict[str, Any] = {}
+        for _, params in answers:
+            said = {**(params or {}), **said}  # of two that say the same, the first counts
+        return num_lenders > 0, said or None
+
+    def build_metadata(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
+        for request_id in scheduler_output.finished_req_ids:
+            self._chosen.pop(request_id, None)
+        metadata = MultiMetadata([part.build_metadata(scheduler_output) for part in self._parts], self._num_lenders)
+        self._num_lenders = {}
+        if not metadata.num_lenders and all(part is None for part in metadata.parts):
+            return None
+        return metadata
+
+    def update(self, output: KVConnectorOutput) -> None:
+        for part in self._parts:
+            part.update(output)
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._num_lenders) or any(part.has_pending for part in self._parts)
+
+    def forget(self) -> None:
+        self._chosen.clear()
+        for part in self._parts:
+            part.forget()
+
+    def shutdown(self) -> None:
+        run_all(*(part.shutdown for part in self._parts))
+
+
+class MultiWorker(WorkerConnector):
+    """A worker's side of all parts.
+
+    Args:
+        parts: by the names that their counters are to have, in the order of the settings.
+    """
+
+    def __init__(self, parts: dict[str, WorkerConnector]) -> None:
+        self._named = parts
+        self._parts = list(parts.values())
+        self._num_lenders: dict[str, int] = {}
+        self._num_sent: dict[str, int] = {}
+
+    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        for part in self._parts:
+            part.register_kv_caches(kv_caches, layout)
+
+    def bind(self, metadata: object | None) -> None:
+        if metadata is None:
+            metadata = MultiMetadata([None] * len(self._parts))
+        if not isinstance(metadata, MultiMetadata):
+            raise TypeError(f"KV connector metadata is a {type(metadata).__name__}; it must be MultiMetadata or None")
+        self._num_lenders.update(metadata.num_lenders)
+        for part, content in zip(self._parts, metadata.parts, strict=True):
+            part.bind(content)
+
+    def flush(self) -> None:
+        for part in self._parts:
+            part.flush()
+
+    def start(self) -> None:
+        for part in self._parts:
+            part.start()
+
+    def save(self) -> None:
+        for part in self._parts:
+            part.save()
+
+    def wait_for_save(self) -> None:
+        for part in self._parts:
+            part.wait_for_save()
+
+    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        merged = KVConnectorOutput()
+        for name, part in self._named.items():
+            output = part.take_ended(finished_req_ids)
+            merged.loaded |= output.loaded
+            merged.failed |= output.failed
+            merged.addresses |= output.addresses
+            merged.counters |= {f"{name}.{counter}": count for counter, count in output.counters.items()}
+            for request_id in output.sent:
+                self._num_sent[request_id] = self._num_sent.get(request_id, 0) + 1
+        for request_id, num_sent in list(self._num_sent.items()):
+            if num_sent == self._num_lenders.get(request_id):
+                merged.sent.add(request_id)
+                del self._num_sent[request_id], self._num_lenders[request_id]
+        return merged
+
+    def clear(self) -> None:
+        run_all(*(part.clear for part in self._parts))
+
+    def wait_for_progress(self) -> None:
+        for part in self._parts:
+            part.wait_for_progress()
+
+    def shutdown(self) -> None:
+        run_all(*(part.shutdown for part in self._parts))
+
+
+class MultiConnector(KVConnector):
+    """Settings: ``connectors``, a list of kv_transfer_configs (`fleetfoot.kv_transfer.base.multi_config`)."""
+
+    accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
+
+    @staticmethod
+    def check_settings(context: TransferContext) -> None:
+        tell_of_unused_fields(context.config)
+        for connector, part in _parts(context).values():
+            connector.check_settings(part)
+
+    @staticmethod
+    def scheduler_side(context: TransferContext) -> SchedulerConnector:
+        parts = _parts(context)
+        return MultiScheduler(
+            [connector.scheduler_side(part) for connector, part in parts.values()], context.block_size
+        )
+
+    @staticmethod
+    def worker_side(context: TransferContext) -> WorkerConnector:
+        parts = _parts(context)
+        return MultiWorker({name: connector.worker_side(part) for name, (connector, part) in parts.items()})
+
+
+def _parts(context: TransferContext) -> dict[str, tuple[type[KVConnector], TransferContext]]:
+    """Class and context of each part, by its connector's name, with a number where a name comes again."""
+    found: dict[str, tuple[type[KVConnector], TransferContext]] = {}
+    for config in part_configs(context.config):
+        name = base = str(config.kv_connector)
+        number = 1
+        while name in found:
+            number += 1
+            name = f"{base}-{number}"
+        found[name] = find_connector(config), dataclasses.replace(context, config=config, shares_blocks=True)
+    return found

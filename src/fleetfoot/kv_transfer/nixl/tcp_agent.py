@@ -1,0 +1,236 @@
+"""The transfer agent over plain TCP sockets, for machines without NIXL, and for tests.
+
+A read is a request with addresses and lengths; what comes back has a checksum behind it. Every byte passes through host
+memory and the interpreter, so this is for small models and slow networks. Whoever can reach the port can read the KV
+cache: it belongs into a network that is trusted.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
+from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
+
+CONNECT_SECONDS = 5.0
+MAX_PIECES = 1 << 20
+_HEADER = struct.Struct("<BQ")  # whether it is served, bytes that follow
+_TRAILER = struct.Struct("<I")  # CRC-32 of them
+_TURN_BYTES = 8 << 20
+
+
+class _Metadata(msgspec.Struct):
+    name: str
+    address: str
+
+
+class TcpAgent(TransferAgent):
+    """Implements `TransferAgent`.
+
+    Args:
+        host: the address that peers reach this machine by.
+    """
+
+    def __init__(self, name: str, host: str) -> None:
+        super().__init__(name)
+        self._memory = _Memory()
+        self._server = SocketServer(host, 0, self._serve, "kv-tcp-agent")
+        self._lock = threading.Lock()
+        self._peers: dict[str, str] = {}  # name -> address
+        self._idle: dict[str, list[socket.socket]] = {}
+
+    def local_device(self, device: torch.device) -> torch.device:
+        return torch.device("cpu")
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._memory.add(tensor)
+
+    @property
+    def metadata(self) -> bytes:
+        return msgspec.msgpack.encode(_Metadata(self.name, self._server.address))
+
+    def connect(self, metadata: bytes) -> str:
+        try:
+            peer = msgspec.msgpack.decode(metadata, type=_Metadata)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"the peer's metadata is not a TCP agent's ({error})") from error
+        with self._lock:
+            self._peers[peer.name] = peer.address
+        return peer.name
+
+    def disconnect(self, peer: str) -> None:
+        with self._lock:
+            self._peers.pop(peer, None)
+            connections = self._idle.pop(peer, [])
+        for connection in connections:
+            connection.close()
+
+    def read(self, peer: str, remote: np.ndarray, local: np.ndarray, remote_device: int) -> Transfer:
+        if not np.array_equal(remote[:, 1], local[:, 1]):
+            raise TransferError("the pieces to read and the places for them are not of the same lengths")
+        with self._lock:
+            address = self._peers.get(peer)
+            idle = self._idle.get(peer)
+            connection = idle.pop() if idle else None
+        if address is None:
+            raise TransferError(f"{peer} is not known any more")
+        try:
+            connection = connection or connect(address, CONNECT_SECONDS)
+            connection.settimeout(CONNECT_SECONDS)  # one that was used before does not block
+            send_message(connection, remote.astype("<i8").tobytes())
+        except ConnectionLostError as error:
+            raise TransferError(f"{peer} cannot be read from: {error}") from error
+        return _TcpTransfer(self, peer, connection, [self._memory.view(*piece) for piece in local.tolist()])
+
+    def close(self) -> None:
+        self._server.close()
+        for peer in list(self._peers):
+            self.disconnect(peer)
+
+    def take_back(self, peer: str, connection: socket.socket) -> None:
+        """A connection whose answer has been read whole."""
+        with self._lock:
+            if peer in self._peers:
+                self._idle.setdefault(peer, []).append(connection)
+                return
+        connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        while True:
+            request = receive_message(connection)
+            if len(request) % 16 or len(request) > 16 * MAX_PIECES:
+                return
+            pieces = np.frombuffer(request, dtype="<i8").reshape(-1, 2)
+            try:
+                content = self._memory.read(pieces)
+            except ValueError as error:
+                content, is_served = str(error).encode(), False
+            else:
+                is_served = True
+            connection.sendall(_HEADER.pack(is_served, len(content)))
+            connection.sendall(content)
+            connection.sendall(_TRAILER.pack(zlib.crc32(content)))
+
+
+class _Memory:
+    """Registered memory, by address."""
+
+    def __init__(self) -> None:
+        self._regions: list[tuple[int, int, torch.Tensor]] = []  # begin, end, uint8 [bytes]
+
+    def add(self, tensor: torch.Tensor) -> None:
+        begin = tensor.data_ptr()
+        self._regions.append((begin, begin + tensor.nbytes, tensor.view(-1).view(torch.uint8)))
+
+    def find(self, address: int, length: int) -> torch.Tensor:
+        """uint8 ``[length]``.
+
+        Raises:
+            ValueError: it is not within a region.
+        """
+        for begin, end, tensor in self._regions:
+            if begin <= address and 0 < length <= end - address:
+                return tensor[address - begin : address - begin + length]
+        raise ValueError(f"{length} bytes at {address:#x} are not within what is registered")
+
+    def view(self, address: int, length: int) -> memoryview:
+        """Of host memory, to write to."""
+        return self.find(address, length).numpy().data
+
+    def read(self, pieces: np.ndarray) -> bytes:
+        """The pieces (``[n, 2]``, address and length), one after the other."""
+        found = [self.find(address, length) for address, length in pieces.tolist()]
+        if found and found[0].device.type != "cpu":
+            # what may be read is final; on a stream of its own the copy need not wait for the steps that are queued
+            stream = torch.cuda.Stream(found[0].device)
+            with torch.cuda.stream(stream):
+                return torch.cat(found).cpu().numpy().tobytes()
+        return b"".join(piece.numpy().tobytes() for piece in found)
+
+
+class _TcpTransfer(Transfer):
+    """Reads the answer as it comes, straight into its places."""
+
+    def __init__(self, agent: TcpAgent, peer: str, connection: socket.socket, places: list[memoryview]) -> None:
+        self._agent, self._peer, self._connection = agent, peer, connection
+        self._expected = sum(len(place) for place in places)
+        self._header = bytearray(_HEADER.size)
+        self._trailer = bytearray(_TRAILER.size)
+        self._places = [memoryview(self._header), *places, memoryview(self._trailer)]
+        self._index = self._offset = 0
+        self._checksum = 0
+        self._has_ended = self._is_released = False
+        connection.setblocking(False)
+
+    def poll(self) -> bool:
+        received = 0
+        while not self._has_ended and received < _TURN_BYTES:
+            place = self._places[self._index][self._offset :]
+            try:
+                count = self._connection.recv_into(place)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise TransferError(f"the connection to {self._peer} is lost ({error})") from error
+            if count == 0:
+                raise TransferError(f"{self._peer} closed the connection {self._progress()}")
+            received += count
+            self._take(place[:count])
+        return self._has_ended
+
+    def _take(self, arrived: memoryview) -> None:
+        is_payload = 0 < self._index < len(self._places) - 1
+        if is_payload:
+            self._checksum = zlib.crc32(arrived, self._checksum)
+        self._offset += len(arrived)
+        if self._offset < len(self._places[self._index]):
+            return
+        self._index, self._offset = self._index + 1, 0
+        if self._index == 1:
+            self._check_header()
+        elif self._index == len(self._places):
+            self._check_trailer()
+
+    def _check_header(self) -> None:
+        is_served, length = _HEADER.unpack(self._header)
+        if not is_served:
+            raise TransferError(f"{self._peer} refuses: it says that it has no such memory")
+        if length != self._expected:
+            raise TransferError(f"{self._peer} sends {length:,} bytes where {self._expected:,} were asked for")
+
+    def _check_trailer(self) -> None:
+        (checksum,) = _TRAILER.unpack(self._trailer)
+        if checksum != self._checksum:
+            raise TransferError(
+                f"what came from {self._peer} is damaged: its CRC-32 is {self._checksum:08x}, and {checksum:08x} was "
+                "announced"
+            )
+        self._has_ended = True
+
+    def _progress(self) -> str:
+        before = sum(len(place) for place in self._places[1 : self._index]) + (self._offset if self._index else 0)
+        return f"after {min(before, self._expected):,} of {self._expected:,} bytes"
+
+    def wait(self, seconds: float) -> None:
+        waiting = select.poll()
+        waiting.register(self._connection, select.POLLIN)
+        waiting.poll(seconds * 1000)
+
+    def release(self) -> bool:
+        if not self._is_released:
+            self._is_released = True
+            if self._has_ended:
+                self._agent.take_back(self._peer, self._connection)
+            else:
+                self._connection.close()
+        return True

@@ -1,0 +1,74 @@
+"""What a user gets back: the names and fields of vLLM's, so that a script can be moved over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetfoot.records.logprobs import Logprob
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request. Times are seconds of a monotonic clock, ``arrival_time`` of the wall clock."""
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+    num_drafted_tokens: int = 0
+    """Draft tokens that were verified for it (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """How many of those were accepted."""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token (TTFT); 0 before there is one."""
+        return max(0.0, self.first_token_ts - self.queued_ts) if self.first_token_ts else 0.0
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Mean seconds between tokens after the first (TPOT); 0 with fewer than two."""
+        if self.num_generation_tokens < 2:
+            return 0.0
+        return (self.last_token_ts - self.first_token_ts) / (self.num_generation_tokens - 1)
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's ``n`` sequences."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum of the chosen tokens' logprobs; None if none were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token, the chosen one and the top ones."""
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``abort`` or ``error``; None while it goes on."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; what went wrong, with ``error``."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request, as far as it has come."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token; None for the first, which nothing predicts."""
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the KV connector says about the request's KV once it has ended; None: nothing."""
