@@ -91,7 +91,8 @@ def test_names_that_mean_nothing(name: str, module_path: str | None, message: st
 
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = (
-        "import sys; import fleetfoot.kv_transfer.base.registry, fleetfoot.plan.oracle, fleetfoot.kv_transfer.blockstore.filesystem, "
+        "import sys; import fleetfoot.kv_transfer.base.registry, fleetfoot.plan.oracle, "
+        "fleetfoot.kv_transfer.blockstore.filesystem, "
         "fleetfoot.kv_transfer.blockstore.offload_scheduler, fleetfoot.kv_transfer.blockstore.filesystem_scheduler, "
         "fleetfoot.kv_transfer.multi.connector, fleetfoot.plan.fingerprint; "
         "assert 'torch' not in sys.modules, 'torch'; "

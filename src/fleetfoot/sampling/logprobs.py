@@ -20,7 +20,7 @@ class LogprobsTensors:
     """Log-probabilities of ``n`` positions; column 0 is the chosen token, the others the most probable, descending."""
 
     packed: torch.Tensor
-    """``[n, 2 * (num + 1) + 1]`` int32, as `kernels.sampling.token_logprobs` makes it: one copy brings it to the host."""
+    """``[n, 2 * (num + 1) + 1]`` int32, of `kernels.sampling.token_logprobs`: one copy brings it to the host."""
 
     @property
     def num(self) -> int:
