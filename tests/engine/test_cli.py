@@ -201,7 +201,7 @@ def test_a_failing_engine_ends_the_command_with_its_cause(
 ) -> None:
     from fleetfoot.engine.core import EngineCore
 
-    def broken(self: EngineCore) -> None:
+    def broken(self: EngineCore, *_: object) -> None:
         raise RuntimeError("the device fell off")
 
     monkeypatch.setattr(EngineCore, "step", broken)
