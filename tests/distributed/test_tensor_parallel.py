@@ -12,12 +12,11 @@ from tests.distributed.paged_steps import STEPS, kv_caches, run_steps, step_inpu
 from tests.distributed.world import run_world
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.config.model import load_model_config
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.distributed.torch_groups import StepShape, TorchTensorGroup, make_groups
-from fleetfoot.kernels.attention.select import select_attention
-from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.weights.loading import load_model, reload_weights

@@ -24,7 +24,7 @@ from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector
+from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput

@@ -17,8 +17,8 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP
 from fleetfoot.kernels.select import select_ops
 from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.kv_connector import KVConnectorOutput
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.runner.capture_table import PLAIN

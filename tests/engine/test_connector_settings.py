@@ -14,8 +14,9 @@ import pytest
 
 from fleetfoot import LLM
 from fleetfoot.cli.main import main
-from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.blockstore.filesystem import SharedStorageConnector
+from fleetfoot.records.kv_connector import SchedulerConnector
 
 Streams = pytest.CaptureFixture[str]
 SHARED, OFFLOAD, NIXL, MULTI = "SharedStorageConnector", "OffloadingConnector", "NixlConnector", "MultiConnector"

@@ -15,12 +15,13 @@ from tests.helpers.gate import HANG
 
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.engine.admission import Admission
-from fleetfoot.engine.core import EngineCore, Executor
+from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, SchedulerConnector
-from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.executor.protocol import Executor
+from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig

@@ -15,7 +15,8 @@ from tests.helpers.steps import finish, run_steps
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import ModelConfig, load_model_config
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.request import Request
 from fleetfoot.runner.v2.runner import ModelRunnerV2

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint, make_reference, reference_logits
 
-from fleetfoot.config.model import ModelConfig, load_model_config
-from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES, load_model_config
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.norm.pending_norm import PendingNorm

@@ -13,9 +13,10 @@ from tests.helpers.engines import make_engine, run_requests
 from tests.helpers.prefill_decode import REQUESTS, RUNNERS, SIZE, settle, tokens_of
 
 from fleetfoot import LLMEngine
-from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
+from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 

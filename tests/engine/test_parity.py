@@ -12,7 +12,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import drain, prompt_of
 
 from fleetfoot import LLM, SamplingParams
-from fleetfoot.kernels.native_ops import native_available
+from fleetfoot.native.library import native_available
 
 NUM_TOKENS = 200
 VOCAB = 211

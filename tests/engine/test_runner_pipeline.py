@@ -25,7 +25,7 @@ from tests.helpers.runner_lives import (
     wishes,
 )
 
-from fleetfoot.config.model import load_model_config
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.kernels.select import select_ops
 from fleetfoot.records.sampling_params import SamplingParams

@@ -25,11 +25,10 @@ from tests.helpers.schedules import assert_agree, live_alone, random_lives
 from tests.helpers.schedules import live as live_in_engine
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.kernels.attention.select import select_attention
-from fleetfoot.kernels.native_ops import native_available
 from fleetfoot.kernels.sampling.records import LIST_CAPACITY
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
-from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.select import select_attention, select_ops
+from fleetfoot.native.library import native_available
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.capture_table import CaptureTable, SamplingVariant
 from fleetfoot.runner.v2 import runner as v2

@@ -19,8 +19,8 @@ from tests.helpers.draft_matrix import (
 )
 
 from fleetfoot.config.speculative import MAX_SPECULATIVE_TOKENS
-from fleetfoot.engine.core import Executor
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.executor.protocol import Executor
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput

@@ -20,9 +20,8 @@ from tests.helpers.runner_lives import (
 )
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
-from fleetfoot.config.model import load_model_config
-from fleetfoot.kernels.attention.select import select_attention
-from fleetfoot.kernels.select import select_ops
+from fleetfoot.config.parsing import load_model_config
+from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams

@@ -12,18 +12,17 @@ from tests.helpers.runner_lives import CapturableAttention, in_one_runner
 from tests.helpers.steps import TakenStep, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.config.model import load_model_config
-from fleetfoot.kernels.attention.select import select_attention
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.sampling.records import LIST_CAPACITY, NUM_PLANES
-from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
+from fleetfoot.runner.v2.rows import NUM_FIELDS
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.runner.v2.state import NUM_FIELDS
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.weights.model_loader import ModelLoader
 

@@ -11,7 +11,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.draft_matrix import METHODS, STORY
 from tests.helpers.engines import make_engine, run_requests
 
-from fleetfoot.config.model import load_model_config
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.select import select_ops

@@ -11,6 +11,7 @@ from tests.helpers.kv_bench import Bench, same, transfer_config
 from fleetfoot.kv_transfer.base.block_copies import CudaBlockCopies, block_copies
 from fleetfoot.kv_transfer.base.host_memory import HostMemory
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.runner.kv_cache import allocate_kv_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -50,7 +51,7 @@ def test_blocks_go_out_and_come_back(shape: str, monkeypatch: pytest.MonkeyPatch
 def test_what_is_queued_later_does_not_reach_what_is_saved() -> None:
     """The copy waits for the writer before it, and the next writer for the copy; the host waits for neither."""
     layout = SHAPES["plain"]
-    caches = layout.allocate(GPU)
+    caches = allocate_kv_cache(layout, GPU)
     copies = block_copies(caches, layout)
     host = HostMemory(64, layout.bytes_per_block, pinned=True, asked_by="")
     blocks, big = list(range(64)), torch.randn(4096, 4096, device=GPU)

@@ -9,8 +9,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetfoot.kv_transfer.base.connector import SchedulerConnector
-from fleetfoot.records.kv_connector import KVConnectorOutput, KVOutputMerger, TransferFailure
+from fleetfoot.executor.outputs import KVOutputMerger
+from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from tests.helpers.fake_runner import FakeRunner

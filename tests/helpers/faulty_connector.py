@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 import torch
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 

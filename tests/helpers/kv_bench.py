@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.executor.outputs import KVOutputMerger
 from fleetfoot.kv_transfer.base.block_copies import CopyEvent, CpuBlockCopies
 from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.records.kv_connector import KVConnectorOutput, KVOutputMerger
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import SchedulerOutput

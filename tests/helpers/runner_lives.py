@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fleetfoot.config.model import load_model_config
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.attention.select import select_attention
 from fleetfoot.kernels.opset import OpSet
-from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup

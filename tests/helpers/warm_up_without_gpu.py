@@ -17,7 +17,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.config.model import load_model_config
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel

@@ -22,7 +22,7 @@ from fleetfoot.executor.messages import (
 from fleetfoot.executor.outputs import StepOutputs
 from fleetfoot.executor.rendezvous_dir import MeetingFolder
 from fleetfoot.kv_transfer.blockstore.block_moves import BlockMove, BlockMoves, LoadOrder
-from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput

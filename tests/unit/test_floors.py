@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.cli.bench_floor import Work, batch_floors, floor_report
-from fleetfoot.cli.bench_load import Samples
-from fleetfoot.config.model import ModelConfig, load_model_config
+from fleetfoot.cli.bench_floor import batch_floors, floor_report
+from fleetfoot.cli.bench_load import Samples, Work
+from fleetfoot.cli.peak_rates import measure_ceilings
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.plan.roofline import Costs, Floor, Speed
-from fleetfoot.utils.peak_rates import measure_ceilings
 
 
 @pytest.fixture
@@ -75,8 +76,8 @@ def test_the_floor_of_a_load_is_that_of_its_steps() -> None:
 def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that says that everything takes two seconds."""
     ticks = iter(range(0, 1000, 2))
-    monkeypatch.setattr("fleetfoot.utils.peak_rates.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    monkeypatch.setattr("fleetfoot.utils.peak_rates._SQUARE", {"cpu": 64})
-    monkeypatch.setattr("fleetfoot.utils.peak_rates._COPY_BYTES", 1 << 16)
+    monkeypatch.setattr("fleetfoot.cli.peak_rates.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr("fleetfoot.cli.peak_rates._SQUARE", {"cpu": 64})
+    monkeypatch.setattr("fleetfoot.cli.peak_rates._COPY_BYTES", 1 << 16)
     ceilings = measure_ceilings("cpu", "float32")
     assert (ceilings.bytes_per_s, ceilings.flops_per_s) == ((1 << 16), 64**3)

@@ -16,11 +16,12 @@ import pytest
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, TransferContext
+from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.layouts import KNOWN_CONNECTORS, V2_LAYOUT, connector_layouts
 from fleetfoot.kv_transfer.base.multi_config import joined, part_configs
 from fleetfoot.kv_transfer.base.registry import CONNECTORS, find_connector
-from fleetfoot.kv_transfer.blockstore.filesystem import FilesystemSettings, SharedStorageConnector
+from fleetfoot.kv_transfer.blockstore.filesystem import SharedStorageConnector
+from fleetfoot.kv_transfer.blockstore.filesystem_settings import FilesystemSettings
 from fleetfoot.kv_transfer.blockstore.offload import OffloadingConnector
 from fleetfoot.kv_transfer.blockstore.offload_scheduler import OffloadScheduler
 from fleetfoot.kv_transfer.multi.connector import MultiScheduler
@@ -30,6 +31,7 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import active_connector
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 

@@ -17,7 +17,7 @@ from tests.helpers.kv_bench import FINGERPRINT, LAYOUT, Bench, Clock, ManualJobs
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
 from fleetfoot.kv_transfer.blockstore import block_file
-from fleetfoot.kv_transfer.blockstore.filesystem import FilesystemSettings
+from fleetfoot.kv_transfer.blockstore.filesystem_settings import FilesystemSettings
 from fleetfoot.kv_transfer.blockstore.filesystem_worker import FilesystemWorker
 
 TOKENS = list(range(17))  # four full blocks, and a token that must be computed

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer_config
 
+from fleetfoot.executor.outputs import KVOutputMerger
 from fleetfoot.kv_transfer import filesystem_worker, offload_worker
-from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, WorkerConnector
+from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.kv_transfer.multi.connector import MultiScheduler, MultiWorker
-from fleetfoot.records.kv_connector import KVConnectorOutput, KVOutputMerger, TransferFailure
+from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.step_connector import StepConnector

@@ -13,8 +13,8 @@ from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, Manua
 from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, skip_without, whole
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.nixl.connector import NixlSettings
 from fleetfoot.kv_transfer.nixl.leases import DECLINED, LeaseError, Leases
+from fleetfoot.kv_transfer.nixl.settings import NixlSettings
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 from fleetfoot.records.request import RequestStatus
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.helpers.kv_bench import BLOCK_SIZE, LAYOUT, Bench, same, transfer_config
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
-from fleetfoot.kv_transfer.blockstore.offload import OffloadingConnector, num_host_blocks
+from fleetfoot.kv_transfer.blockstore.offload import OffloadingConnector
 from fleetfoot.kv_transfer.blockstore.offload_scheduler import OffloadScheduler
+from fleetfoot.kv_transfer.blockstore.offload_settings import num_host_blocks
 from fleetfoot.kv_transfer.blockstore.slot_index import SlotIndex
 
 TOKENS = list(range(17))

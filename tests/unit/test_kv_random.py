@@ -19,10 +19,10 @@ from tests.helpers.faulty_connector import Faults, faulty
 from tests.helpers.kv_bench import LateCopies, LateJobs
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.executor.outputs import KVOutputMerger
 from fleetfoot.kv_transfer import file_loads, filesystem_worker, offload_worker
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.records.kv_connector import KVOutputMerger
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams

@@ -31,10 +31,10 @@ def test_the_plain_names_need_no_torch(names: str) -> None:
     assert not loaded & {"torch", "numpy", "tokenizers"}
 
 
-def test_config_and_scheduler_need_no_torch() -> None:
+def test_config_records_and_scheduler_need_no_torch() -> None:
     code = """
 import importlib, pkgutil
-for name in ("fleetfoot.config", "fleetfoot.scheduler"):
+for name in ("fleetfoot.config", "fleetfoot.records", "fleetfoot.scheduler"):
     package = importlib.import_module(name)
     found = [module.name for module in pkgutil.iter_modules(package.__path__, name + ".")]
     assert len(found) > 3, found

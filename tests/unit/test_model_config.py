@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetfoot.config.model import ConfigError, ModelConfig, RopeConfig, load_model_config
-from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES, parse_model_config
+from fleetfoot.config.model import ConfigError, ModelConfig, RopeConfig
+from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES, load_model_config, parse_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

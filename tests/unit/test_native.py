@@ -16,11 +16,11 @@ from test_attention import MIXED, attend_64, make_batch
 from fleetfoot.kernels.attention.native_backend import NativeBackend
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.linear.linear_native import NativeLinear
-from fleetfoot.kernels.native_ops import native_available, native_ops
+from fleetfoot.kernels.native_ops import native_ops
 from fleetfoot.kernels.opset import OpSet
 from fleetfoot.kernels.select import select_ops
 from fleetfoot.kernels.torch_ops import torch_ops
-from fleetfoot.native.library import NativeUnavailableError, load_kernels, supported_variants
+from fleetfoot.native.library import NativeUnavailableError, load_kernels, native_available, supported_variants
 
 AVAILABLE, REASON = native_available()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=REASON)

@@ -18,14 +18,12 @@ from fleetfoot.config.sharding import vocab_rows
 from fleetfoot.distributed.custom_all_reduce import one_shot_words
 from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.executor.worker import Worker
-from fleetfoot.kernels.attention.select import select_attention
-from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.registry import model_class
 from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.fit import Device, MemoryPlanError, fit_engine
 from fleetfoot.plan.footprint import (
-    DrafterShape,
     EngineShape,
     Footprint,
     activation_bytes,
@@ -45,6 +43,7 @@ from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.input_batch import InputBuffers
 from fleetfoot.runner.v2.state import DeviceState
+from fleetfoot.speculative.shape import DrafterShape
 
 SMALL = ModelConfig("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
 LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")

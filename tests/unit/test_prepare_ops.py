@@ -128,7 +128,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @interpreted
 def test_a_device_function_is_not_called_from_python() -> None:
-    from fleetfoot.kernels.prepare.upper_bound import upper_bound
+    from fleetfoot.kernels.runtime.upper_bound import upper_bound
 
     with pytest.raises(TypeError, match="upper_bound is called within kernels"):
         upper_bound(None, 0, 0, None)

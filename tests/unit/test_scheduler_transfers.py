@@ -10,8 +10,8 @@ import pytest
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector
 from tests.helpers.fake_engine import FakeEngine
 
-from fleetfoot.kv_transfer.base.connector import SchedulerConnector
-from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request, RequestStatus, StepResult
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput

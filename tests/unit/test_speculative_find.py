@@ -13,11 +13,11 @@ import pytest
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import ModelConfig, load_model_config
-from fleetfoot.plan.footprint import NO_DRAFTER, DrafterShape
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.records.kv_layout import LayerGroup
-from fleetfoot.speculative.build import drafter_shape
 from fleetfoot.speculative.find import DrafterModel, find_drafter
+from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape, drafter_shape
 from fleetfoot.weights.checkpoint import Checkpoint
 
 DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"

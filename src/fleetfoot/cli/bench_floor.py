@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fleetfoot.cli.bench_load import Work
 from fleetfoot.plan.roofline import Costs, Floor, Speed
 
 if TYPE_CHECKING:
@@ -13,20 +13,11 @@ if TYPE_CHECKING:
     from fleetfoot.cli.start import StartedEngine
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What the attention of one request had to do."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-
-
 def floor_of(started: StartedEngine) -> Floor | None:
     """Measure the machine; None: the GPU has no memory to spare for that."""
     import torch
 
-    from fleetfoot.utils.peak_rates import measure_ceilings
+    from fleetfoot.cli.peak_rates import measure_ceilings
 
     plan = started.plan
     try:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fleetfoot.cli.bench_floor import Work
 from fleetfoot.cli.bench_workload import BenchRequest
 from fleetfoot.cli.command import usage_errors
 from fleetfoot.records.outputs import RequestOutput
@@ -150,3 +149,12 @@ def _check(output: RequestOutput) -> None:
     for completion in output.outputs:
         if completion.finish_reason == "error":
             raise RuntimeError(f"request {output.request_id} has failed: {completion.stop_reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the attention of one request had to do."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int

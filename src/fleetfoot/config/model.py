@@ -83,21 +83,6 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
 
-def load_model_config(folder: str | Path) -> ModelConfig:
-    """Read ``config.json`` (and ``generation_config.json``) of a local checkpoint folder.
-
-    Raises:
-        ConfigError: the file is missing or is not JSON, or a field is missing or not supported; the message
-            names the file, the field, the value found and what would work.
-    """
-    from fleetfoot.config.parsing import parse_model_config  # one screen of field names, kept apart from the record
-
-    path = Path(folder)
-    config = read_config_json(path)
-    generation = read_generation_json(path)
-    return parse_model_config(config, generation, source=str(path / "config.json"))
-
-
 def read_config_json(folder: str | Path) -> dict[str, Any]:
     """The object in ``config.json``, as it stands.
 

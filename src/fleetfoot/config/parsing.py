@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fleetfoot.config.fields import ConfigError, Fields
-from fleetfoot.config.model import DTYPES, ModelConfig
+from fleetfoot.config.model import DTYPES, ModelConfig, read_config_json, read_generation_json
 from fleetfoot.config.rope import parse_rope
 
 LayerWindows = tuple[int | None, ...]
@@ -247,3 +248,18 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+
+def load_model_config(folder: str | Path) -> ModelConfig:
+    """Read ``config.json`` (and ``generation_config.json``) of a local checkpoint folder.
+
+    Raises:
+        ConfigError: the file is missing or is not JSON, or a field is missing or not supported; the message
+            names the file, the field, the value found and what would work.
+    """
+    from fleetfoot.config.parsing import parse_model_config  # one screen of field names, kept apart from the record
+
+    path = Path(folder)
+    config = read_config_json(path)
+    generation = read_generation_json(path)
+    return parse_model_config(config, generation, source=str(path / "config.json"))

@@ -6,27 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
+from fleetfoot.executor.protocol import Executor
 from fleetfoot.records.request import Request, RequestStatus, StepResult
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.utils.cleanup import run_all
-
-
-class Executor(Protocol):
-    """Runs steps on one worker or many."""
-
-    runner_name: str
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None: ...
-
-    def sample_tokens(self, grammar_output: object | None) -> PendingOutput: ...
-
-    def shutdown(self) -> None: ...
-
 
 StepOutput = tuple[list[StepResult], ModelRunnerOutput]
 

@@ -11,7 +11,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
 
 if TYPE_CHECKING:
-    from fleetfoot.engine.core import Executor
+    from fleetfoot.executor.protocol import Executor
 
 
 def start_executor(plan: EnginePlan) -> tuple[Executor, KVLayout]:

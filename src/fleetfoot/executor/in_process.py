@@ -8,7 +8,7 @@ from fleetfoot.runner.contract import PendingOutput
 
 
 class InProcessExecutor:
-    """Implements `fleetfoot.engine.core.Executor` with one worker."""
+    """Implements `fleetfoot.executor.protocol.Executor` with one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -20,8 +20,7 @@ from fleetfoot.executor.nodes import EngineNodes, check_devices, check_is_first_
 from fleetfoot.executor.outputs import StepOutputs
 from fleetfoot.executor.processes import WorkerProcesses
 from fleetfoot.executor.rendezvous_dir import MeetingFolder
-from fleetfoot.executor.specs import worker_specs
-from fleetfoot.executor.worker_process import Rendezvous
+from fleetfoot.executor.specs import Rendezvous, worker_specs
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
@@ -36,7 +35,7 @@ _OVER = b""
 
 
 class MultiprocessExecutor:
-    """Implements `fleetfoot.engine.core.Executor`.
+    """Implements `fleetfoot.executor.protocol.Executor`.
 
     One thread at a time may use it.
 

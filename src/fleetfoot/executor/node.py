@@ -10,8 +10,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor.errors import WorkerError
 from fleetfoot.executor.nodes import Membership, check_devices
 from fleetfoot.executor.processes import WorkerProcesses
-from fleetfoot.executor.specs import worker_specs
-from fleetfoot.executor.worker_process import Rendezvous
+from fleetfoot.executor.specs import Rendezvous, worker_specs
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor.messages import Answer
 from fleetfoot.executor.ranks import answering_ranks, output_rank
-from fleetfoot.records.kv_connector import KVConnectorOutput, KVOutputMerger
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.step import ModelRunnerOutput
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(slots=True)
@@ -51,3 +56,45 @@ class StepOutputs:
         assert step.output is not None
         step.output.kv_connector_output = self._merger.merge(step.kv_outputs) if step.kv_outputs else None
         return step.output
+
+
+class KVOutputMerger:
+    """Merges the outputs of all ranks: a transfer has ended when it has ended on every rank, and has failed if it has
+    failed on any.
+
+    Args:
+        num_ranks: how many ranks report.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._loads: dict[str, int] = {}
+        self._sends: dict[str, int] = {}
+        self._failures: dict[str, TransferFailure] = {}
+
+    def merge(self, outputs: Iterable[KVConnectorOutput | None]) -> KVConnectorOutput | None:
+        """Take in what some ranks have reported, in any order; returns what has ended on all of them with it."""
+        merged = KVConnectorOutput()
+        for output in outputs:
+            if output is None:
+                continue
+            for name, count in output.counters.items():
+                merged.counters[name] = merged.counters.get(name, 0) + count
+            merged.addresses.update(output.addresses)
+            for request_id, failure in output.failed.items():
+                self._failures.setdefault(request_id, failure)
+            for request_id in (*output.loaded, *output.failed):
+                if self._has_ended(self._loads, request_id):
+                    failed = self._failures.pop(request_id, None)
+                    if failed is None:
+                        merged.loaded.add(request_id)
+                    else:
+                        merged.failed[request_id] = failed
+            merged.sent.update(request_id for request_id in output.sent if self._has_ended(self._sends, request_id))
+        return None if merged.is_empty else merged
+
+    def _has_ended(self, counts: dict[str, int], request_id: str) -> bool:
+        count = counts.pop(request_id, 0) + 1
+        if count < self._num_ranks:
+            counts[request_id] = count
+        return count == self._num_ranks

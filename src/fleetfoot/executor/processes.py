@@ -15,7 +15,8 @@ from types import ModuleType
 
 from fleetfoot.config import env
 from fleetfoot.executor.errors import WorkerError
-from fleetfoot.executor.worker_process import WorkerSpec, run_worker
+from fleetfoot.executor.specs import WorkerSpec
+from fleetfoot.executor.worker_process import run_worker
 
 _REAP_S = 5.0
 """How long a process that has closed its files may take to be gone."""

@@ -9,8 +9,7 @@ import torch
 
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import WorkerGroups
-from fleetfoot.kernels.attention.select import select_attention
-from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.connector import worker_connector
 from fleetfoot.plan.plan import EnginePlan
@@ -70,7 +69,8 @@ class Worker:
             return Speculation(num_drafts=num_drafts)
         from fleetfoot.speculative.build import build_speculation
 
-        return build_speculation(self.plan, context)
+        plan = self.plan
+        return build_speculation(plan.config, plan.model, plan.max_model_len, context)
 
     def _make_runner(self, loader: ModelLoader, speculation: Speculation, connector: StepConnector) -> ModelRunner:
         plan = self.plan

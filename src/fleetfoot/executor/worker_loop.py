@@ -17,8 +17,8 @@ from fleetfoot.distributed.torch_groups import StepShape, make_groups
 from fleetfoot.executor.channel import WorkerChannel
 from fleetfoot.executor.messages import Answer, Ready, decode_step, encode_report, failure_of
 from fleetfoot.executor.ranks import answering_ranks
+from fleetfoot.executor.specs import Rendezvous, WorkerSpec
 from fleetfoot.executor.worker import Worker
-from fleetfoot.executor.worker_process import Rendezvous, WorkerSpec
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.utils.garbage import short_collections
 

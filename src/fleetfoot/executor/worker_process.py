@@ -9,44 +9,16 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.executor.specs import WorkerSpec
 
 if TYPE_CHECKING:
-    from fleetfoot.executor.channel import WorkerAddresses
+    pass
 
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where the workers of a world find each other: a file on one machine, or the store of node 0."""
-
-    path: str | None
-    address: str = ""
-    port: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """What a worker's process is started with."""
-
-    plan: EnginePlan
-    rank: int
-    """In the world."""
-    local_rank: int
-    """On this machine: the number of its GPU."""
-    addresses: WorkerAddresses
-    rendezvous: Rendezvous
-    parent: int
-    """Process id."""
-    ends_with_thread: bool
-    """Whether the thread that starts the process lives as long as its own process."""
-    log_level: int
 
 
 def run_worker(spec: WorkerSpec, lifeline: Connection) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -14,16 +14,7 @@ from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch, rms_norm_torch
 from fleetfoot.kernels.opset import OpSet
 from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch, draw_filtered, mark_invalid
 from fleetfoot.kernels.sampling.filters import RowFilters
-from fleetfoot.native.library import DTYPES, Kernels, NativeUnavailableError, check_status, load_kernels
-
-
-@cache  # asked at each step, and looking for a library that is not there costs a file access and an exception
-def native_available() -> tuple[bool, str]:
-    """Whether the native operations can be used here, and why: the variant that would run, or what is missing."""
-    try:
-        return True, f"native kernels, variant {load_kernels().variant}"
-    except NativeUnavailableError as error:
-        return False, str(error)
+from fleetfoot.native.library import DTYPES, Kernels, check_status, load_kernels
 
 
 def native_ops(variant: str | None = None) -> OpSet:

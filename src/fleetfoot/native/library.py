@@ -134,3 +134,12 @@ def check_status(status: int, kernel: str) -> None:
         raise ValueError(
             f"{kernel}: the step's metadata is not sound: a block id, slot, position or length is outside of its tensor"
         )
+
+
+@cache  # asked at each step, and looking for a library that is not there costs a file access and an exception
+def native_available() -> tuple[bool, str]:
+    """Whether the native operations can be used here, and why: the variant that would run, or what is missing."""
+    try:
+        return True, f"native kernels, variant {load_kernels().variant}"
+    except NativeUnavailableError as error:
+        return False, str(error)

@@ -9,7 +9,7 @@ from fleetfoot.plan.machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Names of what `fleetfoot.kernels.attention.select` and `fleetfoot.kernels.select` take on that device."""
+    """Names of what `fleetfoot.kernels.select` and `fleetfoot.kernels.select` take on that device."""
 
     attention: str
     ops: str

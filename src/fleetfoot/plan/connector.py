@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.plan.connector_context import transfer_context
 from fleetfoot.plan.fingerprint import engine_fingerprint
 from fleetfoot.plan.oracle import active_connector
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 

@@ -6,7 +6,7 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.records.layer_group import LayerGroup
+from fleetfoot.records.kv_layout import LayerGroup
 
 
 def transfer_context(

@@ -13,9 +13,10 @@ from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import layer_parameters, num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.plan.backends import Backends
 from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape
 
 if TYPE_CHECKING:
-    from fleetfoot.records.kv_layout import LayerGroup
+    pass
 
 MIB = 1 << 20
 DRIVER_BYTES = 832 * MIB
@@ -42,28 +43,6 @@ _COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
 take of the driver: measured on two H200s, torch 2.11."""
 _ONE_SHOT_ROWS, _ONE_SHOT_SETS = 128, 2
 """Rows and sets of words of `fleetfoot.distributed.custom_all_reduce`."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterShape:
-    """What a drafter adds, on the last rank of a pipeline."""
-
-    num_drafts: int = 0
-    """Tokens in a step for each decode, besides one."""
-    weight_bytes: int = 0
-    """Of its model on one rank; 0: it has none."""
-    layer_groups: tuple[LayerGroup, ...] = ()
-    """Its layers in the KV cache, with one rank's heads."""
-    model: str | None = None
-    """Its model, as it was asked for; None: it has none."""
-
-    def kv_block_bytes(self, dtype: str, block_size: int) -> int:
-        """Bytes of its layers in one KV block."""
-        elements = sum(group.num_layers * group.num_kv_heads * group.head_dim for group in self.layer_groups)
-        return 2 * elements * DTYPE_BYTES[dtype] * block_size
-
-
-NO_DRAFTER = DrafterShape()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.plan.backends import Backends
 from fleetfoot.plan.features import Unsupported
-from fleetfoot.plan.footprint import NO_DRAFTER, DrafterShape
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision
 from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
-from fleetfoot.config.model import ModelConfig, load_model_config, read_config_json
+from fleetfoot.config.model import ModelConfig, read_config_json
+from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
 from fleetfoot.kv_transfer.base.layouts import V2_LAYOUT
 from fleetfoot.plan.backends import choose_backends
@@ -20,8 +21,8 @@ from fleetfoot.plan.oracle import Decision, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.traits import ModelTraits
 from fleetfoot.runner.capture_table import CaptureTable
-from fleetfoot.speculative.build import drafter_shape
 from fleetfoot.speculative.find import DrafterModel, find_drafter
+from fleetfoot.speculative.shape import drafter_shape
 from fleetfoot.weights.hub import resolve_model
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}

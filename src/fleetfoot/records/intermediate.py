@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,4 +27,6 @@ class IntermediateTensors:
 
     def empty_like(self) -> IntermediateTensors:
         """Memory of the same shapes, dtype and device, to receive into."""
-        return IntermediateTensors(torch.empty_like(self.hidden_states), torch.empty_like(self.residual))
+        return IntermediateTensors(
+            self.hidden_states.new_empty(self.hidden_states.shape), self.residual.new_empty(self.residual.shape)
+        )

@@ -1,85 +1,116 @@
-"""What became of KV transfers: the records that travel from the workers' side of a connector to the scheduler's. No
-torch."""
+"""The scheduler's side of a KV connector, as a protocol. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fleetfoot.records.kv_output import KVConnectorOutput
+
+if TYPE_CHECKING:
+    from fleetfoot.records.request import Request
+    from fleetfoot.records.step import SchedulerOutput
 
 
-@dataclass(frozen=True, slots=True)
-class TransferFailure:
-    """Why a transfer did not happen."""
+class SchedulerConnector(ABC):
+    """The scheduler's side. Everything is called between steps, in the engine's thread; nothing may block."""
 
-    reason: str
-    """A sentence for people, with what was expected and what was found."""
-    timed_out: bool = False
-    block: bytes | None = None
-    """The chain hash of a block that is not what it should be, where it is known to be that."""
+    is_active: ClassVar[bool] = True
+    """False: there is no connector, and nobody needs to hash blocks for it."""
 
+    def check_request(self, request: Request) -> None:
+        """Called when a request comes. Most connectors take no ``kv_transfer_params``.
 
-@dataclass(slots=True)
-class KVConnectorOutput:
-    """Transfers that have ended since the last step, on one rank, or merged over all.
+        Raises:
+            ValueError: ``request.kv_transfer_params`` mean nothing here; the request is refused.
+        """
+        if request.kv_transfer_params is not None:
+            raise ValueError(
+                f"kv_transfer_params is {request.kv_transfer_params!r}, but this engine has no KV connector that takes "
+                "any; leave it out, or name a connector that does in kv_transfer_config"
+            )
 
-    A rank reports each load and each send that it took part in exactly once, when it no longer touches the blocks.
-    """
+    @abstractmethod
+    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+        """Tokens of the request's beginning whose KV could be loaded, beyond the ``num_local`` that are here.
 
-    loaded: set[str] = field(default_factory=set)
-    """Requests whose KV has arrived whole."""
-    failed: dict[str, TransferFailure] = field(default_factory=dict)
-    """Requests whose KV has not; their blocks hold nothing that counts."""
-    sent: set[str] = field(default_factory=set)
-    """Requests whose lent blocks nobody reads any more: sent, or given up."""
-    counters: dict[str, int] = field(default_factory=dict)
-    """What has happened since the last output, for whoever adds it up: ``blocks_saved``, ``blocks_loaded``,
-    ``bytes_saved``, ``bytes_loaded``, ... Of all ranks together once merged."""
+        A multiple of the block size; at least one token of ``request.num_tokens`` must be left to compute. May be
+        asked again and again for a request that finds no room. Never asked for one that wants prompt logprobs.
+        ``request.block_hashes`` holds the chain hashes of all full blocks but the last token's.
+        """
 
-    addresses: dict[int, str] = field(default_factory=dict)
-    """Rank -> ``host:port`` at which other engines reach its side of the connector; said once, with its first step."""
+    @abstractmethod
+    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+        """The request waits for these tokens; ``request.block_ids`` has room for them. Tell the workers with the next
+        step's metadata."""
+
+    @abstractmethod
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        """Blocks ``first .. last - 1`` of ``request.block_ids`` are full; their chain hashes are in
+        ``request.block_hashes``.
+
+        Args:
+            by_this_step: they are full once the step that is being made has run, and belong into
+                `WorkerConnector.save`. Else steps that were queued earlier have filled them, their request is giving
+                them back (it ended, or is preempted), and the step that is made next may overwrite them: they belong
+                into `WorkerConnector.flush`.
+        """
+
+    @abstractmethod
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended, and still has its blocks. A step in flight may hold it, but no longer changes the full
+        blocks of tokens that are known.
+
+        Returns:
+            Whether its blocks are to stay LENT until the workers report it as sent, and what the request's output says
+            under ``kv_transfer_params``.
+        """
+
+    @abstractmethod
+    def build_metadata(self, scheduler_output: SchedulerOutput) -> object | None:
+        """What the workers have to do in this step; a plain record that msgspec or pickle can carry. Called once for
+        each step, the idle ones included. None: nothing."""
+
+    def blocks_reused(self, block_ids: list[int]) -> None:  # noqa: B027
+        """Another connector loads into these blocks from the next step on; their last owners are gone."""
+
+    @abstractmethod
+    def update(self, output: KVConnectorOutput) -> None:
+        """What has ended on all ranks. Requests that this connector did not load or send are another one's."""
 
     @property
-    def is_empty(self) -> bool:
-        return not (self.loaded or self.failed or self.sent or self.counters or self.addresses)
+    def has_pending(self) -> bool:
+        """Whether an idle step would have something to tell the workers, or to hear from them. Asked once more when the
+        engine is shut down: there is no other step then, so what this keeps silent about is never flushed."""
+        return False
+
+    def forget(self) -> None:  # noqa: B027  (most connectors have nothing to forget)
+        """Weights have changed: nothing that was saved so far may be loaded again. Blocks of requests that began before
+        are not reported as filled any more."""
+
+    def shutdown(self) -> None:  # noqa: B027
+        """Give everything back."""
 
 
-class KVOutputMerger:
-    """Merges the outputs of all ranks: a transfer has ended when it has ended on every rank, and has failed if it has
-    failed on any.
+class NoSchedulerConnector(SchedulerConnector):
+    """There is none: nothing matches, nothing is saved."""
 
-    Args:
-        num_ranks: how many ranks report.
-    """
+    is_active = False
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._loads: dict[str, int] = {}
-        self._sends: dict[str, int] = {}
-        self._failures: dict[str, TransferFailure] = {}
+    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+        return 0
 
-    def merge(self, outputs: Iterable[KVConnectorOutput | None]) -> KVConnectorOutput | None:
-        """Take in what some ranks have reported, in any order; returns what has ended on all of them with it."""
-        merged = KVConnectorOutput()
-        for output in outputs:
-            if output is None:
-                continue
-            for name, count in output.counters.items():
-                merged.counters[name] = merged.counters.get(name, 0) + count
-            merged.addresses.update(output.addresses)
-            for request_id, failure in output.failed.items():
-                self._failures.setdefault(request_id, failure)
-            for request_id in (*output.loaded, *output.failed):
-                if self._has_ended(self._loads, request_id):
-                    failed = self._failures.pop(request_id, None)
-                    if failed is None:
-                        merged.loaded.add(request_id)
-                    else:
-                        merged.failed[request_id] = failed
-            merged.sent.update(request_id for request_id in output.sent if self._has_ended(self._sends, request_id))
-        return None if merged.is_empty else merged
+    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+        raise RuntimeError("there is no KV connector that could load anything")
 
-    def _has_ended(self, counts: dict[str, int], request_id: str) -> bool:
-        count = counts.pop(request_id, 0) + 1
-        if count < self._num_ranks:
-            counts[request_id] = count
-        return count == self._num_ranks
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        pass
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def build_metadata(self, scheduler_output: SchedulerOutput) -> None:
+        return None
+
+    def update(self, output: KVConnectorOutput) -> None:
+        pass

@@ -1,4 +1,4 @@
-"""The shape of the KV cache in memory: what kernels index, what the memory plan counts, what connectors move."""
+"""The shape of the KV cache in memory: what kernels index, what the memory plan counts, what connectors move. No torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
-
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import num_kv_heads
-from fleetfoot.records.layer_group import LayerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose KV has the same shape: those of the model, or of a drafter beside it."""
+
+    num_layers: int
+    num_kv_heads: int
+    """On this rank."""
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +86,3 @@ class KVLayout:
         """16 hex digits that are equal where a block of one cache can be copied to another: all but ``num_blocks``."""
         text = repr((self.block_size, self.dtype, [(g.num_layers, g.num_kv_heads, g.head_dim) for g in self.groups]))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-    def allocate(self, device: torch.device) -> list[torch.Tensor]:
-        """The tensors of all layers, zeroed: a slot that nobody wrote must not hold NaN, which masking cannot undo.
-
-        On a CPU the zeros are the operating system's own pages, so memory is taken only as blocks are first written.
-        """
-        dtype = getattr(torch, self.dtype)
-        if device.type != "cpu":
-            return [torch.zeros(shape, dtype=dtype, device=device) for shape in self.layer_shapes]
-        return [
-            torch.from_numpy(np.zeros(math.prod(shape) * DTYPE_BYTES[self.dtype], dtype=np.uint8))
-            .view(dtype)
-            .view(shape)
-            for shape in self.layer_shapes
-        ]

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 

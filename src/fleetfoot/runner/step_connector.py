@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from fleetfoot.kv_transfer.base.connector import WorkerConnector
-from fleetfoot.records.kv_connector import KVConnectorOutput
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fleetfoot.kv_transfer.base.connector import SchedulerConnector
+from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.request import Request
 from fleetfoot.scheduler.block_hash import extend_chain, root_hash
 from fleetfoot.scheduler.block_pool import BlockPool

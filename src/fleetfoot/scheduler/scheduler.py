@@ -16,8 +16,8 @@ from bisect import insort
 from collections import deque
 from itertools import chain
 
-from fleetfoot.kv_transfer.base.connector import NoSchedulerConnector, SchedulerConnector
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request, RequestStatus, StepResult
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.block_pool import BlockPool

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from fleetfoot.kv_transfer.base.connector import SchedulerConnector
-from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.scheduler.kv_blocks import RequestBlocks

@@ -8,7 +8,7 @@ import torch
 
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.layer_group import LayerGroup
+from fleetfoot.records.kv_layout import LayerGroup
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
 from fleetfoot.speculative.speculator import DraftBatch
 from fleetfoot.weights.model_loader import ModelLoader

@@ -10,7 +10,7 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightError
 from fleetfoot.models.eagle import FC_WEIGHT, EagleHead, not_of_the_head, plain_name
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.layer_group import LayerGroup
+from fleetfoot.records.kv_layout import LayerGroup
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
 from fleetfoot.speculative.find import DrafterModel
 from fleetfoot.speculative.speculator import DraftBatch

@@ -10,7 +10,7 @@ import torch
 
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.layer_group import LayerGroup
+from fleetfoot.records.kv_layout import LayerGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fleetfoot.kernels.prepare.upper_bound import search_steps, upper_bound
 from fleetfoot.kernels.runtime.triton_support import cdiv, triton_kernel
+from fleetfoot.kernels.runtime.upper_bound import search_steps, upper_bound
 
 if TYPE_CHECKING:
     import triton.language as tl

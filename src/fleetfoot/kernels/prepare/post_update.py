@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.native_ops import native_available
 from fleetfoot.kernels.runtime.triton_support import cdiv, triton_kernel
-from fleetfoot.native.library import load_kernels
+from fleetfoot.native.library import load_kernels, native_available
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fleetfoot.kernels.native_ops import native_available
 from fleetfoot.kernels.prepare.gather_block_tables import gather_block_tables_cpu
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
-from fleetfoot.native.library import load_kernels
+from fleetfoot.native.library import load_kernels, native_available
 
 if TYPE_CHECKING:
     import triton.language as tl

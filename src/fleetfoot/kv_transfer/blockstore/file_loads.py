@@ -15,7 +15,7 @@ from fleetfoot.kv_transfer.base.host_memory import FreeSlots, HostMemory
 from fleetfoot.kv_transfer.base.io_threads import Jobs
 from fleetfoot.kv_transfer.blockstore.block_file import BlockFileError
 from fleetfoot.kv_transfer.blockstore.block_moves import BlockMove, LoadOrder
-from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 
 WAIT_SECONDS = 0.02
 """How long an idle step waits for progress."""

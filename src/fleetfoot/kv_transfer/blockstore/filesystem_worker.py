@@ -18,9 +18,9 @@ from fleetfoot.kv_transfer.blockstore.block_file import BlockFileError, BlockFor
 from fleetfoot.kv_transfer.blockstore.block_moves import NO_MOVES, BlockMove, moves_of
 from fleetfoot.kv_transfer.blockstore.file_loads import FileLoads
 from fleetfoot.kv_transfer.blockstore.file_saves import FileSaves
-from fleetfoot.kv_transfer.blockstore.filesystem import IN_FLIGHT, BlockFolder, FilesystemSettings, file_name
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.kv_transfer.blockstore.filesystem_settings import IN_FLIGHT, BlockFolder, FilesystemSettings, file_name
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput
 
 SHUTDOWN_SECONDS = 10.0
 """How long the end waits for files that are still being written."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetfoot.kv_transfer.base.connector import SchedulerConnector, TransferContext
+from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.blockstore.block_moves import BlockMove, BlockMoves, LoadOrder
 from fleetfoot.kv_transfer.blockstore.slot_index import SlotIndex
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 

@@ -12,9 +12,9 @@ from fleetfoot.kv_transfer.base.counters import TransferCounters
 from fleetfoot.kv_transfer.base.host_memory import HostMemory
 from fleetfoot.kv_transfer.base.layouts import CPU_BYTES
 from fleetfoot.kv_transfer.blockstore.block_moves import NO_MOVES, BlockMove, LoadOrder, moves_of
-from fleetfoot.kv_transfer.blockstore.offload import NUM_BLOCKS
-from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.kv_transfer.blockstore.offload_settings import NUM_BLOCKS
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 
 
 class OffloadWorker(WorkerConnector):

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fleetfoot.kv_transfer.base.connector import KVConnector, SchedulerConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
 from fleetfoot.kv_transfer.base.multi_config import part_configs
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.base.settings import tell_of_unused_fields
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.utils.cleanup import run_all

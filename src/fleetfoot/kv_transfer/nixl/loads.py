@@ -14,7 +14,7 @@ from fleetfoot.kv_transfer.nixl.orders import PullOrder
 from fleetfoot.kv_transfer.nixl.params import Source
 from fleetfoot.kv_transfer.nixl.pull import Load, Puller
 from fleetfoot.kv_transfer.nixl.side_channel import decline
-from fleetfoot.records.kv_connector import KVConnectorOutput, TransferFailure
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 
 if TYPE_CHECKING:
     import torch

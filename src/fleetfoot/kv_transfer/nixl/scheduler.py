@@ -6,7 +6,7 @@ import logging
 import secrets
 from typing import Any
 
-from fleetfoot.kv_transfer.base.connector import SchedulerConnector, TransferContext
+from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.nixl.orders import Grant, NixlOrders, PullOrder
 from fleetfoot.kv_transfer.nixl.params import (
     RemotePrefill,
@@ -14,7 +14,8 @@ from fleetfoot.kv_transfer.nixl.params import (
     parse_params,
     wants_remote_decode,
 )
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import SchedulerOutput
 

@@ -16,8 +16,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("nixl", "tcp")
-
 
 class TransferError(RuntimeError):
     """Bytes did not come: the peer is gone, refuses, or sent something else. The message says which."""
@@ -98,23 +96,3 @@ class TransferAgent(ABC):
     @abstractmethod
     def close(self) -> None:
         """Nothing is read or served any more."""
-
-
-def make_agent(backend: str, name: str, host: str) -> TransferAgent:
-    """The agent that the setting ``backend`` names.
-
-    Args:
-        host: the address that peers reach this machine by.
-
-    Raises:
-        ValueError: it is not installed, or there is no such agent.
-    """
-    if backend == "nixl":
-        from fleetfoot.kv_transfer.nixl.nixl_agent import NixlAgent
-
-        return NixlAgent(name)
-    if backend == "tcp":
-        from fleetfoot.kv_transfer.nixl.tcp_agent import TcpAgent
-
-        return TcpAgent(name, host)
-    raise ValueError(f"backend is {backend!r}; it can be {', '.join(BACKENDS)}")

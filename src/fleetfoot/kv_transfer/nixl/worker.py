@@ -11,24 +11,25 @@ import torch
 from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.counters import TransferCounters
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, Jobs
-from fleetfoot.kv_transfer.nixl.connector import NixlSettings
+from fleetfoot.kv_transfer.nixl.agents import make_agent
 from fleetfoot.kv_transfer.nixl.leases import SENT, Leases
 from fleetfoot.kv_transfer.nixl.loads import NixlLoads
 from fleetfoot.kv_transfer.nixl.orders import NO_ORDERS, orders_of
 from fleetfoot.kv_transfer.nixl.pull import Puller
 from fleetfoot.kv_transfer.nixl.server import LendingServer
+from fleetfoot.kv_transfer.nixl.settings import NixlSettings
 from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, Identity, Welcome
 from fleetfoot.kv_transfer.nixl.staging import Staging
-from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent, make_agent
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput
 
 WAIT_SECONDS = 0.02
 """How long an idle step waits for progress."""
 SHUTDOWN_SECONDS = 5.0
 
 MakeAgent = Callable[[str, str, str], TransferAgent]
-"""As `fleetfoot.kv_transfer.nixl.transfer_agent.make_agent`."""
+"""As `fleetfoot.kv_transfer.nixl.agents.make_agent`."""
 
 
 class NixlWorker(WorkerConnector):

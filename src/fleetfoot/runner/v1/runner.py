@@ -16,6 +16,7 @@ from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import ExecuteModelState
+from fleetfoot.runner.kv_cache import allocate_kv_cache
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.drafting import Drafting
 from fleetfoot.runner.v1.host_state import HostState
@@ -77,7 +78,7 @@ class ModelRunnerV1:
     def initialize_kv_cache(self, layout: KVLayout) -> None:
         if self._model is None:
             raise RuntimeError("initialize_kv_cache was called before load_model")
-        kv_caches = layout.allocate(self.device)
+        kv_caches = allocate_kv_cache(layout, self.device)
         num_layers = len(self._model.layers)
         self._kv_caches = kv_caches[:num_layers]
         if self._speculation.drafter is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fleetfoot.records.kv_connector import KVConnectorOutput
+from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.runner.contract import INVALID_MESSAGE

@@ -28,6 +28,7 @@ from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
 from fleetfoot.runner.contract import ExecuteModelState
+from fleetfoot.runner.kv_cache import allocate_kv_cache
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Capture, Device, open_device
@@ -119,7 +120,7 @@ class ModelRunnerV2:
     def initialize_kv_cache(self, layout: KVLayout) -> None:
         if self._model is None:
             raise RuntimeError("initialize_kv_cache was called before load_model")
-        kv_caches = layout.allocate(self.device.torch_device)
+        kv_caches = allocate_kv_cache(layout, self.device.torch_device)
         num_layers = len(self._model.layers)
         self._kv_caches = kv_caches[:num_layers]
         if self._speculation.drafter is not None:

@@ -1,0 +1,81 @@
+"""What a drafter adds to an engine: drafts per step, bytes of weights, KV layers. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
+from fleetfoot.config.sharding import layer_parameters
+from fleetfoot.records.kv_layout import LayerGroup
+from fleetfoot.speculative.find import DrafterModel
+
+_FLOAT32 = 4
+
+
+def drafter_shape(
+    config: EngineConfig, target: ModelConfig, found: DrafterModel | None, dtype: str, device: str
+) -> DrafterShape:
+    """What drafts add to the memory of the last rank of a pipeline. No torch.
+
+    Args:
+        found: what `find_drafter` finds with these settings.
+        dtype: of weights and KV, the target's. device: ``cpu`` or ``cuda``.
+    """
+    speculative = config.speculative_config
+    if speculative is None:
+        return NO_DRAFTER
+    if found is None:
+        return DrafterShape(speculative.num_speculative_tokens)
+    max_positions = (config.max_model_len or target.max_position_embeddings) + speculative.num_speculative_tokens
+    rotary_table = max_positions * found.config.head_dim * _FLOAT32
+    parameters = _num_parameters(found, target, device, has_embedding=config.pipeline_parallel_size == 1)
+    return DrafterShape(
+        speculative.num_speculative_tokens,
+        parameters * DTYPE_BYTES[dtype] + rotary_table,
+        _layer_groups(found),
+        found.name,
+    )
+
+
+def _layer_groups(found: DrafterModel) -> tuple[LayerGroup, ...]:
+    return (LayerGroup(found.config.num_layers, found.config.num_kv_heads, found.config.head_dim),)
+
+
+def _num_parameters(found: DrafterModel, target: ModelConfig, device: str, *, has_embedding: bool) -> int:
+    """Weights on one rank.
+
+    Args:
+        has_embedding: whether an EAGLE head finds the target's embedding where it runs.
+    """
+    config = found.config
+    matrix = config.vocab_size * config.hidden_size
+    layers = config.num_layers * layer_parameters(config)
+    if found.method == "eagle":
+        fc = 2 * config.hidden_size**2 + config.hidden_size  # with the bias, which few go without
+        own = 0 if has_embedding or target.tie_word_embeddings else matrix
+        return layers + fc + own
+    # a tied head is the embedding; on a CPU it is packed, which makes a copy
+    return layers + config.hidden_size + matrix * (1 if config.tie_word_embeddings and device != "cpu" else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """What a drafter adds, on the last rank of a pipeline."""
+
+    num_drafts: int = 0
+    """Tokens in a step for each decode, besides one."""
+    weight_bytes: int = 0
+    """Of its model on one rank; 0: it has none."""
+    layer_groups: tuple[LayerGroup, ...] = ()
+    """Its layers in the KV cache, with one rank's heads."""
+    model: str | None = None
+    """Its model, as it was asked for; None: it has none."""
+
+    def kv_block_bytes(self, dtype: str, block_size: int) -> int:
+        """Bytes of its layers in one KV block."""
+        elements = sum(group.num_layers * group.num_kv_heads * group.head_dim for group in self.layer_groups)
+        return 2 * elements * DTYPE_BYTES[dtype] * block_size
+
+
+NO_DRAFTER = DrafterShape()
