@@ -2,7 +2,7 @@
 #
 #   make demo    stream text from the embedded model
 #   make test    run every test
-#   make check   lint, formatting and types
+#   make check   lint, formatting, import contracts and types
 #   make bench   the benchmarks of the host's part, as ratios and microseconds
 
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
@@ -23,6 +23,7 @@ test: .venv/dev
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 bench: .venv/dev

@@ -20,9 +20,9 @@ from tests.helpers.kv_bench import LateCopies, LateJobs
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.executor.outputs import KVOutputMerger
-from fleetfoot.kv_transfer import file_loads, filesystem_worker, offload_worker
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.kv_transfer.blockstore import file_loads, filesystem_worker, offload_worker
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleetfoot.kernels.sampling import filters, gumbel
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.sampling import filters, gumbel
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
 from fleetfoot.sampling.sampler import Sampler, process_logits
 from fleetfoot.sampling.seeds import request_seed

@@ -27,6 +27,5 @@ class IntermediateTensors:
 
     def empty_like(self) -> IntermediateTensors:
         """Memory of the same shapes, dtype and device, to receive into."""
-        return IntermediateTensors(
-            self.hidden_states.new_empty(self.hidden_states.shape), self.residual.new_empty(self.residual.shape)
-        )
+        hidden_states, residual = self.hidden_states, self.residual
+        return IntermediateTensors(hidden_states.new_empty(hidden_states.shape), residual.new_empty(residual.shape))

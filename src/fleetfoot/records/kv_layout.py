@@ -1,4 +1,4 @@
-"""The shape of the KV cache in memory: what kernels index, what the memory plan counts, what connectors move. No torch."""
+"""The shape of the KV cache in memory: what kernels index, what is counted and moved. No torch."""
 
 from __future__ import annotations
 
