@@ -123,7 +123,10 @@ def test_what_a_worker_raises_at_its_end_is_heard_of(capfd: pytest.CaptureFixtur
 
 def test_what_a_worker_raises_in_its_last_step_ends_it_at_its_end(capfd: pytest.CaptureFixture[str]) -> None:
     llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(NOWHERE, 1, "flush"))
-    llm.generate([PROMPT], LONG, use_tqdm=False)
+    engine = llm.llm_engine
+    engine.add_request("r", PROMPT, LONG)
+    while engine.has_unfinished_requests():  # without the idle step that `LLM.generate` ends with
+        engine.step()
     with pytest.raises(WorkerError, match="worker 1 ") as caught:
         llm.shutdown()
     said = str(caught.value) + capfd.readouterr().err  # the engine may hear of it before it tells workers to end

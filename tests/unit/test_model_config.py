@@ -367,7 +367,7 @@ def test_files(tmp_path: Path) -> None:
 def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     program = (
-        "import sys; from fleetfoot.config.model import load_model_config; "
+        "import sys; from fleetfoot.config.parsing import load_model_config; "
         f"load_model_config({str(tmp_path)!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -135,8 +135,8 @@ def test_none_of_it_needs_torch() -> None:
     code = f"""
 import sys
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import ModelConfig, load_model_config
-from fleetfoot.speculative.build import drafter_shape
+from fleetfoot.config.parsing import load_model_config
+from fleetfoot.speculative.shape import drafter_shape
 from fleetfoot.speculative.find import find_drafter
 config = EngineConfig(speculative_config={{"method": "eagle", "num_speculative_tokens": 3}})
 target = load_model_config({str(embedded_model_path())!r})
