@@ -19,7 +19,7 @@ from triton.runtime.driver import driver
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
-from fleetfoot.kernels.runtime.compile_ahead import CompileAhead
+from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
 from fleetfoot.kernels.triton_ops import triton_ops
 from fleetfoot.layers.context import ModelContext
@@ -80,7 +80,8 @@ def launch_nothing(jit: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
 def warm_up(table: CaptureTable) -> dict[str, Any]:
     """``compiled``, ``found``: by the dry pass; ``late``: kernels that the warm-up itself had to ask Triton for;
-    ``compiled_later``, ``found_later``: by this process behind the warm-up, where others compile for it."""
+    ``compiled_later``, ``found_later``: by this process behind the warm-up, where others compile for it;
+    ``failed_later``."""
     config = load_model_config(embedded_model_path())
     context = ModelContext(
         ops=triton_ops(),
@@ -114,15 +115,18 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
         knobs.compilation.listener = compiler.ahead._tally
         counts.update(later=len(shapes))
         before = compiler.ahead.num_compiled, compiler.ahead.num_found
-        with patch.object(KernelCompiler, "_queue", queue_and_wait):
+        with patch.object(KernelCompiler, "_queue", queue_and_wait):  # while the tally still counts
             compile_later(compiler, shapes[:1])
+        counts.update(failed_later=compiler.later.wait())
         counts.update(compiled_later=compiler.ahead.num_compiled - before[0])
         counts.update(found_later=compiler.ahead.num_found - before[1])
 
     queue = KernelCompiler._queue
 
-    def queue_and_wait(compiler: KernelCompiler, shapes: list[GraphKey], at_once: int) -> None:
-        queue(compiler, shapes, at_once).wait()
+    def queue_and_wait(compiler: KernelCompiler, shapes: list[GraphKey], at_once: int) -> Compilations:
+        compilations = queue(compiler, shapes, at_once)
+        compilations.wait()
+        return compilations
 
     with (
         patch.object(KernelCompiler, "compile_first", compile_and_listen),

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,10 @@ from tests.helpers.silent_process import SILENT
 
 from fleetfoot.kernels.runtime import compile_ahead, compile_worker
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
+from fleetfoot.kernels.runtime.dry_tensors import DryPassError
 from fleetfoot.kernels.runtime.triton_support import launcher
 from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
-from fleetfoot.runner.v2.warm_up import eager_shape, later_shapes, warm_up_steps
+from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
 
 pytest.importorskip("triton")
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -88,19 +90,20 @@ def test_launches_are_launches_again_behind_a_dry_pass_that_raises(ahead: Compil
     assert kernel.asked == [(4,)]
 
 
-def test_memory_is_zeroed_in_a_dry_pass(ahead: CompileAhead) -> None:
-    tensors: list[torch.Tensor] = []
+def test_a_dry_pass_touches_no_memory(ahead: CompileAhead) -> None:
+    kernel, indices = FakeKernel(), torch.full((64,), 2**30, dtype=torch.int64)
 
     def dry_pass() -> None:
-        for size in (7, 1000, 4096):
-            used = torch.full((size,), -1, dtype=torch.int64)
-            del used  # so that there is memory that is not zero
-            tensors.append(torch.empty(size, dtype=torch.int64))
-            tensors.append(torch.empty_like(torch.ones(size)))
-            tensors.append(torch.ones(2).new_empty((2, size)))
+        chosen = torch.empty(64, 8).index_select(0, indices)  # written by nobody, and far out of range
+        launcher(kernel, (1,))(chosen, chosen[:, 1:], indices.add_(1))
 
-    ahead.queue(dry_pass)
-    assert [tensor.count_nonzero().item() for tensor in tensors] == [0] * 9
+    assert ahead.queue(dry_pass).wait() == 0
+    assert indices.eq(2**30).all()
+    ((chosen, shifted, written),) = kernel.asked
+    assert written is indices
+    for tensor in (chosen, shifted):  # of no use behind the pass
+        with pytest.raises(DryPassError, match="has no memory"):
+            tensor.data_ptr()
 
 
 SLOW_COMPILER = f"""
@@ -203,6 +206,7 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     assert cold["start"]["compiled"] > 15
     assert cold["start"]["found"] == 0
     assert cold["start"]["compiled_later"] == 0
+    assert cold["start"]["failed_later"] == 0
     assert cold["start"]["found_later"] > 3  # after other processes had compiled them
     assert warm["start"]["compiled"] == warm["start"]["found_later"] == 0
     assert warm["start"]["found"] > 15
@@ -245,14 +249,32 @@ def test_what_launches_a_kernel_is_built_behind_it(monkeypatch: pytest.MonkeyPat
     assert [future.result(0) for future in futures] == [*kernels, "something else"]
 
 
-def test_nothing_is_multiplied_in_a_dry_pass(ahead: CompileAhead) -> None:
-    found: list[torch.Tensor] = []
+def test_a_step_that_cannot_be_dry_does_not_stop_a_start(caplog: pytest.LogCaptureFixture) -> None:
+    """What it launches is compiled when it is launched; the other steps go on."""
+    kernel, numbers = FakeKernel(), torch.ones(4)
 
-    def dry_pass() -> None:
-        x, weight, total = torch.ones(2, 3), torch.ones(5, 3), torch.full((2, 5), 7.0)
-        found.append(torch.nn.functional.linear(x, weight))
-        found.append(total.addmm_(x, weight.t()))
+    def make_step(shape: GraphKey) -> Callable[[], object]:
+        def step() -> None:
+            if shape.num_tokens == 2:
+                numbers.sum().item()
+            launcher(kernel, (1,))(numbers, shape.num_tokens)
 
-    ahead.queue(dry_pass)
-    assert torch.equal(found[0], torch.zeros(2, 5))
-    assert torch.equal(found[1], torch.full((2, 5), 7.0))
+        return step
+
+    compiler = KernelCompiler(make_step, nullcontext)
+    compiler.compile_first([GraphKey("decode", tokens, tokens) for tokens in (1, 2, 3)])
+    compiler.close()
+    assert [arguments[1] for arguments in kernel.asked] == [1, 3]
+    (warning,) = caplog.messages
+    assert "_local_scalar_dense" in warning
+    assert "num_tokens=2" in warning
+
+
+def test_a_kernel_that_does_not_compile_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    jobs = compile_ahead._Jobs()
+    failing = jobs.submit(lambda: 1 // 0)
+    jobs.work()
+    assert failing.exception(0)
+    assert caplog.messages == [
+        "a kernel cannot be compiled ahead: ZeroDivisionError: integer division or modulo by zero"
+    ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fleetfoot.kernels.runtime.dry_tensors import real_memory
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
 
@@ -28,8 +29,9 @@ class AttentionWorkspace:
         """``num_programs``: programs in a launch of the decode kernel; None: as many as its tiling wants."""
         self._num_programs = num_programs
         self._num_sms = gpu_limits(device).num_sms
-        self._pieces = torch.empty(0, dtype=torch.float32, device=device)
-        self._arrivals = torch.empty(0, dtype=torch.int32, device=device)
+        with real_memory():
+            self._pieces = torch.empty(0, dtype=torch.float32, device=device)
+            self._arrivals = torch.empty(0, dtype=torch.int32, device=device)
         self._outgrown: list[torch.Tensor] = []
         self.counter = _zeros(1, self._arrivals)
         """``[1]`` int32, for a kernel whose programs draw their work."""
@@ -58,7 +60,8 @@ def _zeros(size: int, like: torch.Tensor) -> torch.Tensor:
             f"attention's workspace would have to grow to {size} elements within a graph that is being captured, where "
             "its zeros are not written: run a step of this shape once before capturing it"
         )
-    return torch.zeros(size, dtype=like.dtype, device=like.device)
+    with real_memory():  # it is kept, even if a dry pass is the first to want it
+        return torch.zeros(size, dtype=like.dtype, device=like.device)
 
 
 @triton_kernel(specialize=False)

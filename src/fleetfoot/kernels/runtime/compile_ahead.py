@@ -7,13 +7,14 @@ waits, threads do: most of a compilation is spent in LLVM, the assembler and, fo
 compiler, outside of the interpreter's lock. While an engine serves, they leave it to processes
 (`fleetfoot.kernels.runtime.compile_worker`).
 
-Torch computes in a dry pass as ever, on what the kernels have not written. Therefore all memory that it takes
-uninitialised is zeroed there: an index that a kernel was to write is 0, not garbage that lies outside of its tensor.
-Matrix products alone are left out: a start need not wait for their library, hundreds of megabytes, to be loaded.
+Torch's own operations are dry too (`fleetfoot.kernels.runtime.dry_tensors`): they yield tensors that look like the
+real ones and have no memory. So a dry pass reads nothing that a kernel would have written, and writes nothing. It
+loads no library for matrix products, which are hundreds of megabytes, and needs no other ranks.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,24 +26,18 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from fleetfoot.kernels.runtime.compile_worker import CompileWorker, build_launcher
+from fleetfoot.kernels.runtime.dry_tensors import dry_torch
 from fleetfoot.kernels.runtime.triton_support import Launch, instead_of_launching
 
 if TYPE_CHECKING:
     from triton import FutureKernel
 
+logger = logging.getLogger(__name__)
+
 _MOST_THREADS = 16
 """More have nothing to do: the front end holds the interpreter's lock for a sixth of a compilation."""
-_INSTEAD: dict[Any, Callable[..., Any]] = {
-    torch.empty: torch.zeros,
-    torch.empty_like: torch.zeros_like,
-    torch.Tensor.new_empty: torch.Tensor.new_zeros,
-    F.linear: lambda x, weight, bias=None: x.new_zeros((*x.shape[:-1], weight.shape[0])),
-    torch.Tensor.addmm_: lambda total, *factors, **scales: total,
-}
 
 
 def can_compile_ahead(device: torch.device) -> bool:
@@ -132,7 +127,7 @@ class CompileAhead:
         self._mode.__enter__()  # It is not left, which would wait for all: it ends with the context.
         compiler = _Compiler()
         instead_of_launching.set(compiler.launcher)
-        with _DryTorch():
+        with dry_torch():
             dry_pass()
         return compiler.kernels
 
@@ -158,6 +153,7 @@ class _Jobs(Executor):
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._is_dropped = False
 
     def submit(self, job: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -178,10 +174,13 @@ class _Jobs(Executor):
                     build_launcher(kernel)
                     future.set_result(kernel)
                 except BaseException as error:
+                    if not self._is_dropped:  # else it was told to stop
+                        logger.warning("a kernel cannot be compiled ahead: %s: %s", type(error).__name__, error)
                     future.set_exception(error)
 
     def drop(self) -> None:
         """Cancel what has not begun."""
+        self._is_dropped = True
         for future, _ in self._taken():
             future.cancel()
 
@@ -251,10 +250,3 @@ def _kind(value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype, value.data_ptr() % 16
     return type(value), value
-
-
-class _DryTorch(TorchFunctionMode):
-    """Memory that torch hands out uninitialised is zeros, and so are products."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))

@@ -148,7 +148,8 @@ class ModelRunnerV2:
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
         if can_compile_ahead(self.device.torch_device):
-            self._compiler = KernelCompiler(self._step, self._shortened)
+            num_ranks = self._loader.context.tensor_group.size * self._pipeline.size
+            self._compiler = KernelCompiler(self._step, self._shortened, num_ranks)
             self._compiler.compile_first(self._first_shapes(steps))
         for scheduler_output in steps:
             self._forward(scheduler_output)
@@ -184,10 +185,11 @@ class ModelRunnerV2:
         return shapes
 
     def _later_shapes(self) -> list[GraphKey]:
-        # Ranks find different things in the cache, and must not disagree on what they sum.
-        if self._loader.context.tensor_group.size > 1 or self._pipeline.size > 1:
-            return []
-        return later_shapes(self.graphs.keys, self._speculation.num_drafts, self._max_num_batched_tokens)
+        """Each rank of a tensor group begins with others: it finds in the cache what the others have compiled."""
+        shapes = later_shapes(self.graphs.keys, self._speculation.num_drafts, self._max_num_batched_tokens)
+        group = self._loader.context.tensor_group
+        begin = len(shapes) * group.rank // group.size
+        return shapes[begin:] + shapes[:begin]
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ NAME = "warm-up"
 _PROMPT_TOKENS = 1024
 """Of a prompt that no graph and no kernel for short queries serves."""
 _LATER_AT_ONCE = 4
-"""Kernels that are compiled while the engine serves, by processes, which begin by importing torch."""
+"""Kernels that are compiled while the engine serves, on all ranks together, by processes, which begin by importing
+torch."""
 _VARIANTS = (SamplingVariant(filters=True), EVERYTHING)
 """Of sampling, which together launch what it has; edited logits are of another type."""
 
@@ -91,16 +92,21 @@ class KernelCompiler:
     Args:
         make_step: a step of one shape, of padding requests alone.
         shortened: in it, steps leave out what launches kernels that others launch as well.
+        num_ranks: that do the same at the same time.
     """
 
     def __init__(
         self,
         make_step: Callable[[GraphKey], Callable[[], object]],
         shortened: Callable[[], AbstractContextManager[None]],
+        num_ranks: int = 1,
     ) -> None:
         self._make_step = make_step
         self._shortened = shortened
+        self._later_at_once = max(1, _LATER_AT_ONCE // num_ranks)
         self.ahead = CompileAhead()
+        self.later = Compilations([])
+        """What `compile_later` has begun. Serving does not wait for it."""
 
     def compile_first(self, shapes: Sequence[GraphKey]) -> None:
         """Compile the kernels of some shapes, and wait for them. Logs how many there are, and the seconds."""
@@ -117,9 +123,9 @@ class KernelCompiler:
 
     def compile_later(self, shapes: Sequence[GraphKey]) -> None:
         """Begin with those of other shapes, if any had to be compiled so far: where none had, an earlier start has
-        compiled these. Nobody waits for them, and nothing can be compiled behind them."""
+        compiled these. Nothing can be compiled behind them."""
         if self.ahead.num_compiled:
-            self._queue(shapes, _LATER_AT_ONCE)
+            self.later = self._queue(shapes, self._later_at_once)
         self.ahead.finish()
 
     def close(self) -> None:
@@ -129,7 +135,14 @@ class KernelCompiler:
     def _queue(self, shapes: Sequence[GraphKey], at_once: int | None = None) -> Compilations:
         try:
             with torch.inference_mode(), self._shortened():
-                return self.ahead.queue(lambda: [self._make_step(shape)() for shape in shapes], at_once)
+                return self.ahead.queue(lambda: self._run_dry(shapes), at_once)
         except BaseException:
             self.ahead.close()
             raise
+
+    def _run_dry(self, shapes: Sequence[GraphKey]) -> None:
+        for shape in shapes:
+            try:
+                self._make_step(shape)()
+            except RuntimeError as error:  # A start must not fail for this. If the step is wrong, running it will.
+                logger.warning("%s: what its step launches is not compiled ahead: %s", shape, error)

@@ -1,0 +1,320 @@
+"""Dry passes of every kind of engine for an H200 that is not there; nothing is compiled and nothing is launched.
+
+Run as a module, without ``TRITON_INTERPRET``; prints a line of JSON, see `main`. What a dry pass must not read is
+garbage: the KV cache and every buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from triton import knobs
+from triton.runtime.driver import driver
+
+from fleetfoot.kernels.runtime import dependent_launch, gpu_limits
+
+H200 = gpu_limits.GPULimits(num_sms=132, shared_bytes=232448, capability=(9, 0))
+gpu_limits.gpu_limits = lambda device: H200  # type: ignore[assignment]  # before others take it by its name
+dependent_launch.can_overlap = lambda device: True  # type: ignore[assignment]
+
+from fleetfoot.assets import embedded_model_path  # noqa: E402
+from fleetfoot.config.model import ModelConfig  # noqa: E402
+from fleetfoot.config.parsing import load_model_config  # noqa: E402
+from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
+from fleetfoot.distributed import torch_groups  # noqa: E402
+from fleetfoot.distributed.custom_all_reduce import OneShotSum, one_shot_words  # noqa: E402
+from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP  # noqa: E402
+from fleetfoot.distributed.peer_memory import PeerMemory  # noqa: E402
+from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
+from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
+from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
+from fleetfoot.kernels.triton_ops import triton_ops  # noqa: E402
+from fleetfoot.layers.context import ModelContext  # noqa: E402
+from fleetfoot.records.intermediate import IntermediateTensors  # noqa: E402
+from fleetfoot.records.kv_layout import KVLayout  # noqa: E402
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey  # noqa: E402
+from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
+from fleetfoot.runner.v2.warm_up import KernelCompiler, warm_up_steps  # noqa: E402
+from fleetfoot.speculative.draft_model import DraftModel  # noqa: E402
+from fleetfoot.speculative.eagle import EagleDrafter  # noqa: E402
+from fleetfoot.speculative.find import DrafterModel  # noqa: E402
+from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation  # noqa: E402
+from fleetfoot.weights.model_loader import ModelLoader  # noqa: E402
+from tests.helpers.local_pipeline import MAX_NUM_TOKENS, local_pipeline  # noqa: E402
+from tests.helpers.recording_device import RecordingDevice  # noqa: E402
+from tests.helpers.warm_up_without_gpu import FakeDriver, launch_nothing  # noqa: E402
+
+CPU = torch.device("cpu")
+MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_DRAFTS = 32, 256, 3
+GARBAGE = 2**30 + 12345
+"""As an index it lies outside of every tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Of engine."""
+
+    method: str | None = None
+    """Of drafting."""
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 64
+    qk_norm: bool = False
+    window: int | None = None
+    tensor_size: int = 1
+    has_peer_memory: bool = True
+    pipeline_rank: int | None = None
+    """Of two."""
+    is_eager: bool = False
+
+
+KINDS = {
+    "plain": Kind(),
+    "eager": Kind(is_eager=True),
+    "small heads": Kind(head_dim=32),
+    "norms and windows": Kind(head_dim=128, qk_norm=True, window=32),
+    "float16": Kind(dtype=torch.float16),
+    "float32": Kind(dtype=torch.float32),
+    "ngram": Kind("ngram"),
+    "draft model": Kind("draft_model"),
+    "eagle": Kind("eagle"),
+    "eagle, float32": Kind("eagle", dtype=torch.float32),
+    "draft model, eager": Kind("draft_model", is_eager=True),
+    "tensor rank": Kind("eagle", tensor_size=2),
+    "tensor rank, NCCL": Kind("ngram", tensor_size=2, has_peer_memory=False),
+    "first of a pipeline": Kind("ngram", pipeline_rank=0),
+    "last of a pipeline": Kind("eagle", pipeline_rank=1),
+}
+
+
+class ZeroedTorch(TorchFunctionMode):
+    """What kernels that are not launched would have written is 0, and products are not made."""
+
+    INSTEAD: dict[Any, Callable[..., Any]] = {  # noqa: RUF012
+        torch.empty: torch.zeros,
+        torch.empty_like: torch.zeros_like,
+        torch.Tensor.new_empty: torch.Tensor.new_zeros,
+        F.linear: lambda x, weight, bias=None: x.new_zeros((*x.shape[:-1], weight.shape[0])),
+        torch.Tensor.addmm_: lambda total, *factors, **scales: total,
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.INSTEAD.get(func, func)(*args, **(kwargs or {}))
+
+
+def make_runner(kind: Kind) -> ModelRunnerV2:
+    config = replace(
+        load_model_config(embedded_model_path()),
+        hidden_size=512,
+        intermediate_size=1024,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=kind.head_dim,
+        num_layers=4,
+        layer_windows=(None, kind.window) * 2,
+        qk_norm=kind.qk_norm,
+    )
+    tensor_group, pipeline, layers = SINGLE_TENSOR_GROUP, SINGLE_PIPELINE_GROUP, None
+    if kind.tensor_size > 1:
+        tensor_group = make_tensor_group(kind, config)
+    if kind.pipeline_rank is not None:
+        pipeline = local_pipeline(2, config.hidden_size)[kind.pipeline_rank]
+        if kind.pipeline_rank:  # of the dtype of the model
+            sizes = (2, MAX_NUM_TOKENS, config.hidden_size)
+            pipeline._buffers = IntermediateTensors(*torch.zeros(sizes, dtype=kind.dtype))  # type: ignore[attr-defined]
+        layers = pipeline_layers(config, kind.pipeline_rank, 2)
+    context = ModelContext(
+        triton_ops(), TritonBackend(), kind.dtype, CPU, max_positions=MAX_MODEL_LEN + 8, tensor_group=tensor_group
+    )
+    num_drafts = 0 if kind.method is None else NUM_DRAFTS
+    num_tokens = 1024 if kind.pipeline_rank is None else MAX_NUM_TOKENS
+    table = CaptureTable.of(
+        device="cuda",
+        enforce_eager=kind.is_eager,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=num_tokens,
+        num_drafts=num_drafts,
+    )
+    runner = ModelRunnerV2(
+        ModelLoader(config, context, None, "dummy", layers=layers),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=num_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        capture_table=table,
+        device=RecordingDevice(has_graphs=True),
+        speculation=make_speculation(kind, config, context, is_last=pipeline.is_last_rank),
+        pipeline=pipeline,
+    )
+    runner.load_model()
+    name = str(kind.dtype).removeprefix("torch.")
+    layout = KVLayout.of(config, 40, 16, name, tensor_parallel_size=kind.tensor_size, layers=layers)
+    if runner._speculation.drafter is not None:
+        layout = layout.with_groups(runner._speculation.drafter.kv_groups)
+    runner.initialize_kv_cache(layout)
+    return runner
+
+
+def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, is_last: bool) -> Speculation:
+    if kind.method is None:
+        return NO_SPECULATION
+    if not is_last:
+        return Speculation(NUM_DRAFTS)
+    if kind.method == "ngram":
+        return Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1))
+    alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP)
+    small = replace(config, num_layers=1, layer_windows=(None,))
+    if kind.method == "eagle":
+        found = DrafterModel("eagle", "head", embedded_model_path(), small)
+        return Speculation(NUM_DRAFTS, drafter=EagleDrafter(found, alone, NUM_DRAFTS, "dummy"))
+    small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
+    return Speculation(NUM_DRAFTS, drafter=DraftModel(ModelLoader(small, alone, None, "dummy"), NUM_DRAFTS))
+
+
+def make_tensor_group(kind: Kind, config: ModelConfig) -> torch_groups.CudaTensorGroup:
+    """A rank whose peers are not there: gathering with them is an error."""
+    size, one_shot = kind.tensor_size, None
+    if kind.has_peer_memory:
+        num_words = one_shot_words(config.hidden_size, kind.dtype, size)
+        memory = PeerMemory(torch.zeros(num_words, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
+        one_shot = OneShotSum(memory, 0, size, config.hidden_size, kind.dtype, CPU)
+    group = torch_groups.CudaTensorGroup(dist.group.WORLD, one_shot)
+    group.size = size
+    return group
+
+
+def tensors_of(root: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that can be reached from an object of ours, and a way to it."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, object]] = [("", root)]
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen or isinstance(value, type | ModuleType | FunctionType | str | int | float):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield path, value
+        elif isinstance(value, dict):
+            waiting += [(f"{path}[{key!r:.20}]", item) for key, item in value.items()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        else:
+            if hasattr(value, "__self__"):  # a bound method
+                waiting.append((path, value.__self__))
+            names = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+            names += list(getattr(value, "__dict__", {}))
+            waiting += [(f"{path}.{name}", getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def fill_with_garbage(tensors: dict[str, torch.Tensor]) -> None:
+    """All but weights, and what the host keeps for itself."""
+    for path, tensor in tensors.items():
+        if "_model" not in path and "_loader" not in path:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else GARBAGE)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
+
+
+class Asked:
+    """Kernels that Triton was asked for, each with what it is compiled for."""
+
+    def __init__(self) -> None:
+        self.kernels: set[str] = set()
+
+    def __call__(self, *, key: str, repr: str, **_: Any) -> bool:
+        self.kernels.add(f"{repr.split('[')[0]} {key}")
+        return True  # it need not be compiled
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def try_kind(kind: Kind) -> dict[str, Any]:
+    """``missing``: kernels that are launched, and which the dry pass did not ask for; ``needless``: the opposite;
+    ``changed``: tensors that it wrote; ``kept``: tensors of it that are left; ``warnings``; its ``seconds``."""
+    runner = make_runner(kind)
+    tensors = dict(tensors_of(runner))
+    fill_with_garbage(tensors)
+    before = {path: bits(tensor) for path, tensor in tensors.items()}
+    first = runner._first_shapes(warm_up_steps(runner._max_num_batched_tokens, MAX_MODEL_LEN, 16))
+    later = runner._later_shapes()
+    compiler = KernelCompiler(runner._step, runner._shortened)
+    knobs.runtime.jit_cache_hook = asked = Asked()
+    logging.getLogger("fleetfoot").addHandler(warnings := Warnings())
+    begin = time.perf_counter()
+    compiler.compile_first(first)
+    seconds = time.perf_counter() - begin
+    compiler._queue(later, 1)
+    compiler.close()
+    logging.getLogger("fleetfoot").removeHandler(warnings)
+    own = runner._state.staging._padding  # the host's, and written anew before it is read
+    changed = [
+        path
+        for path, tensor in tensors.items()
+        if tensor.data_ptr() != own.data_ptr() and not torch.equal(bits(tensor), before[path])
+    ]
+    kept = [path for path, tensor in tensors_of(runner) if isinstance(tensor, DryTensor)]
+    knobs.runtime.jit_cache_hook = launched = Asked()
+    launch(runner, [*first, *later])
+    return {
+        "asked": len(asked.kernels),
+        "shapes": [len(first), len(later)],
+        "missing": sorted(launched.kernels - asked.kernels),
+        "needless": sorted(asked.kernels - launched.kernels),
+        "changed": changed,
+        "kept": kept,
+        "warnings": warnings.messages,
+        "seconds": round(seconds, 3),
+    }
+
+
+def launch(runner: ModelRunnerV2, shapes: list[GraphKey]) -> None:
+    """Steps of all layers, up to each launch, in real memory."""
+    fake_collectives = (
+        patch.object(torch_groups, "_all_gather", lambda *_, **__: None),
+        patch.object(torch_groups.dist, "all_reduce", lambda *_, **__: None),
+    )
+    instead = instead_of_launching.set(launch_nothing)
+    with torch.inference_mode(), ZeroedTorch(), fake_collectives[0], fake_collectives[1]:
+        for _, tensor in tensors_of(runner):
+            tensor.zero_()
+        for shape in shapes:
+            runner._step(shape)()
+    instead_of_launching.reset(instead)
+
+
+def main() -> None:
+    """Prints `try_kind` of every kind, and ``imports``: modules that take long to import."""
+    driver.set_active(FakeDriver())
+    torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    report: dict[str, Any] = {}
+    for name in sys.argv[1:] or KINDS:
+        report[name] = try_kind(KINDS[name])
+    report["imports"] = [name for name in ("sympy", "torch._dynamo") if name in sys.modules]
+    dist.destroy_process_group()
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
