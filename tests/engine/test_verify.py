@@ -13,7 +13,7 @@ import pytest
 from fleetfoot import LLMEngine
 from fleetfoot.cli import verify
 from fleetfoot.cli.main import main
-from fleetfoot.cli.verify_compare import compare
+from fleetfoot.cli.verify import compare
 from fleetfoot.records.logprobs import Logprob
 from fleetfoot.records.outputs import CompletionOutput, RequestOutput
 from fleetfoot.records.step import ModelRunnerOutput

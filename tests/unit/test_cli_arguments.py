@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from fleetfoot.cli import generate
-from fleetfoot.cli.arguments import add_engine_arguments, engine_config, flag_of
-from fleetfoot.cli.command import UsageError
-from fleetfoot.cli.logs import logs_on_stderr
-from fleetfoot.cli.main import main
-from fleetfoot.cli.sampling_arguments import (
+from fleetfoot.cli.arguments import (
     NOT_A_FLAG,
+    add_engine_arguments,
     add_sampling_arguments,
     check_sampling_arguments,
+    engine_config,
+    flag_of,
     sampling_params,
 )
+from fleetfoot.cli.command import UsageError
+from fleetfoot.cli.main import logs_on_stderr, main
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 

@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 
-from fleetfoot.cli.bench_load import Samples, run_load
+from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, run_load
 from fleetfoot.cli.bench_report import distribution, results
-from fleetfoot.cli.bench_workload import BenchRequest, Lengths, Workload
+from fleetfoot.cli.chat import Conversation, fit
 from fleetfoot.cli.command import UsageError
-from fleetfoot.cli.conversation import Conversation, fit
-from fleetfoot.cli.json_output import dump_array, request_json
-from fleetfoot.cli.numbers import numbers_line
+from fleetfoot.cli.output import TextPrinter, dump_array, numbers_line, request_json
 from fleetfoot.cli.prompts import STORY_OPENING, read_prompts
-from fleetfoot.cli.text_output import TextPrinter
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.records.logprobs import Logprob
 from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -94,32 +91,32 @@ def printer(file: io.StringIO, request_ids: list[str], num_copies: int = 1) -> T
 def test_prompts_are_streamed_one_after_the_other() -> None:
     file = io.StringIO()
     stream = printer(file, ["1", "2"])
-    stream.take(delta("2", "x"))
+    stream.add(delta("2", "x"))
     assert file.getvalue() == ""
-    stream.take(delta("1", "a"))
-    stream.take(delta("2", "y", finished=True))
+    stream.add(delta("1", "a"))
+    stream.add(delta("2", "y", finished=True))
     assert file.getvalue() == "--- prompt 1 of 2 ---\n<1>a"
-    stream.take(delta("1", "b", finished=True))
+    stream.add(delta("1", "b", finished=True))
     assert file.getvalue() == "--- prompt 1 of 2 ---\n<1>ab\n\n--- prompt 2 of 2 ---\n<2>xy\n"
 
 
 def test_copies_are_streamed_one_after_the_other() -> None:
     file = io.StringIO()
     stream = printer(file, ["1"], num_copies=2)
-    stream.take(delta("1", "a", "x"))
-    stream.take(delta("1", None, "y"))
-    stream.take(delta("1", None, "z", finished=True))
+    stream.add(delta("1", "a", "x"))
+    stream.add(delta("1", None, "y"))
+    stream.add(delta("1", None, "z", finished=True))
     assert file.getvalue() == "--- output 1 of 2 ---\n<1>a\n\n--- output 2 of 2 ---\n<1>xyz\n"
 
 
 def test_a_prompt_is_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     shown = Terminal()
-    printer(shown, ["1"]).take(delta("1", "a", finished=True))
+    printer(shown, ["1"]).add(delta("1", "a", finished=True))
     assert shown.getvalue() == "\x1b[1m<1>\x1b[0ma\n"
     monkeypatch.setenv("NO_COLOR", "1")
     plain = Terminal()
-    printer(plain, ["1"]).take(delta("1", "a", finished=True))
+    printer(plain, ["1"]).add(delta("1", "a", finished=True))
     assert plain.getvalue() == "<1>a\n"
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.cli.bench_floor import batch_floors, floor_report
 from fleetfoot.cli.bench_load import Samples, Work
-from fleetfoot.cli.peak_rates import measure_ceilings
+from fleetfoot.cli.bench_roofline import batch_floors, floor_report, measure_peak_rates
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.plan.roofline import Costs, Floor, Speed
@@ -76,8 +75,8 @@ def test_the_floor_of_a_load_is_that_of_its_steps() -> None:
 def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that says that everything takes two seconds."""
     ticks = iter(range(0, 1000, 2))
-    monkeypatch.setattr("fleetfoot.cli.peak_rates.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    monkeypatch.setattr("fleetfoot.cli.peak_rates._SQUARE", {"cpu": 64})
-    monkeypatch.setattr("fleetfoot.cli.peak_rates._COPY_BYTES", 1 << 16)
-    ceilings = measure_ceilings("cpu", "float32")
-    assert (ceilings.bytes_per_s, ceilings.flops_per_s) == ((1 << 16), 64**3)
+    monkeypatch.setattr("fleetfoot.cli.bench_roofline.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr("fleetfoot.cli.bench_roofline._MATRIX_SIZE", {"cpu": 64})
+    monkeypatch.setattr("fleetfoot.cli.bench_roofline._COPY_BYTES", 1 << 16)
+    rates = measure_peak_rates("cpu", "float32")
+    assert (rates.bytes_per_s, rates.flops_per_s) == ((1 << 16), 64**3)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetfoot.cli.plan_text import plan_text
+from fleetfoot.cli.plan import plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import vocab_rows

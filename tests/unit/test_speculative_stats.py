@@ -9,7 +9,7 @@ from tests.unit.test_scheduler_drafts import Switch, begin, request_of, schedule
 
 from fleetfoot.cli.bench_load import Samples
 from fleetfoot.cli.bench_report import results, summary
-from fleetfoot.cli.numbers import drafts_line
+from fleetfoot.cli.output import drafts_line
 from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats
 

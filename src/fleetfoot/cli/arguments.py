@@ -1,20 +1,29 @@
-"""Flags of the engine, made from `EngineConfig`: a new field has its flag, its help and its default at once."""
+"""Flags that several commands share: engine settings, sampling parameters, sizes, and the address to listen on.
+
+Engine flags are generated from `EngineConfig`: each field has its flag, help text and default.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
-_OTHER_FLAGS = {"seed": "--engine-seed"}
-"""Field -> flag, where it is not the field's name: ``--seed`` is the seed of what a command asks of the engine."""
+_RENAMED_FLAGS = {"seed": "--engine-seed"}
+"""Field -> flag, where the flag differs from the field: ``--seed`` is the sampling seed of a request."""
 
-_PREFIX = "engine."
-"""Keeps the engine's settings apart from a command's own in the parsed arguments."""
+_ENGINE, _SAMPLING = "engine.", "sampling."
+"""Prefixes of parsed arguments: separate engine settings and sampling parameters from a command's own flags."""
+_SAMPLING_DEFAULTS = "sampling_defaults"
+"""Name of the command's own sampling defaults in the parsed arguments."""
 
 
 def flag_of(name: str) -> str:
@@ -22,21 +31,37 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def help_text(text: str, default: Any) -> str:
+    """Help with the default, if there is one to show. Percent signs are escaped for argparse."""
+    if isinstance(default, bool):
+        text += f" (default: {'on' if default else 'off'})"
+    elif default is not None:
+        text += f" (default: {default})"
+    return text.replace("%", "%%")
+
+
+def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
+
+
+# --- engine settings --------------------------------------------------------------------------------------------------
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """Add a flag for each field of `EngineConfig`, but for those in ``leave_out``."""
+    """Add a flag for each field of `EngineConfig`, except those in ``leave_out``."""
     group = parser.add_argument_group("engine")
     hints = get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
         if field.name in leave_out:
             continue
         options: dict[str, Any] = {
-            "dest": _PREFIX + field.name,
-            "default": argparse.SUPPRESS,  # only what the user gives is passed on; EngineConfig has the defaults
+            "dest": _ENGINE + field.name,
+            "default": argparse.SUPPRESS,  # only given flags are passed on; EngineConfig has the defaults
             "help": help_text(field.metadata["help"], field.default),
         }
         value_type = _value_type(hints[field.name])
         if "record" in field.metadata:
-            options |= {"type": str, "metavar": "JSON"}  # EngineConfig reads it
+            options |= {"type": str, "metavar": "JSON"}  # parsed by EngineConfig
         elif value_type is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif "choices" in field.metadata:
@@ -44,11 +69,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: Collection[
         else:
             options["type"] = value_type
             options["metavar"] = {int: "N", float: "X", str: "NAME"}[value_type]
-        group.add_argument(_OTHER_FLAGS.get(field.name, flag_of(field.name)), **options)
+        group.add_argument(_RENAMED_FLAGS.get(field.name, flag_of(field.name)), **options)
 
 
-class _OneModel(argparse.Action):
-    """Stores the model, which may be given as an argument or as a flag."""
+class _ModelAction(argparse.Action):
+    """Stores the model. It may be given as a positional argument or as a flag, but not as two different values."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
@@ -60,44 +85,200 @@ class _OneModel(argparse.Action):
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """``MODEL`` as an argument, and as ``--model``: leave out the field ``model`` of `add_engine_arguments` then."""
+    """Add ``MODEL`` and ``--model``. `add_engine_arguments` must then leave out the field ``model``."""
     field = next(field for field in dataclasses.fields(EngineConfig) if field.name == "model")
     text = help_text(field.metadata["help"], field.default)
-    options: dict[str, Any] = {"action": _OneModel, "default": argparse.SUPPRESS, "help": text}
-    parser.add_argument(_PREFIX + field.name, nargs="?", metavar="MODEL", **options)
-    parser.add_argument("--model", dest=_PREFIX + field.name, metavar="NAME", **options)
+    options: dict[str, Any] = {"action": _ModelAction, "default": argparse.SUPPRESS, "help": text}
+    parser.add_argument(_ENGINE + field.name, nargs="?", metavar="MODEL", **options)
+    parser.add_argument("--model", dest=_ENGINE + field.name, metavar="NAME", **options)
 
 
 def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
-    """The settings that the user gave.
+    """The `EngineConfig` of the given flags.
 
     Args:
-        defaults: a command's own, for what the user did not give.
+        defaults: values of fields that were not given.
 
     Raises:
-        ValueError, TypeError: a value is out of its range; the message names field and value.
+        ValueError, TypeError: a value is out of range; the message names field and value.
     """
     return EngineConfig(**(defaults | given_settings(arguments)))
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fields of `EngineConfig` that the user gave, with their values."""
-    return {name.removeprefix(_PREFIX): value for name, value in vars(arguments).items() if name.startswith(_PREFIX)}
-
-
-def help_text(text: str, default: Any) -> str:
-    """Help with the default, where there is one worth showing; a percent sign means itself."""
-    if isinstance(default, bool):
-        text += f" (default: {'on' if default else 'off'})"
-    elif default is not None:
-        text += f" (default: {default})"
-    return text.replace("%", "%%")
+    """Fields of `EngineConfig` that were given on the command line, with their values."""
+    return _given(arguments, _ENGINE)
 
 
 def _value_type(hint: Any) -> type:
-    """The one type of a hint, which may allow None beside it; a Literal's is that of its values."""
+    """The type of a hint such as ``int | None`` or ``Literal["a", "b"]``."""
     types = [argument for argument in get_args(hint) if argument is not NoneType]
     if not types:
         assert isinstance(hint, type)
         return hint
     return types[0] if isinstance(types[0], type) else type(types[0])
+
+
+# --- sampling parameters ----------------------------------------------------------------------------------------------
+
+NOT_A_FLAG = frozenset({"output_kind", "extra_args"})
+"""Fields of `SamplingParams` without a flag: set by the commands, or used by programs only."""
+
+
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *, leave_out: Collection[str] = (), **defaults: Any
+) -> None:
+    """Add a flag for each sampling parameter.
+
+    Args:
+        leave_out: fields that do not apply to the command.
+        defaults: of the command, where they differ from those of `SamplingParams`.
+    """
+    parser.set_defaults(**{_SAMPLING_DEFAULTS: defaults})
+    group = parser.add_argument_group(
+        "sampling",
+        "What is not given here is as the model's generation_config.json says, and else as shown; --generation-config "
+        "none leaves the file out.",
+    )
+    for field in dataclasses.fields(SamplingParams):
+        if field.name in NOT_A_FLAG or field.name in leave_out:
+            continue
+        flag = _FLAGS[field.name]
+        shown = field.default
+        if field.name in defaults:
+            shown = "none" if defaults[field.name] is None else defaults[field.name]
+        options: dict[str, Any] = {
+            "dest": _SAMPLING + field.name,
+            "default": argparse.SUPPRESS,  # only given flags override the model's own defaults
+            "help": help_text(flag.help, shown),
+        }
+        if flag.read is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": flag.read, "metavar": flag.metavar}
+            if flag.is_list:
+                options |= {"action": "extend", "nargs": "+"}
+        group.add_argument(flag_of(field.name), **options)
+
+
+def sampling_params(
+    arguments: argparse.Namespace, output_kind: RequestOutputKind, model_defaults: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """The given flags; then the model's defaults, the command's, and those of `SamplingParams`, in this order.
+
+    Args:
+        model_defaults: as returned by `fleetfoot.sampling.defaults.read_sampling_defaults`.
+
+    Raises:
+        ValueError: a value is out of range; the message names field and value.
+    """
+    defaults = {**getattr(arguments, _SAMPLING_DEFAULTS), **(model_defaults or {})}
+    return SamplingParams(**{**defaults, **_given_sampling(arguments)}, output_kind=output_kind)
+
+
+def check_sampling_arguments(arguments: argparse.Namespace) -> None:
+    """Check, before a model is loaded, everything that does not depend on the model's defaults.
+
+    Raises:
+        ValueError: a value is out of range; the message names field and value.
+    """
+    # without a default of max_tokens, which min_tokens could contradict
+    SamplingParams(**{"max_tokens": None, **_given_sampling(arguments)})
+
+
+def _given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = _given(arguments, _SAMPLING)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if name in given:
+            given[name] = [token_id for part in given[name] for token_id in part]
+    return given
+
+
+def integer_or_none(text: str) -> int | None:
+    """An integer, or ``none`` for no limit."""
+    try:
+        return None if text == "none" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor 'none'") from None
+
+
+def token_ids(text: str) -> list[int]:
+    """``1,2,3`` or ``1``."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write 1 2 3 or 1,2,3") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """``{"42": -1.5}``."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); write '{{\"42\": -1.5}}'") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write '{{\"42\": -1.5}}'")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    read: Callable[[str], Any]
+    """Parses one word; `bool` makes a pair of --flag and --no-flag."""
+    help: str
+    metavar: str = "X"
+    is_list: bool = False
+
+
+_FLAGS = {
+    "n": _Flag(int, "outputs for each prompt", "N"),
+    "presence_penalty": _Flag(float, "off the logit of each token that is in the output so far, -2 to 2"),
+    "frequency_penalty": _Flag(float, "off a token's logit for each time it is in the output so far, -2 to 2"),
+    "repetition_penalty": _Flag(float, "above 1 discourages tokens of the prompt and the output so far"),
+    "temperature": _Flag(float, "divides the logits; 0 is greedy"),
+    "top_p": _Flag(float, "sample from the most probable tokens that together have this probability; 1 is off"),
+    "top_k": _Flag(int, "sample from this many most probable tokens; 0 is off", "N"),
+    "min_p": _Flag(float, "sample from tokens at least this probable relative to the most probable one; 0 is off"),
+    "seed": _Flag(int, "makes samples repeatable, whatever else runs; without it they follow from --engine-seed", "N"),
+    "stop": _Flag(str, "strings that end the output when they appear in it", "TEXT", is_list=True),
+    "stop_token_ids": _Flag(token_ids, "tokens that end the output, beside the model's own", "ID", is_list=True),
+    "ignore_eos": _Flag(bool, "go on past the model's end tokens"),
+    "max_tokens": _Flag(integer_or_none, "most tokens to generate; 'none': as many as the model has room for", "N"),
+    "min_tokens": _Flag(int, "no end token before there are this many", "N"),
+    "logprobs": _Flag(int, "return the logprobs of generated tokens and of this many best ones; -1: all", "N"),
+    "prompt_logprobs": _Flag(int, "the same for the tokens of the prompt", "N"),
+    "detokenize": _Flag(bool, "make text of the tokens"),
+    "skip_special_tokens": _Flag(bool, "leave special tokens out of the text"),
+    "spaces_between_special_tokens": _Flag(bool, "put spaces between special tokens that are kept in the text"),
+    "include_stop_str_in_output": _Flag(bool, "keep the stop string at the end of the text"),
+    "logit_bias": _Flag(json_object, "numbers to add to tokens' logits, as JSON: '{\"42\": -1.5}'", "JSON"),
+    "allowed_token_ids": _Flag(token_ids, "the only tokens that can be generated", "ID", is_list=True),
+    "bad_words": _Flag(str, "words that cannot be generated", "WORD", is_list=True),
+    "truncate_prompt_tokens": _Flag(int, "keep this many tokens from the end of a prompt; -1: as many as fit", "N"),
+}
+
+
+# --- sizes and addresses ----------------------------------------------------------------------------------------------
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+
+
+def size_in_bytes(text: str) -> int:
+    """``80GiB``, ``80GB``, ``512MiB`` or a number of bytes; an argparse type."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80GiB, 80GB, 512MiB or a number of bytes")
+    return round(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def add_listen_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--host`` and ``--port``."""
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; there is no authentication (default: 127.0.0.1)"
+    )
+    parser.add_argument("--port", type=int, default=0, metavar="N", help="port to listen on; 0: any free (default: 0)")

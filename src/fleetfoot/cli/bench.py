@@ -1,4 +1,4 @@
-"""`fleetfoot bench`: how fast the engine is, as JSON."""
+"""`fleetfoot bench`: measures latency or throughput and prints JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.arguments import add_engine_arguments, given_settings
-from fleetfoot.cli.bench_floor import batch_floors, floor_of, floor_report
-from fleetfoot.cli.bench_load import Samples, run_load
+from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, run_load
 from fleetfoot.cli.bench_report import report, summary
-from fleetfoot.cli.bench_workload import BenchRequest, Lengths, Workload
-from fleetfoot.cli.command import Command, UsageError, add_command, usage_errors
-from fleetfoot.cli.json_output import dump_object
+from fleetfoot.cli.bench_roofline import batch_floors, floor_report, measure_floor
+from fleetfoot.cli.command import Command, StartedEngine, UsageError, add_command, started_engine, usage_errors
+from fleetfoot.cli.output import dump_object
 from fleetfoot.cli.prompts import read_prompts_file
-from fleetfoot.cli.start import StartedEngine, started_engine
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.utils.progress import progress_bar
@@ -32,10 +30,10 @@ its fields and how they are measured. Times of many samples are objects of mean,
 The progress bar shows on a terminal only, so that drawing it does not disturb what a script measures."""
 
 _WARM_UP, _MEASURED = 1, 2
-"""Random streams, so that nothing measured was seen before."""
+"""Random streams: measured prompts differ from those of the warm-up."""
 
 _INPUT_LEN = Lengths(512, 512)
-"""Of a throughput benchmark without --input-len and --prompts-file."""
+"""Default of the throughput benchmark."""
 
 
 # --- latency ---------------------------------------------------------------------------------------------------------
@@ -63,11 +61,11 @@ def _run_latency(arguments: argparse.Namespace) -> int:
         measured = [workload.random_requests(count, stream=(_MEASURED, i)) for i in range(arguments.num_iters)]
         samples = _measure(started, warm_up, measured, arguments.temperature)
         settings = _settings(arguments, "input_len", "output_len", "batch_size", "num_iters", "num_warmup")
-        machine = floor_of(started)
-        floor = floor_report(machine, samples)
-        if machine is not None and floor is not None:
-            floor |= batch_floors(machine, count, arguments.input_len, arguments.output_len)
-        return _finish(report("latency", started, settings, samples, floor), arguments.output)
+        floor = measure_floor(started)
+        content = floor_report(floor, samples)
+        if floor is not None and content is not None:
+            content |= batch_floors(floor, count, arguments.input_len, arguments.output_len)
+        return _finish(report("latency", started, settings, samples, content), arguments.output)
 
 
 # --- throughput ------------------------------------------------------------------------------------------------------
@@ -127,12 +125,12 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
             "output_len": str(workload.output_len),
             "request_rate": arguments.request_rate if math.isfinite(arguments.request_rate) else "inf",
         }
-        floor = floor_report(floor_of(started), samples, is_paced=math.isfinite(arguments.request_rate))
+        floor = floor_report(measure_floor(started), samples, is_paced=math.isfinite(arguments.request_rate))
         return _finish(report("throughput", started, settings, samples, floor), arguments.output)
 
 
 def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
-    """The prompts of --prompts-file; None: random ones."""
+    """The prompts of --prompts-file; None for random prompts."""
     if arguments.prompts_file is None:
         input_len = arguments.input_len or _INPUT_LEN
         if arguments.prefix_len > input_len.low:
@@ -179,9 +177,9 @@ def _rate(word: str) -> float:
 
 
 def _started(arguments: argparse.Namespace) -> AbstractContextManager[StartedEngine]:
-    """The engine. Random tokens and random weights need no tokenizer, so config.json alone will do."""
+    """The engine. Random tokens with random weights need no tokenizer, only config.json."""
     if arguments.output is not None and not Path(arguments.output).absolute().parent.is_dir():
-        raise UsageError(f"--output {arguments.output}: there is no such folder")  # said before, not after, the work
+        raise UsageError(f"--output {arguments.output}: there is no such folder")  # before the work, not after it
     given = given_settings(arguments)
     needs_no_text = getattr(arguments, "prompts_file", None) is None and "tokenizer" not in given
     defaults = {"skip_tokenizer_init": True} if needs_no_text and given.get("load_format") == "dummy" else {}
@@ -194,7 +192,7 @@ def _measure(
     measured: Sequence[Sequence[BenchRequest]],
     temperature: float,
 ) -> Samples:
-    """Run loads one after the other; the samples are those of ``measured``."""
+    """Run all loads in order; return the samples of ``measured``."""
     for requests in (*warm_up, *measured):
         _check_lengths(requests, started.engine)
     _run_loads("Warm-up", started.engine, warm_up, temperature)
@@ -218,7 +216,7 @@ def _run_loads(
 
 
 def _check_lengths(requests: Sequence[BenchRequest], engine: LLMEngine) -> None:
-    """The engine would cut an output that is too long, and different settings would then do different work."""
+    """Refuse requests that the engine would truncate: settings would then be compared on different work."""
     limit = engine.admission.max_model_len
     for request in requests:
         with usage_errors():
@@ -231,7 +229,7 @@ def _check_lengths(requests: Sequence[BenchRequest], engine: LLMEngine) -> None:
 
 
 def _num_tokens(prompt: PromptType, engine: LLMEngine) -> int:
-    """Length of a prompt; 0 for one that the engine will refuse."""
+    """Number of tokens of a prompt; 0 for one that the engine will refuse."""
     text: Any = prompt
     if isinstance(prompt, dict):
         if isinstance(token_ids := prompt.get("prompt_token_ids"), list):

@@ -1,4 +1,4 @@
-"""A benchmark's result as a JSON object. docs/benchmarks.md describes every field: change both together."""
+"""A benchmark's result as a JSON object. docs/benchmarks.md describes every field; change both together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from fleetfoot._version import __version__
 from fleetfoot.cli.bench_load import Samples
-from fleetfoot.cli.numbers import count
-from fleetfoot.cli.start import StartedEngine
+from fleetfoot.cli.command import StartedEngine
+from fleetfoot.cli.output import steps_without_drafts
 from fleetfoot.scheduler.stats import DraftStats, TransferStats
 
 PERCENTILES = (50, 90, 95, 99)
@@ -33,11 +33,11 @@ def report(
 
 
 def results(samples: Samples, *, with_loads: bool, floor: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What was measured.
+    """Statistics of the samples.
 
     Args:
-        floor: of `fleetfoot.cli.bench_floor`.
-        with_loads: report the durations of single loads, the batches of a latency benchmark.
+        floor: as returned by `fleetfoot.cli.bench_roofline.floor_report`.
+        with_loads: include the durations of single loads (the batches of a latency benchmark).
     """
     duration = sum(samples.load_duration)
     steps, num_steps = samples.steps, len(samples.steps)
@@ -82,7 +82,7 @@ def results(samples: Samples, *, with_loads: bool, floor: dict[str, Any] | None 
 
 
 def _drafts(drafts: DraftStats | None) -> dict[str, Any] | None:
-    """Of speculative decoding; None: there is none."""
+    """Of speculative decoding; None if it is off."""
     if drafts is None or not drafts.accepted_at:
         return None
     has_any = drafts.num_rows > 0
@@ -99,7 +99,7 @@ def _drafts(drafts: DraftStats | None) -> dict[str, Any] | None:
 
 
 def _transfers(transfers: TransferStats | None) -> dict[str, Any] | None:
-    """Of the KV connector; None: there is none, or it had nothing to do."""
+    """Of the KV connector; None if there is none or it was idle."""
     if transfers is None or not (transfers.loads_started or transfers.counters):
         return None
     return {
@@ -130,7 +130,7 @@ def distribution(values: Iterable[float], scale: float) -> dict[str, float | int
 
 
 def summary(content: dict[str, Any]) -> str:
-    """The result in two lines, for a person; in one more for what the machine could do, and for drafts."""
+    """The result in two lines of text, with one more each for the roofline and for drafts."""
     measured = content["results"]
     times = ", ".join(
         f"{name} {measured[key]['mean']:.2f} ms (p99 {measured[key]['p99']:.2f})"
@@ -171,8 +171,7 @@ def _drafts_summary(drafts: dict[str, Any] | None) -> str:
             f"{drafts['mean_acceptance_length']:.2f} tokens a step, {100 * drafts['acceptance_rate']:.0f}% of "
             f"{drafts['num_drafted_tokens']} accepted ({rates}% by place)"
         )
-    off = "".join(f"; none in {count(steps, 'step')}: {reason}" for reason, steps in drafts["steps_without"].items())
-    return f"\n drafts: {text}{off}"
+    return f"\n drafts: {text}{steps_without_drafts(drafts['steps_without'])}"
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -190,7 +189,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _installed(distribution_name: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version  # slow to import, and --help needs it not
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
 
     try:
         return version(distribution_name)
@@ -210,7 +209,7 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    """As Linux has it; elsewhere the architecture."""
+    """From /proc/cpuinfo; without it, the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -222,7 +221,7 @@ def _cpu_name() -> str:
 
 
 def _engine(started: StartedEngine) -> dict[str, Any]:
-    plan, layout = started.plan, started.layout
+    plan, scheduler = started.plan, started.engine.core.scheduler.config
     return {
         "architecture": plan.model.architecture,
         "num_parameters": plan.model.num_parameters,
@@ -231,8 +230,8 @@ def _engine(started: StartedEngine) -> dict[str, Any]:
         "runner_reasons": list(plan.reasons),
         "max_model_len": started.engine.admission.max_model_len,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
-        "block_size": layout.block_size,
-        "num_kv_blocks": layout.num_blocks,
+        "block_size": scheduler.block_size,
+        "num_kv_blocks": scheduler.num_blocks,
         "start_s": started.start_s,
         "config": dataclasses.asdict(plan.config),
     }

@@ -7,17 +7,19 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetfoot.cli.arguments import add_engine_arguments
-from fleetfoot.cli.command import Command, UsageError, usage_errors
-from fleetfoot.cli.conversation import Conversation, fit
-from fleetfoot.cli.numbers import count, numbers_line
-from fleetfoot.cli.sampling_arguments import add_sampling_arguments, check_sampling_arguments, sampling_params
-from fleetfoot.cli.start import StartedEngine, started_engine
+from fleetfoot.cli.arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    check_sampling_arguments,
+    sampling_params,
+)
+from fleetfoot.cli.command import Command, StartedEngine, UsageError, started_engine, usage_errors
+from fleetfoot.cli.output import count, numbers_line
 from fleetfoot.records.outputs import RequestMetrics
 from fleetfoot.records.prompts import ChatMessage
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -26,7 +28,7 @@ from fleetfoot.utils.interrupts import StopSignal
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
-# A reply is one text, shown as it is made.
+# Parameters that do not apply to one streamed text.
 _NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "detokenize", "truncate_prompt_tokens")
 
 _COMMANDS = """\
@@ -60,41 +62,41 @@ def _run(arguments: argparse.Namespace) -> int:
         with usage_errors():
             params = sampling_params(arguments, RequestOutputKind.DELTA, started.engine.admission.sampling_defaults)
         tokenizer = started.engine.tokenizer
-        assert tokenizer is not None  # the flag that leaves it out is not offered
+        assert tokenizer is not None  # chat has no --skip-tokenizer-init
         template = _chat_template(arguments.chat_template, tokenizer, started.plan.config.model)
         chat = Chat(started, tokenizer, params, Conversation(arguments.system), template)
         return chat.run()
 
 
-def _chat_template(wanted: str | None, tokenizer: Tokenizer, model: str) -> str | None:
-    """The source or name of the template to use; None: the model's own."""
-    if wanted is not None and wanted not in tokenizer.chat_templates:
+def _chat_template(given: str | None, tokenizer: Tokenizer, model: str) -> str | None:
+    """The source or name of the template to use; None: the model's default."""
+    if given is not None and given not in tokenizer.chat_templates:
         try:
-            return Path(wanted).read_text(encoding="utf-8")
+            return Path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             names = ", ".join(sorted(tokenizer.chat_templates)) or "none"
             raise UsageError(
-                f"--chat-template {wanted} is neither a readable file ({error}) nor a template of the model's ({names})"
+                f"--chat-template {given} is neither a readable file ({error}) nor a template of the model's ({names})"
             ) from error
-    if wanted is None and "default" not in tokenizer.chat_templates:
+    if given is None and "default" not in tokenizer.chat_templates:
         raise UsageError(
             f"the model {model!r} has no chat template, so it is not known how it takes a conversation; "
             "give one with --chat-template, or use `fleetfoot generate`"
         )
-    return wanted
+    return given
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
     text: str
     reason: str | None
-    """Why it ended: ``stop``, ``length``, ``abort`` or ``error``."""
-    problem: str | None = None
-    """What went wrong, with ``error``."""
+    """Finish reason: ``stop``, ``length``, ``abort`` or ``error``."""
+    error: str | None = None
+    """Message, if the reason is ``error``."""
 
 
 class Chat:
-    """Reads turns, and has the model reply to each."""
+    """Reads turns and generates a reply to each."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Chat:
         template: str | None = None,
     ) -> None:
         self._engine = started.engine
-        self._limit = started.max_tokens_in_all
+        self._limit = started.engine.max_request_len
         self._tokenizer, self._params, self._template = tokenizer, params, template
         self.conversation = conversation
         self._title = f"{started.plan.config.model} on {started.plan.device}, runner {started.engine.runner_name}"
@@ -115,13 +117,13 @@ class Chat:
         self._is_interactive = sys.stdin is not None and sys.stdin.isatty()
 
     def run(self) -> int:
-        """Until the input ends or /exit. 1: a piped turn was refused or failed."""
+        """Run until the input ends or /exit. Returns 1 if a piped turn was refused or failed."""
         if self._is_interactive:
-            _tell(f"{self._title}. /help shows the commands.")
+            _print_status(f"{self._title}. /help shows the commands.")
         failed = False
         for line in self._lines():
             if line.startswith("/"):
-                if not self._obey(line):
+                if not self._run_command(line):
                     break
             elif line.strip():
                 failed |= not self._turn(line)
@@ -138,31 +140,33 @@ class Chat:
             import readline  # noqa: F401  # gives `input` line editing and a history
         while True:
             try:
-                yield _ask("> ")
+                yield _read_line("> ")
             except EOFError:  # Ctrl-D
-                _tell("")
+                _print_status("")
                 return
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def _obey(self, line: str) -> bool:
-        """Do what a line that begins with a slash says. False: end."""
+    def _run_command(self, line: str) -> bool:
+        """Run a line that begins with a slash. Returns False for /exit."""
         name, *rest = line.split(maxsplit=1)
         match name:
             case "/exit":
                 return False
             case "/help":
-                _tell(_COMMANDS)
+                _print_status(_COMMANDS)
             case "/reset":
                 self.conversation.reset()
-                _tell("the conversation is forgotten")
+                _print_status("the conversation is forgotten")
             case "/system":
                 self.conversation.system = rest[0].strip() if rest else None
-                _tell("the system message is set" if self.conversation.system else "there is no system message now")
+                _print_status(
+                    "the system message is set" if self.conversation.system else "there is no system message now"
+                )
             case "/stats":
-                _tell(self._stats())
+                _print_status(self._stats())
             case unknown:
-                _tell(f"unknown command {unknown}; there are /reset, /system, /stats, /help and /exit")
+                _print_status(f"unknown command {unknown}; there are /reset, /system, /stats, /help and /exit")
         return True
 
     def _stats(self) -> str:
@@ -179,30 +183,30 @@ class Chat:
     # --- a turn -----------------------------------------------------------------------------------------------------
 
     def _turn(self, text: str) -> bool:
-        """Ask, and print the reply; a turn without a reply is forgotten. False: it was refused or has failed."""
+        """Print the reply to a message; a turn without a reply is forgotten. Returns False if it was refused or failed."""
         self.conversation.ask(text)
         try:
             reply = self._reply(self._prompt())
-        except (ValueError, TypeError) as error:  # refused before anything was generated: the chat goes on
+        except (ValueError, TypeError) as error:  # refused before anything was generated; the chat continues
             reply = _Reply("", "error", str(error))
         if reply.text or reply.reason in ("stop", "length"):
             self.conversation.answer(reply.text)
         else:
             self.conversation.take_back()
-        if reply.problem:
-            _tell(f"fleetfoot chat: error: {reply.problem}")
+        if reply.error:
+            _print_status(f"fleetfoot chat: error: {reply.error}")
         elif reply.reason == "abort":
-            _tell("(stopped)" if reply.text else "(stopped before the first word: the turn is forgotten)")
-        return not reply.problem
+            _print_status("(stopped)" if reply.text else "(stopped before the first word: the turn is forgotten)")
+        return not reply.error
 
     def _prompt(self) -> list[int]:
-        """Token ids of the conversation, which forgets its beginning where it is too long."""
+        """Token ids of the conversation; drops its oldest turns if it is too long."""
         reserve = self._limit // 4
         if self._params.max_tokens is not None:
             reserve = min(reserve, self._params.max_tokens)
         prompt = fit(self.conversation, self._tokenize, limit=self._limit, reserve=reserve)
         if prompt.num_dropped:
-            _tell(
+            _print_status(
                 f"(the conversation grew too long; forgotten from its beginning: {count(prompt.num_dropped, 'turn')})"
             )
         return prompt.token_ids
@@ -219,8 +223,8 @@ class Chat:
         request_id = str(self._num_requests)
         self._num_requests += 1
         room = self._limit - len(token_ids)
-        wanted = room if self._params.max_tokens is None else min(room, self._params.max_tokens)
-        params = dataclasses.replace(self._params, max_tokens=wanted)
+        max_tokens = room if self._params.max_tokens is None else min(room, self._params.max_tokens)
+        params = dataclasses.replace(self._params, max_tokens=max_tokens)
         begin = time.perf_counter()
         self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
         parts: list[str] = []
@@ -235,24 +239,98 @@ class Chat:
                         print(flush=True)
                         self._replies.append(output.metrics)
                         self._last_s = time.perf_counter() - begin
-                        problem = str(completion.stop_reason) if completion.finish_reason == "error" else None
-                        return _Reply("".join(parts), completion.finish_reason, problem)
+                        message = str(completion.stop_reason) if completion.finish_reason == "error" else None
+                        return _Reply("".join(parts), completion.finish_reason, message)
                 if stop.is_set and not is_stopping:
                     is_stopping = True
                     self._engine.abort_request(request_id)
 
 
-def _ask(prompt: str) -> str:
-    """A line from the terminal; the prompt goes where it is seen."""
+def _read_line(prompt: str) -> str:
+    """A line from the terminal. The prompt goes to standard error if standard output is not a terminal."""
     if sys.stdout.isatty():
         return input(prompt)
     print(prompt, end="", file=sys.stderr, flush=True)
     return input()
 
 
-def _tell(text: str) -> None:
-    """To the user, not to who reads the replies."""
+def _print_status(text: str) -> None:
+    """Print to standard error: standard output holds the replies only."""
     print(text, file=sys.stderr, flush=True)
 
 
 COMMAND = Command("chat", "talk with a model", _add_arguments, _run, _EPILOG)
+
+
+@dataclass(slots=True)
+class _Turn:
+    user: str
+    assistant: str | None = None
+    """None before the reply."""
+
+    def messages(self) -> list[ChatMessage]:
+        messages = [{"role": "user", "content": self.user}]
+        if self.assistant is not None:
+            messages.append({"role": "assistant", "content": self.assistant})
+        return messages
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A system message and turns, each a user's message and the reply to it."""
+
+    system: str | None = None
+    turns: list[_Turn] = field(default_factory=list)
+
+    def ask(self, text: str) -> None:
+        """Begin a turn."""
+        self.turns.append(_Turn(text))
+
+    def answer(self, text: str) -> None:
+        """The reply to the last `ask`."""
+        self.turns[-1].assistant = text
+
+    def take_back(self) -> None:
+        """Remove the last turn."""
+        self.turns.pop()
+
+    def reset(self) -> None:
+        """Remove all turns; the system message stays."""
+        self.turns.clear()
+
+    def messages(self, first: int = 0) -> list[ChatMessage]:
+        """The system message, and the turns from index ``first`` on."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return system + [message for turn in self.turns[first:] for message in turn.messages()]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPrompt:
+    token_ids: list[int]
+    num_dropped: int
+    """Turns that were dropped to make room."""
+
+
+def fit(
+    conversation: Conversation, tokenize: Callable[[list[ChatMessage]], list[int]], *, limit: int, reserve: int
+) -> FittedPrompt:
+    """The prompt for the next reply. A conversation that is too long loses its oldest turns.
+
+    Args:
+        tokenize: renders messages as token ids.
+        limit: most tokens of prompt and reply together.
+        reserve: tokens to keep free for the reply, unless the last message alone leaves fewer.
+
+    Raises:
+        ValueError: the last message is too long; the conversation has not changed.
+    """
+    for first in range(len(conversation.turns)):
+        token_ids = tokenize(conversation.messages(first))
+        is_last = first == len(conversation.turns) - 1
+        if len(token_ids) + reserve <= limit or (is_last and len(token_ids) < limit):
+            del conversation.turns[:first]
+            return FittedPrompt(token_ids, first)
+    raise ValueError(
+        f"the message makes a prompt of {len(token_ids)} tokens, and there is room for {limit - 1}; "
+        f"shorten it, or raise max_model_len where the model allows"
+    )

@@ -1,35 +1,43 @@
-"""What a command of the CLI is, and how it says that it was called wrongly."""
+"""What a command of the CLI is, how it reports wrong usage, and how it starts an engine."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fleetfoot.cli.arguments import engine_config
+
+if TYPE_CHECKING:
+    from fleetfoot.engine.engine import LLMEngine
+    from fleetfoot.plan.plan import EnginePlan
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One row of the table in `fleetfoot.cli.main`."""
+    """A subcommand; `fleetfoot.cli.main` lists all of them."""
 
     name: str
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    """Adds flags, or commands of the command's own (with `add_command`)."""
+    """Adds flags, or nested commands (with `add_command`)."""
     run: Callable[[argparse.Namespace], int] | None = None
-    """Does the work and returns the exit code; None where `add_arguments` adds commands that do."""
+    """Runs the command and returns its exit code; None if `add_arguments` adds nested commands."""
     epilog: str | None = None
     positional: str = ""
-    """What stands before the flags in the usage."""
+    """Positional arguments in the usage line, before the flags."""
 
 
 class UsageError(Exception):
-    """The command was called with something that cannot work; its text is all that the user needs."""
+    """A flag, value or file cannot work. The message is shown without a traceback, and the exit code is 2."""
 
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """What is refused in here was refused because of what the user gave: settings, files, prompts."""
+    """Turn errors about settings, files and prompts into `UsageError`."""
     try:
         yield
     except (ValueError, TypeError, FileNotFoundError) as error:
@@ -37,19 +45,54 @@ def usage_errors() -> Iterator[None]:
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> None:
-    """Put a command into a parser's table; the parsed arguments get its ``run`` and ``parser``."""
+    """Add a command's parser. The parsed arguments get its ``run`` and ``parser``."""
     parser = commands.add_parser(
         command.name,
         help=command.help,
         description=command.help[0].upper() + command.help[1:] + ".",
         epilog=command.epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # else a new flag could make a script's abbreviation ambiguous
+        allow_abbrev=False,  # with abbreviations, a new flag could make an old script ambiguous
     )
     command.add_arguments(parser)
     if command.run is not None:
-        parser.usage = (
-            f"{parser.prog} {command.positional}[FLAG ...]"  # all of them would fill the screen before each error
-        )
+        # short: the list of all flags would fill the screen before each error
+        parser.usage = f"{parser.prog} {command.positional}[FLAG ...]"
         parser.add_argument("--verbose", action="store_true", help="log what happens, and show tracebacks of errors")
         parser.set_defaults(run=command.run, parser=parser)
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    """An engine of a command."""
+
+    engine: LLMEngine
+    start_s: float
+    """Seconds from the first import to an engine that accepts requests."""
+
+    @property
+    def plan(self) -> EnginePlan:
+        return self.engine.plan
+
+
+@contextmanager
+def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[StartedEngine]:
+    """Load the engine that the flags describe, and shut it down at the end.
+
+    Args:
+        defaults: values of settings that were not given.
+
+    Raises:
+        UsageError: settings, model and machine do not fit together.
+    """
+    begin = time.perf_counter()
+    with usage_errors():
+        config = engine_config(arguments, **defaults)  # validated before torch is imported
+
+        from fleetfoot.engine.engine import LLMEngine
+
+        engine = LLMEngine.from_config(config)
+    try:
+        yield StartedEngine(engine, time.perf_counter() - begin)
+    finally:
+        engine.shutdown()

@@ -1,4 +1,4 @@
-"""`fleetfoot generate`: prompts in, continuations out."""
+"""`fleetfoot generate`: continues prompts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from fleetfoot.cli.arguments import add_engine_arguments
-from fleetfoot.cli.command import Command, UsageError, usage_errors
-from fleetfoot.cli.json_output import dump_array, request_json
-from fleetfoot.cli.numbers import count, drafts_line, numbers_line
+from fleetfoot.cli.arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    check_sampling_arguments,
+    sampling_params,
+)
+from fleetfoot.cli.command import Command, StartedEngine, UsageError, started_engine, usage_errors
+from fleetfoot.cli.output import TextPrinter, count, drafts_line, dump_array, numbers_line, request_json
 from fleetfoot.cli.prompts import read_prompts
-from fleetfoot.cli.sampling_arguments import add_sampling_arguments, check_sampling_arguments, sampling_params
-from fleetfoot.cli.start import StartedEngine, started_engine
-from fleetfoot.cli.text_output import TextPrinter
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -76,13 +77,13 @@ def _run(arguments: argparse.Namespace) -> int:
             print(dump_array([request_json(output) for output in finished]))
         elif not arguments.stream:
             for output in finished:
-                printer.take(output)
+                printer.add(output)
         print(_summary(started, finished, duration_s), file=sys.stderr)
     return _report_errors(finished)
 
 
 def _add_requests(engine: LLMEngine, prompts: list[PromptType], params: SamplingParams) -> list[str]:
-    """Queue all prompts, or none: a prompt that is refused ends the command before anything is generated."""
+    """Queue all prompts. A prompt that is refused ends the command before anything is generated."""
     request_ids = [str(number) for number in range(1, len(prompts) + 1)]
     for request_id, prompt in zip(request_ids, prompts, strict=True):
         try:
@@ -94,7 +95,7 @@ def _add_requests(engine: LLMEngine, prompts: list[PromptType], params: Sampling
 
 
 def _generate(engine: LLMEngine, request_ids: list[str], printer: TextPrinter | None) -> list[RequestOutput]:
-    """Step until all requests have ended; with a printer, what they yield goes to it as it comes.
+    """Step until all requests have ended; a printer gets every output.
 
     Returns:
         The last output of each request, in order.
@@ -105,7 +106,7 @@ def _generate(engine: LLMEngine, request_ids: list[str], printer: TextPrinter | 
         while len(finished) < len(request_ids):
             for output in engine.step():
                 if printer is not None:
-                    printer.take(output)
+                    printer.add(output)
                 if output.finished:
                     finished[output.request_id] = output
                     bar.update(1, tokens=output.metrics.num_generation_tokens)

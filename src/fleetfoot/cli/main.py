@@ -1,6 +1,6 @@
-"""The `fleetfoot` command: finds the subcommand, and turns what happens into messages and an exit code.
+"""The `fleetfoot` command: parses arguments, runs the subcommand, and turns errors into messages and exit codes.
 
-Nothing here imports torch: `fleetfoot --help` answers at once, and so does a wrong flag.
+Nothing here imports torch, so `fleetfoot --help` and wrong flags are answered immediately.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import argparse
 import contextlib
 import difflib
 import io
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from fleetfoot._version import __version__
-from fleetfoot.cli import bench, chat, engine, generate, plan, proxy, verify, worker
+from fleetfoot.cli import bench, chat, generate, plan, processes, verify
 from fleetfoot.cli.arguments import flag_of
 from fleetfoot.cli.command import UsageError, add_command
-from fleetfoot.cli.logs import logs_on_stderr
 from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS
 
 COMMANDS = (
@@ -27,9 +28,9 @@ COMMANDS = (
     bench.COMMAND,
     plan.COMMAND,
     verify.COMMAND,
-    worker.COMMAND,
-    engine.COMMAND,
-    proxy.COMMAND,
+    processes.WORKER,
+    processes.ENGINE,
+    processes.PROXY,
 )
 
 _OTHER_COMMANDS = {
@@ -38,14 +39,14 @@ _OTHER_COMMANDS = {
     "complete": "it is fleetfoot generate",
     "run-batch": "fleetfoot generate takes a file of prompts",
 }
-"""Commands of other engines, each with what to do here."""
+"""Commands of other engines -> the command to use instead."""
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-"""128 + SIGINT, as shells have it."""
+"""128 + SIGINT, the convention of shells."""
 EXIT_BROKEN_PIPE = 141
-"""128 + SIGPIPE: whoever read the output has left, which is not a failure to complain about."""
+"""128 + SIGPIPE: the reader of standard output has closed it."""
 
 _EXIT_CODES = f"""\
 exit codes: 0 fine; {EXIT_FAILURE} something failed; {EXIT_USAGE} a wrong flag, value or file;
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: arguments without the program's name; None: the process's own.
+        argv: arguments without the program's name; None: those of the process.
 
     Returns:
         The exit code.
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(make_parser(), argv)
     except SystemExit as exit:  # argparse has printed help, the version or an error
         return exit.code if isinstance(exit.code, int) else 0
-    with logs_on_stderr(verbose=arguments.verbose), _any_text_on_stdout():
+    with logs_on_stderr(verbose=arguments.verbose), _replace_unencodable():
         return _run(arguments)
 
 
@@ -98,7 +99,7 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
 
 
 def _check_command(parser: argparse.ArgumentParser, name: str) -> None:
-    """Refuse a command that there is not, with what may have been meant."""
+    """Exit with an error for an unknown command, with a hint."""
     names = [command.name for command in COMMANDS]
     if name in names:
         return
@@ -108,10 +109,10 @@ def _check_command(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _hint(flag: str, known: argparse.ArgumentParser) -> str:
-    """What to do instead of a flag that a command does not have."""
+    """What to use instead of an unknown flag."""
     flags = list(known._option_string_actions)
     name = flag.lstrip("-").replace("-", "_")
-    if flag.startswith("-") and flag_of("tensor_parallel_size") in flags:  # the command takes an engine's settings
+    if flag.startswith("-") and flag_of("tensor_parallel_size") in flags:  # the command has engine flags
         name = ENGINE_FLAGS.get(name, name)
         if flag_of(name) in flags:
             return f"it is {flag_of(name)}"
@@ -126,30 +127,36 @@ def _run(arguments: argparse.Namespace) -> int:
     name = arguments.parser.prog
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()  # here, where a reader that has left can still be dealt with
+        sys.stdout.flush()  # here, where a closed pipe is still handled
         return code
     except UsageError as error:
-        _complain(f"{name}: error: {error}", arguments.verbose)
+        _print_error(f"{name}: error: {error}", arguments.verbose)
         return EXIT_USAGE
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the terminal has written ^C
+        print(file=sys.stderr)  # ends the line with the terminal's ^C
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _drop_stdout()
+        _close_stdout()
         return EXIT_BROKEN_PIPE
     except Exception as error:
         text = str(error) or type(error).__name__
         if not isinstance(error, RuntimeError | OSError | ValueError):
-            text = f"{type(error).__name__}: {error}"  # a KeyError's text is the key alone
-        _complain(f"{name}: error: {text}", arguments.verbose)
+            text = f"{type(error).__name__}: {error}"  # the text of a KeyError is only the key
+        _print_error(f"{name}: error: {text}", arguments.verbose)
         if not arguments.verbose:
             print("(--verbose shows the traceback)", file=sys.stderr)
         return EXIT_FAILURE
 
 
-@contextlib.contextmanager
-def _any_text_on_stdout() -> Iterator[None]:
-    """A model may write what the terminal's encoding does not have: that becomes a question mark, not an error."""
+def _print_error(message: str, verbose: bool) -> None:
+    if verbose:
+        traceback.print_exc()
+    print(message, file=sys.stderr)
+
+
+@contextmanager
+def _replace_unencodable() -> Iterator[None]:
+    """Print a question mark for characters that the encoding of standard output lacks, instead of raising."""
     stream = sys.stdout
     if not isinstance(stream, io.TextIOWrapper):
         yield
@@ -162,19 +169,36 @@ def _any_text_on_stdout() -> Iterator[None]:
         stream.reconfigure(errors=errors)
 
 
-def _complain(message: str, verbose: bool) -> None:
-    if verbose:
-        traceback.print_exc()
-    print(message, file=sys.stderr)
-
-
-def _drop_stdout() -> None:
-    """What is left in the buffer goes nowhere, lest the interpreter complain when it flushes it at its end."""
-    with contextlib.suppress(OSError, ValueError):  # a stdout without a file descriptor needs nothing
+def _close_stdout() -> None:
+    """Redirect standard output to the null device: the interpreter flushes its buffer at exit."""
+    with contextlib.suppress(OSError, ValueError):  # a stdout without a file descriptor has no such buffer
         descriptor = sys.stdout.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)
         os.close(null)
+
+
+class _StderrHandler(logging.Handler):
+    """Looks standard error up for each record: a progress bar replaces it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+@contextmanager
+def logs_on_stderr(*, verbose: bool) -> Iterator[None]:
+    """Print warnings, or with ``verbose`` everything from INFO on. Restores the logger's state at the end."""
+    logger = logging.getLogger("fleetfoot")
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 if __name__ == "__main__":

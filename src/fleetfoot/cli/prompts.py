@@ -1,4 +1,4 @@
-"""Where the prompts of a command come from: flags, files, standard input."""
+"""Prompts of a command: from flags, files or standard input."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fleetfoot.cli.command import UsageError
 from fleetfoot.records.prompts import PromptType
 
 STORY_OPENING = "Once upon a time, by the sea, there lived"
-"""The prompt where none is given: the embedded model tells stories."""
+"""The default prompt: the embedded model tells stories."""
 
 _KEYS = ("prompt", "prompt_token_ids")
 
 
 def read_prompts(texts: Sequence[str], file: str | None) -> list[PromptType]:
-    """Prompts from flags, then those of a file; without either, standard input as one prompt, or a story's opening.
+    """Prompts from flags, then from a file; without either, standard input as one prompt, or `STORY_OPENING`.
 
     Args:
-        file: a prompt on each line, or a JSON object where the name ends in ``.jsonl``; ``-`` is standard input.
+        file: a prompt on each line, or a JSON object if the name ends in ``.jsonl``; ``-`` is standard input.
 
     Raises:
         UsageError: the file cannot be read or has no prompts.
@@ -59,11 +59,11 @@ def _read_json_prompt(line: str, where: str) -> Any:
         raise UsageError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict) or not any(key in value for key in _KEYS):
         raise UsageError(f'{where} is no prompt; write {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}')
-    return value  # the engine checks what is in it
+    return value  # the engine validates the values
 
 
 def _piped_prompt() -> str:
-    """What was piped in, without the line break at its end; empty when standard input is a terminal or absent."""
+    """Standard input without its last line break; empty if it is a terminal or absent."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     return _read_stdin().removesuffix("\n").removesuffix("\r")

@@ -1,36 +1,34 @@
-"""`fleetfoot verify`: the same requests through both model runners, and where they part."""
+"""`fleetfoot verify`: runs the same requests through both model runners and compares tokens and logprobs."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_model_argument, given_settings
-from fleetfoot.cli.command import Command, UsageError, usage_errors
-from fleetfoot.cli.json_output import dump_object
-from fleetfoot.cli.numbers import count
+from fleetfoot.cli.command import Command, StartedEngine, UsageError, started_engine, usage_errors
+from fleetfoot.cli.output import count, dump_object
 from fleetfoot.cli.prompts import read_prompts_file
-from fleetfoot.cli.start import StartedEngine, started_engine
-from fleetfoot.cli.verify_compare import Comparison, compare
 from fleetfoot.config.engine import EMBEDDED_MODEL
+from fleetfoot.records.logprobs import Logprob
+from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
-if TYPE_CHECKING:
-    from fleetfoot.records.outputs import RequestOutput
-
 DEFAULT_MAX_TOKENS = 32
 NUM_LOGPROBS = 20
-"""Most probable tokens of each position whose logprobs are compared."""
+"""Logprobs are compared for this many most probable tokens of each position."""
 PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 64, 100)
-"""Of the default prompts, in tokens: ragged, at the borders of KV blocks, and over several of them."""
-SHARED = 32
-"""Tokens that the last two default prompts begin with, so that the prefix cache is met."""
+"""Of the default prompts, in tokens: ragged, at block boundaries, and over several blocks."""
+SHARED_PREFIX = 32
+"""Common prefix of the last two default prompts in tokens, for prefix cache hits."""
 
-_OWN = ("runner", "use_v2_model_runner")
+_RUNNER_FLAGS = ("runner", "use_v2_model_runner")
 _SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "seed": 1},
@@ -38,7 +36,7 @@ _SAMPLING: dict[str, dict[str, Any]] = {
     "penalized": {"temperature": 0.7, "presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
                   "seed": 3},
 }  # fmt: skip
-"""Ways of sampling, each with each prompt."""
+"""Each prompt is run with each of these."""
 
 _EPILOG = """\
 Each prompt is run greedily, with a seed, with a seed and filters, and with a seed and penalties, all in one batch,
@@ -61,10 +59,10 @@ The exit code is 0 if all tokens are equal, 1 if some differ, 2 if the command w
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """All requests through one runner."""
+    """Results of one runner."""
 
     runner: str
-    """As the engine reports it."""
+    """Name that the engine reports."""
     device: str
     dtype: str
     outputs: list[RequestOutput]
@@ -85,7 +83,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens to generate for each request (default: {DEFAULT_MAX_TOKENS})",
     )
-    add_engine_arguments(parser, leave_out=("model", *_OWN))
+    add_engine_arguments(parser, leave_out=("model", *_RUNNER_FLAGS))
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -103,43 +101,44 @@ def _run(arguments: argparse.Namespace) -> int:
 def _run_all(arguments: argparse.Namespace, prompts: list[PromptType] | None, *, use_v2: bool) -> _Run:
     has_text = any(isinstance(prompt, str) or "prompt_token_ids" not in prompt for prompt in prompts or ())
     with started_engine(arguments, use_v2_model_runner=use_v2, skip_tokenizer_init=not has_text) as started:
-        chosen = default_prompts(started, arguments.max_tokens) if prompts is None else prompts
-        outputs = _generate(started, chosen, arguments.max_tokens)
+        if prompts is None:
+            prompts = default_prompts(started, arguments.max_tokens)
+        outputs = _generate(started, prompts, arguments.max_tokens)
         run = _Run(started.engine.runner_name, started.plan.device, started.plan.dtype, outputs)
-    _give_memory_back(run.device)
+    _release_memory(run.device)
     return run
 
 
 def default_prompts(started: StartedEngine, max_tokens: int) -> list[PromptType]:
-    """Random token ids, the same in each run; cut to what leaves room for the output."""
+    """Random token ids, the same in each run; truncated to leave room for the output."""
     source = random.Random(0)
-    longest = started.max_tokens_in_all - max_tokens
+    longest = started.engine.max_request_len - max_tokens
     if longest < 1:
         raise UsageError(
             f"--max-tokens is {max_tokens}, which leaves no room for a prompt: a request can have "
-            f"{started.max_tokens_in_all} tokens in all"
+            f"{started.engine.max_request_len} tokens in all"
         )
     vocab_size = started.engine.admission.vocab_size
     prompts = [[source.randrange(vocab_size) for _ in range(min(length, longest))] for length in PROMPT_LENGTHS]
-    prompts[-1][:SHARED] = prompts[-2][:SHARED][: len(prompts[-1])]
+    prompts[-1][:SHARED_PREFIX] = prompts[-2][:SHARED_PREFIX][: len(prompts[-1])]
     return [{"prompt_token_ids": prompt} for prompt in prompts]
 
 
 def _generate(started: StartedEngine, prompts: list[PromptType], max_tokens: int) -> list[RequestOutput]:
-    """The last output of each request: prompt by prompt, and for each prompt one for each entry of _SAMPLING."""
+    """The last output of each request: for each prompt, one for each entry of `_SAMPLING`."""
     engine, admission = started.engine, started.engine.admission
     limit = admission.vocab_size if admission.max_logprobs == -1 else min(admission.vocab_size, admission.max_logprobs)
-    wanted = min(NUM_LOGPROBS, limit)
+    num_logprobs = min(NUM_LOGPROBS, limit)
     with usage_errors():
         for number, prompt in enumerate(prompts):
-            for name, chosen in _SAMPLING.items():
+            for name, sampling in _SAMPLING.items():
                 params = SamplingParams(
-                    **chosen,
+                    **sampling,
                     max_tokens=max_tokens,
                     ignore_eos=True,
-                    logprobs=wanted,
-                    # whoever asks for these computes the whole prompt: the others meet the prefix cache
-                    prompt_logprobs=wanted if name == "greedy" else None,
+                    logprobs=num_logprobs,
+                    # prompt logprobs bypass the prefix cache, so only one of the requests has them
+                    prompt_logprobs=num_logprobs if name == "greedy" else None,
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
@@ -150,8 +149,8 @@ def _generate(started: StartedEngine, prompts: list[PromptType], max_tokens: int
     return [finished[f"{number} {name}"] for number in range(len(prompts)) for name in _SAMPLING]
 
 
-def _give_memory_back(device: str) -> None:
-    """What the first engine held must be free before the second sizes its KV cache."""
+def _release_memory(device: str) -> None:
+    """Free the first engine's memory before the second sizes its KV cache."""
     gc.collect()
     if device == "cuda":
         import torch
@@ -219,3 +218,155 @@ def _number(value: float | None) -> str:
 COMMAND = Command(
     "verify", "run the same requests through both model runners and compare", _add_arguments, _run, _EPILOG, "[MODEL] "
 )
+
+
+_Entry = dict[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDifference:
+    """The first output token of a request that differs; both runners saw the same tokens before it."""
+
+    request: int
+    """Number of the request, from 0."""
+    position: int
+    """In the output, from 0."""
+    tokens: tuple[int | None, int | None]
+    """Of V1 and V2; None: the output has ended."""
+    gaps: tuple[float | None, float | None]
+    """Of V1 and V2: most probable logprob at the position less the second one."""
+    error: str | None = None
+    """Why a runner ended the request with an error, if it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobDifference:
+    """Difference of a logprob that both runners returned."""
+
+    request: int
+    position: int
+    """In prompt and output together, from 0."""
+    token: int
+    difference: float
+    """V2 less V1."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Result of comparing two runs."""
+
+    num_tokens: int = 0
+    """Output tokens that are equal."""
+    num_logprobs: int = 0
+    """Logprobs compared."""
+    differences: list[TokenDifference] = field(default_factory=list)
+    """At most one for each request, in order."""
+    largest: LogprobDifference | None = None
+    """None if nothing was compared."""
+
+    @property
+    def first(self) -> TokenDifference | None:
+        """The one with the lowest position in the output; of several, that of the first request."""
+        return min(self.differences, key=lambda difference: (difference.position, difference.request), default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        largest = self.largest
+        return {
+            "equal": not self.differences,
+            "num_equal_tokens": self.num_tokens,
+            "first_difference": None if self.first is None else _as_json(self.first),
+            "differences": [_as_json(difference) for difference in self.differences],
+            "num_logprobs": self.num_logprobs,
+            "largest_logprob_difference": None
+            if largest is None
+            else {
+                "difference": largest.difference if math.isfinite(largest.difference) else None,
+                "request": largest.request,
+                "position": largest.position,
+                "token": largest.token,
+            },
+        }
+
+
+def compare(v1: Sequence[RequestOutput], v2: Sequence[RequestOutput]) -> Comparison:
+    """Compare two runs of the same requests.
+
+    Logprobs are compared for tokens that both runners returned, over the prompt and over the output up to and including
+    the first token that differs. After it the runners continue different texts.
+    """
+    comparison = Comparison()
+    for request, (first, second) in enumerate(zip(v1, v2, strict=True)):
+        _compare_request(comparison, request, first, second)
+    return comparison
+
+
+def _compare_request(comparison: Comparison, request: int, v1: RequestOutput, v2: RequestOutput) -> None:
+    for position, pair in enumerate(zip(v1.prompt_logprobs or (), v2.prompt_logprobs or (), strict=True)):
+        _compare_logprobs(comparison, request, position, *pair)
+    first, second = v1.outputs[0], v2.outputs[0]
+    num_equal = _num_equal(first.token_ids, second.token_ids)
+    comparison.num_tokens += num_equal
+    for position in range(num_equal + 1):
+        entries = _at(first.logprobs, position), _at(second.logprobs, position)
+        _compare_logprobs(comparison, request, len(v1.prompt_token_ids) + position, *entries)
+    if num_equal < max(len(first.token_ids), len(second.token_ids)) or first.finish_reason != second.finish_reason:
+        errors = [output.stop_reason for output in (first, second) if output.finish_reason == "error"]
+        comparison.differences.append(
+            TokenDifference(
+                request=request,
+                position=num_equal,
+                tokens=(_at(first.token_ids, num_equal), _at(second.token_ids, num_equal)),
+                gaps=(_gap(_at(first.logprobs, num_equal)), _gap(_at(second.logprobs, num_equal))),
+                error=str(errors[0]) if errors else None,
+            )
+        )
+
+
+def _compare_logprobs(
+    comparison: Comparison, request: int, position: int, v1: _Entry | None, v2: _Entry | None
+) -> None:
+    if v1 is None or v2 is None:
+        return
+    for token, before in v1.items():
+        if token not in v2:
+            continue
+        after = v2[token].logprob
+        difference = 0.0 if after == before.logprob else after - before.logprob  # equal infinities
+        comparison.num_logprobs += 1
+        if comparison.largest is None or _size(difference) > _size(comparison.largest.difference):
+            comparison.largest = LogprobDifference(request, position, token, difference)
+
+
+def _size(difference: float) -> float:
+    """NaN counts as infinite."""
+    return math.inf if math.isnan(difference) else abs(difference)
+
+
+def _num_equal(first: list[int], second: list[int]) -> int:
+    for position, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return position
+    return min(len(first), len(second))
+
+
+def _gap(entry: _Entry | None) -> float | None:
+    if entry is None or len(entry) < 2:
+        return None
+    best, second, *_ = sorted((chance.logprob for chance in entry.values()), reverse=True)
+    return best - second
+
+
+def _at(values: Sequence[Any] | None, index: int) -> Any:
+    return values[index] if values is not None and index < len(values) else None
+
+
+def _as_json(difference: TokenDifference) -> dict[str, Any]:
+    return {
+        "request": difference.request,
+        "position": difference.position,
+        "v1_token": difference.tokens[0],
+        "v2_token": difference.tokens[1],
+        "v1_gap": difference.gaps[0],
+        "v2_gap": difference.gaps[1],
+        "error": difference.error,
+    }

@@ -247,6 +247,12 @@ class LLMEngine:
         """Of all requests that have ever been added."""
         return self.stats_collector.num_prompt_tokens
 
+    @property
+    def max_request_len(self) -> int:
+        """Most tokens of prompt and output of one request: limited by ``max_model_len`` and by the KV cache."""
+        cache = self.core.scheduler.config
+        return min(self.admission.max_model_len, cache.num_blocks * cache.block_size)
+
     def may_begin(self, num_waiting: int) -> bool:
         """Whether prompts of so many tokens fill a step that is the same whatever is queued behind them."""
         scheduling = self.core.scheduler.config

@@ -1,0 +1,149 @@
+"""The roofline of a benchmark: the time that memory bandwidth and arithmetic alone would take.
+
+Peak rates of the machine are measured with a copy and a matrix product. Nothing imports torch before it is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from fleetfoot.cli.bench_load import Work
+from fleetfoot.plan.roofline import Costs, Floor, Speed
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleetfoot.cli.bench_load import Samples
+    from fleetfoot.cli.command import StartedEngine
+
+_COPY_BYTES = 256 << 20
+_MATRIX_SIZE = {"cuda": 8192, "cpu": 2048}
+_REPEATS = 5
+
+
+# --- the roofline of what was run -------------------------------------------------------------------------------------
+
+
+def measure_floor(started: StartedEngine) -> Floor | None:
+    """The roofline of an engine's model on this machine; None if the GPU has no memory left to measure it."""
+    import torch
+
+    plan = started.plan
+    try:
+        rates = measure_peak_rates(plan.device, plan.dtype)
+    except torch.OutOfMemoryError:
+        return None
+    # on a CPU, all ranks share the measured rates
+    num_devices = plan.config.world_size if plan.device == "cuda" else 1
+    speed = Speed(num_devices * rates.bytes_per_s, num_devices * rates.flops_per_s)
+    return Floor(Costs.of(plan.model, plan.dtype), speed)
+
+
+def floor_report(floor: Floor | None, samples: Samples, *, is_paced: bool = False) -> dict[str, Any] | None:
+    """Least time of the steps that were run, and its share of the time that they took.
+
+    Args:
+        is_paced: requests arrived over time, so the duration includes waiting; the share is then None.
+    """
+    if floor is None:
+        return None
+    duration = sum(samples.load_duration)
+    linear = sum(floor.linear_s(step.num_tokens, step.num_requests) for step in samples.steps)
+    attention = _attention_s(floor, samples.work)
+    return {
+        "copy_bandwidth_gb_s": floor.speed.bytes_per_s / 1e9,
+        "matmul_tflop_s": floor.speed.flops_per_s / 1e12,
+        "duration_s": linear + attention,
+        "linear_s": linear,
+        "attention_s": attention,
+        "share": None if is_paced or not duration else (linear + attention) / duration,
+    }
+
+
+def batch_floors(floor: Floor, batch_size: int, input_len: int, output_len: int) -> dict[str, float]:
+    """Least time to first token and time per output token of a batch of equal requests, in milliseconds."""
+    first = floor.linear_s(batch_size * input_len, batch_size) + batch_size * floor.prefill_attention_s(input_len)
+    content = {"ttft_ms": 1e3 * first}
+    if output_len > 1:
+        reading = batch_size * floor.decode_attention_s(input_len, output_len) / (output_len - 1)
+        content["tpot_ms"] = 1e3 * (floor.linear_s(batch_size, batch_size) + reading)
+    return content
+
+
+def _attention_s(floor: Floor, work: Sequence[Work]) -> float:
+    return sum(
+        floor.prefill_attention_s(request.num_prompt_tokens, request.num_cached_tokens)
+        + floor.decode_attention_s(request.num_prompt_tokens, request.num_output_tokens)
+        for request in work
+    )
+
+
+# --- peak rates of the machine ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PeakRates:
+    """Of one device."""
+
+    bytes_per_s: float
+    """Read plus written, by a copy larger than the caches."""
+    flops_per_s: float
+    """Of a square matrix product in the model's dtype; a multiply-add counts as two."""
+
+
+def measure_peak_rates(device: str, dtype: str) -> PeakRates:
+    """Takes a second or less, and 1 GB of GPU memory meanwhile.
+
+    Args:
+        device: ``cpu`` or ``cuda``, the current one.
+        dtype: torch's name.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has too little memory left.
+    """
+    import torch
+
+    return PeakRates(_copy_rate(device), _matmul_rate(device, getattr(torch, dtype)))
+
+
+def _copy_rate(device: str) -> float:
+    import torch
+
+    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+
+
+def _matmul_rate(device: str, dtype: torch.dtype) -> float:
+    import torch
+
+    size = _MATRIX_SIZE[device]
+    a = torch.randn(size, size, dtype=dtype, device=device)
+    b = torch.randn_like(a)
+    out = torch.empty_like(a)
+    return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out), device)
+
+
+def _seconds(work: Callable[[], object], device: str) -> float:
+    """Median of several runs, after one warm-up run."""
+    work()
+    return median(_timed(work, device) for _ in range(_REPEATS))
+
+
+def _timed(work: Callable[[], object], device: str) -> float:
+    if device == "cpu":
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+    import torch
+
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    work()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
