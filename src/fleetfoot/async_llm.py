@@ -20,7 +20,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.garbage import short_collections
+from fleetfoot.utils.process import short_collections
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer

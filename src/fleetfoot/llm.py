@@ -15,8 +15,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import ChatMessage, PromptType
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.garbage import short_collections
-from fleetfoot.utils.interrupts import StopSignal, deferred_interrupts
+from fleetfoot.utils.process import StopSignal, deferred_interrupts, short_collections
 from fleetfoot.utils.progress import ProgressBar, progress_bar
 
 if TYPE_CHECKING:

@@ -20,9 +20,8 @@ from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.config import env
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.server.disaggregation.engine_client import EngineClient
-from fleetfoot.server.disaggregation.engine_server import EngineServer, reserve
-from fleetfoot.server.disaggregation.local_engine import LocalEngine
+from fleetfoot.server.disaggregation.client import EngineClient
+from fleetfoot.server.disaggregation.serve import EngineServer, LocalEngine, reserve
 
 Command = Callable[..., "subprocess.Popen[str]"]
 
@@ -89,8 +88,8 @@ def test_what_cannot_work_is_said(command: Command) -> None:
             (("proxy", "--prefill", "nowhere", "--decode", "127.0.0.1:1"), "'nowhere'; it must be host:port"),
             (("proxy", "--prefill", "127.0.0.1:99999", "--decode", "127.0.0.1:1"), "argument --prefill: address is"),
             (("proxy", "--prefill-timeout", "0"), "--prefill-timeout: 0 is no time to wait"),
-            (("engine", f"--port={port}"), f"nobody can listen on 127.0.0.1:{port}"),
-            (("engine", "--port=99999"), "nobody can listen on 127.0.0.1:99999"),
+            (("engine", f"--port={port}"), f"cannot listen on 127.0.0.1:{port}"),
+            (("engine", "--port=99999"), "cannot listen on 127.0.0.1:99999"),
         ]:
             process = command(*arguments)
             _, errors = process.communicate(timeout=60)
@@ -116,7 +115,7 @@ def test_a_dead_engine_is_told_of(text_model: Path) -> None:
 
 _PARENT = """
 import json, sys
-from fleetfoot.server.disaggregation.engine_process import EngineProcess
+from fleetfoot.server.disaggregation.client import EngineProcess
 
 process = EngineProcess(json.loads(sys.argv[1]))
 process.wait_until_ready()

@@ -34,11 +34,10 @@ from tests.helpers.prefill_decode import (
 from fleetfoot import AsyncLLM, LLMEngine
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.server.disaggregation.engine_client import EngineClient
-from fleetfoot.server.disaggregation.engine_process import EngineProcess
-from fleetfoot.server.disaggregation.local_engine import LocalEngine
+from fleetfoot.server.disaggregation.client import EngineClient, EngineProcess
 from fleetfoot.server.disaggregation.messages import EngineUnreachableError
 from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
+from fleetfoot.server.disaggregation.serve import LocalEngine
 
 Outputs = dict[str, RequestOutput]
 MakeEngine = Callable[..., LLMEngine]

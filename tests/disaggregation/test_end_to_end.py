@@ -17,9 +17,9 @@ from tests.helpers.prefill_decode import PARAMS, PROMPTS, SIZE, VOCAB
 from fleetfoot import SamplingParams
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind
-from fleetfoot.server.disaggregation.engine_client import EngineClient
-from fleetfoot.server.disaggregation.engine_server import EngineServer, reserve
+from fleetfoot.server.disaggregation.client import EngineClient
 from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
+from fleetfoot.server.disaggregation.serve import EngineServer, reserve
 
 Outputs = dict[str, RequestOutput]
 

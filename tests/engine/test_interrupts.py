@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.engines import TEXT_MODEL, prompt_of
 
 from fleetfoot import LLM, EngineDeadError, SamplingParams
-from fleetfoot.utils.interrupts import StopSignal, deferred_interrupts
+from fleetfoot.utils.process import StopSignal, deferred_interrupts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [prompt_of(length, TEXT_MODEL["vocab_size"], seed=length) for length in (3, 9, 5)]

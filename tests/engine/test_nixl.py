@@ -30,8 +30,8 @@ from tests.helpers.prefill_decode import (
 )
 
 from fleetfoot import AsyncLLM, LLMEngine
-from fleetfoot.server.disaggregation.local_engine import LocalEngine
 from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
+from fleetfoot.server.disaggregation.serve import LocalEngine
 
 Make = Callable[..., LLMEngine]
 

@@ -10,8 +10,8 @@ from typing import Any
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.server.disaggregation.engine import Engine
-from fleetfoot.server.disaggregation.engine_process import EngineProcess
+from fleetfoot.server.disaggregation.client import EngineProcess
+from fleetfoot.server.disaggregation.messages import Engine
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, nixl
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

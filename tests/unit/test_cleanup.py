@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetfoot.utils.cleanup import run_all
+from fleetfoot.utils.process import run_all
 
 
 def test_every_action_runs_and_the_first_error_is_raised(caplog: pytest.LogCaptureFixture) -> None:

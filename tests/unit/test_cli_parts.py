@@ -24,7 +24,7 @@ from fleetfoot.records.logprobs import Logprob
 from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.scheduler import SchedulerStats
-from fleetfoot.utils.interrupts import StopSignal
+from fleetfoot.utils.process import StopSignal
 
 # --- prompts ------------------------------------------------------------------------------------------------------
 

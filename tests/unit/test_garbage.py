@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
 
 from fleetfoot import SamplingParams
-from fleetfoot.utils.garbage import short_collections
+from fleetfoot.utils.process import short_collections
 
 
 class Knot:

@@ -12,7 +12,7 @@ import torch
 
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams, bad_words_token_ids
 from fleetfoot.sampling.seeds import request_seed
-from fleetfoot.utils.suggest import unknown_keyword
+from fleetfoot.utils.validation import unknown_keyword
 
 
 def test_defaults_and_positional_order_are_vllms():

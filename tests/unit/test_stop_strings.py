@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_builders import byte_fallback_backend, byte_level_backend
 
-from fleetfoot.tokenizer.stop import NoStopStrings, StopStringChecker, stop_checker
-from fleetfoot.tokenizer.text_stream import TextStream
+from fleetfoot.tokenizer.text_stream import NoStopStrings, StopStringChecker, TextStream, stop_checker
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 # Few letters make overlaps and near misses common.

@@ -23,7 +23,7 @@ from fleetfoot.cli.output import count, numbers_line
 from fleetfoot.records.outputs import RequestMetrics
 from fleetfoot.records.prompts import ChatMessage
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.interrupts import StopSignal
+from fleetfoot.utils.process import StopSignal
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -183,7 +183,7 @@ class Chat:
     # --- a turn -----------------------------------------------------------------------------------------------------
 
     def _turn(self, text: str) -> bool:
-        """Print the reply to a message; a turn without a reply is forgotten. Returns False if it was refused or failed."""
+        """Print the reply to a message; a turn without one is dropped. Returns False on an error."""
         self.conversation.ask(text)
         try:
             reply = self._reply(self._prompt())

@@ -12,8 +12,7 @@ from fleetfoot.config.generation import GenerationOverride
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS
-from fleetfoot.utils.hosts import is_host
-from fleetfoot.utils.suggest import unknown_keyword
+from fleetfoot.utils.validation import is_host, unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]

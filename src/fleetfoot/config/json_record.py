@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fleetfoot.utils.suggest import unknown_keyword
+from fleetfoot.utils.validation import unknown_keyword
 
 
 def checked_object(field: str, value: Any, record: type, advice: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fleetfoot.utils.suggest import unknown_keyword
+from fleetfoot.utils.validation import unknown_keyword
 
 _NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
 _NO_MULTIMODAL = "models take text alone; leave it out"

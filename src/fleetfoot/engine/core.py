@@ -13,7 +13,7 @@ from fleetfoot.records.request import Request, RequestStatus, StepResult
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.utils.cleanup import run_all
+from fleetfoot.utils.process import run_all
 
 StepOutput = tuple[list[StepResult], ModelRunnerOutput]
 

@@ -19,7 +19,7 @@ from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.utils.cleanup import run_all
+from fleetfoot.utils.process import run_all
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from fleetfoot.executor.ranks import answering_ranks
 from fleetfoot.executor.specs import Rendezvous, WorkerSpec
 from fleetfoot.executor.worker import Worker
 from fleetfoot.runner.contract import PendingOutput
-from fleetfoot.utils.garbage import short_collections
+from fleetfoot.utils.process import short_collections
 
 logger = logging.getLogger(__name__)
 

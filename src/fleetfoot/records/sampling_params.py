@@ -13,7 +13,7 @@ from functools import cache
 from numbers import Real
 from typing import Any
 
-from fleetfoot.utils.suggest import checked_keywords
+from fleetfoot.utils.validation import checked_keywords
 
 MAX_COPIES = 16384
 EXTRA_ARGS = ("kv_transfer_params",)

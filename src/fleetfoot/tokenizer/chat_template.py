@@ -14,9 +14,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from fleetfoot.tokenizer.chat_messages import join_text_parts, plain_json, read_messages, read_records
-
-# Marks the place in a rendered chat behind which the model continues. The space after it shows whether the template
+# Marks the place in a rendered chat after which the model continues. The space after it shows whether the template
 # trims the content.
 _CONTINUE_MARK = "<<|fleetfoot:continue|>>"
 
@@ -26,7 +24,7 @@ class ChatTemplate:
 
     Args:
         source: The Jinja source.
-        now: The clock behind `strftime_now`.
+        now: The clock of `strftime_now`.
 
     Raises:
         ValueError: The source is not valid Jinja; the message names the line.
@@ -40,7 +38,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
         self.takes_content_parts = _iterates_over_content(syntax_tree)
-        """Whether the template reads a list of content parts; if not, it gets their text joined."""
+        """Whether the template accepts a list of content parts; if not, their texts are joined."""
 
     def render(
         self,
@@ -55,7 +53,7 @@ class ChatTemplate:
         """The prompt for a conversation; the arguments are those of `Tokenizer.apply_chat_template`.
 
         Args:
-            variables: Everything else that the template may read: special tokens by name, and a caller's own.
+            variables: All other variables of the template: special tokens by name, and those of the caller.
 
         Raises:
             ValueError: The messages are malformed, or the template refuses them or fails on them.
@@ -87,7 +85,7 @@ class ChatTemplate:
             return self._template.render(variables)
         except _TemplateRefusalError as error:
             raise ValueError(f"the chat template refuses these messages: {error.message}") from error
-        except Exception as error:  # a template is foreign code and can fail in any way
+        except Exception as error:  # a template can raise anything
             raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
 
 
@@ -96,7 +94,7 @@ class _TemplateRefusalError(jinja2.TemplateError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what a model is trained on. Inference renders the inside."""
+    """`{% generation %}...{% endgeneration %}` marks text that a model is trained on. Only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are jinja2's
 
@@ -107,7 +105,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscore attributes, which reach for Python's internals."""
+    """Jinja's namespace without underscore attributes, which give access to Python's internals."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -134,7 +132,7 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own filter escapes <, > and & for HTML, which a model never saw.
+        # Jinja's own filter escapes <, > and & for HTML, which is not in the training data.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -146,7 +144,7 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
 
 
 def _iterates_over_content(syntax_tree: jinja2.nodes.Template) -> bool:
-    """Whether a `for` of the template runs over a message's content, directly or through a variable."""
+    """Whether a `for` of the template iterates over a message's content, directly or through a variable."""
     names = {"content"}  # also the usual name of a macro's parameter
 
     def is_content(node: jinja2.nodes.Node | None) -> bool:
@@ -168,7 +166,7 @@ def _iterates_over_content(syntax_tree: jinja2.nodes.Template) -> bool:
 
 
 def _mark_final_message(message: dict[str, Any]) -> str:
-    """Puts the mark behind the message's text, in place; returns the text without it."""
+    """Append the mark to the message's text, in place; returns the text without it."""
     content = message.get("content")
     holder, key = (content[-1], "text") if isinstance(content, list) and content else (message, "content")
     text = holder.get(key)
@@ -185,5 +183,90 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
             "continue_final_message=True, but the chat template does not render the last message's content as it is, "
             "so the place to continue from cannot be found; pass the rendered prompt instead"
         )
-    # Without the space that follows the mark, the template trims; then it would have trimmed this text's end as well.
+    # A template that has removed the space after the mark trims content, so the end of this text is trimmed too.
     return before if after.startswith(" ") else before.rstrip()
+
+
+# Accepted names of a message's reasoning; templates read one of the first two.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A checked copy of a conversation, of plain JSON types; keys whose value is None are left out.
+
+    Raises:
+        ValueError: A message or a part of one is malformed; the error names the place.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(
+            f"messages must be a list of {{'role': ..., 'content': ...}} dicts, not a {type(messages).__name__}"
+        )
+    if not messages:
+        raise ValueError("messages is empty; at least one message is needed")
+    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def read_records(records: object, name: str) -> list[dict[str, Any]] | None:
+    """A checked copy of `tools` or `documents`: a list of dicts of plain JSON types, or None."""
+    if records is None:
+        return None
+    if not isinstance(records, list | tuple) or not all(isinstance(record, Mapping) for record in records):
+        raise ValueError(f"{name} must be a list of dicts, as JSON would give them")
+    return plain_json(records, name)
+
+
+def plain_json(value: Any, where: str) -> Any:
+    """A deep copy of JSON-like data. Templates are untrusted code, so they get no objects with methods of their own."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {plain_json(key, where): plain_json(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise ValueError(f"{where} is a {type(value).__name__}; a chat template takes plain JSON types only")
+
+
+def join_text_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with lists of text parts joined by newlines, for templates that accept only str content."""
+    return [
+        message | {"content": "\n".join(part["text"] for part in message["content"])}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{where} is a {type(message).__name__}; a dict with 'role' and 'content' is expected")
+    copy = {key: item for key, item in plain_json(message, where).items() if item is not None}
+    role = copy.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{where}.role is {role!r}; a string like 'user', 'assistant' or 'system' is expected")
+    content = copy.get("content")
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            _check_part(part, f"{where}.content[{i}]")
+    elif content is None and not copy.get("tool_calls"):
+        raise ValueError(f"{where} has no content; only a message with tool_calls may go without")
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"{where}.content is a {type(content).__name__}; a string or a list of parts is expected")
+    reasoning = next((copy[name] for name in _REASONING_FIELDS if name in copy), None)
+    if reasoning is not None:
+        copy["reasoning_content"] = reasoning
+        copy.setdefault("thinking", reasoning)
+    return copy
+
+
+def _check_part(part: object, where: str) -> None:
+    if not isinstance(part, dict):
+        raise ValueError(f"{where} is a {type(part).__name__}; {{'type': 'text', 'text': ...}} is expected")
+    if part.get("type") != "text":
+        raise ValueError(
+            f"{where}.type is {part.get('type')!r}; only 'text' parts are supported, the model reads no images, audio "
+            f"or files"
+        )
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"{where}.text is {part.get('text')!r}; a string is expected")

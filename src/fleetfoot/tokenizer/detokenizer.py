@@ -1,59 +1,66 @@
-"""The incremental detokenizer of one request."""
+"""Incremental detokenization: turns the output tokens of a request into text as they arrive.
+
+One stream for each kind of decoder in `pieces.py`. The text is that of prompt and output together less the prompt's own
+text, so a first token that begins with a space keeps it. A character that the prompt begins and the output completes
+belongs to the output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import codecs
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from fleetfoot.tokenizer.pieces import ByteFallbackDecoder, ByteLevelDecoder, TokenPieces
-from fleetfoot.tokenizer.streams import ByteFallbackStream, ByteLevelStream, TextDecoder
-from fleetfoot.tokenizer.window import WindowStream
+from fleetfoot.tokenizer.pieces import ByteFallbackDecoder, ByteLevelDecoder, PieceTable
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
+REPLACEMENT = "\ufffd"
 
-class IncrementalDetokenizer:
-    """Turns the output tokens of one request into text as they come.
+# An unfinished UTF-8 character has at most three bytes, so no more of a prompt can reach into the output.
+_MAX_UNFINISHED_BYTES = 3
+# Releases (usually of one token) that are decoded before the window, because a decoder may drop a space at the
+# beginning of a text. Each release begins with a character, so they are never split.
+_CONTEXT_RELEASES = 5
+# Pending tokens after which a run counts as invalid bytes rather than as an unfinished character.
+_MAX_PENDING_TOKENS = 8
 
-    The concatenation of all that `update` and `finish` return does not depend on how the tokens are cut into calls. For
-    an output of valid UTF-8 it is `decode(prompt + output)` without the prompt's text. No returned piece ends within a
-    character: the bytes of an unfinished one are held back, and `finish` gives them as U+FFFD. Ids that the tokenizer
-    does not know (models pad their vocabulary) give no text. The cost per token is constant.
 
-    Args:
-        tokenizer: The tokenizer of the request's model.
-        prompt_token_ids: The prompt; its tail decides about a leading space.
-        skip_special_tokens: Whether special tokens are left out of the text.
-        spaces_between_special_tokens: When False, the space with which some decoders join tokens is left out between
-            two neighbouring added tokens.
+class IncrementalDetokenizer(Protocol):
+    """Turns tokens into text as they arrive.
+
+    The concatenated results do not depend on how the tokens are split into calls. For valid UTF-8 they are
+    `decode(prompt + output)` without the prompt's text. No result ends within a character: unfinished bytes are held
+    back, and `finish` returns them as U+FFFD. Ids outside the tokenizer's vocabulary have no text, because models pad
+    their vocabulary. The cost per token is constant.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-    ) -> None:
-        pieces = tokenizer.pieces
-        self._stream = _open_stream(pieces, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens)
-
     def update(self, new_token_ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns the text that they finish."""
-        return self._stream.update(new_token_ids)
+        """Append tokens; returns the text that they complete."""
 
     def finish(self) -> str:
-        """Ends the output; returns what was held back, as replacement characters."""
-        return self._stream.finish()
+        """End the output; returns what was held back, as replacement characters."""
 
 
-def _open_stream(
-    pieces: TokenPieces,
-    prompt_token_ids: Sequence[int],
-    skip_special_tokens: bool,
-    spaces_between_special_tokens: bool,
-) -> TextDecoder:
+def make_detokenizer(
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int] = (),
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+) -> IncrementalDetokenizer:
+    """The detokenizer of one request.
+
+    Args:
+        tokenizer: Of the request's model.
+        prompt_token_ids: The prompt; its end decides about a leading space.
+        skip_special_tokens: Whether special tokens are left out of the text.
+        spaces_between_special_tokens: If False, the space with which some decoders join tokens is left out between two
+            adjacent added tokens.
+    """
+    pieces = tokenizer.pieces
     table = pieces.table(skip_special_tokens)
     match pieces.decoder:  # the first two never join tokens with a space
         case ByteLevelDecoder():
@@ -62,3 +69,191 @@ def _open_stream(
             return ByteFallbackStream(table, prompt_token_ids, strip_character, strip_left)
     unspaced = frozenset() if spaces_between_special_tokens else pieces.added_ids
     return WindowStream(pieces.decode_window, table, prompt_token_ids, unspaced)
+
+
+class NullDetokenizer:
+    """The detokenizer of a request without text."""
+
+    def update(self, new_token_ids: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class PromptReplacements:
+    """Removes the replacement characters of bytes that the prompt left unfinished and the output did not complete."""
+
+    def __init__(self, count: int) -> None:
+        self._prefix = REPLACEMENT * count
+
+    def remove(self, text: str) -> str:
+        if self._prefix and text:
+            text = text.removeprefix(self._prefix)
+            self._prefix = ""
+        return text
+
+
+class ByteLevelStream:
+    """Byte-level BPE: an incremental UTF-8 decoder. Invalid bytes become U+FFFD as in a full decode."""
+
+    def __init__(self, pieces: PieceTable[bytes], prompt_token_ids: Sequence[int]) -> None:
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(_last_bytes(map(pieces.__getitem__, reversed(prompt_token_ids))))
+        unfinished, _ = self._utf8.getstate()
+        # The decoder writes one replacement for the bytes that begin a character.
+        self._prompt = PromptReplacements(1 if unfinished else 0)
+
+    def update(self, new_token_ids: Sequence[int]) -> str:
+        data = b"".join(map(self._pieces.__getitem__, new_token_ids))
+        return self._prompt.remove(self._utf8.decode(data))
+
+    def finish(self) -> str:
+        return self._prompt.remove(self._utf8.decode(b"", final=True))
+
+
+class ByteFallbackStream:
+    """BPE with byte fallback: strings, and runs of single bytes that encode rare characters.
+
+    A full decode turns every byte of a run into U+FFFD if any byte of it is invalid. The end of a run is not known in a
+    stream, so here each complete character is kept, and each invalid byte becomes U+FFFD.
+    """
+
+    def __init__(
+        self, pieces: PieceTable[bytes | str], prompt_token_ids: Sequence[int], strip_character: str, strip_left: int
+    ) -> None:
+        self._pieces = pieces
+        self._strip_character = strip_character
+        # Leading spaces are stripped from prompt and output together, so only an empty prompt leaves any to strip.
+        self._strip_left = 0 if any(map(pieces.__getitem__, prompt_token_ids)) else strip_left
+        self._pending = bytearray(_last_bytes(map(pieces.__getitem__, reversed(prompt_token_ids))))
+        self._pop_characters()
+        self._prompt = PromptReplacements(len(self._pending))
+
+    def update(self, new_token_ids: Sequence[int]) -> str:
+        texts = []
+        for piece in map(self._pieces.__getitem__, new_token_ids):
+            if isinstance(piece, bytes):
+                self._pending += piece
+                texts.append(self._pop_characters())
+            elif piece:
+                texts.append(self._flush() + piece)
+        return self._release("".join(texts))
+
+    def finish(self) -> str:
+        return self._release(self._flush())
+
+    def _pop_characters(self) -> str:
+        """Remove complete characters and invalid bytes from the pending bytes, not the beginning of a character."""
+        text = ""
+        while self._pending:
+            try:
+                characters, num_bytes = codecs.utf_8_decode(self._pending, "strict", False)
+            except UnicodeDecodeError as error:
+                characters = self._pending[: error.start].decode() + REPLACEMENT * (error.end - error.start)
+                num_bytes = error.end
+            text += characters
+            del self._pending[:num_bytes]
+            if num_bytes == 0:
+                break
+        return text
+
+    def _flush(self) -> str:
+        text = REPLACEMENT * len(self._pending)
+        self._pending.clear()
+        return text
+
+    def _release(self, text: str) -> str:
+        text = self._prompt.remove(text)
+        while self._strip_left and text:
+            if text[0] != self._strip_character:
+                self._strip_left = 0
+            else:
+                text = text[1:]
+                self._strip_left -= 1
+        return text
+
+
+class WindowStream:
+    """Any other decoder: decodes two short windows of tokens for each new token, and returns the difference.
+
+    Args:
+        decode: Token ids to text, special tokens included.
+        tokens: Token id -> token, or "" for an id that has no text or is to be skipped.
+        prompt_token_ids: The tokens before the output.
+        unspaced_token_ids: Tokens between which the decoder's joining space is left out.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        tokens: PieceTable[str],
+        prompt_token_ids: Sequence[int],
+        unspaced_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._decode = decode
+        self._tokens = tokens
+        self._unspaced = unspaced_token_ids
+        self._last_unspaced = False
+        self._context = deque([self._prompt_tail(prompt_token_ids)], maxlen=_CONTEXT_RELEASES)
+        self._pending: list[int] = []
+        text = decode(self._context[0])
+        self._context_text = text.rstrip(REPLACEMENT)
+        self._prompt = PromptReplacements(len(text) - len(self._context_text))
+
+    def update(self, new_token_ids: Sequence[int]) -> str:
+        return "".join([self._step(token_id) for token_id in new_token_ids if self._tokens[token_id]])
+
+    def finish(self) -> str:
+        return self._release(len(self._pending), self._decode_after_context(self._pending))
+
+    def _step(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        joined = self._last_unspaced
+        self._last_unspaced = token_id in self._unspaced
+        num_tokens = len(self._pending)
+        window_text = self._decode_after_context(self._pending)
+        if window_text.endswith(REPLACEMENT):
+            if num_tokens <= _MAX_PENDING_TOKENS:
+                return ""
+            num_tokens -= _MAX_UNFINISHED_BYTES  # a token of an unfinished character has at least one byte
+            window_text = self._decode_after_context(self._pending[:num_tokens])
+        text = self._release(num_tokens, window_text)
+        if joined and self._last_unspaced and not self._tokens[token_id].startswith(" "):
+            text = text.removeprefix(" ")
+        return text
+
+    def _release(self, num_tokens: int, window_text: str) -> str:
+        """Move the first pending tokens to the context; returns their text, the end of `window_text`."""
+        text = window_text[len(self._context_text) :]
+        self._context.append(self._pending[:num_tokens])
+        del self._pending[:num_tokens]
+        self._context_text = self._decode_after_context([])
+        return self._prompt.remove(text)
+
+    def _decode_after_context(self, token_ids: list[int]) -> str:
+        return self._decode([*itertools.chain(*self._context), *token_ids])
+
+    def _prompt_tail(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt that have text; more if the first of them begins within a character."""
+        visible = (token_id for token_id in reversed(prompt_token_ids) if self._tokens[token_id])
+        tail = list(itertools.islice(visible, _CONTEXT_RELEASES))[::-1]
+        for token_id in itertools.islice(visible, _MAX_UNFINISHED_BYTES):
+            if not self._decode(tail).startswith(REPLACEMENT):
+                break
+            tail.insert(0, token_id)
+        return tail
+
+
+def _last_bytes(pieces_backwards: Iterable[bytes | str]) -> bytes:
+    """The last bytes of a prompt, enough to hold any unfinished character."""
+    tail = b""
+    for piece in pieces_backwards:
+        if isinstance(piece, bytes):
+            tail = piece + tail
+        elif piece:
+            break
+        if len(tail) >= _MAX_UNFINISHED_BYTES:
+            break
+    return tail[-_MAX_UNFINISHED_BYTES:]

@@ -1,4 +1,4 @@
-"""Reads the files that describe a tokenizer, and merges them in the order in which transformers does."""
+"""Reads the files of a tokenizer, and merges them in transformers' order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPECIAL_TOKENS_MAP_FILE = "special_tokens_map.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
 
-# How a config file spells a token: the bare string, or a dict with "content" and matching flags.
+# A token in a config file: a string, or a dict with "content" and matching flags.
 TokenSpec = str | Mapping[str, Any]
 
 _MAX_NAMES_LISTED = 20
@@ -22,7 +22,7 @@ _MAX_NAMES_LISTED = 20
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a checkpoint's tokenizer files say, before any tokenizer is built."""
+    """Contents of a checkpoint's tokenizer files."""
 
     tokenizer_json: Path
     """The `tokenizers` library's own file: vocabulary, merges, pre-tokenizer, post-processor, decoder."""
@@ -35,22 +35,22 @@ class TokenizerFiles:
     chat_templates: dict[str, str] = field(default_factory=dict)
     """Jinja sources by name; the unnamed template is called "default"."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """The whole of tokenizer_config.json."""
+    """All of tokenizer_config.json."""
 
 
 def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Reads the tokenizer files of a folder, or those beside the tokenizer.json that is named.
+    """Read the tokenizer files of a folder, or a tokenizer.json and the files beside it.
 
     Raises:
-        FileNotFoundError: There is no tokenizer.json; the message lists what is there and what would work.
-        ValueError: A file is not the JSON that its name promises.
+        FileNotFoundError: There is no tokenizer.json; the message lists the files that were found and what would work.
+        ValueError: A file is not valid JSON.
     """
     tokenizer_json = _find_tokenizer_json(Path(path))
     folder = tokenizer_json.parent
     settings = _read_json_object(folder / TOKENIZER_CONFIG_FILE)
     tokens = dict(settings)
     if "added_tokens_decoder" not in settings:
-        # special_tokens_map.json is the older place; a config with added_tokens_decoder already holds what it says.
+        # special_tokens_map.json is the older format; a config with added_tokens_decoder includes its contents.
         tokens.update(_read_json_object(folder / SPECIAL_TOKENS_MAP_FILE))
     extra = tokens.get("extra_special_tokens") or tokens.get("additional_special_tokens") or []
     named = {name: value for name, value in tokens.items() if name.endswith("_token") and _is_token_spec(value)}
@@ -72,7 +72,7 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
 
 
 def token_content(spec: TokenSpec) -> str:
-    """The token's string, however the config spells the token."""
+    """The token's string."""
     return spec if isinstance(spec, str) else spec["content"]
 
 
@@ -140,7 +140,7 @@ def _read_added_tokens(folder: Path, configured: object) -> dict[int, Mapping[st
 
 
 def _read_chat_templates(folder: Path, configured: object) -> dict[str, str]:
-    """Chat templates by name. Template files outrank the `chat_template` entry of tokenizer_config.json."""
+    """Chat templates by name. Template files override the `chat_template` entry of tokenizer_config.json."""
     templates = {}
     if (folder / CHAT_TEMPLATE_FILE).is_file():
         templates["default"] = _read_text(folder / CHAT_TEMPLATE_FILE)

@@ -1,9 +1,10 @@
-"""What each token contributes to a text, for the two decoders whose work can be done token by token.
+"""The text of single tokens, for the two kinds of decoder that work token by token.
 
 A `tokenizers` decoder is a function of a whole list of tokens. For byte-level BPE (GPT-2, Llama 3, Qwen) it joins
-bytes, and for SentencePiece-style BPE with byte fallback (Llama 2, Mistral) it joins strings and bytes, so a table from
-token id to piece, filled as ids are met, is all that a stream needs. `read_decoder` recognises these two from the
-decoder's own description; every other decoder is driven through its own code by `window.py`.
+bytes, and for SentencePiece-style BPE with byte fallback (Llama 2, Mistral) it joins strings and bytes, so a stream
+only needs a table from token id to piece, which is filled on demand. `read_decoder` recognises these two from the
+decoder's own description. Every other decoder runs its own code on short windows of tokens
+(`detokenizer.WindowStream`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class PieceTable(dict[int, Piece], Generic[Piece]):
-    """Token id -> piece, made on the first look-up: no start-up pass over a vocabulary of 150 000 entries."""
+    """Token id -> piece, computed on first access: a vocabulary can have 150 000 entries."""
 
     def __init__(self, make: Callable[[int], Piece]) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class ByteLevelDecoder:
     def piece(self, token: str) -> bytes:
         try:
             return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
-        except KeyError:  # an added token with characters outside of the byte alphabet, a space for instance
+        except KeyError:  # an added token with characters outside the byte alphabet, for example a space
             return token.encode()
 
 
@@ -53,7 +54,7 @@ class ByteFallbackDecoder:
     """(from, to) pairs applied to each token in order; ("▁", " ") in practice."""
     strip_character: str
     strip_left: int
-    """How many leading `strip_character`s the decoder removes from the whole text."""
+    """Number of leading `strip_character`s that the decoder removes from the whole text."""
 
     def piece(self, token: str) -> bytes | str:
         for old, new in self.replacements:
@@ -66,7 +67,7 @@ class TokenPieces:
     """The piece tables of one tokenizer, shared by all of its streams.
 
     Args:
-        backend: The tokenizer; its vocabulary must not change any more.
+        backend: The tokenizer; its vocabulary must not change afterwards.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -75,11 +76,11 @@ class TokenPieces:
         added_tokens = backend.get_added_tokens_decoder()
         self.added_ids = frozenset(added_tokens)
         self.skipped_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
-        """The ids that a decode with skip_special_tokens leaves out."""
+        """Ids that are left out with skip_special_tokens."""
         self._tables = {skip: self._table(self.skipped_ids if skip else frozenset()) for skip in (False, True)}
 
     def table(self, skip_special_tokens: bool) -> PieceTable[Any]:
-        """Token id -> bytes or str, as `decoder` says; the token itself without one. Empty for ids without text."""
+        """Token id -> bytes or str, depending on `decoder`; without one the token. Empty for ids without text."""
         return self._tables[skip_special_tokens]
 
     def decode_window(self, token_ids: Sequence[int]) -> str:
@@ -87,7 +88,7 @@ class TokenPieces:
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; b"" for an id without text."""
+        """The bytes of one token; b"" for an id without text."""
         piece = self._tables[False][token_id]
         if self.decoder is None:
             piece = self.decode_window([token_id])
@@ -104,7 +105,7 @@ class TokenPieces:
 
 
 def read_decoder(backend: tokenizers.Tokenizer) -> ByteLevelDecoder | ByteFallbackDecoder | None:
-    """The decoder of `backend` if it is one of the two that this module knows, else None."""
+    """The decoder of `backend` if it is one of the two that work token by token, else None."""
     if backend.decoder is None:
         return None
     description = json.loads(backend.decoder.__getstate__())

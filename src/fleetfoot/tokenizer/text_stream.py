@@ -1,33 +1,37 @@
-"""The text of one request as its tokens come: detokenized, and cut at its stop strings."""
+"""The text of one request: detokenized as tokens arrive, and ended by stop strings.
+
+The matcher of stop strings is the automaton of Aho and Corasick ("Efficient string matching: an aid to bibliographic
+search", 1975). Its state is the longest suffix of the text that begins a stop string: exactly the text to hold back.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from fleetfoot.tokenizer.detokenizer import IncrementalDetokenizer
-from fleetfoot.tokenizer.stop import stop_checker
-from fleetfoot.tokenizer.streams import NullDecoder, TextDecoder
+from fleetfoot.tokenizer.detokenizer import IncrementalDetokenizer, NullDetokenizer, make_detokenizer
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Output tokens in, released text out. A stop string never leaks, not even in part, across token borders.
+    """Turns output tokens into text. No part of a stop string is released, even if it spans several tokens.
 
     Args:
-        tokenizer: The tokenizer; None for an engine that runs on token ids alone, which gives no text.
-        prompt_token_ids: The prompt; its tail decides about a leading space.
-        detokenize: False for no text.
+        tokenizer: The tokenizer; None if the engine has none; the text is then empty.
+        prompt_token_ids: The prompt; its end decides about a leading space.
+        detokenize: Whether to generate text.
         skip_special_tokens: Whether special tokens are left out of the text.
-        spaces_between_special_tokens: See `IncrementalDetokenizer`.
+        spaces_between_special_tokens: See `make_detokenizer`.
         stop: Stop strings.
-        include_stop_str_in_output: Whether the text keeps what stopped it, a stop string or a stop token.
-        min_tokens: A stop string counts only if more than this many tokens were pushed when it is complete.
+        include_stop_str_in_output: Whether the text includes the stop string or stop token that ended it.
+        min_tokens: A stop string counts only if it is completed after more than this many tokens.
 
     Raises:
-        ValueError: Stop strings without text to find them in.
+        ValueError: There are stop strings, but no text.
     """
 
     def __init__(
@@ -42,29 +46,29 @@ class TextStream:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._detokenizer: TextDecoder
+        self._detokenizer: IncrementalDetokenizer
         if tokenizer is None or not detokenize:
             if stop:
                 raise ValueError(f"stop={list(stop)!r} needs text: detokenize=True and a tokenizer")
-            self._detokenizer = NullDecoder()
+            self._detokenizer = NullDetokenizer()
         else:
-            self._detokenizer = IncrementalDetokenizer(
+            self._detokenizer = make_detokenizer(
                 tokenizer, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens
             )
         self._checker = stop_checker(stop, include_stop_str_in_output)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._taken: list[str] = []  # the released text that take_delta gave
-        self._delta: list[str] = []  # the released text since then
+        self._taken: list[str] = []  # released text that take_delta has returned
+        self._delta: list[str] = []  # released text since then
         self.num_tokens_kept = 0
-        """How many tokens of the last push belong to the output: those up to the one that completed the stop string."""
+        """Tokens of the last `push` that belong to the output: up to the one that completed the stop string."""
         self.stop_string: str | None = None
         """The stop string that ended the text, or None."""
 
     @property
     def text(self) -> str:
-        """All text released so far. Joined when asked for, not with each token."""
+        """All text released so far. Joined on access, not for each token."""
         self._taken = ["".join(self._taken)]
         self._delta = ["".join(self._delta)]
         return self._taken[0] + self._delta[0]
@@ -77,16 +81,16 @@ class TextStream:
         return delta
 
     def push(self, new_token_ids: Sequence[int], ends_with_stop_token: bool = False) -> str | None:
-        """Takes the next tokens, one or several.
+        """Append tokens.
 
         Args:
             new_token_ids: The tokens.
             ends_with_stop_token: Whether the last of them is the EOS or stop token that ended the request. Its text is
-                left out, unless the text is to keep what stopped it.
+                left out unless ``include_stop_str_in_output`` is set.
 
         Returns:
-            The stop string that ended the text, or None. After it, `num_tokens_kept` says how many of these tokens are
-            part of the output; tokens that are pushed later are not.
+            The stop string that ended the text, or None. `num_tokens_kept` of these tokens are part of the output;
+            later ones are not.
         """
         self.num_tokens_kept = 0
         if self.stop_string is not None:
@@ -105,6 +109,131 @@ class TextStream:
         return None
 
     def finish(self) -> None:
-        """Ends the text: releases what was held back for a stop string or an unfinished character."""
+        """End the text: release what was held back for a stop string or an unfinished character."""
         if self.stop_string is None:
             self._delta += [self._checker.finish(), self._detokenizer.finish()]
+
+
+class StopChecker(Protocol):
+    """Finds the end of a text, and holds back what may become part of a stop string."""
+
+    def feed(self, text: str, can_stop: bool = True) -> tuple[str, str | None]:
+        """Append text; returns the text to release, and the stop string that was found or None."""
+
+    def finish(self) -> str:
+        """End the text; returns what was held back."""
+
+
+class NoStopStrings:
+    """The checker of a request without stop strings: releases everything immediately."""
+
+    def feed(self, text: str, can_stop: bool = True) -> tuple[str, str | None]:
+        return text, None
+
+    def finish(self) -> str:
+        return ""
+
+
+def stop_checker(stop: Sequence[str], include_stop_str_in_output: bool = False) -> StopChecker:
+    """The checker for `stop`, which may be empty."""
+    return StopStringChecker(stop, include_stop_str_in_output) if stop else NoStopStrings()
+
+
+class StopStringChecker:
+    """Finds the first of several stop strings in a stream of text.
+
+    The match that ends first wins; of several that end at the same character, the one that begins first (the longest).
+    The result does not depend on how the text is split into calls. The time per character is constant. At most the
+    length of the longest stop string less one is held back.
+
+    Args:
+        stop: The stop strings, none of them empty.
+        include_stop_str_in_output: Whether the released text includes the stop string.
+
+    Raises:
+        ValueError: `stop` is empty or holds an empty string.
+    """
+
+    def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
+        if not stop or not all(stop):
+            raise ValueError(f"stop={list(stop)!r} must hold at least one string, and no empty one")
+        self._include = include_stop_str_in_output
+        self._children: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._match: list[str | None] = [None]  # the longest stop string that ends in this state
+        for stop_string in stop:
+            self._insert(stop_string)
+        self._fallback = [0] * len(self._children)
+        self._link()
+        self._first_character = re.compile(f"[{''.join(map(re.escape, self._children[0]))}]")
+        self._state = 0
+        self._held = ""  # the text of the state: its length is the state's depth
+        self._matched: str | None = None
+
+    def feed(self, text: str, can_stop: bool = True) -> tuple[str, str | None]:
+        """Append text.
+
+        Args:
+            text: The next part of the text.
+            can_stop: Whether a stop string that ends in this part counts.
+
+        Returns:
+            The text to release, and the stop string that was found, or None. Text after the stop string is dropped,
+            including all text of later calls.
+        """
+        if self._matched is not None:
+            return "", self._matched
+        position = 0
+        while position < len(text):
+            if self._state == 0:  # jump to the next character that can begin a match
+                first = self._first_character.search(text, position)
+                if first is None:
+                    break
+                position = first.start()
+            self._state = self._next_state(self._state, text[position])
+            position += 1
+            stop_string = self._match[self._state]
+            if stop_string is not None and can_stop:
+                return self._stop(text[:position], stop_string)
+        text = self._held + text
+        num_released = len(text) - self._depth[self._state]
+        self._held = text[num_released:]
+        return text[:num_released], None
+
+    def finish(self) -> str:
+        """End the text; returns what was held back, which is empty after a match."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+    def _stop(self, text: str, stop_string: str) -> tuple[str, str]:
+        text = self._held + text
+        self._held = ""
+        self._matched = stop_string
+        return text if self._include else text[: len(text) - len(stop_string)], stop_string
+
+    def _next_state(self, state: int, character: str) -> int:
+        while state and character not in self._children[state]:
+            state = self._fallback[state]
+        return self._children[state].get(character, 0)
+
+    def _insert(self, stop_string: str) -> None:
+        state = 0
+        for character in stop_string:
+            if character not in self._children[state]:
+                self._children[state][character] = len(self._children)
+                self._children.append({})
+                self._depth.append(self._depth[state] + 1)
+                self._match.append(None)
+            state = self._children[state][character]
+        self._match[state] = stop_string
+
+    def _link(self) -> None:
+        """Set each state's fallback to the state of its longest proper suffix, shortest states first."""
+        queue = deque(self._children[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, child in self._children[state].items():
+                fallback = self._next_state(self._fallback[state], character)
+                self._fallback[child] = fallback
+                self._match[child] = self._match[child] or self._match[fallback]
+                queue.append(child)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_COMPILED_TEMPLATES = 16  # a request may bring its own template, so the cache needs a bound
+_MAX_COMPILED_TEMPLATES = 16  # bounded, because requests can have templates of their own
 
 
 class Tokenizer:
@@ -42,7 +42,7 @@ class Tokenizer:
         extra_special_tokens: Sequence[str] = (),
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        # A file may carry the truncation and padding of some training run; a prompt is never cut in silence.
+        # A file may have truncation and padding settings from training; a prompt must never be truncated silently.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -56,11 +56,11 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, folder_or_file: str | Path) -> Tokenizer:
-        """Loads the tokenizer of a checkpoint folder, or the tokenizer.json that is named with what lies beside it.
+        """Load the tokenizer of a checkpoint folder, or a tokenizer.json with the files beside it.
 
         Raises:
-            FileNotFoundError: There is no tokenizer.json; the message says what is there and what would work.
-            ValueError: A file cannot be read as what its name promises.
+            FileNotFoundError: There is no tokenizer.json; the message says what was found and what would work.
+            ValueError: A file is invalid.
         """
         files = read_tokenizer_files(folder_or_file)
         try:
@@ -135,7 +135,7 @@ class Tokenizer:
             raise TypeError(f"text must be a str, not {type(text).__name__}")
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # what the library says of a str that it cannot take
+        except TypeError as error:  # the library's error for a str that is not valid Unicode
             position = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             if position is None:
                 raise
@@ -145,26 +145,26 @@ class Tokenizer:
             ) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Ids that the tokenizer does not know give no text."""
+        """The text of token ids. Unknown ids have no text."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token by itself; bytes that are not valid UTF-8 become U+FFFD.
 
-        A leading space is kept, except by the decoders that cannot work token by token (see `pieces.py`). Special
-        tokens give their name, ids that the tokenizer does not know an empty string.
+        A leading space is kept, except by decoders that do not work token by token (see `pieces.py`). The text of a
+        special token is its name, that of an unknown id is empty.
         """
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; b"" for an id that the tokenizer does not know."""
+        """The bytes of one token; b"" for an unknown id."""
         return self.pieces.token_bytes(token_id)
 
     def __len__(self) -> int:
         return self.vocab_size
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """``{"input_ids": ...}``, for scripts that know transformers' tokenizers."""
+        """``{"input_ids": ...}``, as transformers' tokenizers return."""
         return {"input_ids": self.encode(text, add_special_tokens)}
 
     @overload
@@ -189,7 +189,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str | list[int]:
-        """Renders a conversation as the prompt that the model was trained on.
+        """Render a conversation as a prompt, in the format of the model's training.
 
         Args:
             messages: `{"role": ..., "content": ...}` dicts; content is a str or a list of
@@ -198,15 +198,15 @@ class Tokenizer:
             add_generation_prompt: Whether the prompt ends with the beginning of an assistant message.
             tools: JSON schemas of the tools that the model may call.
             documents: `{"title": ..., "text": ...}` dicts for templates that take them.
-            continue_final_message: Whether the prompt ends within the last message, for the model to continue it.
+            continue_final_message: Whether the prompt ends within the last message, so that the model continues it.
                 Needs add_generation_prompt=False.
             chat_template: A Jinja template, or the name of one of the tokenizer's. By default "tool_use" if there are
                 tools and the tokenizer has a template of this name, else "default".
             **kwargs: More variables for the template, `enable_thinking=False` for instance.
 
         Raises:
-            ValueError: There is no template, it refuses the messages or is broken, or the messages are malformed. The
-                message says which, and where.
+            ValueError: There is no template, it is invalid or refuses the messages, or the messages are malformed. The
+                error names the cause and the place.
         """
         template = self._compile(self._select_chat_template(chat_template, with_tools=tools is not None))
         text = template.render(
@@ -247,15 +247,15 @@ class Tokenizer:
 
 
 def _compile_chat_template(source: str) -> ChatTemplate:
-    from fleetfoot.tokenizer.chat_template import ChatTemplate  # jinja2 is imported by those who chat
+    from fleetfoot.tokenizer.chat_template import ChatTemplate  # imports jinja2
 
     return ChatTemplate(source)
 
 
 def _add_configured_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Adds the tokens that the config files name and tokenizer.json lacks, in the order in which transformers does.
+    """Add the tokens of the config files that tokenizer.json lacks, in transformers' order.
 
-    A token of `added_tokens_decoder` whose flags differ from those in tokenizer.json takes the config's flags.
+    Flags in `added_tokens_decoder` override those in tokenizer.json.
     """
     tokens = [tokenizers.AddedToken(**dict(spec)) for _, spec in sorted(files.added_tokens.items())]
     contents = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
@@ -274,7 +274,7 @@ def _special_token(spec: TokenSpec) -> tokenizers.AddedToken:
 
 
 def _warn_about_unused_settings(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Two settings of tokenizer_config.json would change ids or text and are not supported: say so."""
+    """Warn of two settings of tokenizer_config.json that would change ids or text and are not supported."""
     model = type(backend.model).__name__
     if files.settings.get("clean_up_tokenization_spaces") and model != "BPE":
         logger.warning(

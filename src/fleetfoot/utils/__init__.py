@@ -1,1 +1,1 @@
-"""Small helpers that belong to no floor of the house."""
+"""Small helpers without dependencies on other packages of Fleetfoot."""

@@ -16,7 +16,7 @@ from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.utils.cleanup import run_all
+from fleetfoot.utils.process import run_all
 
 if TYPE_CHECKING:
     import torch

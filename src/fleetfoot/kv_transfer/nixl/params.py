@@ -21,7 +21,7 @@ from typing import Any
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.sockets import parse_address
-from fleetfoot.utils.suggest import unknown_keyword
+from fleetfoot.utils.validation import unknown_keyword
 
 DO_REMOTE_DECODE = "do_remote_decode"
 DO_REMOTE_PREFILL = "do_remote_prefill"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.settings import MAX_THREADS, ConnectorSettings
 from fleetfoot.kv_transfer.nixl.agents import BACKENDS
-from fleetfoot.utils.hosts import is_host
+from fleetfoot.utils.validation import is_host
 
 DEFAULT_HOST = "127.0.0.1"
 

@@ -1,30 +1,57 @@
-"""What engine processes and their clients say to each other: msgpack, each message with its length before it.
+"""The protocol between engine processes and their clients, and the interface that both sides implement. No torch.
 
-A connection carries one request. Whoever closes it before the last output aborts the request. No torch.
+Messages are msgpack, each preceded by its length. A connection carries one call. Closing it before the last reply
+aborts the request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
 
 import msgspec
 
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import SamplingParams
 
 MAX_MESSAGE_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
 
 
+class Engine(Protocol):
+    """An engine in this process (`fleetfoot.server.disaggregation.serve.LocalEngine`), one in another process
+    (`fleetfoot.server.disaggregation.client.EngineClient`), or a prefill and a decode engine behind one interface
+    (`fleetfoot.server.disaggregation.proxy.DisaggregatedLLM`)."""
+
+    def generate(
+        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `fleetfoot.AsyncLLM.generate`; leaving it early aborts the request."""
+        ...
+
+    async def stats(self) -> dict[str, Any]:
+        """`fleetfoot.engine.stats.EngineStats` as plain data; a proxy has statistics of its own."""
+        ...
+
+    async def drain(self) -> dict[str, Any]:
+        """Wait until no request is unfinished and no KV is held for a transfer; then return the statistics.
+
+        Raises:
+            RuntimeError: the engine's integrity check fails.
+        """
+        ...
+
+
 class EngineUnreachableError(RuntimeError):
-    """The engine's process cannot be reached, or has gone away in the middle of a request."""
+    """The engine's process cannot be reached, or the connection broke during a request."""
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Output`, as often as there is news, or by `Failed`."""
+    """Replies: any number of `Output`, or `Failed`."""
 
     prompt: Any
     """Any form of prompt that is plain data."""
@@ -34,12 +61,11 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Report` once no request is under way, no KV is lent, and the engine's books have been found to add
-    up; or by `Failed`."""
+    """Replies: `Report` when `Engine.drain` has returned, or `Failed`."""
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
-    """Answered by `Report` at once."""
+    """Replies: `Report`."""
 
 
 class Output(msgspec.Struct, tag=True, frozen=True):
@@ -52,6 +78,8 @@ class Report(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
+    """An exception of the engine."""
+
     kind: str
     """One of `_KINDS`."""
     message: str
@@ -73,21 +101,24 @@ _KINDS: dict[str, type[Exception]] = {
     "RuntimeError": RuntimeError,
 }
 
-Question = Generate | Drain | Stats
-Answer = Output | Report | Failed
+EngineCall = Generate | Drain | Stats
+EngineReply = Output | Report | Failed
 
 
-def write_message(writer: asyncio.StreamWriter, message: Question | Answer) -> None:
+def write_message(writer: asyncio.StreamWriter, message: EngineCall | EngineReply) -> None:
     body = msgspec.msgpack.encode(message)
     writer.write(_LENGTH.pack(len(body)) + body)
 
 
 async def read_message(reader: asyncio.StreamReader, kind: Any) -> Any:
-    """One message of a kind, a type or a union of them.
+    """Read one message.
+
+    Args:
+        kind: the expected type, or a union of types.
 
     Raises:
-        ConnectionError: the other end has closed the connection, or sends what is no message.
-        ValueError: it is one, but holds what means nothing, sampling parameters out of range for example.
+        ConnectionError: the other end has closed the connection, or sends data that is not a message.
+        ValueError: a value in the message is invalid, for example a sampling parameter out of range.
     """
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
@@ -101,4 +132,4 @@ async def read_message(reader: asyncio.StreamReader, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
     except msgspec.DecodeError as error:
-        raise ConnectionError(f"what comes is no message ({error})") from error
+        raise ConnectionError(f"received data that is not a message ({error})") from error

@@ -1,23 +1,28 @@
-"""Errors for keywords that do not exist, with the names that were probably meant."""
+"""Validation shared by settings of several packages: unknown keywords, host names."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
 
+_HOST = re.compile(r"[^\s:/]+")
+
 
 def unknown_keyword(owner: str, name: str, known: Iterable[str], advice: str | None = None) -> TypeError:
-    """The error to raise where ``owner`` (a class or function, as the user knows it) was given the keyword ``name``.
+    """The error for an unknown keyword.
 
     Args:
-        known: the keywords that there are; near matches are listed.
-        advice: what to do, where that is known; it stands in the place of near matches.
+        owner: the class or function, by its public name.
+        name: the unknown keyword.
+        known: valid keywords; near matches are listed.
+        advice: what to do instead; replaces the near matches.
     """
-    import difflib  # only an error needs it
+    import difflib  # only needed for errors
 
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3)
@@ -28,9 +33,9 @@ def unknown_keyword(owner: str, name: str, known: Iterable[str], advice: str | N
 def checked_keywords(cls: _Class) -> _Class:
     """Class decorator: a keyword that the constructor does not take raises `unknown_keyword`.
 
-    The constructor must name all of its parameters; its signature, as `inspect.signature` shows it, stays.
+    The constructor must name all of its parameters. `inspect.signature` still shows its signature.
     """
-    init = cls.__init__  # type: ignore[misc]  # the class's own, looked up once on purpose
+    init = cls.__init__  # type: ignore[misc]  # looked up on the class on purpose
     known = frozenset(list(inspect.signature(init).parameters)[1:])  # without self
 
     @functools.wraps(init)
@@ -41,3 +46,8 @@ def checked_keywords(cls: _Class) -> _Class:
 
     cls.__init__ = checked_init  # type: ignore[misc]
     return cls
+
+
+def is_host(text: str) -> bool:
+    """Whether ``text`` can be a host name or an IPv4 address, without port and scheme."""
+    return _HOST.fullmatch(text) is not None

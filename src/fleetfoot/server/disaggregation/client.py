@@ -1,0 +1,180 @@
+"""Engines in other processes: a client for one behind a port, and a child process that serves one. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from fleetfoot.config import env
+from fleetfoot.kv_transfer.base.sockets import keep_alive, parse_address
+from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.records.prompts import PromptType
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.server.disaggregation.messages import (
+    Drain,
+    EngineCall,
+    EngineReply,
+    EngineUnreachableError,
+    Failed,
+    Generate,
+    Output,
+    Report,
+    Stats,
+    read_message,
+    write_message,
+)
+
+
+class EngineClient:
+    """Client of a `fleetfoot.server.disaggregation.serve.EngineServer`; implements
+    `fleetfoot.server.disaggregation.messages.Engine`. Each call opens a connection of its own.
+
+    Args:
+        address: ``host:port``.
+        connect_timeout: seconds.
+
+    Raises:
+        ValueError: the address is invalid.
+    """
+
+    def __init__(self, address: str, *, connect_timeout: float = 5.0) -> None:
+        self.address = address
+        self._host, self._port = parse_address(address)
+        self._connect_timeout = connect_timeout
+
+    async def generate(
+        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `fleetfoot.AsyncLLM.generate`; leaving it early aborts the request.
+
+        Raises:
+            ValueError, TypeError, EngineDeadError: as there.
+            EngineUnreachableError: the engine cannot be reached, or the connection broke.
+        """
+        async with self._call(Generate(prompt, sampling_params, request_id, priority)) as reader:
+            finished = False
+            while not finished:
+                reply = await self._read(reader)
+                if not isinstance(reply, Output):
+                    raise RuntimeError(f"{self.address} answers a request with {type(reply).__name__}")
+                finished = reply.output.finished
+                yield reply.output
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._report(Stats())
+
+    async def drain(self) -> dict[str, Any]:
+        return await self._report(Drain())
+
+    async def _report(self, call: EngineCall) -> dict[str, Any]:
+        async with self._call(call) as reader:
+            reply = await self._read(reader)
+            if not isinstance(reply, Report):
+                raise RuntimeError(f"{self.address} answers with {type(reply).__name__}")
+            return reply.stats
+
+    @contextlib.asynccontextmanager
+    async def _call(self, call: EngineCall) -> AsyncIterator[asyncio.StreamReader]:
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                reader, writer = await asyncio.open_connection(self._host, self._port)
+        except (OSError, TimeoutError) as error:
+            raise EngineUnreachableError(f"the engine at {self.address} cannot be reached ({error})") from error
+        keep_alive(writer.get_extra_info("socket"))
+        try:
+            write_message(writer, call)
+            await writer.drain()
+            yield reader
+        except ConnectionError as error:
+            raise EngineUnreachableError(f"the engine at {self.address} has gone away ({error})") from error
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _read(self, reader: asyncio.StreamReader) -> EngineReply:
+        reply: EngineReply = await read_message(reader, EngineReply)
+        if isinstance(reply, Failed):
+            raise reply.as_error()
+        return reply
+
+
+class EngineProcess:
+    """A child process that serves an engine, and ends with its parent. From a shell, use `fleetfoot engine`.
+
+    The child runs `fleetfoot.server.disaggregation.serve` as a script.
+
+    Args:
+        config: the fields of `fleetfoot.config.engine.EngineConfig`, as plain data.
+        host, port: where it listens; port 0: any free one.
+        environment: variables to set in addition to those of this process.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        module = "fleetfoot.server.disaggregation.serve"
+        command = [sys.executable, "-m", module, json.dumps(dict(config)), f"--host={host}", f"--port={port}"]
+        self._process = subprocess.Popen(
+            [*command, "--until-stdin-closes"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env.for_child(environment or {}),
+        )
+        self._address = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> str:
+        """Block until the engine accepts requests; return its address.
+
+        Raises:
+            RuntimeError: the process has ended; the reason is on standard error.
+        """
+        assert self._process.stdout is not None
+        while not self._address:
+            line = self._process.stdout.readline()
+            if not line:
+                code = self._process.wait()
+                raise RuntimeError(f"the engine's process {self.pid} has ended with code {code} before it was ready")
+            if line.startswith(b'{"address"'):
+                self._address = json.loads(line)["address"]
+        return self._address
+
+    def kill(self) -> None:
+        """End the process immediately, without clean-up."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self, timeout: float = 30.0) -> int:
+        """Shut the process down, and kill it after ``timeout`` seconds. Returns its exit code."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self._process.returncode
+        finally:
+            self._process.stdout.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
