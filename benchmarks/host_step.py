@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.select import select_ops
@@ -88,7 +88,7 @@ def build(
     num_blocks = requests * (max_model_len // BLOCK_SIZE + 1)
     runner.initialize_kv_cache(KVLayout(num_blocks, BLOCK_SIZE, "float32", (LayerGroup(1, 1, 16),)))
     limits = SchedulerConfig(num_blocks, BLOCK_SIZE, requests, budget, enable_prefix_caching=enable_prefix_caching)
-    admission = Admission(
+    input_processor = InputProcessor(
         vocab_size=PROMPT_VOCAB_SIZE,
         max_model_len=max_model_len,
         eos_token_ids=[],
@@ -97,7 +97,7 @@ def build(
         seed=0,
     )
     core = EngineCore(Scheduler(limits), _Executor(runner), StatsCollector(), depth=int(overlap))
-    return LLMEngine(core, admission, None), runner
+    return LLMEngine(core, input_processor, None), runner
 
 
 class _Executor:
@@ -155,11 +155,11 @@ def measure_prompts(args: argparse.Namespace, profiler: cProfile.Profile) -> dic
         device.clear()
         begin = time.perf_counter()
         checked = engine.check_params(params)
-        before, has_begun = engine.num_prompt_tokens, False
+        before, has_stepped = engine.num_prompt_tokens, False
         for number, prompt in enumerate(prompts):
-            engine.add_request(str(number), {"prompt_token_ids": prompt}, params, checked=checked)
-            if not has_begun and engine.may_begin(engine.num_prompt_tokens - before):
-                has_begun = True
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, checked, params_checked=True)
+            if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):
+                has_stepped = True
                 engine.step()
         while engine.has_unfinished_requests():
             engine.step()

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.admission import CheckedRequest
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONG_TEXT = 4096
-"""Characters from which on a prompt is tokenized in a thread of the event loop's: a millisecond's work."""
+"""Characters from which on a prompt is tokenized in a thread of the event loop: it takes about a millisecond."""
 
 _Item = RequestOutput | BaseException
 _T = TypeVar("_T")
 
 
-class _Mailbox(Generic[_T]):
-    """What is on its way from the engine's thread to one who waits: a generator for its outputs."""
+class _ResultQueue(Generic[_T]):
+    """Results from the engine's thread to a coroutine."""
 
     __slots__ = ("loop", "queue")
 
@@ -44,26 +44,26 @@ class _Mailbox(Generic[_T]):
         self.queue: asyncio.Queue[_T | BaseException] = asyncio.Queue()
 
     def put(self, item: _T | BaseException) -> None:
-        """From any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: its owner has gone with it
+        """May be called from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the coroutine
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
 class _Command:
-    """What the engine's thread is to do, in the order of submission."""
+    """Work for the engine's thread, run in the order of submission."""
 
-    __slots__ = ("mailbox", "run")
+    __slots__ = ("results", "run")
 
-    def __init__(self, run: Callable[[], None] | None, mailbox: _Mailbox[Any] | None) -> None:
-        self.run = run  # None: not known yet, it only keeps its place
-        self.mailbox = mailbox  # of who waits for it: a command that never runs must be answered too
+    def __init__(self, run: Callable[[], None] | None, results: _ResultQueue[Any] | None) -> None:
+        self.run = run  # None: set later; the command keeps its place in the order
+        self.results = results  # gets an error if the engine ends before the command has run
 
 
 class AsyncLLM:
-    """Many requests at once, each an async generator of partial outputs.
+    """Runs many requests concurrently, each an async generator of partial outputs.
 
-    Every generator ends: with a finished output, or with the exception that ended its request or the engine.
-    Use it as an async context manager, or call `shutdown`.
+    Every generator ends with a finished output, or with the exception that ended its request or the engine. Use it as
+    an async context manager, or call `shutdown`.
 
     Args:
         model: as for `fleetfoot.LLM`.
@@ -78,14 +78,14 @@ class AsyncLLM:
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> AsyncLLM:
-        """Take over an engine that is there already; nobody else may use it any more."""
+        """Wrap an existing engine, which must not be used directly afterwards."""
         self = cls.__new__(cls)
         self._start(engine)
         return self
 
     def _start(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._mailboxes: dict[str, _Mailbox[RequestOutput]] = {}  # the engine's thread alone touches it
+        self._result_queues: dict[str, _ResultQueue[RequestOutput]] = {}  # used by the engine's thread only
         self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -93,7 +93,7 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="fleetfoot-engine", daemon=True)
         self._thread.start()
 
-    # --- for users --------------------------------------------------------------------------------------------------
+    # --- public methods -----------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -103,34 +103,39 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come, the last one with ``finished`` set.
+        """Outputs as they are generated; the last one has ``finished`` set.
 
-        The prompt is checked and tokenized here, in a thread of the event loop's if it is long, and steps go on
-        meanwhile. Requests enter the engine in the order in which their generators are first asked for an output.
-        Leaving the generator early, by ``break`` or by cancellation, aborts the request.
+        The prompt is validated and tokenized by the caller, concurrently with the engine's steps; a long text in a
+        thread of the event loop. Requests are added in the order in which their generators are first awaited. Leaving
+        the generator early, by ``break`` or by cancellation, aborts the request.
+
+        Args:
+            prompt: text, a dictionary, or token ids, as for `fleetfoot.LLM.generate`.
+            request_id: unique among unfinished requests.
+            priority: lower runs sooner; needs ``scheduling_policy="priority"``.
 
         Raises:
             ValueError, TypeError: the request is refused.
             EngineDeadError: the engine has failed or was shut down; the first cause is chained.
         """
-        mailbox: _Mailbox[RequestOutput] = _Mailbox()
-        self._submit_request(mailbox, request_id, prompt, sampling_params, priority)
+        results: _ResultQueue[RequestOutput] = _ResultQueue()
+        self._submit_request(results, request_id, prompt, sampling_params, priority)
         finished = False
         try:
             while not finished:
-                item = await mailbox.queue.get()
-                while not mailbox.queue.empty():  # a slow reader gets what has piled up as one output
-                    item = _merge(item, mailbox.queue.get_nowait(), sampling_params.output_kind)
+                item = await results.queue.get()
+                while not results.queue.empty():  # a slow reader gets several outputs merged into one
+                    item = _merge(item, results.queue.get_nowait(), sampling_params.output_kind)
                 finished = isinstance(item, BaseException) or item.finished
                 if isinstance(item, BaseException):
                     raise item
                 yield item
         finally:
             if not finished:
-                self._submit_if_alive(lambda: self._discard(request_id, mailbox))
+                self._submit_if_alive(lambda: self._discard(request_id, results))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests: their generators yield a last output that says "abort". Unknown ids are no error."""
+        """End requests: the last output of their generators has finish reason "abort". Unknown ids are ignored."""
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if not all(isinstance(entry, str) for entry in request_ids):
             raise TypeError(f"request_id is {request_id!r}; it must be a string, or hold strings")
@@ -138,35 +143,36 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine can take requests."""
+        """Whether the engine accepts requests."""
         return self._cause is None and not self._stopping
 
     @property
     def runner_name(self) -> str:
-        """``v1`` or ``v2``: the model runner that really runs."""
+        """The model runner in use: ``v1`` or ``v2``."""
         return self._engine.runner_name
 
     def get_tokenizer(self) -> Tokenizer | None:
-        """None when the engine runs on token ids alone."""
+        """None if the engine runs on token ids only."""
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """As of `fleetfoot.LLM`: the defaults with the model's own in their place, as a new object."""
+        """As of `fleetfoot.LLM`: the defaults, overridden by those of the model, as a new object."""
         return self._engine.get_default_sampling_params()
 
     def stats(self) -> EngineStats:
+        """Counters since the start, and the scheduler's state."""
         return self._engine.stats()
 
     async def check_integrity(self) -> None:
-        """Raise RuntimeError if KV blocks, rows or queues do not add up; EngineDeadError if the engine has ended."""
-        mailbox: _Mailbox[None] = _Mailbox()
-        self._submit(lambda: self._check(mailbox), mailbox)
-        failure = await mailbox.queue.get()
-        if failure is not None:
-            raise failure
+        """Raises RuntimeError if KV blocks, rows or queues are inconsistent; EngineDeadError as `generate`."""
+        results: _ResultQueue[None] = _ResultQueue()
+        self._submit(lambda: self._check(results), results)
+        error = await results.queue.get()
+        if error is not None:
+            raise error
 
     def shutdown(self) -> None:
-        """End the engine and its thread; generators that still wait raise `EngineDeadError`. Again: does nothing."""
+        """End the engine and its thread; pending generators raise `EngineDeadError`. Further calls do nothing."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -181,50 +187,50 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    # --- in any thread ----------------------------------------------------------------------------------------------
+    # --- submission, in any thread ------------------------------------------------------------------------------------
 
     def _submit_request(
         self,
-        mailbox: _Mailbox[RequestOutput],
+        results: _ResultQueue[RequestOutput],
         request_id: str,
         prompt: PromptType,
         params: SamplingParams,
         priority: int,
     ) -> None:
-        def check() -> Callable[[], None]:
-            checked: CheckedRequest | Exception
+        def process() -> Callable[[], None]:
+            request: EngineRequest | Exception
             try:
-                checked = self._engine.check_request(request_id, prompt, params, priority=priority)
-            except Exception as error:  # for the engine's thread to deliver: an id that is in use comes first
-                checked = error
-            return lambda: self._add(mailbox, request_id, checked)
+                request = self._engine.process_inputs(request_id, prompt, params, priority=priority)
+            except Exception as error:  # raised by the engine's thread, after it has checked the id
+                request = error
+            return lambda: self._add(results, request_id, request)
 
-        def check_elsewhere() -> None:
+        def process_in_thread() -> None:
             try:
-                self._fill(place, check())
-            except BaseException as error:  # a panic of the tokenizer's: nobody may be left to wait behind it
-                self._fill(place, lambda failure=error: mailbox.put(failure))  # type: ignore[misc]
+                self._set_run(command, process())
+            except BaseException as error:  # e.g. a panic of the tokenizer library: later commands must still run
+                self._set_run(command, lambda failure=error: results.put(failure))  # type: ignore[misc]
 
         if not _is_long(prompt):
-            self._submit(check(), mailbox)
+            self._submit(process(), results)
             return
-        place = self._submit(None, mailbox)
+        command = self._submit(None, results)
         try:
-            asyncio.get_running_loop().run_in_executor(None, check_elsewhere)
-        except RuntimeError:  # the loop is about to end and starts no threads any more
-            check_elsewhere()
+            asyncio.get_running_loop().run_in_executor(None, process_in_thread)
+        except RuntimeError:  # the loop is shutting down and starts no threads
+            process_in_thread()
 
-    def _submit(self, run: Callable[[], None] | None, mailbox: _Mailbox[Any]) -> _Command:
-        """Put a command in line; one of None keeps those behind it waiting until it is filled."""
-        command = _Command(run, mailbox)
+    def _submit(self, run: Callable[[], None] | None, results: _ResultQueue[Any]) -> _Command:
+        """Queue a command. With None, it and later commands wait until `_set_run`."""
+        command = _Command(run, results)
         with self._wake:
             if not self.is_running:
-                raise self._death()
+                raise self._dead_error()
             self._commands.append(command)
             self._wake.notify()
         return command
 
-    def _fill(self, command: _Command, run: Callable[[], None]) -> None:
+    def _set_run(self, command: _Command, run: Callable[[], None]) -> None:
         with self._wake:
             command.run = run
             self._wake.notify()
@@ -235,98 +241,99 @@ class AsyncLLM:
                 self._commands.append(_Command(run, None))
                 self._wake.notify()
 
-    def _death(self) -> EngineDeadError:
+    def _dead_error(self) -> EngineDeadError:
+        """A new exception for each caller, because a traceback belongs to one of them."""
         if self._cause is None:
             return EngineDeadError("the engine was shut down")
-        error = EngineDeadError(str(self._cause))  # one for each who waits: a traceback belongs to one of them
+        error = EngineDeadError(str(self._cause))
         error.__cause__ = self._cause.__cause__ if isinstance(self._cause, EngineDeadError) else self._cause
         return error
 
-    # --- in the engine's thread -------------------------------------------------------------------------------------
+    # --- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             with short_collections():
-                while self._obey():
+                while self._poll():
                     for output in self._engine.step(self._run_commands):
-                        self._deliver(output)
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+                        self._put(output)
+        except BaseException as error:  # every pending call gets it
             logger.exception("the engine's thread ends")
             self._cause = error
         with self._wake:
-            self._stopping = True  # from here on nothing is submitted any more
-        unheard = [command.mailbox for command in self._commands if command.mailbox is not None]
-        for mailbox in [*self._mailboxes.values(), *unheard]:
-            mailbox.put(self._death())
+            self._stopping = True  # from here on no command is accepted
+        pending = [command.results for command in self._commands if command.results is not None]
+        for results in [*self._result_queues.values(), *pending]:
+            results.put(self._dead_error())
         self._engine.shutdown()
 
-    def _obey(self) -> bool:
-        """Run what was submitted; sleep while there is nothing to do. False: the end has come."""
+    def _poll(self) -> bool:
+        """Wait for commands or unfinished requests, then run the commands. Returns False at shutdown."""
         with self._wake:
             while not (self._next_command() or self._stopping or self._engine.has_unfinished_requests()):
                 if self._engine.has_transfers():
-                    break  # a step waits for them, briefly
+                    break  # a step waits for them, with a short timeout
                 self._wake.wait()
         self._run_commands()
         return not self._stopping
 
     def _run_commands(self) -> None:
-        """What was submitted, in order: between steps, and again when a step's result has arrived, so that an abort
-        which came while the step ran still counts."""
+        """Run commands in order: between steps, and when a step's result has arrived, so that an abort that was
+        submitted during the step still takes effect."""
         while run := self._next_command():
             run()
-            self._commands.popleft()  # only now: were it to raise, whoever waits for it must be found
+            self._commands.popleft()  # after the call: if it raises, its results still get the error
 
     def _next_command(self) -> Callable[[], None] | None:
-        """The first in line; None while there is none, or it is not known yet."""
+        """The first command's function; None if there is no command, or its function is not set yet."""
         return self._commands[0].run if self._commands else None
 
-    def _add(self, mailbox: _Mailbox[RequestOutput], request_id: str, checked: CheckedRequest | Exception) -> None:
+    def _add(self, results: _ResultQueue[RequestOutput], request_id: str, request: EngineRequest | Exception) -> None:
         try:
-            self._engine.check_id(request_id)
-            if isinstance(checked, Exception):
-                raise checked
-            self._engine.add_checked(checked)
-        except Exception as error:  # one bad request hurts only itself
-            mailbox.put(error)
+            self._engine.check_request_id(request_id)
+            if isinstance(request, Exception):
+                raise request
+            self._engine.submit(request)
+        except Exception as error:  # fails this request only
+            results.put(error)
         else:
-            self._mailboxes[request_id] = mailbox
+            self._result_queues[request_id] = results
 
     def _abort(self, request_ids: list[str]) -> None:
         self._engine.abort_request(request_ids)
-        for output in self._engine.take_owed():  # before a new request takes over one of the ids
-            self._deliver(output)
+        for output in self._engine.pop_aborted():  # before a new request can have one of the ids
+            self._put(output)
 
-    def _check(self, mailbox: _Mailbox[None]) -> None:
+    def _check(self, results: _ResultQueue[None]) -> None:
         try:
             self._engine.check_integrity()
         except RuntimeError as error:
-            mailbox.put(error)
+            results.put(error)
         else:
-            mailbox.put(None)
+            results.put(None)
 
-    def _discard(self, request_id: str, mailbox: _Mailbox[RequestOutput]) -> None:
-        if self._mailboxes.get(request_id) is mailbox:
-            del self._mailboxes[request_id]
+    def _discard(self, request_id: str, results: _ResultQueue[RequestOutput]) -> None:
+        if self._result_queues.get(request_id) is results:
+            del self._result_queues[request_id]
             self._engine.discard([request_id])
 
-    def _deliver(self, output: RequestOutput) -> None:
-        mailbox = self._mailboxes.get(output.request_id)
-        if mailbox is not None:
-            mailbox.put(output)
+    def _put(self, output: RequestOutput) -> None:
+        results = self._result_queues.get(output.request_id)
+        if results is not None:
+            results.put(output)
             if output.finished:
-                del self._mailboxes[output.request_id]
+                del self._result_queues[output.request_id]
 
 
 def _is_long(prompt: object) -> bool:
-    """Whether it is a long text that must be tokenized."""
+    """Whether the prompt is a long text without token ids."""
     if isinstance(prompt, dict):
         prompt = None if prompt.get("prompt_token_ids") is not None else prompt.get("prompt")
     return isinstance(prompt, str) and len(prompt) >= LONG_TEXT
 
 
 def _merge(earlier: _Item, later: _Item, kind: RequestOutputKind) -> _Item:
-    """Two outputs of one request as one. Only deltas have to be joined: others hold everything."""
+    """Two outputs of one request as one. Only deltas are joined; other outputs are complete by themselves."""
     if isinstance(earlier, BaseException) or isinstance(later, BaseException):
         return later
     if kind is RequestOutputKind.DELTA:

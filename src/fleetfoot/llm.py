@@ -1,4 +1,4 @@
-"""`LLM`: text in, text out, offline. Signatures follow vLLM's, so that a script moves over by changing its import."""
+"""`LLM`: offline inference. Signatures follow vLLM's."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model for offline inference. Use it as a context manager, or call `shutdown` to release its memory.
 
     Args:
-        model: a checkpoint folder or a hub id; without it the embedded model runs.
+        model: a checkpoint folder or a hub id; None: the embedded model.
         keywords: the fields of `EngineConfig`.
 
     Raises:
-        TypeError: an unknown keyword; near matches are listed, or what to do where vLLM knows it.
+        TypeError: an unknown keyword; the message lists near matches, or what to use instead of a keyword of vLLM's.
         ValueError: a value is out of range, or settings, model and machine do not fit together.
-
-    Use it as a context manager, or call `shutdown`, to give its memory back.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **keywords: Any) -> None:
@@ -52,21 +50,21 @@ class LLM:
         priority: Sequence[int] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or many; they run together, and the outputs come in the order of the prompts.
+        """Generate for one prompt or many, which run as one batch. Outputs are in the order of the prompts.
 
         Args:
             prompts: text, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}``, token ids, or a list of these. The
-                dictionaries can have a ``cache_salt``: only prompts with the same one share KV.
-            sampling_params: for all, or one for each; None: `get_default_sampling_params`.
-            use_tqdm: show a progress bar on standard error; or a callable that makes one, as ``tqdm`` does.
-            priority: one for each prompt, lower is sooner; needs ``scheduling_policy="priority"``.
-            unknown: refused, but for keywords of vLLM's that ask for nothing (``lora_request=None``).
+                dictionaries can have a ``cache_salt``: only prompts with equal salts share cached KV.
+            sampling_params: for all prompts, or one for each; None: `get_default_sampling_params`.
+            use_tqdm: show a progress bar on standard error; or a callable that returns one, such as ``tqdm``.
+            priority: one for each prompt, lower runs sooner; needs ``scheduling_policy="priority"``.
+            unknown: refused, except neutral values of vLLM's keywords (``lora_request=None``).
 
         Raises:
-            ValueError, TypeError: a prompt, its parameters or a keyword were refused; nothing was generated.
+            ValueError, TypeError: a prompt, its parameters or a keyword is refused; nothing was generated.
             EngineDeadError: the engine has failed.
-            KeyboardInterrupt: Ctrl-C, at the end of the step that it came in. The requests of this call are aborted,
-                and the engine is ready for the next one. A second Ctrl-C does not wait, and ends the engine.
+            KeyboardInterrupt: Ctrl-C. It is raised at the end of the current step; the requests of this call are
+                aborted, and the engine remains usable. A second Ctrl-C is raised at once, and ends the engine.
         """
         check_call_keywords("LLM.generate", self.generate, unknown)
         many = _as_list(prompts)
@@ -92,21 +90,21 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
-        """Generate replies to one conversation or many, through the model's own chat template or the one given.
+        """Generate replies to one conversation or many, rendered with a chat template.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` dictionaries, or a list of such lists.
             sampling_params, use_tqdm: as of `generate`.
-            lora_request, chat_template_content_format: stand where vLLM has them; their defaults are all they can be.
+            lora_request, chat_template_content_format: only vLLM's defaults are accepted.
             chat_template: Jinja source, or the name of one of the model's templates.
-            tools, chat_template_kwargs: for the template.
+            tools, chat_template_kwargs: passed to the template.
             unknown: as of `generate`.
 
         Raises:
             ValueError, TypeError, EngineDeadError, KeyboardInterrupt: as of `generate`.
         """
-        asked = {"lora_request": lora_request, "chat_template_content_format": chat_template_content_format}
-        check_call_keywords("LLM.chat", self.chat, asked | unknown)
+        vllm_only = {"lora_request": lora_request, "chat_template_content_format": chat_template_content_format}
+        check_call_keywords("LLM.chat", self.chat, vllm_only | unknown)
         if not messages:
             raise ValueError("messages is empty; a conversation needs at least one message")
         conversations = cast(
@@ -131,31 +129,31 @@ class LLM:
         """The tokenizer.
 
         Raises:
-            ValueError: the engine runs on token ids alone.
+            ValueError: the engine runs on token ids only.
         """
         if self.llm_engine.tokenizer is None:
             raise ValueError("this engine has no tokenizer: it was made with skip_tokenizer_init=True")
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given none, as a new object.
+        """The default parameters of `generate`, as a new object.
 
-        The model's ``generation_config.json`` and the settings ``generation_config`` and ``override_generation_config``
-        say what differs from ``SamplingParams()`` (`fleetfoot.sampling.defaults`).
+        They are ``SamplingParams()`` with the overrides of the model's ``generation_config.json`` and of the settings
+        ``generation_config`` and ``override_generation_config`` (`fleetfoot.sampling.defaults`).
         """
         return self.llm_engine.get_default_sampling_params()
 
     def stats(self) -> EngineStats:
-        """Counters of the engine, and its state now."""
+        """Counters since the start, and the scheduler's state."""
         return self.llm_engine.stats()
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        """Forget cached prefixes; with ``reset_connector`` what a KV connector has saved is not loaded any more."""
+        """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved."""
         self.llm_engine.reset_prefix_cache(reset_connector=reset_connector)
         return True
 
     def shutdown(self) -> None:
-        """Give the memory back. Calling it again does nothing."""
+        """Release all memory. Further calls do nothing."""
         self.llm_engine.shutdown()
 
     def __enter__(self) -> LLM:
@@ -177,26 +175,25 @@ class LLM:
     ) -> list[RequestOutput]:
         request_ids: list[str] = []
         finished: dict[str, RequestOutput] = {}
-        has_begun, engine = False, self.llm_engine
+        has_stepped, engine = False, self.llm_engine
         before = engine.num_prompt_tokens
-        # A step that Ctrl-C cuts short would end the engine.
+        # an interrupted step would end the engine
         with short_collections(), deferred_interrupts() as interrupts:
             try:
-                former = checked = None
-                for prompt, wanted, priority in zip(prompts, params, priorities, strict=True):
-                    if checked is None or wanted is not former:  # what prompts share is checked once
-                        former, final = wanted, _final_only(wanted)
-                        checked = engine.check_params(final)
+                previous = checked = None
+                for prompt, given, priority in zip(prompts, params, priorities, strict=True):
+                    if checked is None or given is not previous:  # shared parameters are validated once
+                        previous, checked = given, engine.check_params(_final_only(given))
                     request_ids.append(self._new_request_id())
-                    engine.add_request(request_ids[-1], prompt, final, priority=priority, checked=checked)
-                    if not has_begun and engine.may_begin(engine.num_prompt_tokens - before):
-                        has_begun = True  # a step that computes while the others are added
+                    engine.add_request(request_ids[-1], prompt, checked, priority=priority, params_checked=True)
+                    if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):
+                        has_stepped = True  # the device computes while the other prompts are added
                         finished.update(self._step(request_ids))
                     interrupts.check()
                 outputs = self._finish(request_ids, finished, use_tqdm, interrupts)
                 engine.report_finished()
                 return outputs
-            except BaseException:  # a refused prompt, a failure, Ctrl-C: nothing of this call may live on in the engine
+            except BaseException:  # a refused prompt, a failure, Ctrl-C: remove all requests of this call
                 engine.discard(request_ids)
                 engine.report_finished()
                 raise
@@ -208,29 +205,29 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
         interrupts: StopSignal,
     ) -> list[RequestOutput]:
-        """Step until these requests have ended; their last outputs in order.
+        """Step until these requests have finished; returns their outputs in order.
 
         Args:
-            finished: of those that have ended already.
+            finished: outputs of those that have finished already.
         """
-        mine = frozenset(request_ids)
+        ids = frozenset(request_ids)
         with progress_bar(use_tqdm, total=len(request_ids), description="Generating") as bar:
             for output in finished.values():
                 _advance(bar, output)
             while len(finished) < len(request_ids):
-                for request_id, output in self._step(mine).items():
+                for request_id, output in self._step(ids).items():
                     finished[request_id] = output
                     _advance(bar, output)
                 interrupts.check()
         return [finished[request_id] for request_id in request_ids]
 
-    def _step(self, mine: Container[str]) -> dict[str, RequestOutput]:
-        """The last outputs of those of ``mine`` that end with a step; strangers may have been added by hand."""
+    def _step(self, request_ids: Container[str]) -> dict[str, RequestOutput]:
+        """Run a step; returns the outputs of ``request_ids`` that finish. The engine may have other requests."""
         outputs = self.llm_engine.step()
-        return {output.request_id: output for output in outputs if output.finished and output.request_id in mine}
+        return {output.request_id: output for output in outputs if output.finished and output.request_id in request_ids}
 
     def _new_request_id(self) -> str:
-        """A number that no request has, one that was added by hand included."""
+        """An unused number; requests that were added directly to the engine may have some."""
         while self.llm_engine.has_request(str(self._num_requests)):
             self._num_requests += 1
         self._num_requests += 1
@@ -262,9 +259,9 @@ def _one_for_each(name: str, value: Any, prompts: list[PromptType]) -> Sequence[
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:
-    """The caller sees the end alone, so nothing is made up for it on the way."""
+    """A copy that returns the final output only."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams or a list of them")
-    final = copy.copy(params)  # admission checks and keeps its own
+    final = copy.copy(params)
     final.output_kind = RequestOutputKind.FINAL_ONLY
     return final

@@ -19,10 +19,10 @@ from tests.helpers.gate import HANG
 
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.outputs import RequestOutput
@@ -109,11 +109,11 @@ class World:
     def __init__(self, ending: str, place: str, step: int, depth: int, connector: CountingConnector | None) -> None:
         self.executor = HeldExecutor({"r": TOKENS[ending]}, place, step)
         scheduler = Scheduler(SchedulerConfig(32, 4, 4, 32), connector=connector)
-        admission = Admission(
+        input_processor = InputProcessor(
             vocab_size=2048, max_model_len=64, eos_token_ids=[EOS], tokenizer=TOKENIZER, max_logprobs=0, seed=0
         )
         core = EngineCore(scheduler, self.executor, StatsCollector(), depth=depth)
-        self.llm = AsyncLLM.from_engine(LLMEngine(core, admission, TOKENIZER))
+        self.llm = AsyncLLM.from_engine(LLMEngine(core, input_processor, TOKENIZER))
         self.params = PARAMS[ending]
 
     async def ask(self, request_id: str = "r") -> list[RequestOutput]:
@@ -229,10 +229,10 @@ def test_a_connector_that_raises_when_an_abort_reaches_it_ends_the_engine_with_t
 def test_the_synchronous_engine_takes_aborts_before_it_takes_in_a_result(depth: int) -> None:
     executor, connector = ScriptedExecutor({"r": TOKENS["length"]}), CountingConnector()
     scheduler = Scheduler(SchedulerConfig(32, 4, 4, 32), connector=connector)
-    admission = Admission(
+    input_processor = InputProcessor(
         vocab_size=2048, max_model_len=64, eos_token_ids=[EOS], tokenizer=None, max_logprobs=0, seed=0
     )
-    engine = LLMEngine(EngineCore(scheduler, executor, StatsCollector(), depth=depth), admission, None)
+    engine = LLMEngine(EngineCore(scheduler, executor, StatsCollector(), depth=depth), input_processor, None)
     engine.add_request("r", PROMPT, SamplingParams(max_tokens=NUM_TOKENS, detokenize=False))
     results = 0
 

@@ -71,7 +71,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
 def assert_idle(llm: AsyncLLM) -> None:
     """Once the thread has ended: nobody's blocks, rows or mailboxes are left."""
     llm.shutdown()
-    assert llm._mailboxes == {}
+    assert llm._result_queues == {}
     assert not llm._engine.has_unfinished_requests()
     llm._engine.core.scheduler.check_idle()
     llm._engine.check_integrity()

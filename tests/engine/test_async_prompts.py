@@ -81,7 +81,7 @@ def setting() -> Iterator[Setting]:
     finally:
         setting.tokenizer.may_end.set()
         setting.llm.shutdown()
-    assert setting.llm._mailboxes == {}
+    assert setting.llm._result_queues == {}
     assert not setting.llm._engine.has_unfinished_requests()
     setting.llm._engine.core.scheduler.check_idle()
 

@@ -14,10 +14,10 @@ from tests.helpers.fake_engine import VOCAB, FakeDevice, expected_output
 from tests.helpers.gate import HANG
 
 from fleetfoot import AsyncLLM, SamplingParams
-from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
@@ -77,8 +77,10 @@ def core_of(
 
 
 def engine_of(executor: Executor, **more: Any) -> LLMEngine:
-    admission = Admission(vocab_size=2048, max_model_len=64, eos_token_ids=[1], tokenizer=None, max_logprobs=0, seed=0)
-    return LLMEngine(core_of(executor, **more), admission, None)
+    processor = InputProcessor(
+        vocab_size=2048, max_model_len=64, eos_token_ids=[1], tokenizer=None, max_logprobs=0, seed=0
+    )
+    return LLMEngine(core_of(executor, **more), processor, None)
 
 
 def params(max_tokens: int = 2) -> SamplingParams:

@@ -85,9 +85,9 @@ def test_an_interrupt_while_requests_are_queued(llm: LLM, monkeypatch: pytest.Mo
 
 def test_an_interrupt_in_the_last_step_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tokens(llm)
-    processor = llm.llm_engine._outputs
+    processor = llm.llm_engine._output_processor
     with monkeypatch.context() as patch:
-        patch.setattr(processor, "_deliver", at_call(3, processor._deliver))
+        patch.setattr(processor, "_request_output", at_call(3, processor._request_output))
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_as_before(llm, expected)

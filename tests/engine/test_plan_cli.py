@@ -169,7 +169,7 @@ def test_a_plan_for_this_machine_is_what_an_engine_does(capsys: Streams) -> None
         engine = llm.llm_engine
         assert engine.runner_name == report["model_runner"]
         assert engine.core.scheduler.config.num_blocks == report["memory"]["num_blocks"] == 3 * 63
-        assert engine.admission.max_model_len == report["max_model_len"] == 500
+        assert engine.input_processor.max_model_len == report["max_model_len"] == 500
         theirs = plan_report(engine.plan)
     for name in ("total", "budget", "left"):  # what is free changes all the time
         del report["memory"][name], theirs["memory"][name]

@@ -143,5 +143,5 @@ def test_one_request_fills_the_whole_cache(text_model: Path) -> None:
     other = run_requests(engine, {"r": (prompt_of(40, VOCAB), seeded(0, max_tokens=40))})["r"]
     assert len(other.outputs[0].token_ids) == 40
     assert output.outputs[0].finish_reason in ("length", "stop")
-    assert engine.admission.max_model_len == 80
+    assert engine.input_processor.max_model_len == 80
     engine.shutdown()

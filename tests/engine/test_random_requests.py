@@ -81,7 +81,7 @@ def engine(request: pytest.FixtureRequest, text_model: Path) -> Iterator[LLMEngi
 def test_random_requests(seed: int, depth: int, engine: LLMEngine, catalogue: Catalogue) -> None:
     rng = random.Random(1000 * depth + seed)
     core = EngineCore(engine.core.scheduler, engine.core.executor, engine.core.stats, depth=depth)
-    engine = LLMEngine(core, engine.admission, engine.tokenizer)
+    engine = LLMEngine(core, engine.input_processor, engine.tokenizer)
     alive: dict[str, int] = {}  # request id -> place in the catalogue
     kinds: dict[str, RequestOutputKind] = {}
     aborted: set[str] = set()

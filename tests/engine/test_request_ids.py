@@ -12,7 +12,7 @@ from tests.helpers.engines import ScriptedExecutor, drain, scripted_engine
 from tests.helpers.gate import HANG, Gate
 
 from fleetfoot import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
-from fleetfoot.engine.admission import COPY_MARK
+from fleetfoot.engine.input_processor import COPY_MARK
 
 PROMPT = [5, 6]
 TOKENS = [10, 11, 12]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
@@ -128,7 +128,7 @@ def scripted_engine(
     config = SchedulerConfig(
         **{"num_blocks": 128, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}
     )
-    admission = Admission(
+    input_processor = InputProcessor(
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=[EOS],
@@ -136,7 +136,7 @@ def scripted_engine(
         max_logprobs=20,
         seed=0,
     )
-    return LLMEngine(EngineCore(Scheduler(config), executor, StatsCollector(), depth=depth), admission, tokenizer)
+    return LLMEngine(EngineCore(Scheduler(config), executor, StatsCollector(), depth=depth), input_processor, tokenizer)
 
 
 def make_engine(folder: Path, **keywords: Any) -> LLMEngine:

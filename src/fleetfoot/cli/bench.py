@@ -51,7 +51,7 @@ def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_latency(arguments: argparse.Namespace) -> int:
     with _started(arguments) as started:
         workload = Workload(
-            vocab_size=started.engine.admission.vocab_size,
+            vocab_size=started.engine.input_processor.vocab_size,
             input_len=Lengths(arguments.input_len, arguments.input_len),
             output_len=Lengths(arguments.output_len, arguments.output_len),
             seed=arguments.seed,
@@ -105,7 +105,7 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
     prompts = _dataset(arguments)
     with _started(arguments) as started:
         workload = Workload(
-            vocab_size=started.engine.admission.vocab_size,
+            vocab_size=started.engine.input_processor.vocab_size,
             input_len=arguments.input_len or _INPUT_LEN,
             output_len=arguments.output_len,
             prefix_len=arguments.prefix_len,
@@ -217,7 +217,7 @@ def _run_loads(
 
 def _check_lengths(requests: Sequence[BenchRequest], engine: LLMEngine) -> None:
     """Refuse requests that the engine would truncate: settings would then be compared on different work."""
-    limit = engine.admission.max_model_len
+    limit = engine.input_processor.max_model_len
     for request in requests:
         with usage_errors():
             input_len = _num_tokens(request.prompt, engine)

@@ -228,7 +228,7 @@ def _engine(started: StartedEngine) -> dict[str, Any]:
         "dtype": plan.dtype,
         "runner": started.engine.runner_name,
         "runner_reasons": list(plan.reasons),
-        "max_model_len": started.engine.admission.max_model_len,
+        "max_model_len": started.engine.input_processor.max_model_len,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "block_size": scheduler.block_size,
         "num_kv_blocks": scheduler.num_blocks,

@@ -60,7 +60,9 @@ def _run(arguments: argparse.Namespace) -> int:
         check_sampling_arguments(arguments)
     with started_engine(arguments) as started:
         with usage_errors():
-            params = sampling_params(arguments, RequestOutputKind.DELTA, started.engine.admission.sampling_defaults)
+            params = sampling_params(
+                arguments, RequestOutputKind.DELTA, started.engine.input_processor.sampling_defaults
+            )
         tokenizer = started.engine.tokenizer
         assert tokenizer is not None  # chat has no --skip-tokenizer-init
         template = _chat_template(arguments.chat_template, tokenizer, started.plan.config.model)

@@ -67,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
     with started_engine(arguments) as started:
         with usage_errors():
-            params = sampling_params(arguments, kind, started.engine.admission.sampling_defaults)
+            params = sampling_params(arguments, kind, started.engine.input_processor.sampling_defaults)
         request_ids = _add_requests(started.engine, prompts, params)
         printer = _printer(started.engine, request_ids, params)
         begin = time.perf_counter()

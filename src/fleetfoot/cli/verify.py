@@ -118,7 +118,7 @@ def default_prompts(started: StartedEngine, max_tokens: int) -> list[PromptType]
             f"--max-tokens is {max_tokens}, which leaves no room for a prompt: a request can have "
             f"{started.engine.max_request_len} tokens in all"
         )
-    vocab_size = started.engine.admission.vocab_size
+    vocab_size = started.engine.input_processor.vocab_size
     prompts = [[source.randrange(vocab_size) for _ in range(min(length, longest))] for length in PROMPT_LENGTHS]
     prompts[-1][:SHARED_PREFIX] = prompts[-2][:SHARED_PREFIX][: len(prompts[-1])]
     return [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -126,7 +126,7 @@ def default_prompts(started: StartedEngine, max_tokens: int) -> list[PromptType]
 
 def _generate(started: StartedEngine, prompts: list[PromptType], max_tokens: int) -> list[RequestOutput]:
     """The last output of each request: for each prompt, one for each entry of `_SAMPLING`."""
-    engine, admission = started.engine, started.engine.admission
+    engine, admission = started.engine, started.engine.input_processor
     limit = admission.vocab_size if admission.max_logprobs == -1 else min(admission.vocab_size, admission.max_logprobs)
     num_logprobs = min(NUM_LOGPROBS, limit)
     with usage_errors():

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.engine.admission import Admission
 from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.executor.build import start_executor
 from fleetfoot.plan.machine import Machine
@@ -33,7 +33,7 @@ class EngineParts:
     plan: EnginePlan
     layout: KVLayout
     core: EngineCore
-    admission: Admission
+    input_processor: InputProcessor
     tokenizer: Tokenizer | None
 
 
@@ -61,7 +61,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
     except BaseException:
         executor.shutdown()
         raise
-    admission = Admission(
+    input_processor = InputProcessor(
         vocab_size=plan.model.vocab_size,
         max_model_len=_served_model_len(plan, layout),
         eos_token_ids=plan.model.eos_token_ids,
@@ -71,7 +71,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
         sampling_defaults=sampling_defaults,
     )
     core = EngineCore(scheduler, executor, StatsCollector(), depth=_depth(plan))
-    return EngineParts(plan, layout, core, admission, tokenizer)
+    return EngineParts(plan, layout, core, input_processor, tokenizer)
 
 
 def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:

@@ -1,4 +1,4 @@
-"""The engine's heart: schedule, run, update; one step after the other."""
+"""The engine's inner loop: schedule a step, run it, update the scheduler with its result."""
 
 from __future__ import annotations
 
@@ -19,23 +19,28 @@ StepOutput = tuple[list[StepResult], ModelRunnerOutput]
 
 
 @dataclass(slots=True)
-class _QueuedStep:
-    """A step whose result has not been taken in."""
+class _StepInFlight:
+    """A step that has been queued and not retired."""
 
     scheduler_output: SchedulerOutput
     pending: PendingOutput
     began: float
-    """When its scheduling began."""
+    """When its scheduling began, on the engine's clock."""
     schedule_s: float
     execute_s: float
+
+
+def _no_callback() -> None:
+    pass
 
 
 class EngineCore:
     """A scheduler and an executor.
 
     Args:
-        depth: steps that may be queued before the result of the oldest is waited for: 0 runs in lockstep; 1 schedules
-            step N+1 while the device runs step N; P keeps P pipeline stages busy.
+        depth: most steps in flight while another one is scheduled. 0: lockstep; 1: step N+1 is scheduled while the
+        device
+            runs step N; P: keeps P pipeline stages busy.
         clock: seconds, monotonic.
     """
 
@@ -53,86 +58,92 @@ class EngineCore:
         self.stats = stats
         self.clock = clock
         self._depth = depth
-        self._queue: deque[_QueuedStep] = deque()
-        self._last_arrival = clock()  # when the last result came
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._last_arrival = clock()  # when the last result arrived
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended, or a step has not been taken in."""
-        return self.scheduler.has_unfinished or bool(self._queue)
+        """Whether a request is unfinished or a step is in flight."""
+        return self.scheduler.has_unfinished or bool(self._in_flight)
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the KV connector has something to do, maybe for requests that have ended: steps go on for it."""
+        """Whether the KV connector needs further steps, possibly for finished requests."""
         return self.scheduler.has_idle_work
 
     def add_request(self, request: Request) -> None:
         self.scheduler.add_request(request)
 
     def finish(self, request_id: str, status: RequestStatus, stop_reason: int | str | None = None) -> None:
-        """End a request from outside; what steps in flight yield for it is discarded."""
+        """End a request. Its tokens of steps in flight are discarded."""
         self.scheduler.finish(request_id, status, stop_reason)
 
-    def step(self, before_update: Callable[[], object] = lambda: None) -> StepOutput | None:
-        """Queue one step if there is one, and take in the oldest once more than `depth` are queued.
+    def step(self, before_update: Callable[[], object] = _no_callback) -> StepOutput | None:
+        """Run one iteration of the loop.
 
-        An idle step, which only serves the KV connector, is taken in at once: it blocks until a transfer has got on, or
-        for a short while.
+        An idle step, which computes nothing and serves the KV connector, blocks until a transfer makes progress or a
+        short timeout has passed.
 
         Args:
-            before_update: called when the oldest step's result has arrived and has not been taken in. Requests that it
-                finishes end so, whatever the result holds for them.
+            before_update: called when a step's result has arrived, before the scheduler is updated. Requests that it
+                finishes end there: their tokens in the result are discarded.
 
         Returns:
-            What the oldest step yielded; None if nothing was taken in.
+            The result of the oldest step in flight; None if no step was retired.
         """
-        is_computing = self._launch()
-        if len(self._queue) > self._depth or (self._queue and not is_computing):
-            return self._retire(before_update)
-        if not self._queue and self.scheduler.has_unfinished:
+        run = self.step_overlapped if self._depth else self.step_lockstep
+        output = run(before_update)
+        if output is None and not self._in_flight and self.scheduler.has_unfinished:
             raise RuntimeError(f"requests wait for nothing, and none can be scheduled: {self.scheduler.stats()}")
+        return output
+
+    def step_lockstep(self, before_update: Callable[[], object] = _no_callback) -> StepOutput | None:
+        """Schedule a step, run it, and wait for its result."""
+        step = self._launch()
+        return None if step is None else self._retire(before_update)
+
+    def step_overlapped(self, before_update: Callable[[], object] = _no_callback) -> StepOutput | None:
+        """Schedule a step behind those in flight, and wait for the oldest if more than `depth` are in flight.
+
+        Without a new step that computes, the oldest is retired at once.
+        """
+        step = self._launch()
+        is_computing = step is not None and not step.is_idle
+        if len(self._in_flight) > self._depth or (self._in_flight and not is_computing):
+            return self._retire(before_update)
         return None
 
-    def settle(self) -> None:
-        """Take in the steps in flight that no request waits for any more, so that all they hold is free again."""
-        while self._queue and not self.scheduler.has_unfinished:
-            self._retire()
-
-    def report_finished(self) -> None:
-        """Run an idle step if nothing else carries the ids of the last requests to the KV connector."""
-        self.settle()
-        if not self.has_work and self.scheduler.has_unreported_ids:
-            self.step()
-
-    def _launch(self) -> bool:
-        """Queue a step; False if there is none, or it computes nothing."""
+    def _launch(self) -> SchedulerOutput | None:
+        """Schedule a step and queue it on the executor. Returns None if there is nothing to do."""
         began = self.clock()
         scheduler_output = self.scheduler.schedule()
         if scheduler_output is None:
-            return False
+            return None
         scheduled = self.clock()
         for new in scheduler_output.new_requests:
             request = self.scheduler.requests[new.request_id]
             request.scheduled_ts = request.scheduled_ts or scheduled
         self.executor.execute_model(scheduler_output)
         pending = self.executor.sample_tokens(None)
-        self._queue.append(_QueuedStep(scheduler_output, pending, began, scheduled - began, self.clock() - scheduled))
-        return not scheduler_output.is_idle
+        execute_s = self.clock() - scheduled
+        self._in_flight.append(_StepInFlight(scheduler_output, pending, began, scheduled - began, execute_s))
+        return scheduler_output
 
-    def _retire(self, before_update: Callable[[], object] = lambda: None) -> StepOutput:
-        step = self._queue.popleft()
+    def _retire(self, before_update: Callable[[], object] = _no_callback) -> StepOutput:
+        """Wait for the oldest step in flight, and update the scheduler with its result."""
+        step = self._in_flight.popleft()
         begin = self.clock()
         output = step.pending.get()
         arrived = self.clock()
         before_update()
         results = self.scheduler.update(step.scheduler_output, output)
-        self._note(step, begin, arrived)
+        self._record_stats(step, begin, arrived)
         if not self.has_work:
             self.scheduler.check_idle()
         return results, output
 
-    def _note(self, step: _QueuedStep, begin: float, arrived: float) -> None:
-        """Statistics of a step whose result was waited for from `begin` to `arrived`."""
+    def _record_stats(self, step: _StepInFlight, begin: float, arrived: float) -> None:
+        """Record a step that was waited for from ``begin`` until ``arrived``."""
         scheduler_output, drafting = step.scheduler_output, self.scheduler.drafting
         if scheduler_output.is_idle:
             self.stats.idle_step()
@@ -151,12 +162,22 @@ class EngineCore:
             )
         )
 
-    def flush(self) -> None:
-        """Queue a final empty step: it saves the last blocks of requests that have ended, and gives the KV connector
-        their ids. Requests that have not ended are aborted.
+    def drain(self) -> None:
+        """Retire all steps in flight once no request is unfinished, so that their rows and blocks are freed."""
+        while self._in_flight and not self.scheduler.has_unfinished:
+            self._retire()
 
-        The step is queued behind all others and its output is not read. Workers take it before they shut down, within
-        the time that they have for that.
+    def report_finished(self) -> None:
+        """Send the ids of the last finished requests to the KV connector, in an idle step if no other step follows."""
+        self.drain()
+        if not self.has_work and self.scheduler.has_unreported_ids:
+            self.step()
+
+    def flush(self) -> None:
+        """Queue a final empty step, which flushes pending saves and the last finished ids to the KV connector.
+
+        Unfinished requests are aborted. The step runs after all others, and its output is not read. Workers run it
+        before they shut down, within their shutdown timeout.
         """
         last = self.scheduler.final_output()
         if last is not None:
@@ -164,6 +185,6 @@ class EngineCore:
             self.executor.sample_tokens(None)
 
     def shutdown(self) -> None:
-        """Give everything back; transfers that are under way are given up."""
-        self._queue.clear()
+        """Release all resources; unfinished transfers are abandoned."""
+        self._in_flight.clear()
         run_all(self.executor.shutdown, self.scheduler.transfers.connector.shutdown)

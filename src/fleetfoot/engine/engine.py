@@ -1,4 +1,4 @@
-"""The synchronous engine: requests in, outputs out, one `step` at a time."""
+"""The synchronous engine: add requests, call `step`, get outputs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.admission import COPY_MARK, Admission, CheckedParams, CheckedRequest
 from fleetfoot.engine.build import build_parts
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import EngineStats, StatsCollector
 from fleetfoot.plan.plan import EnginePlan
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """Admission, core and output processing in one thread.
+    """Input processing, `EngineCore` and output processing in one thread.
 
-    Nothing is lost: each request that was added is answered by an output with ``finished`` set, or by the exception
-    that ended the engine, which every later call repeats.
+    Each added request ends with an output that has ``finished`` set, or with the exception that ended the engine, which
+    every later call raises again.
     """
 
     def __init__(
         self,
         core: EngineCore,
-        admission: Admission,
+        input_processor: InputProcessor,
         tokenizer: Tokenizer | None,
         *,
         plan: EnginePlan | None = None,
@@ -45,31 +45,35 @@ class LLMEngine:
     ) -> None:
         self._plan = plan
         self.core = core
-        self.admission = admission
+        self.input_processor = input_processor
         self.tokenizer = tokenizer
         self.stats_collector: StatsCollector = core.stats
         self._clock = clock
-        self._outputs = OutputProcessor(
+        self._output_processor = OutputProcessor(
             tokenizer,
             lambda request_id, stop: core.finish(request_id, RequestStatus.FINISHED_STOPPED, stop),
             core.stats,
         )
-        self._owed: list[RequestOutput] = []  # of requests that were aborted, for the next step to deliver
+        self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
         self._cause: BaseException | None = None
         self._is_shut_down = False
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
-        """Load the model and get ready to serve."""
+        """Plan the engine, load the model, and allocate memory.
+
+        Raises:
+            ValueError: settings, model and machine do not fit together.
+        """
         parts = build_parts(config)
-        return cls(parts.core, parts.admission, parts.tokenizer, plan=parts.plan)
+        return cls(parts.core, parts.input_processor, parts.tokenizer, plan=parts.plan)
 
     @property
     def plan(self) -> EnginePlan:
-        """What was decided about the engine before it was made: ``plan.use_v2_model_runner``, ``plan.reasons``, ...
+        """Decisions about this engine: ``plan.use_v2_model_runner``, ``plan.reasons``, ...
 
         Raises:
-            ValueError: the engine was put together from parts, without a plan.
+            ValueError: the engine was built from parts, without a plan.
         """
         if self._plan is None:
             raise ValueError("this engine was put together from parts: there is no plan of it")
@@ -77,8 +81,10 @@ class LLMEngine:
 
     @property
     def runner_name(self) -> str:
-        """``v1`` or ``v2``: the model runner that really runs."""
+        """The model runner in use: ``v1`` or ``v2``."""
         return self.core.executor.runner_name
+
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def add_request(
         self,
@@ -87,26 +93,27 @@ class LLMEngine:
         params: SamplingParams,
         *,
         priority: int = 0,
-        checked: CheckedParams | None = None,
+        params_checked: bool = False,
     ) -> None:
-        """Queue a request; its outputs come from `step`.
+        """Add a request; `step` returns its outputs.
 
         Args:
-            checked: what `check_params` has made of ``params`` that several requests share; None: they are checked now.
+            priority: lower runs sooner; needs ``scheduling_policy="priority"``.
+            params_checked: ``params`` is a result of `check_params`.
 
         Raises:
-            ValueError, TypeError: the request is refused, and nothing has changed.
-            EngineDeadError: the engine has ended.
+            ValueError, TypeError: the request is refused; the engine is unchanged.
+            EngineDeadError: the engine has failed or was shut down.
         """
         self._check_alive()
-        self.check_id(request_id)
-        self.add_checked(self.check_request(request_id, prompt, checked or params, priority=priority))
+        self.check_request_id(request_id)
+        self.submit(self.process_inputs(request_id, prompt, params, priority=priority, params_checked=params_checked))
 
-    def check_id(self, request_id: str) -> None:
-        """Whether a request can have this id now.
+    def check_request_id(self, request_id: str) -> None:
+        """Check that a new request can have this id.
 
         Raises:
-            ValueError: it cannot; says why.
+            ValueError: it cannot; the message has the reason.
         """
         if not isinstance(request_id, str) or not request_id:
             raise ValueError(f"request_id is {request_id!r}; it must be a string that is not empty")
@@ -118,71 +125,131 @@ class LLMEngine:
         if self.has_request(request_id):
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
 
-    def check_params(self, params: SamplingParams) -> CheckedParams:
-        """Check parameters that several requests share, for `add_request`.
+    def check_params(self, params: SamplingParams) -> SamplingParams:
+        """Validate parameters once for several calls of `add_request`.
 
         Raises:
-            ValueError, TypeError: they are refused.
+            ValueError, TypeError: the message names the field, its value and what would work.
         """
-        return self.admission.check_params(params)
+        return self.input_processor.check_params(params)
 
-    def check_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | CheckedParams, *, priority: int = 0
-    ) -> CheckedRequest:
-        """The long half of `add_request`, for any thread: all that can be checked and tokenized beside a step.
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        params_checked: bool = False,
+    ) -> EngineRequest:
+        """First part of `add_request`: validate and tokenize. May run in any thread, concurrently with a step.
 
         Raises:
             ValueError, TypeError: the request is refused.
         """
         if priority and not self.core.scheduler.config.priority:
             raise ValueError(f"priority is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'")
-        return self.admission.check(request_id, prompt, params, priority=priority)
+        return self.input_processor.process(
+            request_id, prompt, params, priority=priority, params_checked=params_checked
+        )
 
-    def add_checked(self, checked: CheckedRequest) -> None:
-        """The short half of `add_request`, between steps; its id has just passed `check_id`.
+    def submit(self, request: EngineRequest) -> None:
+        """Second part of `add_request`: queue. Its id must have passed `check_request_id`.
 
         Raises:
-            ValueError: there is no room for such a request; nothing has changed.
-            EngineDeadError: the engine has ended.
+            ValueError: the request can never be scheduled; the engine is unchanged.
+            EngineDeadError: the engine has failed or was shut down.
         """
         self._check_alive()
-        admitted = self.admission.enter(checked)
+        sequences = self.input_processor.make_requests(request)
         added = []
         try:
-            for sequence in admitted.sequences:
+            for sequence in sequences:
                 self.core.add_request(sequence)
                 added.append(sequence.request_id)
         except ValueError:
             for sequence_id in added:
                 self.core.finish(sequence_id, RequestStatus.FINISHED_ABORTED)
             raise
-        self._outputs.add(admitted, self._clock())
-        self.stats_collector.request_added(len(admitted.prompt_token_ids))
+        self._output_processor.add(request, sequences, self._clock())
+        self.stats_collector.request_added(len(request.prompt_token_ids))
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; ids that are not known, or have ended, are no error. The next `step` delivers their outputs."""
+        """End requests; the next `step` returns their outputs. Unknown and finished ids are ignored."""
         if self._cause is not None:
-            return  # nothing runs any more, and the books may be half written
+            return  # the state of a failed engine may be inconsistent
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            sequence_ids, output = self._outputs.abort(request_id)
+            sequence_ids, output = self._output_processor.abort(request_id)
             for sequence_id in sequence_ids:
                 self.core.finish(sequence_id, RequestStatus.FINISHED_ABORTED)
             if output is not None:
-                self._owed.append(output)
+                self._aborted.append(output)
 
     def discard(self, request_ids: Iterable[str]) -> None:
-        """Abort requests without delivering their outputs. May be called within a step, as `step` says."""
+        """Abort requests and drop their outputs. May be called during a step, see ``before_update`` of `step`."""
         discarded = set(request_ids)
         try:
             self.abort_request(discarded)
-            self._owed = [output for output in self._owed if output.request_id not in discarded]
+            self._aborted = [output for output in self._aborted if output.request_id not in discarded]
         except BaseException as error:
             self._fail(error)
             raise
 
+    def pop_aborted(self) -> list[RequestOutput]:
+        """The last outputs of aborted requests, which the next `step` would return."""
+        aborted, self._aborted = self._aborted, []
+        return aborted
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether an unfinished request has this id."""
+        return self._output_processor.has(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` must be called again."""
+        return bool(self._output_processor.num_unfinished or self._aborted or self.core.has_work)
+
+    def has_transfers(self) -> bool:
+        """Whether the KV connector needs further steps, possibly for finished requests."""
+        return self._cause is None and self.core.has_transfers
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, before_update: Callable[[], object] = lambda: None) -> list[RequestOutput]:
+        """Run one step.
+
+        Args:
+            before_update: called when a step's result has arrived, before the engine is updated with it. It may add,
+            abort
+                and discard requests. A request that it aborts ends as aborted, even if the result has its last token.
+
+        Returns:
+            Outputs of requests with progress, and of aborted requests.
+
+        Raises:
+            EngineDeadError: the engine has failed, now or before, or was shut down; the first cause is chained.
+        """
+        self._check_alive()
+        aborted = self.pop_aborted()
+        try:
+            step_output = self.core.step(before_update)
+            if step_output is None:
+                return aborted
+            results, output = step_output
+            outputs = self._output_processor.process(results, output, self._clock())
+            self.core.drain()
+        except BaseException as error:  # also KeyboardInterrupt: an interrupted step leaves inconsistent state
+            self._fail(error)
+            raise
+        return aborted + outputs
+
+    def fills_first_step(self, num_prompt_tokens: int) -> bool:
+        """Whether prompts of so many tokens fill a step that later requests cannot change."""
+        scheduling = self.core.scheduler.config
+        return num_prompt_tokens >= scheduling.max_num_batched_tokens and not scheduling.priority
+
     def report_finished(self) -> None:
-        """No step may follow for a while: take in the steps in flight that no request needs, and give the KV connector
-        the ids of the last requests."""
+        """Call when no step may follow soon: retires steps in flight that no request needs, and sends the last finished
+        ids to the KV connector."""
         if self._cause is not None:
             return
         try:
@@ -191,93 +258,53 @@ class LLMEngine:
             self._fail(error)
             raise
 
-    def take_owed(self) -> list[RequestOutput]:
-        """The outputs of aborted requests now, instead of with the next step."""
-        owed, self._owed = self._owed, []
-        return owed
-
-    def has_request(self, request_id: str) -> bool:
-        """Whether the id is in use by a request that has not ended."""
-        return self._outputs.has(request_id)
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._outputs.num_unfinished or self._owed or self.core.has_work)
-
-    def has_transfers(self) -> bool:
-        """Whether steps still serve the KV connector, maybe for requests that have ended: blocks being sent."""
-        return self._cause is None and self.core.has_transfers
-
-    def step(self, before_update: Callable[[], object] = lambda: None) -> list[RequestOutput]:
-        """Run one step and return what it owes to users.
-
-        Args:
-            before_update: called when a step's result has arrived and has not been taken in. It may add, abort and
-                discard requests: one that it aborts ends as aborted, even if the result holds its last token.
-
-        Raises:
-            EngineDeadError: the engine has ended, now or before; the first cause is chained.
-        """
-        self._check_alive()
-        owed = self.take_owed()
-        try:
-            taken = self.core.step(before_update)
-            if taken is None:
-                return owed
-            results, output = taken
-            outputs = self._outputs.process(results, output, self._clock())
-            self.core.settle()
-        except BaseException as error:  # Ctrl-C too: a step that was cut short leaves the books half written
-            self._fail(error)
-            raise
-        return owed + outputs
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """For a request without parameters: the defaults, with the model's own in their place where it has any."""
-        return SamplingParams(**self.admission.sampling_defaults)
-
-    def stats(self) -> EngineStats:
-        return self.stats_collector.snapshot(self.core.scheduler.stats())
-
-    def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
-        """Forget cached prefixes; with ``reset_connector`` what a KV connector has saved is not loaded any more."""
-        self.core.scheduler.reset_prefix_cache(reset_connector=reset_connector)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Of all requests that have ever been added."""
-        return self.stats_collector.num_prompt_tokens
+        """Parameters of a request without any: the defaults of `SamplingParams`, overridden by those of the model."""
+        return SamplingParams(**self.input_processor.sampling_defaults)
 
     @property
     def max_request_len(self) -> int:
         """Most tokens of prompt and output of one request: limited by ``max_model_len`` and by the KV cache."""
         cache = self.core.scheduler.config
-        return min(self.admission.max_model_len, cache.num_blocks * cache.block_size)
+        return min(self.input_processor.max_model_len, cache.num_blocks * cache.block_size)
 
-    def may_begin(self, num_waiting: int) -> bool:
-        """Whether prompts of so many tokens fill a step that is the same whatever is queued behind them."""
-        scheduling = self.core.scheduler.config
-        return num_waiting >= scheduling.max_num_batched_tokens and not scheduling.priority
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all requests since the start."""
+        return self.stats_collector.num_prompt_tokens
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the scheduler's state."""
+        return self.stats_collector.snapshot(self.core.scheduler.stats())
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
+        """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved."""
+        self.core.scheduler.reset_prefix_cache(reset_connector=reset_connector)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if KV blocks, rows or queues do not add up."""
+        """Raises RuntimeError if KV blocks, rows or queues are inconsistent."""
         self.core.scheduler.check_integrity()
 
     def shutdown(self) -> None:
-        """Give everything back. Calling it again does nothing.
+        """Release all resources. Further calls do nothing.
 
-        What a KV connector has yet to save of requests that have ended is saved before. An error in that is raised at
-        the end, when all has been given back.
+        Pending saves of a KV connector are flushed first. An error in that is raised after everything has been
+        released.
         """
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        flush = self.core.flush if self._cause is None else lambda: None  # else the books may be half written
+        flush = self.core.flush if self._cause is None else lambda: None  # a failed engine's state may be inconsistent
         run_all(flush, self.core.shutdown)
 
     def _fail(self, error: BaseException) -> None:
-        """Remember the first cause, and raise it as an EngineDeadError, unless it is no error (as Ctrl-C is none)."""
+        """Store the cause, and raise it as EngineDeadError. A KeyboardInterrupt is left to the caller."""
         self._cause = error
-        logger.error("the engine has failed with %d requests under way: %r", self._outputs.num_unfinished, error)
+        logger.error(
+            "the engine has failed with %d unfinished requests: %r", self._output_processor.num_unfinished, error
+        )
         if isinstance(error, Exception):
             raise _dead(error) from error
 

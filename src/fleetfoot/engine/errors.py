@@ -2,4 +2,4 @@
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has failed or was shut down. The first cause is chained to it and named in the message."""
+    """The engine has failed or was shut down. The message names the first cause, which is chained."""

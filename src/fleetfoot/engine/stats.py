@@ -1,4 +1,4 @@
-"""What the engine measures about itself: counters, and samples of latencies for percentiles."""
+"""Statistics of the engine: counters, and samples of latencies for percentiles."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from fleetfoot.records.outputs import RequestMetrics
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 WINDOW = 100_000
-"""Latency samples kept; older ones are dropped, so a server's memory does not grow."""
+"""Latency samples to keep; older ones are dropped, to bound memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step, in seconds of host time and in tokens."""
+    """One step. Times are seconds on the host."""
 
     num_requests: int
     num_tokens: int
-    """Tokens computed, of prompts and outputs."""
+    """Tokens computed, of prompts and of outputs."""
     schedule_s: float
     execute_s: float
-    """In the runner: on a CPU the computation itself, on a GPU the queueing of it (and waiting, if not overlapped)."""
+    """In the executor: on a CPU the computation, on a GPU queueing it, and waiting for it."""
     update_s: float
-    """Taking in tokens: the scheduler's update. What users are owed is made after the step."""
+    """The scheduler's update with the result; without output processing."""
     num_drafted: int = 0
-    """Draft tokens that it verified."""
+    """Draft tokens verified."""
     num_accepted: int = 0
-    """Draft tokens that it accepted."""
+    """Draft tokens accepted."""
 
     @property
     def host_s(self) -> float:
-        """Host time outside the runner."""
+        """Host time outside the executor."""
         return self.schedule_s + self.update_s
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment of the engine: counters since its start, and the scheduler's state."""
+    """A snapshot: counters since the start, and the scheduler's state."""
 
     num_steps: int
     num_prompt_tokens: int
     num_generation_tokens: int
     num_finished: dict[str, int]
-    """Requests that ended, by finish reason."""
+    """Finished requests, by finish reason."""
     scheduler: SchedulerStats
     num_idle_steps: int = 0
-    """Steps that computed nothing, for the KV connector alone; not counted in ``num_steps``."""
+    """Steps without requests, which serve the KV connector; not counted in ``num_steps``."""
 
     @property
     def drafts(self) -> DraftStats:
-        """Acceptance of draft tokens, and why steps went without them."""
+        """Acceptance of draft tokens, and reasons of steps without them."""
         return self.scheduler.drafts
 
     @property
     def transfers(self) -> TransferStats:
-        """What the KV connector did."""
+        """Transfers of the KV connector."""
         return self.scheduler.transfers
 
 
 class StatsCollector:
-    """Collects; costs an append per event. Samples are seconds.
+    """Collects statistics; an event costs one append. Samples are in seconds.
 
-    ``itl`` has the time between arrivals at a request: several tokens that a step brings at once are one arrival.
+    ``itl`` has the times between arrivals of tokens at a request: several tokens of one step are one arrival.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class StatsCollector:
         self.num_finished: dict[str, int] = {}
 
     def clear_samples(self) -> None:
-        """Forget latencies, not counters: a benchmark begins to measure after its warm-up."""
+        """Drop latency samples but not counters, as a benchmark does after its warm-up."""
         for samples in (self.ttft, self.itl, self.tpot, self.steps):
             samples.clear()
 

@@ -1,4 +1,4 @@
-"""The door: a prompt and its parameters are checked and tokenized here, or refused, before anything is queued."""
+"""Input processing: validates and tokenizes a prompt and its parameters before anything is queued."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import countOf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,30 +21,29 @@ if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 COPY_MARK = "\x1f"
-"""Stands in the ids of a request's copies (n above 1) and in no id of a user's, so that none can be both."""
+"""Separates request id and index in the ids of sequences if ``n`` is above 1. Not allowed in users' ids."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
-
-@dataclass(frozen=True, slots=True)
-class CheckedParams:
-    """Parameters in which nothing is wrong, out of their caller's hands. Any number of requests can share them."""
-
-    params: SamplingParams
-    bad_words_token_ids: list[list[int]]
-    kv_transfer_params: dict[str, Any] | None
+_MAX_CACHED_BAD_WORDS = 128
 
 
 @dataclass(slots=True)
-class CheckedRequest:
-    """A request in which nothing is wrong by itself; what it is among others is decided when it is admitted."""
+class EngineRequest:
+    """A validated and tokenized request."""
 
     request_id: str
     prompt: str | None
+    """Text, if known."""
     prompt_token_ids: list[int]
     packed_prompt: bytes
-    """The same as int32."""
-    params: CheckedParams
+    """``prompt_token_ids`` as int32."""
+    params: SamplingParams
+    """Validated; not shared with the caller, but possibly with other requests."""
+    bad_words_token_ids: list[list[int]]
+    kv_transfer_params: dict[str, Any] | None
+    """For the KV connector."""
     max_tokens: int
+    """Most output tokens, limited by the model's length."""
     priority: int
     cache_salt: str | None
     arrival_time: float
@@ -54,34 +54,22 @@ class _TokenIds(NamedTuple):
     """The tokens of a prompt."""
 
     as_list: list[int]
-    """Plain ints, in a list that is nobody else's."""
+    """Plain ints, in a list that is not shared with the caller."""
     as_array: np.ndarray
     """The same, ``[num_tokens]`` int64."""
 
 
-@dataclass(slots=True)
-class AdmittedRequest:
-    """A request that may be queued: one sequence for each of its ``n`` outputs."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    sequences: list[Request]
-    arrival_time: float
-    """Wall clock, seconds since the epoch."""
-
-
-class Admission:
-    """Validates and tokenizes.
+class InputProcessor:
+    """Validates and tokenizes requests.
 
     Args:
-        vocab_size: the model's; token ids must be below it.
+        vocab_size: of the model; token ids must be below it.
         max_model_len: most tokens of prompt and output together.
         eos_token_ids: the model's end tokens.
-        tokenizer: None when the engine runs on token ids alone.
-        seed: of the engine; sequences without a seed of their own draw from it.
-        sampling_defaults: what takes the place of defaults of `SamplingParams` where a user gives no parameters.
+        tokenizer: None if the engine runs on token ids only.
+        max_logprobs: most logprobs of one position; -1: the whole vocabulary.
+        seed: of the engine; the default for sequences without a seed.
+        sampling_defaults: of the model; used for requests without parameters.
     """
 
     def __init__(
@@ -98,36 +86,36 @@ class Admission:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        # a checkpoint may name end tokens that its own vocabulary does not reach: they can never come up
+        # a checkpoint may list end tokens outside its own vocabulary, which are never sampled
         self.eos_token_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
         self.tokenizer = tokenizer
         self.max_logprobs = max_logprobs
         self.sampling_defaults = dict(sampling_defaults or {})
         self._seed = seed
         self._wall_clock = wall_clock
-        self._num_admitted = 0
+        self._num_requests = 0
+        self._bad_words = lru_cache(_MAX_CACHED_BAD_WORDS)(self._tokenize_bad_words)
 
-    def admit(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | CheckedParams, *, priority: int = 0
-    ) -> AdmittedRequest:
-        """`check` and `enter` in one.
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        params_checked: bool = False,
+    ) -> EngineRequest:
+        """Validate and tokenize a request. Changes no state, so it may run in any thread.
 
-        Raises:
-            ValueError, TypeError: as of `check`.
-        """
-        return self.enter(self.check(request_id, prompt, params, priority=priority))
-
-    def check(
-        self, request_id: str, prompt: PromptType, params: SamplingParams | CheckedParams, *, priority: int = 0
-    ) -> CheckedRequest:
-        """Check everything about a request, and tokenize it. Changes nothing: it may run in any thread.
+        Args:
+            priority: lower runs sooner.
+            params_checked: ``params`` is a result of `check_params`.
 
         Raises:
             ValueError, TypeError: the message names the field, its value and what would work.
         """
         arrival_time = self._wall_clock()
-        checked = params if isinstance(params, CheckedParams) else self.check_params(params)
-        params = checked.params
+        params = params if params_checked else self.check_params(params)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
         text, (token_ids, ids), cache_salt = self._read_prompt(prompt)
@@ -142,58 +130,60 @@ class Admission:
                 f"min_tokens is {params.min_tokens}, but a prompt of {len(token_ids)} tokens leaves room for "
                 f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})"
             )
-        return CheckedRequest(
+        return EngineRequest(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
             packed_prompt=ids.astype(np.int32).tobytes(),
-            params=checked,
+            params=params,
+            bad_words_token_ids=self._bad_words(tuple(params.bad_words)) if params.bad_words else [],
+            kv_transfer_params=_kv_transfer_params(params),
             max_tokens=max_tokens,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
         )
 
-    def check_params(self, params: SamplingParams) -> CheckedParams:
-        """Check parameters, for one request or for many that share them. Changes nothing.
+    def check_params(self, params: SamplingParams) -> SamplingParams:
+        """A validated copy of parameters, which several requests can share.
 
         Raises:
             ValueError, TypeError: the message names the field, its value and what would work.
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams")
-        params = params.clone()  # checked once more, as fields may have been assigned, and out of the caller's hands
+        params = params.clone()  # validates again, because fields may have been assigned
         params.validate_for_model(
             vocab_size=self.vocab_size, max_logprobs=self.max_logprobs, has_tokenizer=self.tokenizer is not None
         )
-        params.top_k = min(params.top_k, self.vocab_size)  # which is all of them, and a number that devices can hold
-        return CheckedParams(params, self._bad_words(params), _kv_transfer_params(params))
+        params.top_k = min(params.top_k, self.vocab_size)  # equivalent, and fits in an int32
+        if params.bad_words:
+            self._bad_words(tuple(params.bad_words))
+        _kv_transfer_params(params)
+        return params
 
-    def enter(self, checked: CheckedRequest) -> AdmittedRequest:
-        """Make the sequences of a request. Their seeds depend on how many requests have come in before."""
-        params = checked.params.params
+    def make_requests(self, request: EngineRequest) -> list[Request]:
+        """One `Request` for each of the ``n`` sequences. Default seeds depend on the number of earlier requests."""
+        params = request.params
         seed = None if params.seed == -1 else params.seed
-        number = self._num_admitted
-        self._num_admitted += 1
-        sequences = [
+        number = self._num_requests
+        self._num_requests += 1
+        return [
             Request(
-                checked.request_id if params.n == 1 else f"{checked.request_id}{COPY_MARK}{index}",
-                checked.prompt_token_ids,
+                request.request_id if params.n == 1 else f"{request.request_id}{COPY_MARK}{index}",
+                request.prompt_token_ids,
                 params,
-                max_tokens=checked.max_tokens,
+                max_tokens=request.max_tokens,
                 seed=request_seed(seed, index, self._seed, number),
                 eos_token_ids=self.eos_token_ids,
-                bad_words_token_ids=checked.params.bad_words_token_ids,
-                priority=checked.priority,
-                cache_salt=checked.cache_salt,
-                kv_transfer_params=checked.params.kv_transfer_params,
-                packed_prompt=checked.packed_prompt,
+                bad_words_token_ids=request.bad_words_token_ids,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                kv_transfer_params=request.kv_transfer_params,
+                packed_prompt=request.packed_prompt,
             )
             for index in range(params.n)
         ]
-        return AdmittedRequest(
-            checked.request_id, checked.prompt, checked.prompt_token_ids, params, sequences, checked.arrival_time
-        )
 
     def _read_prompt(self, prompt: PromptType) -> tuple[str | None, _TokenIds, str | None]:
         """Text (if known), token ids and cache salt of any form of prompt."""
@@ -232,15 +222,15 @@ class Admission:
             raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
         entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
         try:
-            ids = np.frombuffer(array("q", entries), np.int64)  # checks every entry, in C
+            ids = np.frombuffer(array("q", entries), np.int64)  # checks the types of all entries, in C
         except (TypeError, OverflowError):
             for position, token in enumerate(entries):
                 if is_boolean(token) or not isinstance(token, int) or not -(2**63) <= token < 2**63:
                     raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
             raise
         if type(entries) is list and countOf(map(type, entries), int) == len(entries):
-            return _TokenIds(entries.copy(), ids)  # as most are: no new objects for all those ints
-        # 0 and 1 are what booleans would have become: a mask in the place of token ids.
+            return _TokenIds(entries.copy(), ids)  # common case: creates no new int objects
+        # booleans have become 0 and 1: refuse a mask in place of token ids
         for position in np.flatnonzero(ids <= 1).tolist():
             if is_boolean(entries[position]):
                 raise TypeError(f"prompt_token_ids[{position}] is {entries[position]!r}, a boolean; token ids are ints")
@@ -249,7 +239,7 @@ class Admission:
     def _check_tokens(self, ids: np.ndarray) -> None:
         if not len(ids):
             raise ValueError("the prompt has no tokens; it must have at least one")
-        if ids.view(np.uint64).max() >= self.vocab_size:  # without signs, negative ids are the largest of all
+        if ids.view(np.uint64).max() >= self.vocab_size:  # as unsigned numbers, negative ids are the largest
             position = int(ids.argmin() if ids.min() < 0 else ids.argmax())
             raise ValueError(
                 f"prompt_token_ids[{position}] is {ids[position]}; the model's vocabulary has "
@@ -261,19 +251,17 @@ class Admission:
                 f"{self.max_model_len - 1}, so that there is room for one more"
             )
 
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        if not params.bad_words:
-            return []
-        assert self.tokenizer is not None  # validate_for_model has refused bad words without one
+    def _tokenize_bad_words(self, bad_words: tuple[str, ...]) -> list[list[int]]:
+        assert self.tokenizer is not None  # validate_for_model refuses bad words without one
         tokenizer = self.tokenizer
         return bad_words_token_ids(
-            params.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
+            bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
         )
 
 
 def _kv_transfer_params(params: SamplingParams) -> dict[str, Any] | None:
-    """What the request says to the KV connector, which checks it when the request is queued."""
-    given = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+    """Parameters for the KV connector, which validates them when the request is queued."""
+    given = (params.extra_args or {}).get("kv_transfer_params")
     if given is None:
         return None
     if not isinstance(given, dict):

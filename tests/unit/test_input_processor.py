@@ -1,4 +1,4 @@
-"""Admission: what becomes of a prompt and its parameters, and what is refused."""
+"""Input processing: prompts and parameters that are accepted, and those that are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine.admission import Admission, AdmittedRequest
+from fleetfoot.engine.input_processor import EngineRequest, InputProcessor
+from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
@@ -18,7 +19,7 @@ VOCAB, MAX_LEN, EOS = 100, 32, 2
 TOKENIZER = Tokenizer.from_path(embedded_model_path())
 
 
-def admission_of(**changes: Any) -> Admission:
+def processor_of(**changes: Any) -> InputProcessor:
     defaults: dict[str, Any] = {
         "vocab_size": VOCAB,
         "max_model_len": MAX_LEN,
@@ -28,15 +29,21 @@ def admission_of(**changes: Any) -> Admission:
         "seed": 0,
         "wall_clock": lambda: 123.0,
     }
-    return Admission(**{**defaults, **changes})
+    return InputProcessor(**{**defaults, **changes})
 
 
-def with_text(**changes: Any) -> Admission:
-    return admission_of(tokenizer=TOKENIZER, vocab_size=TOKENIZER.vocab_size, **changes)
+def with_text(**changes: Any) -> InputProcessor:
+    return processor_of(tokenizer=TOKENIZER, vocab_size=TOKENIZER.vocab_size, **changes)
 
 
-def admit(prompt: Any, admission: Admission | None = None, priority: int = 0, **params: Any) -> AdmittedRequest:
-    return (admission or admission_of()).admit("r", prompt, SamplingParams(**params), priority=priority)
+def process(prompt: Any, processor: InputProcessor | None = None, priority: int = 0, **params: Any) -> EngineRequest:
+    return (processor or processor_of()).process("r", prompt, SamplingParams(**params), priority=priority)
+
+
+def sequences(prompt: Any, processor: InputProcessor | None = None, **params: Any) -> list[Request]:
+    """The requests that the scheduler gets."""
+    processor = processor or processor_of()
+    return processor.make_requests(process(prompt, processor, **params))
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------
@@ -60,43 +67,44 @@ def admit(prompt: Any, admission: Admission | None = None, priority: int = 0, **
     ids=repr,
 )
 def test_token_ids(prompt: Any) -> None:
-    admitted = admit(prompt)
-    assert (admitted.prompt, admitted.prompt_token_ids) == (None, [5, 6, 7])
-    assert all(type(token) is int for token in admitted.prompt_token_ids)
-    (sequence,) = admitted.sequences
+    processor = processor_of()
+    request = process(prompt, processor)
+    assert (request.prompt, request.prompt_token_ids) == (None, [5, 6, 7])
+    assert all(type(token) is int for token in request.prompt_token_ids)
+    (sequence,) = processor.make_requests(request)
     assert (sequence.request_id, sequence.token_ids, sequence.num_prompt_tokens) == ("r", [5, 6, 7], 3)
-    assert (admitted.arrival_time, sequence.cache_salt, sequence.priority) == (123.0, None, 0)
+    assert (request.arrival_time, sequence.cache_salt, sequence.priority) == (123.0, None, 0)
 
 
 def test_a_prompt_is_packed_as_it_is_kept() -> None:
-    (sequence,) = admit([*range(3, 90)], truncate_prompt_tokens=4).sequences
+    (sequence,) = sequences([*range(3, 90)], truncate_prompt_tokens=4)
     assert sequence.packed_prompt is not None
     assert np.frombuffer(sequence.packed_prompt, np.int32).tolist() == sequence.token_ids == [86, 87, 88, 89]
 
 
 def test_the_tokens_0_and_1_are_tokens() -> None:
-    assert admit([1, 0, 1]).prompt_token_ids == [1, 0, 1]
-    assert admit(np.array([0, 1])).prompt_token_ids == [0, 1]
+    assert process([1, 0, 1]).prompt_token_ids == [1, 0, 1]
+    assert process(np.array([0, 1])).prompt_token_ids == [0, 1]
 
 
 def test_a_prompt_is_copied() -> None:
     prompt = [5, 6]
-    admitted = admit(prompt)
+    request = process(prompt)
     prompt.append(7)
-    assert admitted.prompt_token_ids == [5, 6]
+    assert request.prompt_token_ids == [5, 6]
 
 
 @pytest.mark.parametrize("prompt", ["Once upon", {"prompt": "Once upon"}, {"prompt": "Once upon", "cache_salt": "s"}])
 def test_text(prompt: Any) -> None:
-    admitted = admit(prompt, with_text())
-    assert admitted.prompt == "Once upon"
-    assert admitted.prompt_token_ids == TOKENIZER.encode("Once upon")
-    assert admitted.sequences[0].cache_salt == (prompt.get("cache_salt") if isinstance(prompt, dict) else None)
+    request = process(prompt, with_text())
+    assert request.prompt == "Once upon"
+    assert request.prompt_token_ids == TOKENIZER.encode("Once upon")
+    assert request.cache_salt == (prompt.get("cache_salt") if isinstance(prompt, dict) else None)
 
 
 def test_token_ids_win_over_text() -> None:
-    admitted = admit({"prompt": "shown", "prompt_token_ids": [5]}, with_text())
-    assert (admitted.prompt, admitted.prompt_token_ids) == ("shown", [5])
+    request = process({"prompt": "shown", "prompt_token_ids": [5]}, with_text())
+    assert (request.prompt, request.prompt_token_ids) == ("shown", [5])
 
 
 @pytest.mark.parametrize(
@@ -131,17 +139,17 @@ def test_token_ids_win_over_text() -> None:
 )
 def test_prompts_that_are_refused(prompt: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        admit(prompt)
+        process(prompt)
 
 
 def test_empty_text() -> None:
     with pytest.raises(ValueError, match="prompt is an empty string"):
-        admit("", with_text())
+        process("", with_text())
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model() -> None:
     with pytest.raises(ValueError, match=r"prompt_token_ids\[\d+\] is \d+; the model's vocabulary has 100 tokens"):
-        admit("Once upon a time", admission_of(tokenizer=TOKENIZER))
+        process("Once upon a time", processor_of(tokenizer=TOKENIZER))
 
 
 # --- lengths --------------------------------------------------------------------------------------------------------
@@ -151,25 +159,25 @@ def test_a_tokenizer_with_more_tokens_than_the_model() -> None:
     ("prompt", "max_tokens", "in_all"), [(3, 5, 8), (3, None, 32), (3, 1000, 32), (31, None, 32), (31, 16, 32)]
 )
 def test_max_tokens_end_at_the_models_length(prompt: int, max_tokens: int | None, in_all: int) -> None:
-    (sequence,) = admit([5] * prompt, max_tokens=max_tokens).sequences
+    (sequence,) = sequences([5] * prompt, max_tokens=max_tokens)
     assert sequence.max_tokens_in_all == in_all
 
 
 @pytest.mark.parametrize(("wanted", "kept"), [(1, [39]), (4, [36, 37, 38, 39]), (-1, list(range(9, 40)))])
 def test_truncation_keeps_the_end(wanted: int, kept: list[int]) -> None:
-    assert admit(range(40), truncate_prompt_tokens=wanted).prompt_token_ids == kept
+    assert process(range(40), truncate_prompt_tokens=wanted).prompt_token_ids == kept
 
 
 def test_truncation_is_no_way_around_the_limit() -> None:
     with pytest.raises(ValueError, match="the prompt has 35 tokens"):
-        admit(range(40), truncate_prompt_tokens=35)
-    assert admit([5, 6], truncate_prompt_tokens=35).prompt_token_ids == [5, 6]
+        process(range(40), truncate_prompt_tokens=35)
+    assert process([5, 6], truncate_prompt_tokens=35).prompt_token_ids == [5, 6]
 
 
 def test_min_tokens_must_have_room() -> None:
     with pytest.raises(ValueError, match=r"min_tokens is 10, but a prompt of 25 tokens leaves room for 7 \("):
-        admit([5] * 25, min_tokens=10)
-    (sequence,) = admit([5] * 25, min_tokens=7).sequences
+        process([5] * 25, min_tokens=10)
+    (sequence,) = sequences([5] * 25, min_tokens=7)
     assert sequence.min_tokens_in_all == 32
 
 
@@ -177,32 +185,32 @@ def test_min_tokens_must_have_room() -> None:
 
 
 def test_what_ends_a_request() -> None:
-    assert admit([5]).sequences[0].stop_token_ids == {EOS}  # an end token outside the vocabulary cannot come
-    assert admit([5], stop_token_ids=[9]).sequences[0].stop_token_ids == {EOS, 9}
-    assert admit([5], ignore_eos=True).sequences[0].stop_token_ids == frozenset()
-    assert admit([5], ignore_eos=True, stop_token_ids=[EOS]).sequences[0].stop_token_ids == {EOS}
+    assert sequences([5])[0].stop_token_ids == {EOS}  # an end token outside the vocabulary cannot come
+    assert sequences([5], stop_token_ids=[9])[0].stop_token_ids == {EOS, 9}
+    assert sequences([5], ignore_eos=True)[0].stop_token_ids == frozenset()
+    assert sequences([5], ignore_eos=True, stop_token_ids=[EOS])[0].stop_token_ids == {EOS}
 
 
 def test_copies() -> None:
-    admitted = admit([5], n=3, seed=1)
-    assert [sequence.request_id for sequence in admitted.sequences] == ["r\x1f0", "r\x1f1", "r\x1f2"]
-    assert len({sequence.seed for sequence in admitted.sequences}) == 3
-    assert admitted.sequences[0].seed == admit([5], seed=1).sequences[0].seed
+    copies = sequences([5], n=3, seed=1)
+    assert [sequence.request_id for sequence in copies] == ["r\x1f0", "r\x1f1", "r\x1f2"]
+    assert len({sequence.seed for sequence in copies}) == 3
+    assert copies[0].seed == sequences([5], seed=1)[0].seed
 
 
 def test_seeds() -> None:
-    first, second = admission_of(), admission_of()
+    first, second = processor_of(), processor_of()
 
-    def seeds(admission: Admission, **params: Any) -> list[int]:
-        return [admit([5], admission, **params).sequences[0].seed for _ in range(3)]
+    def seeds(processor: InputProcessor, **params: Any) -> list[int]:
+        return [sequences([5], processor, **params)[0].seed for _ in range(3)]
 
     unseeded = seeds(first)
     assert len(set(unseeded)) == 3
     assert seeds(second) == unseeded  # the engine's seed and the order say it all
     assert not set(seeds(first)) & set(unseeded)
-    assert not set(seeds(admission_of(seed=1))) & set(unseeded)
+    assert not set(seeds(processor_of(seed=1))) & set(unseeded)
     assert len(set(seeds(first, seed=9))) == 1
-    assert seeds(first, seed=9) == seeds(admission_of(seed=5), seed=9)
+    assert seeds(first, seed=9) == seeds(processor_of(seed=5), seed=9)
     assert all(0 <= seed < 2**64 for seed in unseeded)
 
 
@@ -221,53 +229,65 @@ def test_seeds() -> None:
 )
 def test_parameters_that_do_not_suit_the_model(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        admit([5], **params)
+        process([5], **params)
 
 
 def test_parameters_are_checked_once_more_and_kept_apart() -> None:
     params = SamplingParams(stop_token_ids=[9])
-    admitted = admission_of().admit("r", [5], params)
+    processor = processor_of()
+    request = processor.process("r", [5], params)
     assert params.stop_token_ids is not None
     params.stop_token_ids.append(10)
     params.temperature = -1.0
-    assert (admitted.params.stop_token_ids, admitted.params.temperature) == ([9], 1.0)
-    assert admitted.sequences[0].params is admitted.params
+    assert (request.params.stop_token_ids, request.params.temperature) == ([9], 1.0)
+    assert processor.make_requests(request)[0].params is request.params
     with pytest.raises(ValueError, match=r"temperature must be 0 .*got -1.0"):
-        admission_of().admit("r", [5], params)
+        processor_of().process("r", [5], params)
 
 
 def test_parameters_that_requests_share_are_checked_once() -> None:
-    admission = admission_of()
+    processor = processor_of()
     params = SamplingParams(stop_token_ids=[9])
-    checked = admission.check_params(params)
+    checked = processor.check_params(params)
     params.temperature = -1.0
-    first, second = (admission.admit(name, [5], checked) for name in ("a", "b"))
-    assert first.params is second.params is checked.params
-    assert (first.params.temperature, first.sequences[0].stop_token_ids) == (1.0, {EOS, 9})
-    assert first.sequences[0].seed != second.sequences[0].seed
+    first, second = (processor.process(name, [5], checked, params_checked=True) for name in ("a", "b"))
+    assert first.params is second.params is checked
+    (one,), (other,) = map(processor.make_requests, (first, second))
+    assert (first.params.temperature, one.stop_token_ids) == (1.0, {EOS, 9})
+    assert one.seed != other.seed
 
 
 @pytest.mark.parametrize(("wanted", "kept"), [(-1, -1), (0, 0), (VOCAB - 1, VOCAB - 1), (VOCAB, VOCAB), (2**70, VOCAB)])
 def test_top_k_is_at_most_the_vocabulary(wanted: int, kept: int) -> None:
-    assert admit([5], top_k=wanted).params.top_k == kept
+    assert process([5], top_k=wanted).params.top_k == kept
 
 
 @pytest.mark.parametrize("wrong", [None, {}, "params", SamplingParams])
 def test_parameters_of_another_type(wrong: Any) -> None:
     with pytest.raises(TypeError, match="it must be a SamplingParams"):
-        admission_of().admit("r", [5], wrong)
+        processor_of().process("r", [5], wrong)
 
 
 @pytest.mark.parametrize("wrong", [1.5, "1", None, True])
 def test_priorities_are_ints(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"priority is .*; it must be an int"):
-        admit([5], priority=wrong)
+        process([5], priority=wrong)
 
 
 def test_bad_words_in_both_spellings() -> None:
-    (sequence,) = admit([5], with_text(), bad_words=["fox"]).sequences
+    (sequence,) = sequences([5], with_text(), bad_words=["fox"])
     encode = TOKENIZER.encode
     assert sequence.bad_words_token_ids == [
         encode("fox", add_special_tokens=False),
         encode(" fox", add_special_tokens=False),
     ]
+
+
+def test_bad_words_that_requests_share_are_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, words = with_text(), []
+    encode = TOKENIZER.encode
+    monkeypatch.setattr(TOKENIZER, "encode", lambda text, **options: (words.append(text), encode(text, **options))[1])
+    checked = processor.check_params(SamplingParams(bad_words=["fox"]))
+    first, second = (processor.process(name, [5], checked, params_checked=True) for name in ("a", "b"))
+    assert words == ["fox", " fox"]
+    assert first.bad_words_token_ids == second.bad_words_token_ids != []
