@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fleetfoot.runner.v2.device import CpuDevice, Event
+from fleetfoot.kernels.prepare.staging import Event
+from fleetfoot.runner.v2.device import CpuDevice
 
 
 class RecordingDevice(CpuDevice):

@@ -11,7 +11,8 @@ from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.runner.contract import INVALID_MESSAGE
-from fleetfoot.runner.v2.device import Device, Event
+from fleetfoot.kernels.prepare.staging import Event
+from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling.logprobs import LogprobsTensors
 
 

@@ -11,19 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from fleetfoot.kernels.prepare.staging import Event, StagingDevice
 from fleetfoot.kernels.prepare.take_in_writes import take_in_writes
-
-
-class Event(Protocol):
-    """A point in the device's queue."""
-
-    def passed(self) -> bool:
-        """Whether the device has passed it; does not wait."""
-        ...
-
-    def wait(self) -> None:
-        """Block the host until the device has passed it."""
-        ...
 
 
 class Capture(Protocol):
@@ -35,30 +24,17 @@ class Capture(Protocol):
     def replay(self) -> None: ...
 
 
-class Device(Protocol):
+class Device(StagingDevice, Protocol):
     """Copies, events and graphs of one device."""
 
-    torch_device: torch.device
     has_graphs: bool
 
     def capture(self, work: Callable[[], Any]) -> Capture:
         """Run ``work`` once, so that all it needs is compiled, and once more under capture."""
         ...
 
-    def pinned(self, size: int) -> torch.Tensor:
-        """``[size]`` int32 on the host, page-locked where that makes copies asynchronous."""
-        ...
-
-    def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
-        """Queue what a step says, out of memory that `pinned` gave: see `take_in_writes`."""
-        ...
-
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Queue a copy to new host memory, beside the work that is queued later; the event says when it is there."""
-        ...
-
-    def record(self) -> Event:
-        """An event behind everything queued so far."""
         ...
 
 

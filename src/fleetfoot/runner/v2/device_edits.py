@@ -23,7 +23,7 @@ from fleetfoot.kernels.sampling.records import (
 )
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.row_lists import RowList, mask_words
-from fleetfoot.runner.v2.staging import StagedWriteTensor, StagingBuffer
+from fleetfoot.kernels.prepare.staging import StagedWriteTensor, StagingBuffer
 
 if TYPE_CHECKING:
     from fleetfoot.runner.v2.rows import BlockTables, RequestState

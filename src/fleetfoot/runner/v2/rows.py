@@ -12,7 +12,7 @@ from fleetfoot.kernels.sampling.records import LIST_CAPACITY
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.row_lists import RowList
-from fleetfoot.runner.v2.staging import StagedWriteTensor, StagingBuffer
+from fleetfoot.kernels.prepare.staging import StagedWriteTensor, StagingBuffer
 
 # fields of a request, each one contiguous over the rows; floats are bit-cast
 (NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, LIMIT, MIN_TOKENS, TOP_K, IS_LIMITED, NUM_BIASES, NUM_WORDS, NUM_STOPS,

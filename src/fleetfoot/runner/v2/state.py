@@ -10,7 +10,7 @@ from fleetfoot.runner.v2.device import Device
 from fleetfoot.runner.v2.device_edits import RowEdits
 from fleetfoot.runner.v2.row_lists import MASK_BITS, RowList
 from fleetfoot.runner.v2.rows import NUM_FIELDS, BlockTables, RequestState
-from fleetfoot.runner.v2.staging import Arena, StagingBuffer
+from fleetfoot.kernels.prepare.staging import Arena, StagingBuffer
 
 
 class DeviceState:

@@ -9,11 +9,40 @@ the pairs.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from fleetfoot.runner.v2.device import Device, Event
+
+class Event(Protocol):
+    """A point in the device's queue."""
+
+    def passed(self) -> bool:
+        """Whether the device has passed it; does not wait."""
+        ...
+
+    def wait(self) -> None:
+        """Block the host until the device has passed it."""
+        ...
+
+
+class StagingDevice(Protocol):
+    """What staging needs of a device; `fleetfoot.runner.v2.device.Device` has more."""
+
+    torch_device: torch.device
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """``[size]`` int32 on the host, page-locked where that makes copies asynchronous."""
+        ...
+
+    def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
+        """Queue `take_in_writes` of a source that `pinned` returned."""
+        ...
+
+    def record(self) -> Event:
+        """An event behind everything queued so far."""
+        ...
 
 
 class StagedWriteTensor:
@@ -65,7 +94,7 @@ class StagingBuffer:
     """
 
     def __init__(
-        self, device: Device, arena: torch.Tensor, max_num_seqs: int, max_writes: int, num_slots: int = 3
+        self, device: StagingDevice, arena: torch.Tensor, max_num_seqs: int, max_writes: int, num_slots: int = 3
     ) -> None:
         self._device = device
         self._arena = arena
