@@ -24,6 +24,7 @@ from fleetfoot.kernels.attention.native_backend import NativeBackend
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.native_ops import native_ops
 from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.records.attention import AttentionMetadata
 
@@ -144,10 +145,10 @@ def attention_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
 def choice_cases(shape: Shape, dtype: torch.dtype, num_rows: int, fast: OpSet, twin: OpSet) -> Iterator[Case]:
     """Greedy and random tokens from logits."""
     logits = torch.randn(num_rows, shape.vocab).to(dtype) * 3
-    temperatures, numbers = torch.ones(num_rows), torch.arange(num_rows)
-    yield f"argmax, {num_rows} rows", lambda: fast.choose_tokens(logits), lambda: twin.choose_tokens(logits)
-    random = (logits, temperatures, numbers, numbers)
-    yield f"sample, {num_rows} rows", lambda: fast.choose_tokens(*random), lambda: twin.choose_tokens(*random)
+    yield f"argmax, {num_rows} rows", lambda: fast.sample(logits), lambda: twin.sample(logits)
+    numbers = torch.arange(num_rows)
+    random = RandomRows(torch.ones(num_rows), numbers, numbers)
+    yield f"sample, {num_rows} rows", lambda: fast.sample(logits, random), lambda: twin.sample(logits, random)
 
 
 def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:

@@ -20,6 +20,7 @@ import torch
 from fleetfoot.kernels.linear.gated import gated
 from fleetfoot.kernels.linear.linear import PlainLinear, PreparedLinear
 from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.kernels.triton_ops import triton_ops
 
 READ_BYTES_PER_US = 3.05e6  # of an H100 with HBM3, measured
@@ -140,7 +141,8 @@ class Step:
 
     def __call__(self) -> torch.Tensor:
         logits = self.head(self.hidden_states())
-        return self.ops.choose_tokens(logits, self.temperatures, self.positions, self.positions, invalid=self.invalid)
+        random = RandomRows(self.temperatures, self.positions, self.positions)
+        return self.ops.sample(logits, random, invalid=self.invalid)
 
 
 def median_us(run: Callable[[], object], replays: int = 25) -> float:

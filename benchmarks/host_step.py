@@ -116,8 +116,8 @@ class DeviceWork:
         for owner, name in (
             (runner._buffers, "fill"),
             (runner, "_run_model"),
-            (runner, "_choose"),
-            (runner._verifier, "update_rows"),
+            (runner, "_sample_logits"),
+            (runner._state.requests, "post_update"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name)))
 

@@ -21,11 +21,11 @@ from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput
-from fleetfoot.runner.capture_table import PLAIN
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 from fleetfoot.speculative.speculator import DraftBatch
 
@@ -166,9 +166,9 @@ class Rank:
         drafter = RecordingDrafter(self.log) if drafts and pipeline.is_last_rank else None
         ops = select_ops("cpu")
 
-        def choose_tokens(*args: Any, **kwargs: Any) -> Any:
+        def sample(*args: Any, **kwargs: Any) -> Any:
             self.log.note("sample")
-            return ops.choose_tokens(*args, **kwargs)
+            return ops.sample(*args, **kwargs)
 
         self.runner: ModelRunner = make_runner(
             kind,
@@ -177,7 +177,7 @@ class Rank:
             connector=StepConnector(self.connector),
             pipeline=pipeline,
             layers=None if pipeline.size == 1 else range(pipeline.rank, pipeline.rank + 1),
-            ops=dataclasses.replace(ops, choose_tokens=choose_tokens),
+            ops=dataclasses.replace(ops, sample=sample),
             wrap=lambda model: RecordingModel(model, self.log),
         )
         self.started = self.log.take()
@@ -404,4 +404,4 @@ def test_an_idle_step_gives_rows_back(kind: str) -> None:
         assert rank.runner._host.requests[0] is None
     else:
         assert isinstance(rank.runner, ModelRunnerV2)
-        assert rank.runner._sampler.wanted == PLAIN
+        assert rank.runner._sampler.variant == PLAIN

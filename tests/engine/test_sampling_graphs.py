@@ -25,14 +25,14 @@ from tests.helpers.schedules import assert_agree, live_alone, random_lives
 from tests.helpers.schedules import live as live_in_engine
 
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.kernels.sampling.records import LIST_CAPACITY
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
 from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.native.library import native_available
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.runner.capture_table import CaptureTable, SamplingVariant
+from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.v2 import runner as v2
 from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.sampling.shape import LIST_CAPACITY, SamplingVariant
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
@@ -139,7 +139,7 @@ def test_every_feature_is_in_the_graph(feature: str) -> None:
     room = FEATURES[feature].get("logprobs")
     expected = SamplingVariant(
         filters=feature in FILTERS or "top_k" in FEATURES[feature],
-        edits=feature in EDITS or feature == "of_edited",
+        logits_processors=feature in EDITS or feature == "of_edited",
         logprobs=None if room is None else max(32, room),
     )
     assert expected in variants(runner)
@@ -165,7 +165,9 @@ def test_what_no_graph_holds_is_sampled_behind_one(feature: str) -> None:
     got = live(in_one_runner(runner), params)
     assert_equal_to_eager(got, params)
     assert None in variants(runner)
-    assert SamplingVariant(edits=True) in variants(runner), "once it has ended, the others are in graphs again"
+    assert SamplingVariant(logits_processors=True) in variants(runner), (
+        "once it has ended, the others are in graphs again"
+    )
 
 
 @pytest.mark.parametrize("share_of_errors", [0.0, 0.5])

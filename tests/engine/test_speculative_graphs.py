@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fleetfoot.kernels.opset import OpSet
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.runner.capture_table import GraphKey, SamplingVariant
+from fleetfoot.runner.capture_table import GraphKey
 from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.sampling.shape import SamplingVariant
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import ConstantDrafts
 from fleetfoot.scheduler.scheduler import Scheduler
@@ -58,11 +59,11 @@ class NoValues(TorchDispatchMode):
 def unwatched(ops: OpSet) -> OpSet:
     """Draws under filters look at values on a CPU, where kernels that do not stand for them on a GPU."""
 
-    def choose_tokens(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def sample(*args: Any, **kwargs: Any) -> torch.Tensor:
         with _disable_current_modes():
-            return ops.choose_tokens(*args, **kwargs)
+            return ops.sample(*args, **kwargs)
 
-    return replace(ops, choose_tokens=choose_tokens)
+    return replace(ops, sample=sample)
 
 
 def run_steps(
@@ -145,7 +146,7 @@ def test_all_that_a_request_may_want_is_in_the_graph(kind: Kind) -> None:
         assert num_drafts == NUM_DRAFTS
         assert counts == {**ONE_STEP, "copy_out": 2}  # the logprobs
     variants = {key.sampling for key in runner.graphs.captured if key.kind == "uniform"}
-    assert variants == {SamplingVariant(edits=True, logprobs=32)}
+    assert variants == {SamplingVariant(logits_processors=True, logprobs=32)}
 
 
 @METHODS

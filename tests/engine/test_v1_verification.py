@@ -1,4 +1,4 @@
-"""Which drafts hold in Model Runner V1: as the device's operation says for V2; and which logits they are judged by."""
+"""Draft verification in Model Runner V1, against the operation of V2; and the tokens that need logits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState
-from fleetfoot.runner.v1.inputs import StepInputs, prepare_inputs
-from fleetfoot.runner.v1.verification import LogitsRows, accept_drafts, logprobs_of_requests
+from fleetfoot.runner.v1.inputs import StepInputs, logits_indices, prepare_inputs
+from fleetfoot.sampling.verification import verify_drafts
 
 NUM_ROWS = 6
 NUM_DRAFTS = 3
@@ -59,18 +59,20 @@ def test_as_on_the_device(seed: int) -> None:
     rng = random.Random(seed)
     num_decodes, num_ending = rng.randint(1, 3), rng.randint(0, 2)
     host, output, inputs = make_step(rng, num_decodes, num_ending)
-    logits = LogitsRows.of(inputs, output)
+    indices = logits_indices(inputs, output)
     num_logits = num_decodes * (1 + NUM_DRAFTS) + num_ending
-    assert len(logits.tokens) == num_logits
-    # the logits behind each token of a decode, and behind the last of a prefill that ends
-    places = [(int(inputs.token_rows[t]), int(inputs.positions[t])) for t in logits.tokens]
+    assert len(indices) == num_logits
+    # every token of a decode, and the last of a prefill that ends
+    places = [(int(inputs.token_rows[t]), int(inputs.positions[t])) for t in indices]
     expected = [(row, int(host.num_computed[row]) + j) for row in output.rows[:num_decodes] for j in range(4)]
     expected += [(row, int(host.num_tokens[row]) - 1) for row in output.rows[num_decodes : num_decodes + num_ending]]
     assert places == expected
 
     chosen = [rng.randint(1, 3) for _ in range(num_logits)]
     flags = [rng.random() < 0.1 for _ in range(num_logits)]
-    new = accept_drafts(host, inputs, output, logits, chosen, flags)
+    rows = output.rows[: num_decodes + num_ending]
+    room = (host.limits[rows] + 1 - host.num_tokens[rows]).tolist()
+    new = verify_drafts(chosen, flags, host.drafts[rows[:num_decodes]].tolist(), room, {})
 
     verified, width = num_decodes * (1 + NUM_DRAFTS), 1 + NUM_DRAFTS
     taken, rejected, drafted = torch.zeros((3, num_decodes), dtype=torch.int32)
@@ -88,9 +90,10 @@ def test_as_on_the_device(seed: int) -> None:
     assert [len(tokens) for tokens in new.token_ids] == taken.tolist() + [1] * num_ending
     assert new.num_rejected.tolist() == rejected.tolist() + [0] * num_ending
     assert new.num_drafted == drafted.tolist()
-    for index, (tokens, rows) in enumerate(zip(new.token_ids, logits.requests, strict=True)):
-        assert tokens == chosen[rows][: len(tokens)]
-        assert (index in new.invalid) == (bool(tokens) and flags[rows][len(tokens) - 1])
+    starts = [width * index for index in range(num_decodes)] + [verified + index for index in range(num_ending)]
+    for index, (tokens, begin) in enumerate(zip(new.token_ids, starts, strict=True)):
+        assert tokens == chosen[begin : begin + len(tokens)]
+        assert (index in new.invalid) == (bool(tokens) and flags[begin + len(tokens) - 1])
 
 
 def test_a_query_beyond_the_end_is_kept_nowhere() -> None:
@@ -107,9 +110,10 @@ def test_a_query_beyond_the_end_is_kept_nowhere() -> None:
     assert [*ids[1:4], *ids[5:8]] == drafts
 
 
-def test_logprobs_go_to_the_tokens_that_count() -> None:
+def test_logprobs_are_those_of_the_accepted_tokens() -> None:
     rows = [RowLogprobs([token], [-0.5], 1) for token in range(9)]
-    logits = LogitsRows(np.arange(9), [slice(0, 4), slice(4, 8), slice(8, 9)])
-    wanted = dict(enumerate(rows[:4])) | {8: rows[8]}
-    assert logprobs_of_requests(wanted, logits, [[0, 1], [4], [8]]) == {0: rows[:2], 2: [rows[8]]}
-    assert logprobs_of_requests(wanted, logits, [[], [4], [8]]) == {2: [rows[8]]}
+    logprobs = dict(enumerate(rows[:4])) | {8: rows[8]}
+    for room, expected in ((9, {0: rows[:2], 2: [rows[8]]}), (0, {2: [rows[8]]})):
+        new = verify_drafts(list(range(9)), [False] * 9, [[0, 7, 7], [7, 7, 7]], [room, 9, 9], logprobs)
+        assert new.token_ids == [[0, 1] if room else [], [4], [8]]
+        assert new.logprobs == expected

@@ -13,16 +13,17 @@ from tests.helpers.steps import TakenStep, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.kernels.sampling.records import LIST_CAPACITY, NUM_PLANES
 from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput
-from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
-from fleetfoot.runner.v2.rows import NUM_FIELDS
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey
+from fleetfoot.runner.v2 import rows
 from fleetfoot.runner.v2.runner import ModelRunnerV2
+from fleetfoot.sampling import shape
+from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.weights.model_loader import ModelLoader
 
@@ -202,7 +203,7 @@ def test_the_copy_is_as_long_as_what_is_said() -> None:
     runner, scheduler = make_runner(device), make_scheduler()
     add(scheduler, "a", 9)
     for expected_writes in (
-        9 + 2 + NUM_FIELDS + 2,
+        9 + 2 + shape.NUM_FIELDS + rows.NUM_FIELDS + 2,
         0,
         0,
     ):  # tokens, blocks, fields and seed of the new request; then nothing
@@ -238,7 +239,8 @@ def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(ModelRunnerV2, "sample_tokens", observed)
         warm.warm_up()
     assert not warm.graphs.num_steps
-    assert not any(warm._sampler._wanted.values())
+    assert warm._sampler.variant == PLAIN
+    assert not warm._sampler._requests
     tokens = []
     for runner in (warm, cold):
         scheduler = make_scheduler()

@@ -10,10 +10,10 @@ import torch
 from tests.helpers.ops_checks import (
     TRITON,
     TWINS,
-    check_choices,
     check_pending_norm,
     check_rms_norm,
     check_rope_and_cache,
+    check_samples,
     check_silu_and_mul,
     linear_error,
     random_logits,
@@ -23,10 +23,10 @@ from tests.helpers.waits import waits_are_errors
 from fleetfoot.kernels.linear.linear import PreparedLinear
 from fleetfoot.kernels.linear.linear_triton import TritonLinear
 from fleetfoot.kernels.runtime.hopper_support import has_hopper_kernels
-from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch
-from fleetfoot.kernels.sampling.choose_tokens_triton import choose_tokens_triton
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.sample import RandomRows, sample_torch
+from fleetfoot.kernels.sampling.sample_triton import sample_triton
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,18 +64,18 @@ def test_rope_and_cache(dtype: torch.dtype, norm: bool, head_dim: int, num_token
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151936), (5, 5), (64, 32003), (3, 262144)])
 @pytest.mark.parametrize("spread", [0.2, 4.0])
-def test_choose_tokens(dtype: torch.dtype, num_rows: int, vocab_size: int, spread: float) -> None:
-    check_choices(random_logits(num_rows, vocab_size, dtype, spread), "cuda")
+def test_sample(dtype: torch.dtype, num_rows: int, vocab_size: int, spread: float) -> None:
+    check_samples(random_logits(num_rows, vocab_size, dtype, spread), "cuda")
 
 
-def test_choose_tokens_from_rows_without_a_highest_logit() -> None:
+def test_sample_from_rows_without_a_highest_logit() -> None:
     logits = random_logits(5, 10000, torch.bfloat16, 1.0)
     logits[0, 9000], logits[0, 10] = float("nan"), float("inf")
     logits[1, [7, 9001]] = float("inf")
     logits[2] = -float("inf")
     logits[3] = -float("inf")
     logits[3, 9999] = -5.0
-    check_choices(logits, "cuda")
+    check_samples(logits, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -191,7 +191,7 @@ class Chain:
             residual, between = self.joined(o, query.flatten(1), residual, gate_up)
             residual, normed = self.joined(down, between, residual, None)
         logits = self.head(normed)
-        tokens = TRITON.choose_tokens(logits, torch.ones(rows, device="cuda"), positions, positions)
+        tokens = TRITON.sample(logits, RandomRows(torch.ones(rows, device="cuda"), positions, positions))
         return logits, cache, tokens
 
 
@@ -260,7 +260,8 @@ def test_filtered_draws(dtype: torch.dtype, spread: float) -> None:
     chosen = logits.float().argmax(dim=1)
     bits = logits.float().gather(1, chosen[:, None]).view(torch.int32).to(torch.int64)
     best[:] = (bits << 32) | (0x7FFFFFFF - chosen[:, None])
-    cuts = filter_cuts_triton(logits, best, temperatures, None, filters, overlap=False)
+    random = RandomRows(temperatures, row * 31 + 1, row + 5, filters)
+    cuts = filter_cuts_triton(logits, best, random, overlap=False)
     scores = logits.float()
     scores = (scores - scores.max(dim=1, keepdim=True).values) / temperatures[:, None]
     limits = -cuts[:, :1].contiguous().view(torch.float32)
@@ -269,8 +270,6 @@ def test_filtered_draws(dtype: torch.dtype, spread: float) -> None:
     filters.apply(scores)
     differing = (kept != (scores > -torch.inf)).sum(dim=1)
     assert int(differing.max()) <= 2 and int(differing[row % 2 == 0].max()) == 0
-    seeds, positions = row * 31 + 1, row + 5
-    arguments = (logits, temperatures, seeds, positions)
-    tokens = choose_tokens_triton(*arguments, filters=filters)
-    assert int((tokens != choose_tokens_torch(*arguments, filters=filters)).sum()) <= 1
+    tokens = sample_triton(logits, random)
+    assert int((tokens != sample_torch(logits, random)).sum()) <= 1
     assert bool(kept.gather(1, tokens[:, None]).all())

@@ -1,4 +1,4 @@
-"""Sampling on the GPU itself: edits and logprobs against what a CPU runs, graphs against eager steps, and no wait."""
+"""Sampling on a GPU: logits processors and logprobs against a CPU, graphs against eager steps, no synchronisation."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.helpers.edit_cases import EditCase, edit_case
 from tests.helpers.engines import make_engine
+from tests.helpers.logits_processor_cases import processor_case
 from tests.helpers.schedules import assert_agree, live, random_lives
 from tests.helpers.waits import waits_are_errors
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.kernels.sampling.allowed_tokens import keep_allowed_tokens
-from fleetfoot.kernels.sampling.listed_tokens import edit_listed_tokens
-from fleetfoot.kernels.sampling.paged_penalties import penalize
-from fleetfoot.kernels.sampling.records import LIST_CAPACITY
-from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs, token_logprobs_torch
+from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu
+from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch
+from fleetfoot.kernels.sampling.token_logprobs_triton import token_logprobs_triton
 from fleetfoot.kernels.select import select_ops
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest
-from fleetfoot.runner.capture_table import EVERYTHING, PLAIN, SamplingVariant
 from fleetfoot.runner.v2.device import open_device
-from fleetfoot.runner.v2.sampling import RowSampler, Sampled
 from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.runner.v2.verification import LogitsRows
+from fleetfoot.sampling.sampler_v2 import Sampler, SamplerOutput
+from fleetfoot.sampling.shape import EVERYTHING, LIST_CAPACITY, PLAIN, SamplingVariant
+from fleetfoot.sampling.verification import DraftVerification, LogitsBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -37,22 +36,17 @@ VOCAB = 151936
 ASSETS = Path(__file__).parent.parent / "assets"
 
 
-def edited(case: EditCase) -> torch.Tensor:
-    logits = keep_allowed_tokens(case.logits, case.rows, case.allowed)
-    edit_listed_tokens(logits, case.rows, case.seq_lens, case.history, case.listed)
-    penalize(logits, case.rows, case.seq_lens, case.history, case.penalties)
-    return logits[case.rows >= 0].cpu()
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_edits_are_those_of_a_cpu_to_the_last_bit(seed: int) -> None:
-    case = edit_case(seed, vocab_size=200, num_rows=12)
-    assert torch.equal(edited(case.to("cuda")), edited(case))
+def test_logits_processors_are_bitwise_those_of_a_cpu(seed: int) -> None:
+    case = processor_case(seed, vocab_size=200, num_rows=12)
+    moved, real = case.to("cuda"), case.rows >= 0
+    found = process_logits_triton(moved.logits, moved.rows, moved.seq_lens, moved.tables).cpu()
+    assert torch.equal(found[real], process_logits_cpu(case.logits, case.rows, case.seq_lens, case.tables)[real])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [5, 2049, VOCAB])
-def test_logprobs_are_those_of_the_twin(vocab_size: int, dtype: torch.dtype) -> None:
+def test_logprobs_are_those_of_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = (torch.randn(6, vocab_size, generator=generator) * 3).to(dtype)
     logits[0, ::2] = logits[0, 0]
@@ -60,20 +54,20 @@ def test_logprobs_are_those_of_the_twin(vocab_size: int, dtype: torch.dtype) -> 
     chosen = torch.randint(vocab_size, (6,), generator=generator)
     num = min(vocab_size, 40)
     expected = token_logprobs_torch(logits, chosen, num)
-    found = token_logprobs(logits.cuda(), chosen.cuda(), num).cpu()
+    found = token_logprobs_triton(logits.cuda(), chosen.cuda(), num).cpu()
     assert torch.equal(found[:, : num + 1], expected[:, : num + 1])
     assert torch.equal(found[:, -1], expected[:, -1])
     values, wanted = (packed[:, num + 1 : -1].contiguous().view(torch.float32) for packed in (found, expected))
     torch.testing.assert_close(values, wanted, atol=1e-5, rtol=1e-6)
     if vocab_size > MAX_SELECTED:  # sorting gives what selecting gives, to the last bit
-        many = token_logprobs(logits.cuda(), chosen.cuda(), MAX_SELECTED + 1).cpu()
+        many = token_logprobs_triton(logits.cuda(), chosen.cuda(), MAX_SELECTED + 1).cpu()
         assert torch.equal(many[:, MAX_SELECTED + 2 : MAX_SELECTED + 2 + num + 1], found[:, num + 1 : -1])
         assert torch.equal(many[:, : num + 1], found[:, : num + 1])
 
 
 # --- the sampler of rows, captured ----------------------------------------------------------------------------------
 
-WISHES: list[dict[str, Any]] = [
+PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9},
     {"temperature": 0.8, "top_k": 30, "top_p": 0.9},
@@ -86,7 +80,7 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
-def rows_of_requests() -> tuple[RowSampler, LogitsRows]:
+def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
     """Nine requests in their rows, in another order in the batch, behind which there is padding."""
     device = open_device(torch.device("cuda"))
     state = DeviceState(
@@ -98,11 +92,13 @@ def rows_of_requests() -> tuple[RowSampler, LogitsRows]:
         max_num_batched_tokens=2048,
         vocab_size=VOCAB,
     )
-    sampler = RowSampler(state, select_ops("cuda"), VOCAB)
+    requests = state.requests
+    verification = DraftVerification(requests.draft_tokens, requests.num_computed, requests.limits)
+    sampler = Sampler(state.sampling, verification, select_ops("cuda"), lambda hidden: hidden, VOCAB)
     state.staging.begin()
     rng = np.random.default_rng(0)
     lengths = []
-    for row, wish in enumerate(WISHES):
+    for row, wish in enumerate(PARAMS):
         tokens = rng.integers(0, 300, 20 + 9 * row).tolist()
         lengths.append(len(tokens))
         request = NewRequest(
@@ -123,16 +119,16 @@ def rows_of_requests() -> tuple[RowSampler, LogitsRows]:
     state.staging.send(order, np.arange(17, dtype=np.int32), 16)
     seq_lens = torch.tensor([*(lengths[row] for row in order), *[0] * 7], dtype=torch.int32, device="cuda")
     rows = torch.tensor([*order, *[-1] * 7], dtype=torch.int32, device="cuda")
-    return sampler, LogitsRows(None, rows, seq_lens)
+    return sampler, LogitsBatch(None, rows, seq_lens, rows, 16, 0)
 
 
-def assert_same_rows(got: Sampled, expected: Sampled, rows: torch.Tensor) -> None:
+def assert_same_rows(got: SamplerOutput, expected: SamplerOutput, rows: torch.Tensor) -> None:
     real = rows >= 0
     assert torch.equal(got.token_ids[real], expected.token_ids[real])
     assert torch.equal(got.invalid[real], expected.invalid[real])
     assert not got.invalid[real].any()
     for index, row in enumerate(rows.tolist()):
-        count = WISHES[row].get("logprobs") if row >= 0 else None
+        count = PARAMS[row].get("logprobs") if row >= 0 else None
         if count is not None and got.logprobs is not None and expected.logprobs is not None:
             here, there = got.logprobs, expected.logprobs
             assert torch.equal(here.token_ids[index, : count + 1], there.token_ids[index, : count + 1])
@@ -141,25 +137,26 @@ def assert_same_rows(got: Sampled, expected: Sampled, rows: torch.Tensor) -> Non
 
 
 def test_a_graph_samples_what_an_eager_step_does_and_a_row_what_it_does_alone() -> None:
-    sampler, whose = rows_of_requests()
+    sampler, batch = rows_of_requests()
     assert sampler.fits_graph
-    assert sampler.wanted == EVERYTHING
+    assert sampler.variant == EVERYTHING
     logits = torch.randn(16, VOCAB, device="cuda").mul_(4).to(torch.bfloat16)
     device = open_device(torch.device("cuda"))
     with torch.inference_mode():
-        graph = device.capture(lambda: sampler.sample(logits, whose, EVERYTHING))
+        graph = device.capture(lambda: sampler.sample(logits, batch, EVERYTHING))
         for step in range(5):
             logits.copy_(torch.randn(16, VOCAB, device="cuda").mul_(3 + step))
             with waits_are_errors():
-                expected = sampler.sample(logits, whose, EVERYTHING)
+                expected = sampler.sample(logits, batch, EVERYTHING)
                 graph.replay()
-            assert_same_rows(graph.output, expected, whose.rows)
+            assert_same_rows(graph.output, expected, batch.rows)
             for index in range(9):
                 one = slice(index, index + 1)
-                alone = sampler.sample(logits[one], LogitsRows(None, whose.rows[one], whose.seq_lens[one]), EVERYTHING)
+                row, seq_len = batch.rows[one], batch.seq_lens[one]
+                alone = sampler.sample(logits[one], LogitsBatch(None, row, seq_len, row, 1, 0), EVERYTHING)
                 assert alone.token_ids[0] == expected.token_ids[index]
-            few = sampler.sample(logits, whose, SamplingVariant(filters=True))
-            plain = [index for index, row in enumerate(whose.rows.tolist()) if 0 <= row <= 2]
+            few = sampler.sample(logits, batch, SamplingVariant(filters=True))
+            plain = [index for index, row in enumerate(batch.rows.tolist()) if 0 <= row <= 2]
             assert torch.equal(few.token_ids[plain], expected.token_ids[plain])
 
 

@@ -21,6 +21,7 @@ from fleetfoot.kernels.linear.streamed import StreamedTiling
 from fleetfoot.kernels.linear.tiled import TiledTiling
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.kernels.triton_ops import triton_ops
 
 _OPTIONS = ("num_warps", "launch_pdl", "enable_fp_fusion")
@@ -64,9 +65,9 @@ def main() -> None:
     angles, norm = empty(32, 128, dtype=torch.float32), empty(128)
     ops.rope_and_cache(empty(2, 1024), empty(4, 2, 2, 16, 128), zeros(2), zeros(2), angles, 4, norm, norm, 1e-6)
     temperatures, rows, invalid = empty(2, dtype=torch.float32), zeros(2, dtype=torch.int32), empty(2, dtype=torch.bool)
-    ops.choose_tokens(empty(2, 40000), temperatures, zeros(2), zeros(2), rows=rows, invalid=invalid)
+    ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), rows=rows), invalid=invalid)
     filters = RowFilters(temperatures, rows, temperatures)
-    ops.choose_tokens(empty(2, 40000), temperatures, zeros(2), zeros(2), rows=rows, filters=filters)
+    ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), filters, rows))
     tilings: tuple[tuple[int, Tiling], ...] = (
         (8, StagedTiling(inputs=256, num_chunks=1, row_tile=8)),
         (1, StreamedTiling(outputs=16, num_stages=4, row_tile=1)),

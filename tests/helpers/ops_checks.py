@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.kernels.linear.linear_triton import Tiling, TritonLinear
+from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.kernels.triton_ops import triton_ops
 
@@ -159,25 +160,24 @@ def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, spread: fl
     return (torch.randn(num_rows, vocab_size) * spread).to(dtype)
 
 
-def check_choices(logits: torch.Tensor, device: str) -> None:
-    """Greedy and drawn tokens are those of the twin on a CPU."""
+def check_samples(logits: torch.Tensor, device: str) -> None:
+    """Greedy and drawn tokens are those of the reference on a CPU."""
     num_rows = len(logits)
     temperatures = torch.tensor([0.0, 0.7, 1.0, 3.0]).repeat(num_rows)[: num_rows + 2]
     seeds = torch.arange(num_rows + 2) * 0x9E3779B97F4A7C15 % 2**63 - 2**62
     positions = torch.arange(num_rows) * 37 + 1
     rows = torch.arange(num_rows, dtype=torch.int32) + 2
-    invalid, expected_invalid = (
-        torch.empty(num_rows, dtype=torch.bool, device=device),
-        torch.empty(num_rows, dtype=torch.bool),
-    )
-    on_device = [tensor.to(device) for tensor in (logits, temperatures, seeds, positions, rows)]
-    assert TRITON.choose_tokens(on_device[0]).tolist() == TWINS.choose_tokens(logits).tolist()
-    expected = TWINS.choose_tokens(logits, temperatures, seeds, positions, rows=rows, invalid=expected_invalid).tolist()
-    actual = TRITON.choose_tokens(*on_device[:4], rows=on_device[4], invalid=invalid)
-    assert actual.tolist() == expected
+    invalid = torch.empty(num_rows, dtype=torch.bool, device=device)
+    expected_invalid = torch.empty(num_rows, dtype=torch.bool)
+    random = RandomRows(*(t.to(device) for t in (temperatures, seeds, positions)), rows=rows.to(device))
+    logits_on_device = logits.to(device)
+    assert TRITON.sample(logits_on_device).tolist() == TWINS.sample(logits).tolist()
+    of_cpu = RandomRows(temperatures, seeds, positions, rows=rows)
+    expected = TWINS.sample(logits, of_cpu, invalid=expected_invalid).tolist()
+    assert TRITON.sample(logits_on_device, random, invalid=invalid).tolist() == expected
     assert invalid.tolist() == expected_invalid.tolist()
     together = torch.empty((2, num_rows), dtype=torch.int64, device=device)
-    TRITON.choose_tokens(*on_device[:4], rows=on_device[4], out=together[0], invalid=together[1])
+    TRITON.sample(logits_on_device, random, out=together[0], invalid=together[1])
     assert together.tolist() == [expected, [int(flag) for flag in expected_invalid]]
-    direct = TRITON.choose_tokens(on_device[0], on_device[1][2:], on_device[2][2:], on_device[3])
-    assert direct.tolist() == expected
+    direct = RandomRows(random.temperatures[2:], random.seeds[2:], random.positions)
+    assert TRITON.sample(logits_on_device, direct).tolist() == expected

@@ -21,8 +21,9 @@ from fleetfoot.kernels.runtime import compile_ahead, compile_worker
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.kernels.runtime.dry_tensors import DryPassError
 from fleetfoot.kernels.runtime.triton_support import launcher
-from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
+from fleetfoot.sampling.shape import PLAIN
 
 pytest.importorskip("triton")
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -183,7 +184,7 @@ def test_shapes() -> None:
     full = replace(table, full_step=8192, mixed=(16, 2048))
     assert [shape.num_tokens for shape in later_shapes(full.keys, 3, 8192)].count(8192) == 1  # an eager one
     variants = [shape.sampling for shape in later if shape.sampling not in (PLAIN, None)]
-    for field in ("filters", "edits", "logprobs"):
+    for field in ("filters", "logits_processors", "logprobs"):
         assert any(getattr(variant, field) for variant in variants)
 
 

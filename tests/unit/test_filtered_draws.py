@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.interpreter import mend_interpreter
 
-from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch
-from fleetfoot.kernels.sampling.choose_tokens_triton import choose_tokens_triton
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.sample import RandomRows, sample_torch
+from fleetfoot.kernels.sampling.sample_triton import sample_triton
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = pytest.mark.skipif(
@@ -39,10 +39,12 @@ def filters_of(*wanted: tuple[float, int, float]) -> RowFilters:
 
 def check(logits: torch.Tensor, filters: RowFilters, temperature: float = 0.8) -> None:
     num_rows = len(logits)
-    arguments = (logits, torch.full((num_rows,), temperature), torch.arange(num_rows) * 77 + 5, torch.arange(num_rows))
-    expected = choose_tokens_torch(*arguments, filters=filters)
-    assert choose_tokens_triton(*arguments, filters=filters).tolist() == expected.tolist()
-    assert torch.equal(kept_by_kernel(logits, arguments[1], filters), kept_by_twin(logits, arguments[1], filters))
+    index = torch.arange(num_rows)
+    random = RandomRows(torch.full((num_rows,), temperature), index * 77 + 5, index, filters)
+    assert sample_triton(logits, random).tolist() == sample_torch(logits, random).tolist()
+    scores = scores_of(logits, random.temperatures)
+    filters.apply(scores)
+    assert torch.equal(kept_by_kernel(logits, random), scores > -torch.inf)
 
 
 def scores_of(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -50,17 +52,11 @@ def scores_of(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     return (scores - scores.max(dim=1, keepdim=True).values) / temperatures[:, None]
 
 
-def kept_by_twin(logits: torch.Tensor, temperatures: torch.Tensor, filters: RowFilters) -> torch.Tensor:
-    scores = scores_of(logits, temperatures)
-    filters.apply(scores)
-    return scores > -torch.inf
-
-
-def kept_by_kernel(logits: torch.Tensor, temperatures: torch.Tensor, filters: RowFilters) -> torch.Tensor:
+def kept_by_kernel(logits: torch.Tensor, random: RandomRows) -> torch.Tensor:
     highest = torch.tensor(_packed(logits.float()))[:, None]
-    cuts = filter_cuts_triton(logits, highest, temperatures, None, filters, overlap=False)
+    cuts = filter_cuts_triton(logits, highest, random, overlap=False)
     limits = -cuts[:, :1].contiguous().view(torch.float32)
-    scores, index = scores_of(logits, temperatures), torch.arange(logits.shape[1])
+    scores, index = scores_of(logits, random.temperatures), torch.arange(logits.shape[1])
     kept = (scores > limits) | ((scores == limits) & (index <= cuts[:, 1:]))
     return kept & (scores > -torch.inf)
 
@@ -88,8 +84,8 @@ def test_the_cut_itself() -> None:
     highest = torch.tensor([[int(choice)] for choice in _packed(logits)])
 
     def cut(*wanted: float) -> tuple[float, int]:
-        filters = filters_of(wanted)  # type: ignore[arg-type]
-        found = filter_cuts_triton(logits, highest, torch.ones(1), None, filters, overlap=False)[0]
+        random = RandomRows(torch.ones(1), torch.zeros(1), torch.zeros(1), filters_of(wanted))  # type: ignore[arg-type]
+        found = filter_cuts_triton(logits, highest, random, overlap=False)[0]
         return -float(found[:1].view(torch.float32)), int(found[1])
 
     all_of_them = 2**31 - 1
@@ -103,7 +99,7 @@ def test_the_cut_itself() -> None:
 
 
 def _packed(logits: torch.Tensor) -> list[int]:
-    """The best candidate of each row, as `fleetfoot.kernels.sampling.row_candidates_triton` packs it."""
+    """The best candidate of each row, as `fleetfoot.kernels.sampling.candidates_triton` packs it."""
     chosen = logits.argmax(dim=-1)
     bits = logits.gather(1, chosen[:, None]).view(torch.int32)[:, 0]
     return [(int(key) << 32) | (0x7FFFFFFF - int(index)) for key, index in zip(bits, chosen, strict=True)]
@@ -115,14 +111,8 @@ def test_rows_that_mean_nothing_stay_recognisable() -> None:
     logits[1, 9] = float("inf")
     logits[2] = float("-inf")
     invalid = torch.zeros(4, dtype=torch.bool)
-    choose_tokens_triton(
-        logits,
-        torch.ones(4),
-        torch.arange(4),
-        torch.arange(4),
-        invalid=invalid,
-        filters=filters_of(*[(0.1, 5, 0.5)] * 4),
-    )
+    index = torch.arange(4)
+    sample_triton(logits, RandomRows(torch.ones(4), index, index, filters_of(*[(0.1, 5, 0.5)] * 4)), invalid=invalid)
     assert invalid.tolist() == [True, True, True, False]
 
 
@@ -130,9 +120,8 @@ def test_parameters_are_read_through_rows() -> None:
     logits = torch.randn(3, 700, generator=torch.Generator().manual_seed(3))
     filters = filters_of((0.0, 2, 1.0), (0.0, 0, 1.0), (0.0, 0, 0.2), (0.4, 0, 1.0))
     rows = torch.tensor([2, -1, 0])
-    arguments = (logits, torch.ones(4), torch.arange(4), torch.tensor([4, 5, 6]))
-    got = choose_tokens_triton(*arguments, rows=rows, filters=filters).tolist()
-    expected = choose_tokens_torch(*arguments, rows=rows, filters=filters).tolist()
+    random = RandomRows(torch.ones(4), torch.arange(4), torch.tensor([4, 5, 6]), filters, rows)
+    got, expected = sample_triton(logits, random).tolist(), sample_torch(logits, random).tolist()
     assert (got[0], got[2]) == (expected[0], expected[2])
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.capture_table import EVERYTHING, PLAIN, CaptureTable, GraphKey, SamplingVariant, decode_sizes
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey, decode_sizes
 from fleetfoot.runner.v2.graphs import GraphManager
+from fleetfoot.sampling.shape import EVERYTHING, PLAIN, SamplingVariant
 
 
 def table(**changes: object) -> CaptureTable:
@@ -214,7 +215,13 @@ def test_the_first_shapes_are_captured_at_the_start_and_not_again() -> None:
 def test_each_way_of_sampling_is_a_graph_of_its_own_captured_once() -> None:
     captures = FakeCaptures()
     manager = GraphManager(table(), captures)
-    ways = [PLAIN, EVERYTHING, SamplingVariant(edits=True), SamplingVariant(logprobs=32), SamplingVariant(logprobs=64)]
+    ways = [
+        PLAIN,
+        EVERYTHING,
+        SamplingVariant(logits_processors=True),
+        SamplingVariant(logprobs=32),
+        SamplingVariant(logprobs=64),
+    ]
     for sampling in ways * 2:
         _, key = manager.dispatch(step([1, 1, 1], 3), sampling=sampling)
         assert key == GraphKey("decode", 4, 4, sampling)

@@ -1,11 +1,21 @@
-"""Log-probabilities: values, order, ranks, bounded work, and the dictionaries that users see."""
+"""Log-probabilities: values, order, ranks, bounded work, kernels, and the dictionaries of the public API."""
+
+import importlib.util
+import os
 
 import pytest
 import torch
 
 from fleetfoot.kernels.sampling import gumbel
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch
+from fleetfoot.kernels.sampling.token_logprobs_triton import select_logprobs
 from fleetfoot.records.logprobs import Logprob, logprob_dict
 from fleetfoot.sampling.logprobs import prompt_logprobs, token_logprobs
+
+interpreted = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs Triton's interpreter; on a GPU, tests/gpu runs the same cases compiled",
+)
 
 
 def test_equals_a_stable_sort():
@@ -70,6 +80,70 @@ def test_prompt_logprobs_make_few_logits_at_a_time(monkeypatch):
     whole = token_logprobs(hidden @ head.T, 2, next_ids)
     assert torch.equal(result.token_ids, whole.token_ids) and torch.equal(result.ranks, whole.ranks)
     torch.testing.assert_close(result.logprobs, whole.logprobs)
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def logprob_case(seed: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(5, vocab_size, generator=generator) * 4).to(dtype)
+    logits[0, 1::3] = logits[0, 0]  # many ties
+    logits[1, : vocab_size // 2] = -torch.inf
+    logits[2] = 0.0
+    logits[2, ::2] = -0.0
+    return logits, torch.randint(vocab_size, (5,), generator=generator)
+
+
+@interpreted
+@pytest.mark.parametrize("vocab_size", [1, 7, 300, 2049, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_equal_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
+    logits, chosen = logprob_case(vocab_size, vocab_size, dtype)
+    num = min(9, vocab_size)
+    expected = token_logprobs_torch(logits, chosen, num)
+    packed, normalizers = select_logprobs(logits, chosen, num)
+    assert torch.equal(packed[:, : num + 1], expected[:, : num + 1])
+    assert torch.equal(packed[:, -1], expected[:, -1])
+    values = packed[:, num + 1 : -1].view(torch.float32)
+    torch.testing.assert_close(values, expected[:, num + 1 : -1].view(torch.float32), atol=2e-6, rtol=1e-6)
+    by_hand = logits.float().gather(1, packed[:, : num + 1].long()) - normalizers[:, :1] - normalizers[:, 1:]
+    assert torch.equal(by_hand, values)  # as sorting computes them
+
+
+@pytest.mark.parametrize("triton", [False, pytest.param(True, marks=interpreted)], ids=["cpu", "triton"])
+def test_rows_are_independent(triton: bool) -> None:
+    logits, chosen = logprob_case(3, 2500, torch.float32)
+    rows = torch.tensor([3, -1, 0, 2, 1], dtype=torch.int32)
+    sizes = torch.tensor([1, 0, 6, 3], dtype=torch.int32)
+
+    def compute(select: slice, num: int) -> torch.Tensor:
+        arguments = (logits[select], chosen[select], num)
+        of_rows = {"sizes": sizes, "rows": rows[select]}
+        return select_logprobs(*arguments, **of_rows)[0] if triton else token_logprobs_torch(*arguments, **of_rows)
+
+    together = compute(slice(0, 5), 32)
+    for index, count in ((0, 2), (2, 0), (3, 5)):
+        alone = compute(slice(index, index + 1), 5)
+        for begin, other in ((0, 0), (33, 6)):
+            assert torch.equal(together[index, begin : begin + count + 1], alone[0, other : other + count + 1])
+        assert together[index, -1] == alone[0, -1]
+
+
+def test_more_logprobs_than_are_selected() -> None:
+    logits, chosen = logprob_case(1, MAX_SELECTED + 50, torch.float32)
+    many, few = token_logprobs_torch(logits, chosen, MAX_SELECTED + 50), token_logprobs_torch(logits, chosen, 3)
+    assert torch.equal(many[:, :4], few[:, :4])
+    assert torch.equal(many[:, MAX_SELECTED + 51 : MAX_SELECTED + 55], few[:, 4:8])
+    assert many[3, 1 : MAX_SELECTED + 51].sort().values.tolist() == list(range(MAX_SELECTED + 50))
+
+
+@interpreted
+def test_kernels_of_no_rows():
+    assert select_logprobs(torch.empty(0, 64), torch.empty(0, dtype=torch.int64), 3)[0].shape == (0, 9)
+
+
+# --- the public API ---------------------------------------------------------------------------------------------------
 
 
 def test_dictionary_has_the_chosen_token_first_then_the_top_in_order():

@@ -18,6 +18,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.linear.linear_native import NativeLinear
 from fleetfoot.kernels.native_ops import native_ops
 from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.kernels.select import select_ops
 from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.native.library import NativeUnavailableError, load_kernels, native_available, supported_variants
@@ -76,7 +77,7 @@ def test_threads_change_no_bit(ops: OpSet, dtype: torch.dtype) -> None:
 
     def run(num_threads: int) -> list[torch.Tensor]:
         torch.set_num_threads(num_threads)
-        drawn = ops.choose_tokens(logits, torch.ones(3), numbers, numbers)
+        drawn = ops.sample(logits, RandomRows(torch.ones(3), numbers, numbers))
         return [ops.rms_norm(x, weight, 1e-5), *ops.add_rms_norm(x, x, weight, 1e-5), ops.silu_and_mul(x), drawn]
 
     assert all(torch.equal(one, two) for one, two in zip(run(1), run(2), strict=True))
@@ -153,7 +154,7 @@ def test_float16_goes_to_the_twins(ops: OpSet) -> None:
     x = torch.randn(3, 32).half()
     assert torch.equal(ops.rms_norm(x, x[0], 1e-5), TWINS.rms_norm(x, x[0], 1e-5))
     assert torch.equal(ops.silu_and_mul(x), TWINS.silu_and_mul(x))
-    assert torch.equal(ops.choose_tokens(x), x.argmax(dim=-1))
+    assert torch.equal(ops.sample(x), x.argmax(dim=-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,7 +167,7 @@ def test_argmax(ops: OpSet, dtype: torch.dtype, vocab_size: int) -> None:
     logits[3, vocab_size // 2 :] = torch.inf
     logits[4, vocab_size - 1] = torch.nan
     logits[5, [vocab_size // 3, vocab_size - 1]] = 100.0
-    assert ops.choose_tokens(logits).tolist() == logits.argmax(dim=-1).tolist()
+    assert ops.sample(logits).tolist() == logits.argmax(dim=-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -178,8 +179,9 @@ def test_gumbel_draws_are_those_of_the_twin(ops: OpSet, dtype: torch.dtype, voca
     temperatures = torch.tensor([0.0, 0.3, 1.0, 2.5]).repeat(6)
     seeds = torch.randint(-(2**63), 2**63 - 1, (24,))
     positions = torch.randint(0, 10**5, (24,))
-    chosen = ops.choose_tokens(logits, temperatures, seeds, positions)
-    assert chosen.tolist() == TWINS.choose_tokens(logits, temperatures, seeds, positions).tolist()
+    random = RandomRows(temperatures, seeds, positions)
+    chosen = ops.sample(logits, random)
+    assert chosen.tolist() == TWINS.sample(logits, random).tolist()
     assert chosen[::4].tolist() == logits[::4].argmax(dim=-1).tolist()
 
 
@@ -187,7 +189,7 @@ def test_a_draw_from_a_row_without_a_highest_logit(ops: OpSet) -> None:
     logits = torch.zeros(3, 100)
     logits[0, 7], logits[1, 8], logits[2] = torch.nan, torch.inf, -torch.inf
     numbers = torch.arange(3)
-    assert ops.choose_tokens(logits, torch.ones(3), numbers, numbers).tolist() == [7, 8, 0]
+    assert ops.sample(logits, RandomRows(torch.ones(3), numbers, numbers)).tolist() == [7, 8, 0]
 
 
 def test_draws_follow_the_softmax(ops: OpSet) -> None:
@@ -195,7 +197,7 @@ def test_draws_follow_the_softmax(ops: OpSet) -> None:
     count = 4000
     numbers = torch.arange(count)
     logits = probabilities.log().repeat(count, 1) * 0.7
-    drawn = ops.choose_tokens(logits, torch.full((count,), 0.7), numbers * 977, numbers)
+    drawn = ops.sample(logits, RandomRows(torch.full((count,), 0.7), numbers * 977, numbers))
     found = torch.bincount(drawn, minlength=4) / count
     torch.testing.assert_close(found, probabilities, rtol=0, atol=0.03)
 

@@ -11,11 +11,10 @@ from fleetfoot.kernels.sampling import filters, gumbel
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
-from fleetfoot.sampling.sampler import Sampler, process_logits
+from fleetfoot.sampling.sampler_v1 import process_logits, sample
 from fleetfoot.sampling.seeds import request_seed
 
 CPU = torch.device("cpu")
-sample = Sampler()
 
 
 def row(tokens=(1,), num_prompt_tokens=1, seed=0, stop=(), bad_words=(), **params):
@@ -293,10 +292,10 @@ def test_logprobs_are_the_models_own_and_only_for_rows_that_asked():
 
 def test_metadata_of_plain_batches_is_empty():
     greedy = SamplingMetadata.build([row(temperature=0), row(temperature=0, top_p=0.5)], CPU)
-    assert greedy.all_greedy and not greedy.edits_logits and greedy.logprobs is None
+    assert greedy.random is None and not greedy.logits_processors and greedy.logprobs is None
     plain = SamplingMetadata.build([row(), row(temperature=0)], CPU)
-    assert not plain.all_greedy and not plain.edits_logits
-    assert plain.random.temperature.tolist() == [1, 0]
+    assert not plain.logits_processors
+    assert plain.random.temperatures.tolist() == [1, 0]
     assert plain.random.filters is None
     assert SamplingMetadata.build([row(), row(temperature=0, top_k=2)], CPU).random.filters is None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
+from fleetfoot.kernels.sampling.sample import sample_torch
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
 from fleetfoot.speculative.speculator import DraftBatch
@@ -38,7 +38,7 @@ def make_batch(positions: list[int], limits: list[int], rows: list[int]) -> Draf
 
 def test_slots_follow_the_block_tables_up_to_the_limit() -> None:
     batch = make_batch([5, 7, 9, 3], limits=[14, 8, 9, 14], rows=[2, 0, 1, -1])
-    steps = DraftSteps(batch, BLOCK_SIZE, choose_tokens_torch)
+    steps = DraftSteps(batch, BLOCK_SIZE, sample_torch)
     first, second = steps.singles(0, 2)
     assert first.slot_mapping.tolist() == [2 * 4 + 1, 6 * 4 + 3, -1, -1]
     assert first.positions.tolist() == [5, 7, 9, 3]
@@ -55,7 +55,7 @@ def test_slots_follow_the_block_tables_up_to_the_limit() -> None:
 
 def test_a_step_of_two_tokens_ends_at_the_position() -> None:
     batch = make_batch([5, 8, 14, 0], limits=[14, 8, 8, 0], rows=[0, 1, 2, -1])
-    pairs = DraftSteps(batch, BLOCK_SIZE, choose_tokens_torch).pairs()
+    pairs = DraftSteps(batch, BLOCK_SIZE, sample_torch).pairs()
     # the second request has room for its last token alone; the third has long ended; the last one is padding
     assert pairs.slot_mapping.view(4, 2).tolist() == [[2 * 4, 2 * 4 + 1], [6 * 4 + 3, -1], [-1, -1], [-1, -1]]
     assert pairs.positions.view(4, 2).tolist() == [[4, 5], [7, 8], [8, 8], [0, 0]]
@@ -68,7 +68,7 @@ def test_draws_have_the_noise_of_the_position_that_they_are_for() -> None:
     batch = make_batch([5, 7, 9], limits=[14, 14, 14], rows=[2, 0, 1])
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([6, 8, 10])
-    drawn = DraftSteps(batch, BLOCK_SIZE, choose_tokens_torch).draw(logits, positions)
+    drawn = DraftSteps(batch, BLOCK_SIZE, sample_torch).draw(logits, positions)
     noise = gumbel_noise(batch.seeds[[2, 0, 1]], positions, 50)
     assert drawn.tolist() == [
         int((logits[0] / 1.3 + noise[0]).argmax()),

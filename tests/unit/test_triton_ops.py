@@ -14,10 +14,10 @@ import torch
 from tests.helpers.ops_checks import (
     TRITON,
     TWINS,
-    check_choices,
     check_pending_norm,
     check_rms_norm,
     check_rope_and_cache,
+    check_samples,
     check_silu_and_mul,
     linear_error,
     random_logits,
@@ -31,6 +31,7 @@ from fleetfoot.kernels.linear.tiled import TiledTiling
 from fleetfoot.kernels.norm.pending_norm import PendingNorm
 from fleetfoot.kernels.norm.rms_norm_triton import MAX_SIZE
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
+from fleetfoot.kernels.sampling.sample import RandomRows
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 REPOSITORY = Path(__file__).parents[2]
@@ -123,21 +124,21 @@ def test_rope_and_cache_refuses_what_does_not_fit() -> None:
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab_size", "spread"), [(5, 1.0), (2048, 0.1), (5003, 4.0)])
-def test_choose_tokens(dtype: torch.dtype, vocab_size: int, spread: float) -> None:
+def test_sample(dtype: torch.dtype, vocab_size: int, spread: float) -> None:
     logits = random_logits(6, vocab_size, dtype, spread)
     logits[1] = logits[1].round()  # ties
-    check_choices(logits, "cpu")
+    check_samples(logits, "cpu")
 
 
 @interpreted
 @pytest.mark.parametrize("vocab_size", [4096, 4099])
-def test_choose_tokens_for_many_rows(vocab_size: int) -> None:
-    check_choices(random_logits(17, vocab_size, torch.float32, 1.0), "cpu")
+def test_sample_for_many_rows(vocab_size: int) -> None:
+    check_samples(random_logits(17, vocab_size, torch.float32, 1.0), "cpu")
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_choose_tokens_from_rows_without_a_highest_logit(dtype: torch.dtype) -> None:
+def test_sample_from_rows_without_a_highest_logit(dtype: torch.dtype) -> None:
     logits = random_logits(6, 3000, dtype, 1.0)
     logits[0, 2500], logits[0, 10] = float("nan"), float("inf")
     logits[1, [7, 2900]] = float("inf")
@@ -145,15 +146,15 @@ def test_choose_tokens_from_rows_without_a_highest_logit(dtype: torch.dtype) -> 
     logits[3] = -float("inf")
     logits[3, 2999] = -5.0
     logits[4] = torch.where(torch.arange(3000) % 2 == 1, 0.0, -0.0)
-    check_choices(logits, "cpu")
+    check_samples(logits, "cpu")
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     index = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="contiguous in memory"):
-        TRITON.choose_tokens(torch.zeros(4, 4).T)
+        TRITON.sample(torch.zeros(4, 4).T)
     with pytest.raises(ValueError, match="3 positions for 4 rows"):
-        TRITON.choose_tokens(torch.zeros(4, 4), torch.ones(4), index, index)
+        TRITON.sample(torch.zeros(4, 4), RandomRows(torch.ones(4), index, index))
     with pytest.raises(ValueError, match=r"x \[2, 8\], residual \[2, 8\], weight \[9\]"):
         TRITON.rms_norm(torch.zeros(2, 8), torch.zeros(9), 1e-6)
     with pytest.raises(ValueError, match=r"x \[2, 3, 9\], residual \[3, 8\]"):
@@ -162,8 +163,8 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         TRITON.prepare_linear(torch.zeros(4, 8).bfloat16())(torch.zeros(2, 8))
 
 
-def test_choose_tokens_of_no_rows() -> None:
-    assert TRITON.choose_tokens(torch.zeros(0, 4)).shape == (0,)
+def test_sample_of_no_rows() -> None:
+    assert TRITON.sample(torch.zeros(0, 4)).shape == (0,)
 
 
 TILINGS: list[tuple[int, Tiling]] = [

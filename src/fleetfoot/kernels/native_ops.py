@@ -12,8 +12,9 @@ from fleetfoot.kernels.linear.linear_native import prepare_linear_native
 from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul_torch
 from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch, rms_norm_torch
 from fleetfoot.kernels.opset import OpSet
-from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch, draw_filtered, mark_invalid
-from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu
+from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_torch
+from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.native.library import DTYPES, Kernels, check_status, load_kernels
 
 
@@ -35,7 +36,9 @@ def native_ops(variant: str | None = None) -> OpSet:
         prepare_linear=prepare_linear,
         prepare_gate_up=gated(prepare_linear, ops.silu_and_mul),
         prepare_residual_linear=prepare_linear,
-        choose_tokens=ops.choose_tokens,
+        sample=ops.sample,
+        process_logits=process_logits_cpu,
+        token_logprobs=token_logprobs_torch,
     )
 
 
@@ -171,42 +174,30 @@ class _NativeOps:
             check_status(status, "rope_and_cache")
         return query
 
-    def choose_tokens(
+    def sample(
         self,
         logits: torch.Tensor,
-        temperatures: torch.Tensor | None = None,
-        seeds: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+        random: RandomRows | None = None,
         *,
-        rows: torch.Tensor | None = None,
         invalid: torch.Tensor | None = None,
-        filters: RowFilters | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         code = DTYPES.get(logits.dtype)
         num_rows, vocab_size = logits.shape
         stride = logits.stride()
         if code is None or stride[1] != 1 or vocab_size == 0:
-            return choose_tokens_torch(
-                logits, temperatures, seeds, positions, rows=rows, invalid=invalid, filters=filters, out=out
-            )
-        if rows is not None and temperatures is not None and seeds is not None:
-            temperatures, seeds = temperatures[rows], seeds[rows]
-            filters = None if filters is None else filters.at(rows)
-        if positions is not None:
-            positions = positions.to(torch.int64)
-        per_row: list[int | None] = [None, None, None]
-        if temperatures is not None and seeds is not None and positions is not None:
-            if (
-                temperatures.dtype is not torch.float32
-                or seeds.dtype is not torch.int64
-                or positions.dtype is not torch.int64
-                or not (len(temperatures) == len(seeds) == len(positions) == num_rows)
-            ):
-                found = {"temperatures": temperatures, "seeds": seeds, "positions": positions}
-                raise ValueError(_mismatch("choose_tokens", logits=logits, **found))
-            temperatures, seeds, positions = temperatures.contiguous(), seeds.contiguous(), positions.contiguous()
-            per_row = [temperatures.data_ptr(), seeds.data_ptr(), positions.data_ptr()]
+            return sample_torch(logits, random, invalid=invalid, out=out)
+        per_row: list[torch.Tensor] = []
+        if random is not None:
+            random = random.gathered()
+            per_row = [random.temperatures, random.seeds, random.positions.to(torch.int64)]
+            if [(tensor.dtype, len(tensor)) for tensor in per_row] != [
+                (dtype, num_rows) for dtype in (torch.float32, torch.int64, torch.int64)
+            ]:
+                found = dict(zip(("temperatures", "seeds", "positions"), per_row, strict=True))
+                raise ValueError(_mismatch("sample", logits=logits, **found))
+            per_row = [tensor.contiguous() for tensor in per_row]
+        pointers: list[int | None] = [tensor.data_ptr() for tensor in per_row] if per_row else [None] * 3
         token_ids = torch.empty(num_rows, dtype=torch.int64) if out is None else out
         status = self._kernels.choose_tokens(
             token_ids.data_ptr(),
@@ -214,14 +205,14 @@ class _NativeOps:
             stride[0],
             num_rows,
             vocab_size,
-            *per_row,
+            *pointers,
             code,
             torch.get_num_threads(),
         )
         if status:
-            check_status(status, "choose_tokens")
-        if filters is not None and temperatures is not None and seeds is not None and positions is not None:
-            draw_filtered(token_ids, logits, temperatures, seeds, positions, filters)
+            check_status(status, "sample")
+        if random is not None:
+            draw_filtered(token_ids, logits, random)
         if invalid is not None:
             mark_invalid(logits, token_ids, invalid)
         return token_ids

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from fleetfoot.kernels.linear.linear import PreparedLinear
-from fleetfoot.kernels.sampling.filters import RowFilters
+from fleetfoot.kernels.sampling.logits_processors import ListedTokens, LogitsProcessorTables
+from fleetfoot.kernels.sampling.sample import RandomRows
 
 
 class RMSNorm(Protocol):
@@ -44,18 +46,37 @@ class PrepareLinear(Protocol):
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear: ...
 
 
-class ChooseTokens(Protocol):
+class Sample(Protocol):
     def __call__(
         self,
         logits: torch.Tensor,
-        temperatures: torch.Tensor | None = None,
-        seeds: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+        random: RandomRows | None = None,
         *,
-        rows: torch.Tensor | None = None,
         invalid: torch.Tensor | None = None,
-        filters: RowFilters | None = None,
         out: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+class ProcessLogits(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        tables: LogitsProcessorTables,
+        long_lists: Mapping[int, ListedTokens] = ...,
+    ) -> torch.Tensor: ...
+
+
+class TokenLogprobs(Protocol):
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        num: int,
+        *,
+        sizes: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -83,9 +104,10 @@ class OpSet:
     prepare_residual_linear: PrepareLinear
     """The same for a layer whose output goes to ``add_rms_norm`` and nowhere else: it may be partial sums, and may be
     something that `fleetfoot.kernels.linear.linear.Accumulates`, which adds to the residual at once."""
-    choose_tokens: ChooseTokens
-    """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw from ``softmax(logits / temperature)`` for rows
-    whose temperature is above 0, with the noise that ``seeds`` and ``positions`` (``[n]`` int64) stand for. With ``rows
-    [n]``, entry ``rows[i]`` of ``temperatures`` and ``seeds`` is row ``i``'s; -1: any token will do. ``invalid [n]``
-    bool or int64 is written where it is given: the chosen logit is NaN or infinite. ``filters`` limit what rows draw
-    from. ``out [n]`` int64: where the tokens are put."""
+    sample: Sample
+    """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw: see `fleetfoot.kernels.sampling.sample`."""
+    process_logits: ProcessLogits
+    """Logits of any float dtype -> float32 after the logits processors of Model Runner V2: see
+    `fleetfoot.kernels.sampling.logits_processors`."""
+    token_logprobs: TokenLogprobs
+    """Logprobs of the sampled and of the most probable tokens: see `fleetfoot.kernels.sampling.token_logprobs`."""

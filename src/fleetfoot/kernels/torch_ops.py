@@ -8,7 +8,9 @@ from fleetfoot.kernels.linear.linear import prepare_linear_torch
 from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul_torch
 from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch, rms_norm_torch
 from fleetfoot.kernels.opset import OpSet
-from fleetfoot.kernels.sampling.choose_tokens import choose_tokens_torch
+from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu
+from fleetfoot.kernels.sampling.sample import sample_torch
+from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 
 
 def torch_ops() -> OpSet:
@@ -21,5 +23,7 @@ def torch_ops() -> OpSet:
         prepare_linear=prepare_linear_torch,
         prepare_gate_up=gated(prepare_linear_torch, silu_and_mul_torch),
         prepare_residual_linear=prepare_linear_torch,
-        choose_tokens=choose_tokens_torch,
+        sample=sample_torch,
+        process_logits=process_logits_cpu,
+        token_logprobs=token_logprobs_torch,
     )

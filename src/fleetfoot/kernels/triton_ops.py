@@ -11,7 +11,9 @@ from fleetfoot.kernels.linear.linear_triton import (
 from fleetfoot.kernels.linear.silu_and_mul_triton import silu_and_mul_triton
 from fleetfoot.kernels.norm.rms_norm_triton import add_rms_norm_triton, rms_norm_triton
 from fleetfoot.kernels.opset import OpSet
-from fleetfoot.kernels.sampling.choose_tokens_triton import choose_tokens_triton
+from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
+from fleetfoot.kernels.sampling.sample_triton import sample_triton
+from fleetfoot.kernels.sampling.token_logprobs_triton import token_logprobs_triton
 
 
 def triton_ops() -> OpSet:
@@ -25,5 +27,7 @@ def triton_ops() -> OpSet:
         prepare_linear=prepare_linear_triton,
         prepare_gate_up=prepare_gate_up_triton,
         prepare_residual_linear=prepare_residual_linear_triton,
-        choose_tokens=choose_tokens_triton,
+        sample=sample_triton,
+        process_logits=process_logits_triton,
+        token_logprobs=token_logprobs_triton,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from fleetfoot.sampling.shape import PLAIN, SamplingVariant
+
 SMALL = (1, 2, 4, 8, 16)
 DECODE_STEP = 16
 WIDER_STEP = 32
@@ -17,24 +19,6 @@ LONGEST_MIXED_DECODE = 8192
 with one program for each KV head, which goes through all of them; beyond, everybody would wait for it."""
 FULL_STEP_PADDING = 32
 """A mixed batch fills a step if at most one token of so many is padding, of a step's ``max_num_batched_tokens``."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingVariant:
-    """What sampling has in it, besides a temperature. Rows that want less than the others get what they want."""
-
-    filters: bool = False
-    """min-p, top-k and top-p."""
-    edits: bool = False
-    """Penalties, biases, allowed tokens, bad words and min_tokens."""
-    logprobs: int | None = None
-    """How many of the most probable tokens there is room for, beside the one that is chosen; None: no logprobs."""
-
-
-LOGPROBS_ROOM = 32
-"""The least room that there is for logprobs, if there is any: it costs little, and a graph costs more."""
-PLAIN = SamplingVariant()
-EVERYTHING = SamplingVariant(filters=True, edits=True, logprobs=LOGPROBS_ROOM)
 
 
 @dataclass(frozen=True, slots=True)

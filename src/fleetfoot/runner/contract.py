@@ -11,12 +11,6 @@ from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 
-INVALID_MESSAGE = (
-    "no token can be chosen: the model's logits are NaN or infinite (check the weights and the dtype), or the "
-    "request's allowed_token_ids, bad_words and logit_bias leave no token"
-)
-"""What `ModelRunnerOutput.invalid` says of a row that cannot be sampled."""
-
 
 @dataclass(slots=True)
 class ExecuteModelState:

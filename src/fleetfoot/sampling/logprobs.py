@@ -1,30 +1,32 @@
-"""Log-probabilities of chosen tokens and of the most probable ones, on the device.
+"""Log-probabilities of sampled tokens, prompt tokens and the most probable tokens, on the device.
 
-They are those of the model: log_softmax in float32 of the logits before any of the request's parameters.
+They are log_softmax in float32 of the model's logits, before any of the request's parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.kernels.sampling import token_logprobs as op
+from fleetfoot.kernels.opset import TokenLogprobs
 from fleetfoot.kernels.sampling.gumbel import rows_per_chunk
+from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.records.logprobs import RowLogprobs
+from fleetfoot.records.step import NewRequest, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """Log-probabilities of ``n`` positions; column 0 is the chosen token, the others the most probable, descending."""
+    """Log-probabilities at ``n`` positions: of the sampled token in column 0, then of the top tokens, descending."""
 
     packed: torch.Tensor
-    """``[n, 2 * (num + 1) + 1]`` int32, of `kernels.sampling.token_logprobs`: one copy brings it to the host."""
+    """``[n, 2 * (num + 1) + 1]`` int32 of `kernels.sampling.token_logprobs`: one copy moves it to the host."""
 
     @property
     def num(self) -> int:
-        """How many of the most probable tokens there are of each."""
+        """Number of top tokens at each position."""
         return (self.packed.shape[1] - 3) // 2
 
     @property
@@ -39,14 +41,14 @@ class LogprobsTensors:
 
     @property
     def ranks(self) -> torch.Tensor:
-        """``[n]`` int32: how many tokens are at least as probable as the chosen one: 1 for the best."""
+        """``[n]`` int32: number of tokens at least as probable as the sampled one; 1 for the most probable."""
         return self.packed[:, -1]
 
     def to_rows(self, counts: Sequence[int] | None = None) -> list[RowLogprobs]:
-        """Copy to the host. ``counts``: how many of the most probable tokens each row keeps (-1 or None: all)."""
+        """Copy to the host. ``counts``: top tokens to keep at each position (-1 or None: all)."""
         on_host = LogprobsTensors(self.packed.cpu())
         sizes = [self.num if count < 0 else count for count in counts or [-1] * len(self.packed)]
-        width = 1 + max(sizes, default=0)  # of which most rows want most
+        width = 1 + max(sizes, default=0)
         token_ids, logprobs = on_host.token_ids[:, :width].tolist(), on_host.logprobs[:, :width].tolist()
         return [
             RowLogprobs(ids[: size + 1], values[: size + 1], rank)
@@ -54,16 +56,18 @@ class LogprobsTensors:
         ]
 
 
-def token_logprobs(logits: torch.Tensor, num: int, token_ids: torch.Tensor) -> LogprobsTensors:
-    """The chosen tokens ``token_ids [n]`` and the ``num`` most probable ones; -1 for ``num``: the whole vocabulary.
+def token_logprobs(
+    logits: torch.Tensor, num: int, token_ids: torch.Tensor, op: TokenLogprobs = token_logprobs_torch
+) -> LogprobsTensors:
+    """Logprobs of ``token_ids [n]`` and of the ``num`` most probable tokens (-1: the whole vocabulary).
 
-    Tokens that tie stand in order of their ids, so the first ``m`` are the same whatever ``num`` is.
+    Tokens with equal logits are in order of their ids, so the first ``m`` are the same for every ``num``.
 
     Args:
         logits: ``[n, vocab]`` of any float dtype.
     """
     vocab_size = logits.shape[1]
-    return LogprobsTensors(op.token_logprobs(logits, token_ids, vocab_size if num == -1 else min(num, vocab_size)))
+    return LogprobsTensors(op(logits, token_ids, vocab_size if num == -1 else min(num, vocab_size)))
 
 
 def prompt_logprobs(
@@ -72,19 +76,69 @@ def prompt_logprobs(
     num: int,
     compute_logits: Callable[[torch.Tensor], torch.Tensor],
     vocab_size: int,
+    op: TokenLogprobs = token_logprobs_torch,
 ) -> LogprobsTensors:
-    """Logprobs of prompt tokens, given the hidden states that predict them.
+    """Logprobs of prompt tokens, from the hidden states that predict them.
 
     Args:
         hidden_states: ``[m, hidden]``; row ``i`` predicts ``next_token_ids[i]``.
         next_token_ids: ``[m]`` int64.
-        num: how many of the most probable tokens; -1: all.
+        num: number of top tokens; -1: all.
         compute_logits: ``[k, hidden]`` -> ``[k, vocab_size]``, called for a few rows at a time: the logits of a whole
             prompt would be the largest tensor of the step.
     """
     step = rows_per_chunk(vocab_size, hidden_states.device)
-    chunks = [
-        token_logprobs(compute_logits(hidden_states[start : start + step]), num, next_token_ids[start : start + step])
-        for start in range(0, max(len(hidden_states), 1), step)
-    ]
+    chunks = []
+    for start in range(0, max(len(hidden_states), 1), step):
+        chunk = slice(start, start + step)
+        chunks.append(token_logprobs(compute_logits(hidden_states[chunk]), num, next_token_ids[chunk], op))
     return LogprobsTensors(torch.cat([chunk.packed for chunk in chunks]))
+
+
+class PromptLogprobs:
+    """The requests with ``prompt_logprobs`` whose prompts are being computed.
+
+    Args:
+        compute_logits, vocab_size, op: as for `prompt_logprobs`.
+    """
+
+    def __init__(
+        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, op: TokenLogprobs
+    ) -> None:
+        self._model = (compute_logits, vocab_size, op)
+        self._prefills: dict[int, tuple[NewRequest, int, int]] = {}  # row -> request, num, prompt tokens computed
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self._prefills)
+
+    def add(self, request: NewRequest) -> None:
+        if (num := request.params.prompt_logprobs) is not None:
+            self._prefills[request.row] = (request, num, request.num_computed_tokens)
+
+    def remove(self, row: int) -> None:
+        self._prefills.pop(row, None)
+
+    def collect(self, hidden: torch.Tensor, output: SchedulerOutput) -> Iterator[tuple[int, int, LogprobsTensors]]:
+        """Compute the logprobs of the prompt tokens that this step's positions predict.
+
+        Args:
+            hidden: ``[num_tokens, hidden_size]``, in batch order.
+
+        Yields:
+            (batch index, position of the first of these prompt tokens, their logprobs).
+        """
+        if not self._prefills:
+            return
+        first = 0
+        for index, (row, num_tokens) in enumerate(zip(output.rows, output.num_scheduled_tokens, strict=True)):
+            if row in self._prefills:
+                request, num, begin = self._prefills.pop(row)
+                if begin + num_tokens < request.num_prompt_tokens:
+                    self._prefills[row] = (request, num, begin + num_tokens)
+                count = min(num_tokens, request.num_prompt_tokens - 1 - begin)
+                if count > 0:
+                    targets = torch.tensor(request.token_ids[begin + 1 : begin + 1 + count], device=hidden.device)
+                    states = hidden[first : first + count]
+                    yield index, begin + 1, prompt_logprobs(states, targets, num, *self._model)
+            first += num_tokens

@@ -44,7 +44,7 @@ class DraftModel:
             self._run(batch.input_ids, batch.metadata)
         if not len(batch.rows):
             return None
-        steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._loader.context.ops.choose_tokens)
+        steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._loader.context.ops.sample)
         if not num_drafts:
             if batch.is_decode:
                 self._run(batch.input_ids[batch.last_index], steps.singles(-1, 1)[0])

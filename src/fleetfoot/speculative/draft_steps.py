@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.kernels.opset import ChooseTokens
+from fleetfoot.kernels.opset import Sample
+from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.speculative.speculator import DraftBatch
 
@@ -21,13 +22,13 @@ class DraftSteps:
 
     Args:
         block_size: tokens in a block of the drafter's KV cache.
-        choose_tokens: of the `OpSet`.
+        sample: of the `OpSet`.
     """
 
-    def __init__(self, batch: DraftBatch, block_size: int, choose_tokens: ChooseTokens) -> None:
+    def __init__(self, batch: DraftBatch, block_size: int, sample: Sample) -> None:
         self._batch = batch
         self._block_size = block_size
-        self._choose_tokens = choose_tokens
+        self._sample = sample
         self._limits = batch.limits.unsqueeze(1)  # [n, 1]
         self._is_padding = (batch.rows < 0).unsqueeze(1)  # [n, 1]
         self._iota = torch.arange(len(batch.rows) + 1, dtype=torch.int32, device=batch.rows.device)
@@ -92,7 +93,7 @@ class DraftSteps:
         Returns ``[n]`` int64.
         """
         batch = self._batch
-        return self._choose_tokens(logits, batch.temperatures, batch.seeds, positions, rows=batch.rows)
+        return self._sample(logits, RandomRows(batch.temperatures, batch.seeds, positions, rows=batch.rows))
 
 
 def as_drafts(tokens: list[torch.Tensor]) -> torch.Tensor:

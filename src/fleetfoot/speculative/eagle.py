@@ -82,7 +82,7 @@ class EagleDrafter:
         foreseen = self._head.forward(embeddings, batch.hidden, self._kv_caches, batch.metadata)
         if not num_drafts or not len(batch.rows):
             return None
-        steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._context.ops.choose_tokens)
+        steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._context.ops.sample)
         hidden = foreseen.index_select(0, batch.last_index)  # [n, hidden_size]: of the newest tokens
         tokens = [steps.draw(self._target.compute_logits(hidden), batch.positions + 1)]
         for metadata in steps.singles(0, num_drafts - 1):

@@ -27,8 +27,8 @@ import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
-from fleetfoot.kernels.sampling.filters import RowFilters
-from fleetfoot.kernels.sampling.row_candidates_triton import candidate_value
+from fleetfoot.kernels.sampling.candidates_triton import candidate_value
+from fleetfoot.kernels.sampling.sample import RandomRows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -45,24 +45,20 @@ _NUM_SUMS = 32
 
 
 def filter_cuts_triton(
-    logits: torch.Tensor,
-    highest: torch.Tensor,
-    temperatures: torch.Tensor,
-    rows: torch.Tensor | None,
-    filters: RowFilters,
-    *,
-    overlap: bool,
+    logits: torch.Tensor, highest: torch.Tensor, random: RandomRows, *, overlap: bool
 ) -> torch.Tensor:
     """The cut of each row.
 
     Args:
         logits: ``[n, vocab]``, rows contiguous.
-        highest: ``[n, pieces]`` int64, the best candidates of each row's pieces (`row_candidates_triton`).
-        temperatures: as in `choose_tokens_torch`, like ``rows`` and ``filters``.
+        highest: ``[n, pieces]`` int64, the best candidates of each row's pieces (`candidates_triton`).
+        random: with filters.
 
     Returns:
         ``[n, 2]`` int32: the depth of the last score that is kept, and the last index that is kept at that depth.
     """
+    filters = random.filters
+    assert filters is not None
     num_rows, vocab_size = logits.shape
     device, num_pieces = logits.device, cdiv(vocab_size, _TILE)
     sums = torch.zeros((2, num_rows, _NUM_SUMS), dtype=torch.int64, device=device)
@@ -72,16 +68,16 @@ def filter_cuts_triton(
     arguments = (
         highest,
         logits,
-        temperatures,
+        random.temperatures,
         filters.log_min_p,
         filters.top_k,
         filters.top_p,
-        cuts if rows is None else rows,
+        cuts if random.rows is None else random.rows,
         logits.stride(0),
         vocab_size,
     )
     constants = {
-        "has_rows": rows is not None,
+        "has_rows": random.rows is not None,
         "pieces": highest.shape[1],
         "pieces_tile": next_power_of_2(highest.shape[1]),
         "tile": _TILE,

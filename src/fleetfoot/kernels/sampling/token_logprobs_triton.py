@@ -15,7 +15,8 @@ import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
-from fleetfoot.kernels.sampling.row_candidates_triton import candidate_index, candidate_value, pack_candidates
+from fleetfoot.kernels.sampling.candidates_triton import candidate_index, candidate_value, pack_candidates
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, logprobs_by_sorting
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -31,11 +32,25 @@ def token_logprobs_triton(
     *,
     sizes: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `fleetfoot.kernels.sampling.token_logprobs`.
+) -> torch.Tensor:
+    """See `token_logprobs_torch`."""
+    if num <= MAX_SELECTED:
+        return select_logprobs(logits, token_ids, num, sizes=sizes, rows=rows)[0]
+    return logprobs_by_sorting(logits, token_ids, num, select_logprobs(logits, token_ids, 0)[1])
 
-    Returns, besides: ``[n, 2]`` float32, what to subtract from a row's logits, one after the other: the highest, and
-    the logarithm of the sum of what is left.
+
+def select_logprobs(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num: int,
+    *,
+    sizes: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_logprobs_torch` for ``num`` up to `MAX_SELECTED`.
+
+    Returns, in addition: ``[n, 2]`` float32, the normalizers of each row, to be subtracted from its logits one after
+    the other: the maximum, and the logarithm of the sum of the exponentials after it.
     """
     num_rows, vocab_size = logits.shape
     device, pieces = logits.device, cdiv(vocab_size, _TILE)

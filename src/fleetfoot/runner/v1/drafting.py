@@ -8,7 +8,7 @@ import torch
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs
-from fleetfoot.runner.v1.verification import NewTokens
+from fleetfoot.sampling.verification import HostSamples
 from fleetfoot.speculative.ngram import propose_ngrams
 from fleetfoot.speculative.speculation import Speculation
 from fleetfoot.speculative.speculator import DraftBatch
@@ -27,7 +27,7 @@ class Drafting:
         self._max_seq_len = max_model_len + speculation.num_drafts
 
     def propose(
-        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, new: NewTokens
+        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, new: HostSamples
     ) -> None:
         """After the rows got their new tokens.
 
@@ -51,7 +51,7 @@ class Drafting:
                 host.drafts[row] = propose_ngrams(known, wanted, longest, shortest)
 
     def _draft_batch(
-        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, new: NewTokens
+        self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, new: HostSamples
     ) -> DraftBatch:
         host, num_sampled = self._host, len(new.token_ids)
         rows = inputs.rows[:num_sampled]

@@ -66,3 +66,10 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
     )
     input_ids = on_device(state.token_ids[token_rows, positions])
     return StepInputs(rows, query_lens, query_start_loc, token_rows, positions, input_ids, metadata)
+
+
+def logits_indices(inputs: StepInputs, scheduler_output: SchedulerOutput) -> np.ndarray:
+    """``[num_logits]`` int64: tokens that need logits: all of each decode, and the last of a prefill that ends."""
+    num_decodes = scheduler_output.num_decodes
+    last_tokens = inputs.query_start_loc[num_decodes + 1 : scheduler_output.num_sampled + 1] - 1
+    return np.concatenate((np.arange(num_decodes * (1 + scheduler_output.num_drafts)), last_tokens))

@@ -12,7 +12,7 @@ from fleetfoot.distributed.groups import PipelineGroup
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs
-from fleetfoot.runner.v1.verification import NewTokens
+from fleetfoot.sampling.verification import HostSamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Packets:
         self._device = device
         self._awaited: deque[_Awaited] = deque()
 
-    def send(self, inputs: StepInputs, new: NewTokens) -> None:
+    def send(self, inputs: StepInputs, new: HostSamples) -> None:
         """On the last rank, after a step; if nobody sampled in it there is no packet."""
         host, rows = self._host, inputs.rows[: len(new.token_ids)]
         if self._pipeline.size == 1 or not len(rows):

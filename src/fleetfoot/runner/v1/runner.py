@@ -20,12 +20,10 @@ from fleetfoot.runner.kv_cache import allocate_kv_cache
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.drafting import Drafting
 from fleetfoot.runner.v1.host_state import HostState
-from fleetfoot.runner.v1.inputs import StepInputs, prepare_inputs
+from fleetfoot.runner.v1.inputs import StepInputs, logits_indices, prepare_inputs
 from fleetfoot.runner.v1.pipeline import Packets
-from fleetfoot.runner.v1.prompt_logprobs import collect_prompt_logprobs
-from fleetfoot.runner.v1.sampling_batch import SamplingBatch, logprobs_of_rows
-from fleetfoot.runner.v1.verification import LogitsRows, NewTokens, accept_drafts, logprobs_of_requests
-from fleetfoot.sampling.sampler import Sampler
+from fleetfoot.sampling.sampler_v1 import Sampler
+from fleetfoot.sampling.verification import NO_SAMPLES, HostSamples
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 from fleetfoot.weights.model_loader import ModelLoader
 
@@ -63,8 +61,6 @@ class ModelRunnerV1:
         self._pipeline = pipeline
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
-        ops = loader.context.ops
-        self._sampler = Sampler(ops.choose_tokens)
         self._pending: ExecuteModelState | None = None
         self._left: ModelRunnerOutput | None = None  # the output of a step that ended in `execute_model`
 
@@ -86,7 +82,8 @@ class ModelRunnerV1:
         self._connector.register_kv_caches(kv_caches, layout)
         num_drafts = self._speculation.num_drafts
         self._host = HostState(self._max_num_seqs, self._max_model_len, layout.block_size, num_drafts)
-        self._sampling = SamplingBatch(self._host, self.device)
+        model = self._model
+        self._sampler = Sampler(self._loader.context.ops, model.compute_logits, model.config.vocab_size)
         self._drafting = Drafting(self._speculation, self._host, self._max_model_len)
         self._packets = Packets(self._pipeline, self._host, self.device)
 
@@ -102,7 +99,7 @@ class ModelRunnerV1:
         if self._model is None or not self._kv_caches:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
         if scheduler_output.is_idle:
-            self._host.apply(scheduler_output)
+            self._update_rows(scheduler_output)
             self._left = ModelRunnerOutput([], kv_connector_output=self._connector.no_forward(scheduler_output))
             return None
         try:
@@ -137,6 +134,13 @@ class ModelRunnerV1:
         self._model = self._pending = self._left = None
         self._kv_caches = []
 
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        self._host.apply(scheduler_output)
+        for _, row in scheduler_output.finished:
+            self._sampler.remove(row)
+        for request in scheduler_output.new_requests:
+            self._sampler.add(request)
+
     # --- its two halves ---------------------------------------------------------------------------------------------
 
     def _forward(
@@ -144,7 +148,7 @@ class ModelRunnerV1:
     ) -> IntermediateTensors | None:
         """Run this rank's layers; what it returns, if anything, the caller has to hand on."""
         self._packets.receive_for(scheduler_output)
-        self._host.apply(scheduler_output)
+        self._update_rows(scheduler_output)
         inputs = prepare_inputs(self._host, scheduler_output, self.device)
         self._host.num_computed[inputs.rows] += inputs.query_lens
         received = intermediate_tensors or self._pipeline.receive(len(inputs.positions))
@@ -160,39 +164,33 @@ class ModelRunnerV1:
         return None
 
     def _sample(self, model: CausalLM, pending: ExecuteModelState) -> ModelRunnerOutput:
-        """Choose tokens, accept drafts, and propose new ones."""
+        """Sample, verify drafts, and propose new ones."""
         scheduler_output, hidden, inputs = pending.scheduler_output, pending.hidden_states, pending.extra
         assert isinstance(inputs, StepInputs)
         output = ModelRunnerOutput(sampled_token_ids=[])
-        output.prompt_logprobs = collect_prompt_logprobs(model, self._host, hidden, inputs)
-        new = NewTokens.none()
+        for index, position, tensors in self._sampler.prompt_logprobs.collect(hidden, scheduler_output):
+            output.prompt_logprobs[index] = (position, tensors.to_rows())
+        new = NO_SAMPLES
         if scheduler_output.num_sampled:
-            new = self._choose(model, scheduler_output, hidden, inputs, output)
+            new = self._sample_logits(model, scheduler_output, hidden, inputs)
             rows = inputs.rows[: scheduler_output.num_sampled]
             self._host.append_tokens(rows, new.token_ids)
             self._host.num_computed[rows] -= new.num_rejected
         self._drafting.propose(scheduler_output, inputs, hidden, new)
         self._packets.send(inputs, new)
-        output.sampled_token_ids, output.num_drafted, output.invalid = new.token_ids, new.num_drafted, new.invalid
+        output.sampled_token_ids, output.num_drafted = new.token_ids, new.num_drafted
+        output.invalid, output.logprobs = new.invalid, new.logprobs
         return output
 
-    def _choose(
-        self,
-        model: CausalLM,
-        scheduler_output: SchedulerOutput,
-        hidden: torch.Tensor,
-        inputs: StepInputs,
-        output: ModelRunnerOutput,
-    ) -> NewTokens:
-        """What each request that samples gets; its logprobs go into ``output``."""
-        logits_rows = LogitsRows.of(inputs, scheduler_output)
-        if len(logits_rows.tokens) != len(hidden):  # in a pure decode all hidden states are wanted as they lie
-            hidden = hidden[torch.from_numpy(logits_rows.tokens).to(self.device)]
+    def _sample_logits(
+        self, model: CausalLM, scheduler_output: SchedulerOutput, hidden: torch.Tensor, inputs: StepInputs
+    ) -> HostSamples:
+        host, num_drafts = self._host, scheduler_output.num_drafts
+        indices = logits_indices(inputs, scheduler_output)
+        if len(indices) != len(hidden):  # a pure decode reads all hidden states, in order
+            hidden = hidden[torch.from_numpy(indices).to(self.device)]
         logits = model.compute_logits(hidden)  # [num_logits, vocab_size]
         rows = inputs.rows[: scheduler_output.num_sampled]
-        metadata = self._sampling.metadata(rows, scheduler_output.num_decodes, scheduler_output.num_drafts)
-        sampled = self._sampler(logits, metadata)
-        chosen, is_invalid = sampled.token_ids.tolist(), sampled.invalid.tolist()  # waits for the device
-        new = accept_drafts(self._host, inputs, scheduler_output, logits_rows, chosen, is_invalid)
-        output.logprobs = logprobs_of_requests(logprobs_of_rows(sampled, metadata), logits_rows, new.token_ids)
-        return new
+        drafts = host.drafts[rows[: scheduler_output.num_decodes], :num_drafts].tolist() if num_drafts else []
+        max_new_tokens = (host.limits[rows] + 1 - host.num_tokens[rows]).tolist()
+        return self._sampler(logits, rows.tolist(), drafts, max_new_tokens)

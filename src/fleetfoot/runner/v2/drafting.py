@@ -7,7 +7,7 @@ import torch
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.runner.v2.verification import NewTokens
+from fleetfoot.sampling.verification import DeviceSamples
 from fleetfoot.speculative.speculation import Speculation
 from fleetfoot.speculative.speculator import DraftBatch
 
@@ -37,7 +37,7 @@ class Drafting:
         return None
 
     def propose(
-        self, batch: InputBatch, hidden: torch.Tensor, new: NewTokens | None, num_to_propose: int | None
+        self, batch: InputBatch, hidden: torch.Tensor, new: DeviceSamples | None, num_to_propose: int | None
     ) -> torch.Tensor | None:
         """After the rows were updated.
 
@@ -81,7 +81,7 @@ class Drafting:
         requests.draft_tokens.index_copy_(0, target, drafts)
         return drafts
 
-    def _draft_batch(self, batch: InputBatch, hidden: torch.Tensor, new: NewTokens | None) -> DraftBatch:
+    def _draft_batch(self, batch: InputBatch, hidden: torch.Tensor, new: DeviceSamples | None) -> DraftBatch:
         state, requests, metadata = self._state, self._state.requests, batch.metadata
         num_sampled = 0 if new is None else len(new.token_ids)
         rows = batch.idx_mapping[:num_sampled]
@@ -104,8 +104,8 @@ class Drafting:
             limits=requests.limits[safe_rows].to(torch.int64),
             block_tables=state.block_tables.tensor.index_select(0, safe_rows),
             rows=rows,
-            temperatures=requests.temperature,
-            seeds=requests.seeds,
+            temperatures=state.sampling.temperature,
+            seeds=state.sampling.seeds,
             is_decode=batch.shape.is_decode,
             max_seq_len=self._max_seq_len,
         )

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey, SamplingVariant
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey
 from fleetfoot.runner.v2.device import Capture
 from fleetfoot.runner.v2.input_batch import BatchShape
+from fleetfoot.sampling.shape import SamplingVariant
 
 CaptureMaker = Callable[[GraphKey], Capture]
 """Captures a shape. Called at most once for each key."""

@@ -12,7 +12,7 @@ from fleetfoot.kernels.prepare.post_update import post_update
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.runner.v2.verification import NewTokens
+from fleetfoot.sampling.verification import DeviceSamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Packets:
         self._width = 2 + state.num_draft
         self._awaited: deque[_Awaited] = deque()
 
-    def pack(self, batch: InputBatch, new: NewTokens) -> torch.Tensor | None:
+    def pack(self, batch: InputBatch, new: DeviceSamples) -> torch.Tensor | None:
         """The packet of a step in which somebody sampled, on the last rank, after its drafting; None: nobody wants
         one. Padding of a graph makes rows behind."""
         if self._pipeline.size == 1:

@@ -26,7 +26,7 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.capture_table import PLAIN, CaptureTable, GraphKey
+from fleetfoot.runner.capture_table import CaptureTable, GraphKey
 from fleetfoot.runner.contract import ExecuteModelState
 from fleetfoot.runner.kv_cache import allocate_kv_cache
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
@@ -35,13 +35,14 @@ from fleetfoot.runner.v2.device import Capture, Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting
 from fleetfoot.runner.v2.graphs import GraphManager
 from fleetfoot.runner.v2.input_batch import BatchShape, InputBatch, InputBuffers
+from fleetfoot.runner.v2.logits import logits_batch, wanted_tokens
 from fleetfoot.runner.v2.pipeline import Packets
-from fleetfoot.runner.v2.prompt_logprobs import PromptLogprobs
-from fleetfoot.runner.v2.sampling import RowSampler
 from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.runner.v2.verification import LogitsRows, NewTokens, Verifier
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
 from fleetfoot.sampling.logprobs import LogprobsTensors
+from fleetfoot.sampling.sampler_v2 import Sampler
+from fleetfoot.sampling.shape import PLAIN
+from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
 from fleetfoot.weights.model_loader import ModelLoader
 
@@ -51,12 +52,12 @@ class StepTensors:
     """What a step has left on the device."""
 
     hidden: torch.Tensor | IntermediateTensors
-    """``[padded_tokens, hidden_size]``, or ``[num_logits, hidden_size]`` of those whose logits are wanted; what goes to
+    """``[padded_tokens, hidden_size]``, or ``[num_logits, hidden_size]`` of the tokens that need logits; what goes to
     the next rank, if this one is not the last of its pipeline."""
-    whose: LogitsRows | None = None
-    """Then whose they are."""
+    logits_batch: LogitsBatch | None = None
+    """The rows of logits, if ``hidden`` has their tokens only."""
     packed: torch.Tensor | None = None
-    """Of `NewTokens.packed`, if everything up to drafting was part of it."""
+    """Of `DeviceSamples.packed`, if everything up to drafting was part of it."""
     logprobs: LogprobsTensors | None = None
     """Then also of the sampler, for each row of logits."""
     packet: torch.Tensor | None = None
@@ -139,11 +140,13 @@ class ModelRunnerV2:
         )
         self._state = state
         self._buffers = InputBuffers(state, self._max_num_seqs, self._max_num_batched_tokens, self._max_model_len)
-        self._sampler = RowSampler(state, self._loader.context.ops, self._model.config.vocab_size)
-        self._verifier = Verifier(state, self._max_num_seqs)
+        requests = state.requests
+        verification = DraftVerification(requests.draft_tokens, requests.num_computed, requests.limits)
+        model, ops = self._model, self._loader.context.ops
+        self._sampler = Sampler(state.sampling, verification, ops, model.compute_logits, model.config.vocab_size)
+        self._iota = torch.arange(self._max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
         self._drafting = Drafting(self._speculation, state, self._max_model_len)
         self._packets = Packets(self._pipeline, state)
-        self._prompt_logprobs = PromptLogprobs(state, self._model)
 
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
@@ -231,8 +234,7 @@ class ModelRunnerV2:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
         self._packets.receive_for(scheduler_output)
         self._note(scheduler_output)
-        fits_graph = self._sampler.fits_graph and not self._prompt_logprobs.is_wanted
-        sampling = self._sampler.wanted if fits_graph else None
+        sampling = self._sampler.variant if self._sampler.fits_graph else None
         drafting = self._drafting.wanted(scheduler_output)
         shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
         graph = None if key is None else self.graphs.get(key)  # captured, if need be, before this step is sent
@@ -242,7 +244,7 @@ class ModelRunnerV2:
         if graph is None:
             self._buffers.fill(batch)
             received = intermediate_tensors or self._pipeline.receive(shape.num_tokens)
-            done = self._run_model(batch, received, needs_all=self._prompt_logprobs.is_wanted)
+            done = self._run_model(batch, received, needs_all=self._sampler.prompt_logprobs.is_active)
         else:
             self._pipeline.receive(shape.num_tokens)  # to where the graph reads it
             graph.replay()
@@ -262,14 +264,12 @@ class ModelRunnerV2:
         for request in scheduler_output.new_requests:
             state.stage_request(request)
             self._sampler.add(request)
-            self._prompt_logprobs.add(request)
         if scheduler_output.new_block_ids:
             state.block_tables.stage_appended(scheduler_output.new_block_ids, staging)
 
     def _give_back(self, scheduler_output: SchedulerOutput) -> None:
         for _, row in scheduler_output.finished:
             self._sampler.remove(row)
-            self._prompt_logprobs.remove(row)
 
     def _pass_on(self, hidden: IntermediateTensors, batch: InputBatch) -> IntermediateTensors | None:
         """The end of a step on a rank that is not the last of its pipeline."""
@@ -295,35 +295,32 @@ class ModelRunnerV2:
                 self._send_logprobs(batch, logprobs, output)
             self._packets.send(None if done.packet is None else done.packet[: shape.num_sampled])
             return output
-        for index, position, tensors in self._prompt_logprobs.collect(done.hidden, scheduler_output):
+        for index, position, tensors in self._sampler.prompt_logprobs.collect(done.hidden, scheduler_output):
             output.send_prompt_logprobs(index, position, tensors)
         new = None
         if shape.num_sampled:
-            new = self._choose(batch, done, output)
+            new = self._sample_logits(batch, done, output)
             output.send_tokens(new.packed(), shape.num_decodes, shape.num_drafts)
-        self._verifier.update_rows(batch, new)
+        self._state.requests.post_update(batch.idx_mapping, batch.query_start_loc, new)
         self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
         if new is not None:
             self._packets.send(self._packets.pack(batch, new))
         return output
 
-    def _choose(self, batch: InputBatch, done: StepTensors, output: AsyncOutput) -> NewTokens:
-        """Sample as the requests want it, and verify drafts; logprobs go on their way."""
-        shape, num_sampled = batch.shape, batch.shape.num_sampled
-        whose, logits = self._logits(batch, done)  # [num_logits, vocab_size]
-        if shape.is_decode:  # a graph that only ran the forward pass may have padding behind
-            whose = LogitsRows(None, whose.rows[: len(logits)], whose.seq_lens[: len(logits)])
-        sampled = self._sampler(logits, whose)
+    def _sample_logits(self, batch: InputBatch, done: StepTensors, output: AsyncOutput) -> DeviceSamples:
+        """Sample with the features that the running requests use, and queue the copies of logprobs."""
+        rows, logits = self._logits(batch, done)  # [num_logits, vocab_size]
+        sampled = self._sampler(logits, rows)
         if sampled.logprobs is not None:
             self._send_logprobs(batch, sampled.logprobs, output)
-        if many := self._sampler.logprobs_counts(batch.rows_of_logits, many=True):
-            logprobs = self._sampler.many_logprobs(logits, sampled.token_ids, many)
-            output.send_logprobs(logprobs, list(many), list(many.values()), range(len(many)))
-        return self._verifier.accept(batch, sampled.chosen, num_sampled)
+        if large := self._sampler.large_logprobs(logits, sampled.token_ids, batch.rows_of_logits):
+            logprobs, sizes = large
+            output.send_logprobs(logprobs, list(sizes), list(sizes.values()), range(len(sizes)))
+        return sampled.samples
 
     def _send_logprobs(self, batch: InputBatch, logprobs: LogprobsTensors, output: AsyncOutput) -> None:
-        """Queue the copy of logprobs that are there for each row of logits, if somebody in the batch wants them."""
-        if counts := self._sampler.logprobs_counts(batch.rows_of_logits):
+        """Queue the copy of logprobs of every row of logits, if a request of the batch uses them."""
+        if counts := self._sampler.num_logprobs(batch.rows_of_logits):
             output.send_logprobs(logprobs, list(counts), list(counts.values()))
 
     # --- what is queued on the device, eagerly or under capture -----------------------------------------------------
@@ -331,32 +328,32 @@ class ModelRunnerV2:
     def _run_model(
         self, batch: InputBatch, intermediate_tensors: IntermediateTensors | None, *, needs_all: bool
     ) -> StepTensors:
-        """The forward pass. Of the last layer no more than what sampling, or a drafter, is going to read.
+        """The forward pass. The last layer computes only the tokens that sampling or a drafter reads.
 
         Args:
-            needs_all: somebody else reads the hidden states of all tokens.
+            needs_all: the hidden states of all tokens are read.
         """
         assert self._model is not None
-        whose = wanted = None
+        rows = wanted = None
         if not (needs_all or self._drafting.reads_hidden or batch.shape.is_decode) and self._model.is_last:
-            whose = self._verifier.logits_rows(batch, batch.shape.num_sampled)
-            wanted = self._verifier.wanted_tokens(batch, whose)
+            rows = logits_batch(batch, batch.shape.num_sampled)
+            wanted = wanted_tokens(batch, rows, self._iota)
         hidden = self._model.forward(
             batch.input_ids, batch.metadata.positions, self._kv_caches, batch.metadata, intermediate_tensors, wanted
         )
         if isinstance(hidden, IntermediateTensors):  # the step ends here, as if every query were right
-            self._verifier.update_rows(batch, None)
-        return StepTensors(hidden, whose)
+            self._state.requests.post_update(batch.idx_mapping, batch.query_start_loc, None)
+        return StepTensors(hidden, rows)
 
-    def _logits(self, batch: InputBatch, done: StepTensors) -> tuple[LogitsRows, torch.Tensor]:
-        """``[num_logits, vocab_size]``, and whose they are."""
+    def _logits(self, batch: InputBatch, done: StepTensors) -> tuple[LogitsBatch, torch.Tensor]:
+        """The rows of logits, and ``[num_logits, vocab_size]``."""
         assert self._model is not None and isinstance(done.hidden, torch.Tensor)
-        hidden, whose = done.hidden, done.whose
-        if whose is None:
-            whose = self._verifier.logits_rows(batch, batch.shape.num_sampled)
-            if whose.indices is not None:  # in a pure decode the hidden states lie as they are wanted
-                hidden = hidden.index_select(0, whose.indices)
-        return whose, self._model.compute_logits(hidden[: batch.shape.num_logits])
+        hidden, rows = done.hidden, done.logits_batch
+        if rows is None:
+            rows = logits_batch(batch, batch.shape.num_sampled)
+            if rows.indices is not None:  # a pure decode reads all hidden states, in order
+                hidden = hidden.index_select(0, rows.indices)
+        return rows, self._model.compute_logits(hidden[: batch.shape.num_logits])
 
     def _capture(self, key: GraphKey) -> Capture:
         """A whole step of one shape as a graph."""
@@ -385,13 +382,13 @@ class ModelRunnerV2:
             done = self._run_model(batch, received, needs_all=key.sampling is None)
             if isinstance(done.hidden, IntermediateTensors) or key.sampling is None:
                 return done
-            whose, logits = self._logits(batch, done)
-            sampled = self._sampler.sample(logits, whose, key.sampling)
-            new = self._verifier.accept(batch, sampled.chosen, key.num_reqs)
+            rows, logits = self._logits(batch, done)
+            sampled = self._sampler.sample(logits, rows, key.sampling)
+            new = sampled.samples
             packed = new.packed()
-            self._verifier.update_rows(batch, new)
+            self._state.requests.post_update(batch.idx_mapping, batch.query_start_loc, new)
             self._drafting.propose(batch, done.hidden, new, key.drafting)
-            return StepTensors(done.hidden, whose, packed, sampled.logprobs, self._packets.pack(batch, new))
+            return StepTensors(done.hidden, rows, packed, sampled.logprobs, self._packets.pack(batch, new))
 
         return work
 

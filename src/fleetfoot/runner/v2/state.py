@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from fleetfoot.kernels.sampling.records import LIST_CAPACITY, NUM_PLANES
+from fleetfoot.kernels.prepare.staging import Arena, StagingBuffer
+from fleetfoot.kernels.sampling.logits_processors import TokenHistory
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.device import Device
-from fleetfoot.runner.v2.device_edits import RowEdits
-from fleetfoot.runner.v2.row_lists import MASK_BITS, RowList
 from fleetfoot.runner.v2.rows import NUM_FIELDS, BlockTables, RequestState
-from fleetfoot.kernels.prepare.staging import Arena, StagingBuffer
+from fleetfoot.sampling import shape
+from fleetfoot.sampling.row_tables import SamplingTables
 
 
 class DeviceState:
@@ -41,31 +41,30 @@ class DeviceState:
         self.block_size = block_size
         self.max_blocks = -(-(max_model_len + num_draft) // block_size)
         self.num_draft = num_draft
-        self._vocab_size = vocab_size
-        mask_size = -(-vocab_size // MASK_BITS)
         self.arena = Arena(
             device.torch_device,
             (max_num_seqs, 2),  # seeds, first: they are read as int64, which must lie on 8 bytes
+            (shape.NUM_FIELDS, max_num_seqs),
             (NUM_FIELDS, max_num_seqs),
             (max_num_seqs, self.max_blocks),
             (num_blocks * block_size,),
-            (max_num_seqs, NUM_PLANES, LIST_CAPACITY),
-            (max_num_seqs, mask_size),
+            (max_num_seqs, shape.NUM_PLANES, shape.LIST_CAPACITY),
+            (max_num_seqs, shape.mask_size(vocab_size)),
         )
-        seeds, fields, table, pages, lists, masks = self.arena.parts
-        self.requests = RequestState(seeds, fields, pages, block_size=block_size, num_draft=num_draft)
+        seeds, parameters, fields, table, pages, lists, masks = self.arena.parts
+        self.requests = RequestState(fields, pages, block_size=block_size, num_draft=num_draft)
         self.block_tables = BlockTables(table)
-        self.edits = RowEdits(lists, masks, self.requests, self.block_tables, block_size)
+        history = TokenHistory(table.tensor, pages.tensor, self.requests.prompt_lens, block_size)
+        self.sampling = SamplingTables(seeds, parameters, lists, masks, history, vocab_size)
         # enough for most steps, and for any single request; a step that says more sends it in several pieces
-        max_writes = max_num_batched_tokens + max_model_len + max_num_seqs * (NUM_FIELDS + 4)
-        max_writes += NUM_PLANES * LIST_CAPACITY + mask_size
+        max_writes = max_num_batched_tokens + max_model_len + max_num_seqs * (shape.NUM_FIELDS + NUM_FIELDS + 4)
+        max_writes += shape.row_size(vocab_size)
         self.staging = StagingBuffer(device, self.arena.flat, max_num_seqs, max_writes)
 
     def stage_request(self, request: NewRequest) -> None:
         first_token = 0 if self._stages_all_tokens else request.num_computed_tokens
-        listed = RowList.of(request, self._vocab_size)
         block_ids = np.array(request.block_ids, np.int64)
-        self.requests.stage(request, listed, self.staging)
+        self.requests.stage(request, self.staging)
         self.requests.stage_tokens(request, first_token, block_ids, self.staging)
-        self.edits.stage(request, listed, self.staging)
+        self.sampling.stage(request, self.staging)
         self.block_tables.stage(request.row, block_ids, self.staging)

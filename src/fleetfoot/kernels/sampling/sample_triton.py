@@ -1,7 +1,7 @@
 """Choosing one token per row of logits on a GPU, in two to four launches whose grids depend on shapes alone.
 
 The vocabulary is cut, so that one row keeps the whole chip busy: a piece of a row is one maximum over candidates
-(`fleetfoot.kernels.sampling.row_candidates_triton`), and a row is the maximum of its pieces, in any order.
+(`fleetfoot.kernels.sampling.candidates_triton`), and a row is the maximum of its pieces, in any order.
 
     row_max   the best logit of each piece
     cuts      what min-p, top-k and top-p leave, where a batch has filters (`filter_cuts_triton`)
@@ -20,9 +20,9 @@ import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
+from fleetfoot.kernels.sampling.candidates_triton import candidate_index, candidate_value, pack_candidates
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton, score_depth
-from fleetfoot.kernels.sampling.filters import RowFilters
-from fleetfoot.kernels.sampling.row_candidates_triton import candidate_index, candidate_value, pack_candidates
+from fleetfoot.kernels.sampling.sample import RandomRows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -32,35 +32,31 @@ _TILES = {16: 1024, 1 << 31: 4096}
 (an H100, 152,000 tokens, greedy: 8 rows 5.8 us with 1024, 8.0 with 4096; 256 rows 97 and 50)."""
 
 
-def choose_tokens_triton(
+def sample_triton(
     logits: torch.Tensor,
-    temperatures: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
+    random: RandomRows | None = None,
     *,
-    rows: torch.Tensor | None = None,
     invalid: torch.Tensor | None = None,
-    filters: RowFilters | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `choose_tokens_torch`. Launches alone: no synchronisation, and no count that a graph could not hold.
+    """See `sample_torch`. Launches only: no synchronisation and no launch that depends on a value, as graphs require.
 
     Raises:
-        ValueError: the vocabulary is empty, its stride is not 1, or there are not as many positions as rows.
+        ValueError: the vocabulary is empty, its stride is not 1, or the number of positions is not that of rows.
     """
     num_rows, vocab_size = logits.shape
     if vocab_size == 0 or (num_rows > 0 and logits.stride(1) != 1):
         raise ValueError(
-            f"choose_tokens: logits {list(logits.shape)} with strides {logits.stride()} must have a vocabulary, "
+            f"sample: logits {list(logits.shape)} with strides {logits.stride()} must have a vocabulary, "
             "contiguous in memory"
         )
-    if positions is not None and len(positions) != num_rows:
-        raise ValueError(f"choose_tokens: {len(positions)} positions for {num_rows} rows of logits")
+    if random is not None and len(random.positions) != num_rows:
+        raise ValueError(f"sample: {len(random.positions)} positions for {num_rows} rows of logits")
     device = logits.device
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device) if out is None else out
     if num_rows == 0:
         return token_ids
-    tile = next(tile for most, tile in _TILES.items() if num_rows <= most)
+    tile = next(tile for max_rows, tile in _TILES.items() if num_rows <= max_rows)
     pieces = cdiv(vocab_size, tile)
     highest = torch.empty((num_rows, pieces), dtype=torch.int64, device=device)
     overlap = can_overlap(device)
@@ -68,23 +64,21 @@ def choose_tokens_triton(
     grid, width = (num_rows, pieces), next_power_of_2(pieces)
     _row_max_kernel[grid](highest, logits, logits.stride(0), vocab_size, tile=tile, overlap=overlap, **options)
     best = highest
-    if temperatures is not None and seeds is not None and positions is not None:
-        cuts = None
-        if filters is not None:
-            cuts = filter_cuts_triton(logits, highest, temperatures, rows, filters, overlap=overlap)
+    if random is not None:
+        cuts = None if random.filters is None else filter_cuts_triton(logits, highest, random, overlap=overlap)
         best = torch.empty_like(highest)
         _draw_kernel[grid](
             best,
             highest,
             logits,
-            temperatures,
-            seeds,
-            positions,
-            token_ids if rows is None else rows,
+            random.temperatures,
+            random.seeds,
+            random.positions,
+            token_ids if random.rows is None else random.rows,
             token_ids if cuts is None else cuts,
             logits.stride(0),
             vocab_size,
-            has_rows=rows is not None,
+            has_rows=random.rows is not None,
             has_cuts=cuts is not None,
             pieces=pieces,
             pieces_tile=width,

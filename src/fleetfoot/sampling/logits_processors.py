@@ -1,9 +1,8 @@
-"""Which tokens a request rules in or out, and what it adds to logits: allowed_token_ids, bad_words, min_tokens,
-logit_bias.
+"""Logits processors of Model Runner V1: allowed tokens, logit bias, bad words and min_tokens, built from host lists.
 
-Tokens are ruled out by adding -inf, not by writing it: NaN and +inf in the model's logits then stay visible as NaN, and
-the sampler can report the row instead of sampling from what is left. Additions of -inf and of one finite bias give the
-same sum in any order, so tokens named twice need no care.
+Tokens are excluded by adding -inf, not by assigning it: NaN and +inf in the model's logits then stay visible as NaN,
+and the sampler reports the row instead of sampling from the rest. Sums of -inf and one finite bias do not depend on the
+order, so duplicate tokens need no special case.
 """
 
 from __future__ import annotations
@@ -11,13 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 
+class LogitsProcessor(Protocol):
+    """Modifies logits ``[n, vocab]`` float32 in place."""
+
+    def apply(self, logits: torch.Tensor) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBias:
-    """Numbers to add to single logits."""
+    """Values to add to single logits."""
 
     rows: torch.Tensor  # [m] int64
     token_ids: torch.Tensor  # [m] int64
@@ -25,18 +31,15 @@ class TokenBias:
 
     @classmethod
     def build(cls, biases: Mapping[int, Mapping[int, float]], device: torch.device) -> TokenBias | None:
-        """From row -> token id -> number; ``None`` if there is nothing to add."""
-        rows = [row for row, by_token in biases.items() for _ in by_token]
-        if not rows:
+        """From row -> token id -> bias; ``None`` if there are none."""
+        entries = [(row, token_id, bias) for row, by_token in biases.items() for token_id, bias in by_token.items()]
+        if not entries:
             return None
+        rows, token_ids, values = zip(*entries, strict=True)
         return cls(
             torch.tensor(rows, device=device),
-            torch.tensor([token_id for by_token in biases.values() for token_id in by_token], device=device),
-            torch.tensor(
-                [bias for by_token in biases.values() for bias in by_token.values()],
-                dtype=torch.float32,
-                device=device,
-            ),
+            torch.tensor(token_ids, device=device),
+            torch.tensor(values, dtype=torch.float32, device=device),
         )
 
     def apply(self, logits: torch.Tensor) -> None:
@@ -46,15 +49,15 @@ class TokenBias:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """Rows that may produce only some tokens."""
+    """Rows with ``allowed_token_ids``."""
 
-    rows: torch.Tensor  # [a] int64, the rows that have such a list
+    rows: torch.Tensor  # [a] int64
     entry_rows: torch.Tensor  # [m] int64, for each allowed token the index into `rows`
     token_ids: torch.Tensor  # [m] int64
 
     @classmethod
     def build(cls, allowed: Mapping[int, Sequence[int]], device: torch.device) -> AllowedTokens | None:
-        """From row -> token ids; ``None`` if no row has any."""
+        """From row -> token ids; ``None`` if there are none."""
         if not allowed:
             return None
         return cls(
@@ -64,10 +67,10 @@ class AllowedTokens:
         )
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Rule out all other tokens of ``logits [n, vocab]`` float32, in place."""
-        chosen = logits[self.rows]  # [a, vocab]
-        masked = chosen - torch.inf
-        masked[self.entry_rows, self.token_ids] = chosen[self.entry_rows, self.token_ids]
+        """Exclude all other tokens of ``logits [n, vocab]`` float32, in place."""
+        limited = logits[self.rows]  # [a, vocab]
+        masked = limited - torch.inf
+        masked[self.entry_rows, self.token_ids] = limited[self.entry_rows, self.token_ids]
         logits[self.rows] = masked
 
 
@@ -77,10 +80,10 @@ def banned_tokens(
     min_tokens: int,
     stop_token_ids: Iterable[int],
 ) -> dict[int, float]:
-    """Token id -> -inf for tokens that may not come next after ``output_token_ids``.
+    """Token id -> -inf for the tokens that must not follow ``output_token_ids``.
 
-    Those are the last tokens of bad words (token sequences) whose earlier tokens have just been generated, and while
-    there are fewer than ``min_tokens``, those of ``stop_token_ids``.
+    These are the last tokens of bad words (token sequences) with a prefix that the output ends with, and
+    ``stop_token_ids`` while the output has fewer than ``min_tokens`` tokens.
     """
     banned = set(stop_token_ids) if len(output_token_ids) < min_tokens else set()
     for sequence in bad_words:

@@ -1,0 +1,41 @@
+"""Optional parts of a step's sampling, and sizes of V2's per-row tables. No torch: the plan uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LIST_CAPACITY = 512
+"""Entries that a row has for logit bias, bad words and stop tokens; OpenAI's API allows 300 biases."""
+NUM_PLANES = 4
+"""int32 of an entry; see `fleetfoot.kernels.sampling.logits_processors.ListedTokens`."""
+NUM_FIELDS = 13
+"""int32 or float32 parameters of a row."""
+MASK_BITS = 32
+MIN_LOGPROBS = 32
+"""The smallest number of top logprobs in a variant: a second graph costs more than the additional logprobs."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingVariant:
+    """The optional parts of a step's sampling. A row has the same result in every variant with the parts it uses."""
+
+    filters: bool = False
+    """min-p, top-k and top-p."""
+    logits_processors: bool = False
+    """Penalties, logit bias, allowed tokens, bad words and min_tokens."""
+    logprobs: int | None = None
+    """The maximum number of top logprobs, beside that of the sampled token; None: no logprobs."""
+
+
+PLAIN = SamplingVariant()
+EVERYTHING = SamplingVariant(filters=True, logits_processors=True, logprobs=MIN_LOGPROBS)
+
+
+def mask_size(vocab_size: int) -> int:
+    """int32 words of a row's mask of allowed tokens."""
+    return -(-vocab_size // MASK_BITS)
+
+
+def row_size(vocab_size: int) -> int:
+    """int32 words of a row in V2's tables: seed, fields, lists and mask."""
+    return 2 + NUM_FIELDS + NUM_PLANES * LIST_CAPACITY + mask_size(vocab_size)
