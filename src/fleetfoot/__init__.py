@@ -1,6 +1,6 @@
 """Fleetfoot: an LLM inference and serving engine.
 
-Names are loaded when they are first used, so that ``import fleetfoot`` costs next to nothing.
+Public names are imported on first access, so ``import fleetfoot`` is fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fleetfoot.records.prompts import TextPrompt, TokensPrompt
     from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
-_HOMES = {
+_MODULES = {
     "AsyncLLM": "fleetfoot.async_llm",
     "CompletionOutput": "fleetfoot.records.outputs",
     "EngineConfig": "fleetfoot.config.engine",
@@ -51,11 +51,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'fleetfoot' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value  # the next look-up does not come here
+    value = getattr(import_module(module), name)
+    globals()[name] = value  # later accesses do not call this function
     return value
 
 

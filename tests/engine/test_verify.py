@@ -194,7 +194,7 @@ def test_the_first_difference_is_the_earliest() -> None:
     v1 = [output([1, 2, 3]), output([1, 2, 3]), output([4, 5, 6]), output([4, 5, 6])]
     v2 = [output([1, 2, 9]), output([1, 2, 3]), output([4, 7, 6]), output([4, 7, 6])]
     comparison = compare(v1, v2)
-    assert [(d.request, d.position, d.tokens) for d in comparison.differences] == [
+    assert [(d.request, d.position, (d.v1_token, d.v2_token)) for d in comparison.differences] == [
         (0, 2, (3, 9)),
         (2, 1, (5, 7)),
         (3, 1, (5, 7)),
@@ -205,9 +205,9 @@ def test_the_first_difference_is_the_earliest() -> None:
 
 def test_an_output_that_ends_early_differs_there() -> None:
     (difference,) = compare([output([1, 2, 3])], [output([1, 2], finish_reason="stop")]).differences
-    assert (difference.position, difference.tokens) == (2, (3, None))
+    assert (difference.position, difference.v1_token, difference.v2_token) == (2, 3, None)
     (difference,) = compare([output([1, 2])], [output([1, 2], finish_reason="stop")]).differences
-    assert (difference.position, difference.tokens) == (2, (None, None))
+    assert (difference.position, difference.v1_token, difference.v2_token) == (2, None, None)
 
 
 def test_logprobs_count_up_to_the_first_difference_and_no_further() -> None:
@@ -219,7 +219,7 @@ def test_logprobs_count_up_to_the_first_difference_and_no_further() -> None:
     assert (comparison.largest.token, comparison.largest.position) == (9, 3)
     assert comparison.largest.difference == pytest.approx(0.5)
     (difference,) = comparison.differences
-    assert difference.gaps == (pytest.approx(0.5), pytest.approx(0.25))
+    assert (difference.v1_gap, difference.v2_gap) == (pytest.approx(0.5), pytest.approx(0.25))
 
 
 def test_a_logprob_that_is_no_number_is_the_largest() -> None:

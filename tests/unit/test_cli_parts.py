@@ -175,10 +175,10 @@ def long_conversation() -> Conversation:
 def test_a_conversation_that_is_too_long_loses_its_oldest_turns(limit: int, reserve: int, num_dropped: int) -> None:
     conversation = long_conversation()
     messages = conversation.messages(num_dropped)
-    prompt = fit(conversation, tokenize, limit=limit, reserve=reserve)
-    assert prompt.num_dropped == num_dropped
+    token_ids, dropped = fit(conversation, tokenize, limit=limit, reserve=reserve)
+    assert dropped == num_dropped
     assert conversation.messages() == messages
-    assert prompt.token_ids == tokenize(messages)
+    assert token_ids == tokenize(messages)
     assert messages[0] == {"role": "system", "content": "sys"}
     assert messages[-1] == {"role": "user", "content": "last"}
 

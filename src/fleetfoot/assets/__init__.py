@@ -1,4 +1,4 @@
-"""The model that the package carries, and its EAGLE head."""
+"""The model that the package includes, and its EAGLE head."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def embedded_model_path() -> Path:
 
 
 def embedded_eagle_path() -> Path:
-    """The folder of the embedded model's EAGLE head, which proposes tokens for it and is no model by itself."""
+    """The folder of the embedded model's EAGLE head, a drafter for it."""
     return Path(__file__).parent / "story-llama-eagle"

@@ -252,26 +252,14 @@ def _finish(content: dict[str, Any], output: str | None) -> int:
     return 0
 
 
+_LATENCY_HELP = "measure batches of equal requests, one batch after the other"
+_THROUGHPUT_HELP = "measure many requests at once, or as they arrive"
+
+
 def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
     table = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    for command in _BENCHMARKS:
-        add_command(table, command)
+    add_command(table, Command("latency", _LATENCY_HELP, _add_latency_arguments, _run_latency, _EPILOG))
+    add_command(table, Command("throughput", _THROUGHPUT_HELP, _add_throughput_arguments, _run_throughput, _EPILOG))
 
 
-_BENCHMARKS = (
-    Command(
-        "latency",
-        "measure batches of equal requests, one batch after the other",
-        _add_latency_arguments,
-        _run_latency,
-        _EPILOG,
-    ),
-    Command(
-        "throughput",
-        "measure many requests at once, or as they arrive",
-        _add_throughput_arguments,
-        _run_throughput,
-        _EPILOG,
-    ),
-)
 COMMAND = Command("bench", "measure latency or throughput", _add_benchmarks, epilog=_EPILOG)

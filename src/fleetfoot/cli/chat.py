@@ -20,7 +20,7 @@ from fleetfoot.cli.arguments import (
 )
 from fleetfoot.cli.command import Command, StartedEngine, UsageError, started_engine, usage_errors
 from fleetfoot.cli.output import count, numbers_line
-from fleetfoot.records.outputs import RequestMetrics
+from fleetfoot.records.outputs import CompletionOutput, RequestMetrics
 from fleetfoot.records.prompts import ChatMessage
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import StopSignal
@@ -88,13 +88,61 @@ def _chat_template(given: str | None, tokenizer: Tokenizer, model: str) -> str |
     return given
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    text: str
-    reason: str | None
-    """Finish reason: ``stop``, ``length``, ``abort`` or ``error``."""
-    error: str | None = None
-    """Message, if the reason is ``error``."""
+@dataclass(slots=True)
+class Conversation:
+    """A system message and turns, each a user's message and the reply to it."""
+
+    system: str | None = None
+    turns: list[list[ChatMessage]] = field(default_factory=list)
+
+    def ask(self, text: str) -> None:
+        """Begin a turn."""
+        self.turns.append([{"role": "user", "content": text}])
+
+    def answer(self, text: str) -> None:
+        """End a turn."""
+        self.turns[-1].append({"role": "assistant", "content": text})
+
+    def take_back(self) -> None:
+        """Remove the last turn."""
+        self.turns.pop()
+
+    def reset(self) -> None:
+        """Remove all turns; the system message stays."""
+        self.turns.clear()
+
+    def messages(self, first: int = 0) -> list[ChatMessage]:
+        """The system message, and the turns from index ``first`` on."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return system + [message for turn in self.turns[first:] for message in turn]
+
+
+def fit(
+    conversation: Conversation, tokenize: Callable[[list[ChatMessage]], list[int]], *, limit: int, reserve: int
+) -> tuple[list[int], int]:
+    """The prompt for the next reply. A conversation that is too long loses its oldest turns.
+
+    Args:
+        tokenize: renders messages as token ids.
+        limit: most tokens of prompt and reply together.
+        reserve: tokens to keep free for the reply, unless the last message alone leaves fewer.
+
+    Returns:
+        The prompt's token ids, and the number of dropped turns.
+
+    Raises:
+        ValueError: the last message is too long; the conversation has not changed.
+    """
+    for first in range(len(conversation.turns)):
+        token_ids = tokenize(conversation.messages(first))
+        is_last = first == len(conversation.turns) - 1
+        if len(token_ids) + reserve <= limit or (is_last and len(token_ids) < limit):
+            del conversation.turns[:first]
+            return token_ids, first
+    raise ValueError(
+        f"the message makes a prompt of {len(token_ids)} tokens, and there is room for {limit - 1}; "
+        f"shorten it, or raise max_model_len where the model allows"
+    )
 
 
 class Chat:
@@ -190,34 +238,35 @@ class Chat:
         try:
             reply = self._reply(self._prompt())
         except (ValueError, TypeError) as error:  # refused before anything was generated; the chat continues
-            reply = _Reply("", "error", str(error))
-        if reply.text or reply.reason in ("stop", "length"):
+            reply = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
+        if reply.text or reply.finish_reason in ("stop", "length"):
             self.conversation.answer(reply.text)
         else:
             self.conversation.take_back()
-        if reply.error:
-            _print_status(f"fleetfoot chat: error: {reply.error}")
-        elif reply.reason == "abort":
+        has_failed = reply.finish_reason == "error"
+        if has_failed:
+            _print_status(f"fleetfoot chat: error: {reply.stop_reason}")
+        elif reply.finish_reason == "abort":
             _print_status("(stopped)" if reply.text else "(stopped before the first word: the turn is forgotten)")
-        return not reply.error
+        return not has_failed
 
     def _prompt(self) -> list[int]:
         """Token ids of the conversation; drops its oldest turns if it is too long."""
         reserve = self._limit // 4
         if self._params.max_tokens is not None:
             reserve = min(reserve, self._params.max_tokens)
-        prompt = fit(self.conversation, self._tokenize, limit=self._limit, reserve=reserve)
-        if prompt.num_dropped:
+        token_ids, num_dropped = fit(self.conversation, self._tokenize, limit=self._limit, reserve=reserve)
+        if num_dropped:
             _print_status(
-                f"(the conversation grew too long; forgotten from its beginning: {count(prompt.num_dropped, 'turn')})"
+                f"(the conversation grew too long; forgotten from its beginning: {count(num_dropped, 'turn')})"
             )
-        return prompt.token_ids
+        return token_ids
 
     def _tokenize(self, messages: list[ChatMessage]) -> list[int]:
         return self._tokenizer.apply_chat_template_ids(messages, chat_template=self._template)
 
-    def _reply(self, token_ids: list[int]) -> _Reply:
-        """Stream one reply to standard output.
+    def _reply(self, token_ids: list[int]) -> CompletionOutput:
+        """Stream one reply to standard output; returns it with its whole text.
 
         Raises:
             ValueError, TypeError: the engine refuses the request.
@@ -241,8 +290,8 @@ class Chat:
                         print(flush=True)
                         self._replies.append(output.metrics)
                         self._last_s = time.perf_counter() - begin
-                        message = str(completion.stop_reason) if completion.finish_reason == "error" else None
-                        return _Reply("".join(parts), completion.finish_reason, message)
+                        completion.text = "".join(parts)
+                        return completion
                 if stop.is_set and not is_stopping:
                     is_stopping = True
                     self._engine.abort_request(request_id)
@@ -262,77 +311,3 @@ def _print_status(text: str) -> None:
 
 
 COMMAND = Command("chat", "talk with a model", _add_arguments, _run, _EPILOG)
-
-
-@dataclass(slots=True)
-class _Turn:
-    user: str
-    assistant: str | None = None
-    """None before the reply."""
-
-    def messages(self) -> list[ChatMessage]:
-        messages = [{"role": "user", "content": self.user}]
-        if self.assistant is not None:
-            messages.append({"role": "assistant", "content": self.assistant})
-        return messages
-
-
-@dataclass(slots=True)
-class Conversation:
-    """A system message and turns, each a user's message and the reply to it."""
-
-    system: str | None = None
-    turns: list[_Turn] = field(default_factory=list)
-
-    def ask(self, text: str) -> None:
-        """Begin a turn."""
-        self.turns.append(_Turn(text))
-
-    def answer(self, text: str) -> None:
-        """The reply to the last `ask`."""
-        self.turns[-1].assistant = text
-
-    def take_back(self) -> None:
-        """Remove the last turn."""
-        self.turns.pop()
-
-    def reset(self) -> None:
-        """Remove all turns; the system message stays."""
-        self.turns.clear()
-
-    def messages(self, first: int = 0) -> list[ChatMessage]:
-        """The system message, and the turns from index ``first`` on."""
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return system + [message for turn in self.turns[first:] for message in turn.messages()]
-
-
-@dataclass(frozen=True, slots=True)
-class FittedPrompt:
-    token_ids: list[int]
-    num_dropped: int
-    """Turns that were dropped to make room."""
-
-
-def fit(
-    conversation: Conversation, tokenize: Callable[[list[ChatMessage]], list[int]], *, limit: int, reserve: int
-) -> FittedPrompt:
-    """The prompt for the next reply. A conversation that is too long loses its oldest turns.
-
-    Args:
-        tokenize: renders messages as token ids.
-        limit: most tokens of prompt and reply together.
-        reserve: tokens to keep free for the reply, unless the last message alone leaves fewer.
-
-    Raises:
-        ValueError: the last message is too long; the conversation has not changed.
-    """
-    for first in range(len(conversation.turns)):
-        token_ids = tokenize(conversation.messages(first))
-        is_last = first == len(conversation.turns) - 1
-        if len(token_ids) + reserve <= limit or (is_last and len(token_ids) < limit):
-            del conversation.turns[:first]
-            return FittedPrompt(token_ids, first)
-    raise ValueError(
-        f"the message makes a prompt of {len(token_ids)} tokens, and there is room for {limit - 1}; "
-        f"shorten it, or raise max_model_len where the model allows"
-    )

@@ -7,7 +7,7 @@ import gc
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_model_argument, given_settings
@@ -126,9 +126,9 @@ def default_prompts(started: StartedEngine, max_tokens: int) -> list[PromptType]
 
 def _generate(started: StartedEngine, prompts: list[PromptType], max_tokens: int) -> list[RequestOutput]:
     """The last output of each request: for each prompt, one for each entry of `_SAMPLING`."""
-    engine, admission = started.engine, started.engine.input_processor
-    limit = admission.vocab_size if admission.max_logprobs == -1 else min(admission.vocab_size, admission.max_logprobs)
-    num_logprobs = min(NUM_LOGPROBS, limit)
+    engine, limits = started.engine, started.engine.input_processor
+    max_logprobs = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
+    num_logprobs = min(NUM_LOGPROBS, limits.vocab_size, max_logprobs)
     with usage_errors():
         for number, prompt in enumerate(prompts):
             for name, sampling in _SAMPLING.items():
@@ -215,12 +215,7 @@ def _number(value: float | None) -> str:
     return "no finite number" if value is None else f"{abs(value):.3g}"
 
 
-COMMAND = Command(
-    "verify", "run the same requests through both model runners and compare", _add_arguments, _run, _EPILOG, "[MODEL] "
-)
-
-
-_Entry = dict[int, Logprob]
+# --- comparison -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,27 +223,28 @@ class TokenDifference:
     """The first output token of a request that differs; both runners saw the same tokens before it."""
 
     request: int
-    """Number of the request, from 0."""
     position: int
     """In the output, from 0."""
-    tokens: tuple[int | None, int | None]
-    """Of V1 and V2; None: the output has ended."""
-    gaps: tuple[float | None, float | None]
-    """Of V1 and V2: most probable logprob at the position less the second one."""
+    v1_token: int | None
+    """None: the output has ended."""
+    v2_token: int | None
+    v1_gap: float | None
+    """Most probable logprob at the position less the second one."""
+    v2_gap: float | None
     error: str | None = None
-    """Why a runner ended the request with an error, if it did."""
+    """Message of a runner that ended the request with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
     """Difference of a logprob that both runners returned."""
 
+    difference: float
+    """V2 less V1."""
     request: int
     position: int
     """In prompt and output together, from 0."""
     token: int
-    difference: float
-    """V2 less V1."""
 
 
 @dataclass(slots=True)
@@ -270,21 +266,16 @@ class Comparison:
         return min(self.differences, key=lambda difference: (difference.position, difference.request), default=None)
 
     def as_json(self) -> dict[str, Any]:
-        largest = self.largest
+        largest = None if self.largest is None else asdict(self.largest)
+        if largest is not None and not math.isfinite(largest["difference"]):
+            largest["difference"] = None
         return {
             "equal": not self.differences,
             "num_equal_tokens": self.num_tokens,
-            "first_difference": None if self.first is None else _as_json(self.first),
-            "differences": [_as_json(difference) for difference in self.differences],
+            "first_difference": None if self.first is None else asdict(self.first),
+            "differences": [asdict(difference) for difference in self.differences],
             "num_logprobs": self.num_logprobs,
-            "largest_logprob_difference": None
-            if largest is None
-            else {
-                "difference": largest.difference if math.isfinite(largest.difference) else None,
-                "request": largest.request,
-                "position": largest.position,
-                "token": largest.token,
-            },
+            "largest_logprob_difference": largest,
         }
 
 
@@ -303,38 +294,30 @@ def compare(v1: Sequence[RequestOutput], v2: Sequence[RequestOutput]) -> Compari
 def _compare_request(comparison: Comparison, request: int, v1: RequestOutput, v2: RequestOutput) -> None:
     for position, pair in enumerate(zip(v1.prompt_logprobs or (), v2.prompt_logprobs or (), strict=True)):
         _compare_logprobs(comparison, request, position, *pair)
-    first, second = v1.outputs[0], v2.outputs[0]
-    num_equal = _num_equal(first.token_ids, second.token_ids)
-    comparison.num_tokens += num_equal
-    for position in range(num_equal + 1):
-        entries = _at(first.logprobs, position), _at(second.logprobs, position)
+    outputs = v1.outputs[0], v2.outputs[0]
+    token_ids = [output.token_ids for output in outputs]
+    end = next((i for i, (a, b) in enumerate(zip(*token_ids, strict=False)) if a != b), min(map(len, token_ids)))
+    comparison.num_tokens += end
+    for position in range(end + 1):
+        entries = [_at(output.logprobs, position) for output in outputs]
         _compare_logprobs(comparison, request, len(v1.prompt_token_ids) + position, *entries)
-    if num_equal < max(len(first.token_ids), len(second.token_ids)) or first.finish_reason != second.finish_reason:
-        errors = [output.stop_reason for output in (first, second) if output.finish_reason == "error"]
-        comparison.differences.append(
-            TokenDifference(
-                request=request,
-                position=num_equal,
-                tokens=(_at(first.token_ids, num_equal), _at(second.token_ids, num_equal)),
-                gaps=(_gap(_at(first.logprobs, num_equal)), _gap(_at(second.logprobs, num_equal))),
-                error=str(errors[0]) if errors else None,
-            )
-        )
+    if end < max(map(len, token_ids)) or outputs[0].finish_reason != outputs[1].finish_reason:
+        tokens = [_at(ids, end) for ids in token_ids]
+        gaps = [_gap(_at(output.logprobs, end)) for output in outputs]
+        errors = [str(output.stop_reason) for output in outputs if output.finish_reason == "error"]
+        comparison.differences.append(TokenDifference(request, end, *tokens, *gaps, *errors[:1]))
 
 
 def _compare_logprobs(
-    comparison: Comparison, request: int, position: int, v1: _Entry | None, v2: _Entry | None
+    comparison: Comparison, request: int, position: int, v1: dict[int, Logprob] | None, v2: dict[int, Logprob] | None
 ) -> None:
-    if v1 is None or v2 is None:
-        return
-    for token, before in v1.items():
-        if token not in v2:
-            continue
-        after = v2[token].logprob
-        difference = 0.0 if after == before.logprob else after - before.logprob  # equal infinities
+    pairs = [(token, before, v2[token]) for token, before in v1.items() if token in v2] if v1 and v2 else []
+    for token, before, after in pairs:
+        is_equal = before.logprob == after.logprob  # both may be infinite
+        difference = 0.0 if is_equal else after.logprob - before.logprob
         comparison.num_logprobs += 1
         if comparison.largest is None or _size(difference) > _size(comparison.largest.difference):
-            comparison.largest = LogprobDifference(request, position, token, difference)
+            comparison.largest = LogprobDifference(difference, request, position, token)
 
 
 def _size(difference: float) -> float:
@@ -342,17 +325,10 @@ def _size(difference: float) -> float:
     return math.inf if math.isnan(difference) else abs(difference)
 
 
-def _num_equal(first: list[int], second: list[int]) -> int:
-    for position, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return position
-    return min(len(first), len(second))
-
-
-def _gap(entry: _Entry | None) -> float | None:
+def _gap(entry: dict[int, Logprob] | None) -> float | None:
     if entry is None or len(entry) < 2:
         return None
-    best, second, *_ = sorted((chance.logprob for chance in entry.values()), reverse=True)
+    best, second, *_ = sorted((item.logprob for item in entry.values()), reverse=True)
     return best - second
 
 
@@ -360,13 +336,6 @@ def _at(values: Sequence[Any] | None, index: int) -> Any:
     return values[index] if values is not None and index < len(values) else None
 
 
-def _as_json(difference: TokenDifference) -> dict[str, Any]:
-    return {
-        "request": difference.request,
-        "position": difference.position,
-        "v1_token": difference.tokens[0],
-        "v2_token": difference.tokens[1],
-        "v1_gap": difference.gaps[0],
-        "v2_gap": difference.gaps[1],
-        "error": difference.error,
-    }
+COMMAND = Command(
+    "verify", "run the same requests through both model runners and compare", _add_arguments, _run, _EPILOG, "[MODEL] "
+)

@@ -1,4 +1,4 @@
-"""Log-probabilities as the user gets them. Plain Python: what turns tokens into outputs needs no torch."""
+"""Log-probabilities of outputs. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Logprob:
 
 
 class RowLogprobs(NamedTuple):
-    """One position, on the host: the chosen token, then the most probable ones."""
+    """One position, on the host: the sampled token, then the most probable ones."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -31,13 +31,13 @@ def logprob_dict(
     rank: int,
     decode: Callable[[int], str] | None = None,
 ) -> dict[int, Logprob]:
-    """One position's entry: the chosen token first, then the most probable ones in order.
+    """The entry of one position: the sampled token first, then the most probable ones in order.
 
     Args:
-        token_ids, logprobs: the chosen token, followed by the most probable ones, descending.
-        rank: of the chosen token. Where it is among the most probable ones, its place there counts, so that tokens that
-            tie have different ranks.
-        decode: a token's text; ``None`` leaves `Logprob.decoded_token` empty.
+        token_ids, logprobs: the sampled token, followed by the most probable ones, descending.
+        rank: of the sampled token. If it is among the most probable ones, its index there is used, so that tied tokens
+            have different ranks.
+        decode: token id to text; None leaves `Logprob.decoded_token` empty.
     """
     entries = {token_ids[0]: Logprob(logprobs[0], rank)}
     for place, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:], strict=True), start=1):

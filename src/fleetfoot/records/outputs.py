@@ -1,4 +1,4 @@
-"""What a user gets back: the names and fields of vLLM's, so that a script can be moved over."""
+"""Outputs of requests. Names and fields follow vLLM's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleetfoot.records.logprobs import Logprob
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request. Times are seconds of a monotonic clock, ``arrival_time`` of the wall clock."""
+    """Timestamps and counts of a request, in seconds of a monotonic clock; ``arrival_time`` is wall clock time."""
 
     arrival_time: float = 0.0
     queued_ts: float = 0.0
@@ -19,13 +19,13 @@ class RequestMetrics:
     last_token_ts: float = 0.0
     num_generation_tokens: int = 0
     num_drafted_tokens: int = 0
-    """Draft tokens that were verified for it (speculative decoding)."""
+    """Draft tokens verified, with speculative decoding."""
     num_accepted_tokens: int = 0
-    """How many of those were accepted."""
+    """Draft tokens accepted."""
 
     @property
     def first_token_latency(self) -> float:
-        """Seconds from arrival to the first token (TTFT); 0 before there is one."""
+        """Seconds from arrival to the first token (TTFT); 0 before it."""
         return max(0.0, self.first_token_ts - self.queued_ts) if self.first_token_ts else 0.0
 
     @property
@@ -44,13 +44,13 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum of the chosen tokens' logprobs; None if none were asked for."""
+    """Sum of the sampled tokens' logprobs; None if they were not requested."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token, the chosen one and the top ones."""
+    """For each token, its own logprob and those of the most probable ones."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``abort`` or ``error``; None while it goes on."""
+    """``stop``, ``length``, ``abort`` or ``error``; None while it is unfinished."""
     stop_reason: int | str | None = None
-    """The stop string or stop token that ended it; what went wrong, with ``error``."""
+    """The stop string or stop token that ended it; the message, if the reason is ``error``."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -58,7 +58,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request, as far as it has come."""
+    """The output of a request, partial or final."""
 
     request_id: str
     prompt: str | None
@@ -66,9 +66,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token; None for the first, which nothing predicts."""
+    """For each prompt token; None for the first."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache."""
+    """Prompt tokens with prefix cache hits."""
     kv_transfer_params: dict[str, Any] | None = None
-    """What the KV connector says about the request's KV once it has ended; None: nothing."""
+    """Parameters from the KV connector about the finished request's KV, if any."""

@@ -14,7 +14,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, taken as they are; ``prompt`` is then only shown in the output."""
+    """A prompt as token ids; ``prompt`` is then only returned in the output."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -25,4 +25,4 @@ PromptType = str | TextPrompt | TokensPrompt | Sequence[int]
 """One prompt: text, one of the two dictionaries, or a list of token ids."""
 
 ChatMessage = dict[str, Any]
-"""``{"role": ..., "content": ...}``, as chat templates take them."""
+"""``{"role": ..., "content": ...}``, as chat templates expect them."""

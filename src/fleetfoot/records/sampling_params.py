@@ -1,4 +1,4 @@
-"""`SamplingParams`: what a request asks of the sampler and of its output, checked when it is made."""
+"""`SamplingParams`: the parameters of a request, validated when they are created."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleetfoot.utils.validation import checked_keywords
 MAX_COPIES = 16384
 EXTRA_ARGS = ("kv_transfer_params",)
 MAX_LOGIT_BIAS = 1e9
-# Both ends are normal float32 numbers far from overflow, so that the device divides by exactly what the user gave.
+# Both limits are normal float32 numbers far from overflow, so the device divides by exactly the given value.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 _TEMPERATURES = f"0 (greedy) or a number in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
@@ -26,62 +26,62 @@ _REPETITION_PENALTIES = f"a number in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITI
 
 
 class RequestOutputKind(enum.Enum):
-    """What a streamed output holds."""
+    """Content of streamed outputs."""
 
     CUMULATIVE = 0
-    """Everything so far."""
+    """All tokens so far."""
     DELTA = 1
-    """What is new since the last output."""
+    """Tokens since the previous output."""
     FINAL_ONLY = 2
-    """Everything, once, at the end."""
+    """One output when the request has finished."""
 
 
 @checked_keywords
 @dataclass(slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen, when it stops, and what is returned.
+    """Sampling, stopping and output of one request.
 
-    Names, order, defaults and meanings are vLLM's. Making one, or cloning one after fields were assigned, checks every
-    field and raises a `ValueError` that names the field, the value and what is allowed; an unknown keyword raises a
-    `TypeError`. What depends on the model is checked by `validate_for_model`.
+    Names, order, defaults and meanings are vLLM's. Creating an object, or cloning one after fields were assigned,
+    validates every field and raises a `ValueError` that names the field, the value and what is allowed; an unknown
+    keyword raises a `TypeError`. `validate_for_model` checks what depends on the model.
 
     A ``stop`` string becomes a list of one; lists are copied, and ``None`` becomes an empty list for ``stop``,
     ``stop_token_ids`` and ``bad_words``. No other value is changed.
     """
 
     n: int = 1
-    """Number of outputs, each with random numbers of its own. Must be 1 with greedy sampling, where all would agree."""
+    """Number of outputs, each with a seed of its own. Must be 1 with greedy sampling, where all would be equal."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that stands in the output so far. In [-2, 2]."""
+    """Subtracted from the logit of each token in the output so far. In [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time it stands in the output so far. In [-2, 2]."""
+    """Subtracted from a token's logit once for each occurrence in the output so far. In [-2, 2]."""
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in the prompt or the output so far; above 1
     discourages repetition. Source: Keskar et al., "CTRL", 2019."""
     temperature: float = 1.0
-    """Divides the logits; 0 means greedy: the most probable token, the lowest id among equals."""
+    """Divides the logits; 0 is greedy: the most probable token, the lowest id among ties."""
     top_p: float = 1.0
     """Sample from the smallest set of most probable tokens whose probabilities add up to this. In (0, 1]; 1 is off.
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020."""
     top_k: int = 0
-    """Sample from this many most probable tokens (all that tie with the last); 0 or -1 is off."""
+    """Sample from this many most probable tokens, and those that tie with the last; 0 or -1 is off."""
     min_p: float = 0.0
     """Sample from tokens at least this probable relative to the most probable one. In [0, 1]; 0 is off."""
     seed: int | None = None
-    """64 bits that make the request's samples repeatable. ``None`` (or -1) draws a seed from the engine's."""
+    """64 bits that make the request's samples reproducible. ``None`` (or -1) derives a seed from the engine's."""
     stop: str | list[str] | None = None
-    """Strings that end the output when they appear in its text. The output is cut before them."""
+    """Strings that end the output when they appear in its text. They are not part of the output."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end the output when they are generated, beside the model's own end tokens."""
+    """Tokens that end the output when they are sampled, in addition to the model's end tokens."""
     ignore_eos: bool = False
-    """Go on past the model's end tokens."""
+    """Continue after the model's end tokens."""
     max_tokens: int | None = 16
-    """Most tokens to generate; ``None``: as many as the model's length leaves room for."""
+    """Most tokens to generate; ``None``: limited by the model's length only."""
     min_tokens: int = 0
     """End tokens and ``stop_token_ids`` cannot be generated before there are this many."""
     logprobs: int | None = None
     """Return the log-probability of each generated token and of this many most probable ones; -1: of all.
-    Taken from the logits as the model gave them."""
+    Computed from the logits of the model, before sampling parameters apply."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first."""
     detokenize: bool = True
@@ -93,17 +93,17 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """Keep the stop string at the end of the text."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What a streamed output holds."""
+    """Content of streamed outputs."""
     logit_bias: dict[int, float] | None = None
     """Token id (an int, or a string of one) to a number added to its logit. In [-1e9, 1e9]."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens can be generated."""
     bad_words: list[str] | None = None
-    """Words that cannot be generated: the token that would complete one in the output is left out."""
+    """Words that cannot be generated: the token that would complete one is excluded."""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens from the end of the prompt; -1: as many as the model's length allows."""
     extra_args: dict[str, Any] | None = None
-    """What is neither about sampling nor about the output: ``kv_transfer_params``, an object for the KV connector."""
+    """Other parameters: ``kv_transfer_params``, a dict for the KV connector."""
 
     def __post_init__(self) -> None:
         self._check_distribution()
@@ -122,9 +122,9 @@ class SamplingParams:
         return self.temperature == 0
 
     def clone(self) -> SamplingParams:
-        """A checked copy that shares nothing mutable with this one; of a subclass, what this class has of it.
+        """A validated copy without shared mutable values.
 
-        A worker's process could not make an object of a class that the user's program defines.
+        A subclass is copied as `SamplingParams`: a worker process could not import a class of the user's program.
         """
         copied = object.__new__(SamplingParams)
         for name in _field_names():
@@ -133,12 +133,12 @@ class SamplingParams:
         return copied
 
     def validate_for_model(self, *, vocab_size: int, max_logprobs: int = 20, has_tokenizer: bool = True) -> None:
-        """Check what depends on the model; raises `ValueError`.
+        """Check what depends on the model. Raises `ValueError`.
 
         Args:
-            vocab_size: length of the logits; every token id must be below it.
-            max_logprobs: most logprobs that a request may ask for; -1: the whole vocabulary.
-            has_tokenizer: whether text can be made and read (``skip_tokenizer_init`` is off).
+            vocab_size: of the logits; every token id must be below it.
+            max_logprobs: most logprobs of one position; -1: the whole vocabulary.
+            has_tokenizer: whether the engine has a tokenizer (``skip_tokenizer_init`` is off).
         """
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
@@ -150,8 +150,8 @@ class SamplingParams:
                 raise ValueError(f"{name} names tokens {outside} outside the model's vocabulary [0, {vocab_size - 1}]")
         most = vocab_size if max_logprobs == -1 else max_logprobs
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            wanted = vocab_size if count == -1 else count
-            if wanted is not None and wanted > most:
+            num_logprobs = vocab_size if count == -1 else count
+            if num_logprobs is not None and num_logprobs > most:
                 shown = f"-1 (all {vocab_size} tokens)" if count == -1 else count
                 raise ValueError(
                     f"{name} must be at most {most}, got {shown}; "
@@ -188,7 +188,7 @@ class SamplingParams:
         if self.seed is not None:
             allowed = "None or an integer in [-2**63, 2**64 - 1]"
             self.seed = _integer("seed", self.seed, allowed, lambda x: -(2**63) <= x < 2**64)
-            if self.seed == -1:  # vLLM's other spelling of "no seed"
+            if self.seed == -1:  # as in vLLM: no seed
                 self.seed = None
         if self.max_tokens is not None:
             self.max_tokens = _integer(
@@ -261,17 +261,22 @@ _FLAGS = (
 def bad_words_token_ids(
     bad_words: Iterable[str], encode: Callable[[str], list[int]], vocab_size: int | None = None
 ) -> list[list[int]]:
-    """The token sequences that spell the words, for the sampler to keep from being completed.
+    """Token sequences of the words, which the sampler keeps from being completed.
 
-    A word may open a text or follow a space, and most tokenizers spell it differently then: each word yields both
-    spellings where they differ. ``encode`` must add no special tokens. A spelling with a token outside ``vocab_size``
-    (the model's, which may be smaller than the tokenizer's) cannot be generated anyway, and is left out. Raises
-    `ValueError` for a word without tokens.
+    Most tokenizers encode a word differently at the beginning of a text and after a space, so each word can have two
+    sequences.
+
+    Args:
+        encode: must not add special tokens.
+        vocab_size: of the model; sequences with tokens outside of it cannot be generated, and are left out.
+
+    Raises:
+        ValueError: a word has no tokens.
     """
     sequences: dict[tuple[int, ...], None] = {}  # ordered, without duplicates
     for word in bad_words:
         bare = word.lstrip()
-        # A word of nothing but white space has one spelling.
+        # white space has one spelling only
         spellings = (bare, " " + bare) if bare else (word,)
         encoded = [tuple(encode(spelling)) for spelling in spellings]
         if not encoded[0]:
@@ -281,14 +286,14 @@ def bad_words_token_ids(
 
 
 def is_boolean(value: object) -> bool:
-    """Whether it is True or False, of Python or out of an array, some of which pass for the integers 1 and 0."""
+    """Whether ``value`` is a bool of Python, or of an array library; some of those convert to int silently."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]) -> float:
-    """``value`` as a float if it is a finite real number (a bool is none) that ``accept`` takes."""
+    """``value`` as a float, if it is a finite real number (not a bool) that ``accept`` accepts."""
     try:
-        # Whether something is a `Real` takes longer than all else here; most are plain floats.
+        # fast path for floats: checking for `Real` is slow
         is_number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
         number = float(value) if is_number else math.nan
     except OverflowError:  # an int beyond any float
@@ -299,7 +304,7 @@ def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]
 
 
 def _integer(name: str, value: Any, allowed: str, accept: Callable[[int], bool]) -> int:
-    """``value`` as an int if it is one (numpy's too; a bool is none) that ``accept`` takes."""
+    """``value`` as an int, if it is an integer (of numpy too, not a bool) that ``accept`` accepts."""
     try:
         is_int = type(value) is int
         number = value if is_int else None if is_boolean(value) else operator.index(value)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 class ProgressBar(Protocol):
     def update(self, count: int, *, tokens: int) -> None:
-        """``count`` more requests are done, with ``tokens`` generated tokens."""
+        """Add ``count`` finished requests and ``tokens`` generated tokens."""
         ...
 
     def __enter__(self) -> ProgressBar: ...
@@ -19,13 +19,13 @@ class ProgressBar(Protocol):
     ) -> None: ...
 
 
-def progress_bar(wanted: bool | Callable[..., Any], *, total: int, description: str) -> ProgressBar:
-    """A bar of the terminal, of a maker such as ``tqdm``, or none at all."""
-    if wanted is False:
+def progress_bar(bar: bool | Callable[..., Any], *, total: int, description: str) -> ProgressBar:
+    """A progress bar on the terminal (True), one of a factory such as ``tqdm``, or a null object (False)."""
+    if bar is False:
         return _NoBar()
-    if wanted is True:
+    if bar is True:
         return _RichBar(total, description)
-    return _MadeBar(wanted(total=total, desc=description))
+    return _CustomBar(bar(total=total, desc=description))
 
 
 class _NoBar:
@@ -67,8 +67,8 @@ class _RichBar:
         self._progress.stop()
 
 
-class _MadeBar:
-    """What a caller's own maker gave: anything with ``update(n)`` and ``close()``."""
+class _CustomBar:
+    """A caller's object with ``update(n)`` and ``close()``."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
@@ -76,7 +76,7 @@ class _MadeBar:
     def update(self, count: int, *, tokens: int) -> None:
         self._bar.update(count)
 
-    def __enter__(self) -> _MadeBar:
+    def __enter__(self) -> _CustomBar:
         return self
 
     def __exit__(self, *_: object) -> None:
