@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from typing import Any
 
 import pytest
 
@@ -20,8 +19,11 @@ from fleetfoot.executor.messages import (
     failure_of,
 )
 from fleetfoot.executor.outputs import StepOutputs
+from fleetfoot.executor.ranks import answering_ranks, output_rank
 from fleetfoot.executor.rendezvous_dir import MeetingFolder
 from fleetfoot.kv_transfer.blockstore.block_moves import BlockMove, BlockMoves, LoadOrder
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
@@ -117,10 +119,9 @@ def test_what_a_worker_raised_comes_along_if_it_can(error: BaseException, text: 
 
 
 def outputs_of(*, connector: bool, **sizes: int) -> StepOutputs:
-    config: dict[str, Any] = {}
-    if connector:
-        config["kv_transfer_config"] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    return StepOutputs(EngineConfig(**sizes, **config))
+    config = EngineConfig(device="cpu", kv_offloading_size=1 if connector else None, **sizes)
+    plan = resolve_plan(config, Machine(16 << 30), environ={})
+    return StepOutputs(output_rank(plan.config), len(answering_ranks(plan)))
 
 
 def test_without_a_connector_one_rank_answers() -> None:

@@ -16,6 +16,8 @@ import pytest
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.engine.build import make_connector as scheduler_connector
+from fleetfoot.executor.worker import make_connector as worker_connector
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.layouts import KNOWN_CONNECTORS, V2_LAYOUT, connector_layouts
 from fleetfoot.kv_transfer.base.multi_config import joined, part_configs
@@ -25,12 +27,11 @@ from fleetfoot.kv_transfer.blockstore.filesystem_settings import FilesystemSetti
 from fleetfoot.kv_transfer.blockstore.offload import OffloadingConnector
 from fleetfoot.kv_transfer.blockstore.offload_scheduler import OffloadScheduler
 from fleetfoot.kv_transfer.multi.connector import MultiScheduler
-from fleetfoot.plan import connector as build
-from fleetfoot.plan.fingerprint import engine_fingerprint, weights_identity
+from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.oracle import active_connector
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.plan.transfer_context import engine_fingerprint, weights_identity
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
@@ -47,6 +48,12 @@ class NotAConnector:
 
 def plan_of(**settings: Any) -> EnginePlan:
     return resolve_plan(EngineConfig(**{"device": "cpu", **settings}), CPU, environ={})
+
+
+def active_config(config: EngineConfig) -> KVTransferConfig:
+    connector = resolve_connector(config)
+    assert connector is not None
+    return connector.config
 
 
 def layout_of(plan: EnginePlan) -> KVLayout:
@@ -96,7 +103,7 @@ def test_nothing_is_imported_before_it_is_used() -> None:
         "import sys; import fleetfoot.kv_transfer.base.registry, fleetfoot.plan.oracle, "
         "fleetfoot.kv_transfer.blockstore.filesystem, "
         "fleetfoot.kv_transfer.blockstore.offload_scheduler, fleetfoot.kv_transfer.blockstore.filesystem_scheduler, "
-        "fleetfoot.kv_transfer.multi.connector, fleetfoot.plan.fingerprint; "
+        "fleetfoot.kv_transfer.multi.connector, fleetfoot.plan.transfer_context; "
         "assert 'torch' not in sys.modules, 'torch'; "
         "assert 'fleetfoot.kv_transfer.nixl.connector' not in sys.modules, 'nixl'"
     )
@@ -163,30 +170,30 @@ def test_fields_for_other_connectors_are_told_of(caplog: pytest.LogCaptureFixtur
 def test_no_connector() -> None:
     for settings in ({}, {"kv_transfer_config": {}}, {"kv_transfer_config": {"kv_connector": "NixlConnector"}}):
         plan = plan_of(**settings)
-        assert isinstance(build.scheduler_connector(plan, layout_of(plan)), NoSchedulerConnector)
-        assert type(build.worker_connector(plan, 0)) is NoConnector
-        assert build.load_failure_policy(plan) == "recompute"
+        assert isinstance(scheduler_connector(plan), NoSchedulerConnector)
+        assert type(worker_connector(plan, 0)) is NoConnector
+        assert plan.connector is None
 
 
 def test_offloading_implies_its_connector() -> None:
     plan = plan_of(kv_offloading_size=0.25)
-    config = active_connector(plan.config)
+    config = active_config(plan.config)
     assert config is not None and config.kv_connector == "OffloadingConnector" and config.kv_role == "kv_both"
-    scheduler = build.scheduler_connector(plan, layout_of(plan))
+    scheduler = scheduler_connector(plan)
     assert isinstance(scheduler, OffloadScheduler)
     expected = GIB // 4 // layout_of(plan).bytes_per_block
     assert scheduler.index._num_slots == expected
-    assert type(build.worker_connector(plan, 0)) is StepConnector
+    assert type(worker_connector(plan, 0)) is StepConnector
 
 
 def test_the_size_of_the_host_is_given_once() -> None:
     named = {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "fail"}
-    config = active_connector(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
+    config = active_config(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
     assert config is not None and config.kv_connector_extra_config == {"cpu_bytes_to_use": GIB}
     assert (config.kv_role, config.kv_load_failure_policy) == ("kv_producer", "fail")
     named["kv_connector_extra_config"] = {"num_cpu_blocks": 5}  # type: ignore[assignment]
     with pytest.raises(ValueError, match="kv_offloading_size is 1, and kv_transfer_config has settings"):
-        active_connector(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
+        active_config(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -198,8 +205,8 @@ def test_host_memory_is_taken_once(depth: int) -> None:
     with pytest.raises(
         ValueError, match="kv_offloading_size is 1, and kv_transfer_config has OffloadingConnector among"
     ):
-        active_connector(EngineConfig(kv_offloading_size=1, kv_transfer_config=transfer))  # type: ignore[arg-type]
-    config = active_connector(EngineConfig(kv_transfer_config=transfer))  # type: ignore[arg-type]
+        active_config(EngineConfig(kv_offloading_size=1, kv_transfer_config=transfer))  # type: ignore[arg-type]
+    config = active_config(EngineConfig(kv_transfer_config=transfer))  # type: ignore[arg-type]
     assert config is not None and config.kv_connector == "MultiConnector"
 
 
@@ -213,16 +220,15 @@ def test_offloading_beside_another_connector(tmp_path: Path) -> None:
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     plan = plan_of(kv_offloading_size=0.01, kv_transfer_config=transfer)
-    config = active_connector(plan.config)
+    config = active_config(plan.config)
     assert config is not None and config.kv_connector == "MultiConnector"
     offload, shared = part_configs(config)
     assert (offload.kv_connector, offload.kv_role) == ("OffloadingConnector", "kv_both")
     assert shared == plan.config.kv_transfer_config
     for part in (config, offload, shared):
         assert (part.engine_id, part.kv_transfer_timeout, part.kv_load_failure_policy) == ("me", 7, "fail")
-    assert isinstance(build.scheduler_connector(plan, layout_of(plan)), MultiScheduler)
-    assert build.load_failure_policy(plan) == "fail"
-    build.worker_connector(plan, 0).shutdown()
+    assert isinstance(scheduler_connector(plan), MultiScheduler)
+    worker_connector(plan, 0).shutdown()
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 3), (4, 1)])
@@ -234,10 +240,10 @@ def test_what_both_sides_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     config = dataclasses.replace(
         plan.config, kv_offloading_size=1, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline
     )
-    plan = dataclasses.replace(plan, config=config)
-    build.scheduler_connector(plan, layout_of(plan))
+    plan = dataclasses.replace(plan, config=config, connector=resolve_connector(config))
+    scheduler_connector(plan)
     for rank in range(tensor * pipeline):
-        build.worker_connector(plan, rank)
+        worker_connector(plan, rank)
     assert [context.rank for context in told] == [0, *range(tensor * pipeline)]
     assert len({dataclasses.replace(context, rank=0) for context in told}) == 1
     context = told[0]

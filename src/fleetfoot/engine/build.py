@@ -16,6 +16,8 @@ from fleetfoot.executor.build import start_executor
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.plan.transfer_context import transfer_context
+from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.sampling.defaults import read_sampling_defaults
 from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController
@@ -75,9 +77,7 @@ def build_parts(config: EngineConfig) -> EngineParts:
 
 
 def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
-    from fleetfoot.plan.connector import load_failure_policy, scheduler_connector
-
-    config, num_drafts = plan.config, plan.drafter.num_drafts
+    config, num_drafts, connector = plan.config, plan.drafter.num_drafts, plan.connector
     return Scheduler(
         SchedulerConfig(
             num_blocks=layout.num_blocks,
@@ -90,11 +90,22 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
             num_drafts=num_drafts,
             num_lookahead=num_drafts if plan.drafter.layer_groups else 0,  # for a drafter that keeps KV too
             num_stages=config.pipeline_parallel_size,
-            kv_load_failure_policy=load_failure_policy(plan),
+            kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
         ),
-        connector=scheduler_connector(plan, layout),
+        connector=make_connector(plan),
         controller=_draft_controller(config.speculative_config),
     )
+
+
+def make_connector(plan: EnginePlan) -> SchedulerConnector:
+    """The scheduler's side of the plan's KV connector.
+
+    Raises:
+        ValueError: the connector's settings do not fit this engine.
+    """
+    if plan.connector is None:
+        return NoSchedulerConnector()
+    return plan.connector.connector_class.scheduler_side(transfer_context(plan))
 
 
 def _draft_controller(speculative: SpeculativeConfig | None) -> DraftController | None:

@@ -19,6 +19,7 @@ from fleetfoot.executor.messages import Answer, Failure, Ready, decode_report, e
 from fleetfoot.executor.nodes import EngineNodes, check_devices, check_is_first_node
 from fleetfoot.executor.outputs import StepOutputs
 from fleetfoot.executor.processes import WorkerProcesses
+from fleetfoot.executor.ranks import answering_ranks, output_rank
 from fleetfoot.executor.rendezvous_dir import MeetingFolder
 from fleetfoot.executor.specs import Rendezvous, worker_specs
 from fleetfoot.plan.plan import EnginePlan
@@ -55,7 +56,7 @@ class MultiprocessExecutor:
         self._step: SchedulerOutput | None = None
         self._num_steps = 0
         self._ready: dict[int, Ready] = {}
-        self._outputs = StepOutputs(plan.config)
+        self._outputs = StepOutputs(output_rank(plan.config), len(answering_ranks(plan)))
         self._num_workers = plan.config.world_size
         self._folder = MeetingFolder()
         self._processes: WorkerProcesses | None = None

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor.messages import Answer
-from fleetfoot.executor.ranks import answering_ranks, output_rank
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.step import ModelRunnerOutput
 
@@ -26,11 +24,16 @@ class _Collected:
 
 
 class StepOutputs:
-    """Outputs of steps that are under way, by the steps' numbers."""
+    """Outputs of steps that are under way, by the steps' numbers.
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._output_rank = output_rank(config)
-        self._num_answers = len(answering_ranks(config))
+    Args:
+        output_rank: the rank that reports sampled tokens.
+        num_answers: ranks that answer each step.
+    """
+
+    def __init__(self, output_rank: int, num_answers: int) -> None:
+        self._output_rank = output_rank
+        self._num_answers = num_answers
         self._merger = KVOutputMerger(self._num_answers)
         self._steps: dict[int, _Collected] = {}
 

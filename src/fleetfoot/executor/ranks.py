@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.plan.oracle import active_connector
+from fleetfoot.plan.plan import EnginePlan
 
 
 def output_rank(config: EngineConfig) -> int:
@@ -12,9 +12,9 @@ def output_rank(config: EngineConfig) -> int:
     return (config.pipeline_parallel_size - 1) * config.tensor_parallel_size
 
 
-def answering_ranks(config: EngineConfig) -> range | tuple[int]:
-    """Who answers each step: all, if there is a KV connector that they report from."""
-    return (output_rank(config),) if active_connector(config) is None else range(config.world_size)
+def answering_ranks(plan: EnginePlan) -> range | tuple[int]:
+    """The ranks that answer each step: all if there is a KV connector, from which each rank reports."""
+    return (output_rank(plan.config),) if plan.connector is None else range(plan.config.world_size)
 
 
 def node_ranks(config: EngineConfig) -> range:

@@ -11,11 +11,11 @@ from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import WorkerGroups
 from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.plan.connector import worker_connector
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.transfer_context import transfer_context
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.contract import ModelRunner
-from fleetfoot.runner.step_connector import StepConnector
+from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
@@ -59,7 +59,7 @@ class Worker:
         loader = ModelLoader(
             plan.model, context, plan.model_path, plan.config.load_format, plan.config.seed, self._layers
         )
-        self.runner = self._make_runner(loader, self._speculation(context, num_drafts), worker_connector(plan, rank))
+        self.runner = self._make_runner(loader, self._speculation(context, num_drafts), make_connector(plan, rank))
 
     def _speculation(self, context: ModelContext, num_drafts: int) -> Speculation:
         """The drafter lives on the last rank of a pipeline; the others only hear what it proposes."""
@@ -70,7 +70,7 @@ class Worker:
         from fleetfoot.speculative.build import build_speculation
 
         plan = self.plan
-        return build_speculation(plan.config, plan.model, plan.max_model_len, context)
+        return build_speculation(plan.config, plan.drafter.model, plan.max_model_len, context)
 
     def _make_runner(self, loader: ModelLoader, speculation: Speculation, connector: StepConnector) -> ModelRunner:
         plan = self.plan
@@ -162,6 +162,20 @@ class Worker:
 
     def shutdown(self) -> None:
         self.runner.shutdown()
+
+
+def make_connector(plan: EnginePlan, rank: int) -> StepConnector:
+    """The worker's side of the plan's KV connector.
+
+    Args:
+        rank: of the worker, 0 .. world_size - 1.
+
+    Raises:
+        ValueError: the connector's settings do not fit this engine.
+    """
+    if plan.connector is None:
+        return NoConnector()
+    return StepConnector(plan.connector.connector_class.worker_side(transfer_context(plan, rank=rank)))
 
 
 class _Phase:

@@ -87,7 +87,7 @@ def _ready(worker: Worker) -> Ready:
 def _take_steps(worker: Worker, channel: WorkerChannel) -> None:
     """Until an empty message comes."""
     answers: _Answers = _Nobody()
-    if worker.rank in answering_ranks(worker.plan.config):
+    if worker.rank in answering_ranks(worker.plan):
         answers = (_Awaiting if worker.device.type == "cuda" else _AtOnce)(worker.rank, channel)
     with short_collections():
         while message := channel.receive():

@@ -1,50 +1,92 @@
-"""The KV connector of an engine, or none, from its plan: the scheduler's side, and each worker's."""
+"""Which KV connector an engine has, decided once. No torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.base.connector import KVConnector
+from fleetfoot.kv_transfer.base.layouts import (
+    CPU_BYTES,
+    OFFLOADING_CONNECTOR,
+    V2_LAYOUT,
+    ConnectorLayouts,
+    connector_layouts,
+)
+from fleetfoot.kv_transfer.base.multi_config import joined, names_connector
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.plan.connector_context import transfer_context
-from fleetfoot.plan.fingerprint import engine_fingerprint
-from fleetfoot.plan.oracle import active_connector
-from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
-from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.runner.step_connector import NoConnector, StepConnector
+
+_GIB = 1 << 30
 
 
-def scheduler_connector(plan: EnginePlan, layout: KVLayout) -> SchedulerConnector:
-    """The scheduler's side; `NoSchedulerConnector` where no connector is active.
+@dataclass(frozen=True, slots=True)
+class ConnectorPlan:
+    """The active KV connector of an engine."""
 
-    Args:
-        layout: of the KV cache, as the workers have it.
+    config: KVTransferConfig
+    """Its settings: ``kv_transfer_config``, what ``kv_offloading_size`` implies, or both side by side."""
+    layouts: ConnectorLayouts
+    """The KV layouts that it accepts."""
+    requested_by: str
+    """The setting that asks for it."""
+
+    @property
+    def refusal(self) -> str | None:
+        """A sentence if the connector does not accept Model Runner V2's KV layout."""
+        if V2_LAYOUT in self.layouts.accepted:
+            return None
+        if self.layouts.remark:
+            return f"the KV connector {self.layouts.name} {self.layouts.remark}."
+        accepted = ", ".join(sorted(self.layouts.accepted)) or "no layout"
+        return f"the KV connector {self.layouts.name} accepts {accepted} alone."
+
+    @property
+    def connector_class(self) -> type[KVConnector]:
+        """The class that makes both sides; imported on first use.
+
+        Raises:
+            ValueError: there is no such connector, or it is not a `KVConnector`.
+        """
+        return find_connector(self.config)
+
+
+def resolve_connector(config: EngineConfig) -> ConnectorPlan | None:
+    """The connector that moves KV; None: no connector is active.
 
     Raises:
-        ValueError: there is no such connector, or its settings do not fit.
+        ValueError: the size of the host's memory is given twice.
+        ValueError, TypeError: the settings of several connectors are not as they must be.
     """
-    config = active_connector(plan.config)
-    if config is None:
-        return NoSchedulerConnector()
-    connector, fingerprint = find_connector(config), engine_fingerprint(plan)
-    context = transfer_context(plan, config, block_size=layout.block_size, fingerprint=fingerprint)
-    return connector.scheduler_side(context)
+    transfer = _active_config(config)
+    if transfer is None:
+        return None
+    named = config.kv_transfer_config
+    if named is not None and named.is_active:
+        requested_by = f"kv_transfer_config has {named.kv_connector} as {named.kv_role}"
+    else:
+        requested_by = f"kv_offloading_size is {config.kv_offloading_size}"
+    return ConnectorPlan(transfer, connector_layouts(transfer), requested_by)
 
 
-def worker_connector(plan: EnginePlan, rank: int) -> StepConnector:
-    """The side of the worker ``rank`` (0 .. tensor_parallel_size * pipeline_parallel_size - 1), to be called in its
-    steps; `NoConnector` where no connector is active.
-
-    Raises:
-        ValueError: there is no such connector, or its settings do not fit.
-    """
-    config = active_connector(plan.config)
-    if config is None:
-        return NoConnector()
-    connector, fingerprint = find_connector(config), engine_fingerprint(plan)
-    context = transfer_context(plan, config, block_size=plan.config.block_size, rank=rank, fingerprint=fingerprint)
-    return StepConnector(connector.worker_side(context))
-
-
-def load_failure_policy(plan: EnginePlan) -> str:
-    """``recompute`` or ``fail``: what becomes of a request whose KV cannot be loaded."""
-    config = active_connector(plan.config)
-    return "recompute" if config is None else config.kv_load_failure_policy
+def _active_config(config: EngineConfig) -> KVTransferConfig | None:
+    transfer = config.kv_transfer_config
+    if transfer is not None and not transfer.is_active:
+        transfer = None
+    if config.kv_offloading_size is None:
+        return transfer
+    extra = {CPU_BYTES: round(config.kv_offloading_size * _GIB)}
+    if transfer is not None and transfer.kv_connector == OFFLOADING_CONNECTOR:
+        if transfer.kv_connector_extra_config:
+            raise ValueError(
+                f"kv_offloading_size is {config.kv_offloading_size:g}, and kv_transfer_config has settings for "
+                f"{OFFLOADING_CONNECTOR} too ({', '.join(transfer.kv_connector_extra_config)}); give one of them"
+            )
+        return replace(transfer, kv_connector_extra_config=extra)
+    if transfer is not None and names_connector(transfer, OFFLOADING_CONNECTOR):
+        raise ValueError(
+            f"kv_offloading_size is {config.kv_offloading_size:g}, and kv_transfer_config has {OFFLOADING_CONNECTOR} "
+            "among its connectors: that would be host memory twice; leave kv_offloading_size out, or that connector"
+        )
+    offloading = KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)
+    return offloading if transfer is None else joined(offloading, transfer)

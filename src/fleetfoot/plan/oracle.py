@@ -8,28 +8,20 @@ each select V1. Else it is V2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
-from fleetfoot.kv_transfer.base.layouts import (
-    CPU_BYTES,
-    KNOWN_CONNECTORS,
-    OFFLOADING_CONNECTOR,
-    V2_LAYOUT,
-    ConnectorLayouts,
-    connector_layouts,
-)
-from fleetfoot.kv_transfer.base.multi_config import joined, names_connector
+from fleetfoot.kv_transfer.base.layouts import KNOWN_CONNECTORS, V2_LAYOUT
+from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.features import Unsupported, unsupported_features, wanted_features
 from fleetfoot.plan.traits import ModelTraits
 
 DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 """Dense models that have run on V2 for long enough to run there unasked."""
 
-GIB = 1 << 30
 NAMES = {"v1": "Model Runner V1", "v2": "Model Runner V2"}
 
 
@@ -85,6 +77,8 @@ class Situation:
     device: str
     has_triton: bool
     choice: Choice | None
+    connector: ConnectorPlan | None = None
+    """The active KV connector."""
 
 
 def explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None = None) -> Choice | None:
@@ -107,14 +101,13 @@ def decide(situation: Situation) -> Decision:
     """Choose the runner; the order is the module's docstring's."""
     wanted = wanted_features(situation.config, situation.model)
     lacking = {runner: unsupported_features(runner, wanted) for runner in NAMES}
-    connector = active_connector(situation.config)
-    layouts = None if connector is None else connector_layouts(connector)
-    refusal = None if layouts is None else _refusal(layouts)
-    if layouts is not None and not layouts.exists:
-        absent = Unsupported("this KV connector", _asked_by(situation.config), f"{refusal}")
+    connector = situation.connector
+    refusal = None if connector is None else connector.refusal
+    if connector is not None and not connector.layouts.exists:
+        absent = Unsupported("this KV connector", connector.requested_by, f"{refusal}")
         lacking = {runner: (*features, absent) for runner, features in lacking.items()}
-    elif refusal is not None:
-        lacking["v2"] += (Unsupported("Model Runner V2's KV layout", _asked_by(situation.config), refusal),)
+    elif connector is not None and refusal is not None:
+        lacking["v2"] += (Unsupported("Model Runner V2's KV layout", connector.requested_by, refusal),)
 
     def decision(runner: str, *reasons: str, warn: bool = False) -> Decision:
         missing = lacking[runner]
@@ -152,36 +145,6 @@ def decide(situation: Situation) -> Decision:
     )
 
 
-def active_connector(config: EngineConfig) -> KVTransferConfig | None:
-    """The connector that really moves KV: the one in ``kv_transfer_config``, the one that offloading implies, or both,
-    side by side.
-
-    Raises:
-        ValueError: the size of the host's memory is given twice.
-        ValueError, TypeError: the settings of several connectors are not as they must be.
-    """
-    transfer = config.kv_transfer_config
-    if transfer is not None and not transfer.is_active:
-        transfer = None
-    if config.kv_offloading_size is None:
-        return transfer
-    extra = {CPU_BYTES: round(config.kv_offloading_size * GIB)}
-    if transfer is not None and transfer.kv_connector == OFFLOADING_CONNECTOR:
-        if transfer.kv_connector_extra_config:
-            raise ValueError(
-                f"kv_offloading_size is {config.kv_offloading_size:g}, and kv_transfer_config has settings for "
-                f"{OFFLOADING_CONNECTOR} too ({', '.join(transfer.kv_connector_extra_config)}); give one of them"
-            )
-        return replace(transfer, kv_connector_extra_config=extra)
-    if transfer is not None and names_connector(transfer, OFFLOADING_CONNECTOR):
-        raise ValueError(
-            f"kv_offloading_size is {config.kv_offloading_size:g}, and kv_transfer_config has {OFFLOADING_CONNECTOR} "
-            "among its connectors: that would be host memory twice; leave kv_offloading_size out, or that connector"
-        )
-    offloading = KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)
-    return offloading if transfer is None else joined(offloading, transfer)
-
-
 _NO_TRITON = "Model Runner V2's GPU kernels are written in Triton, and this GPU is to run without it."
 
 
@@ -205,22 +168,6 @@ def _on_cpu(situation: Situation, runner: str) -> tuple[str, ...]:
     if situation.device != "cpu" or runner != "v2":
         return ()
     return ("On a CPU it takes the same steps, with the torch twins of its kernels or what is compiled for the CPU.",)
-
-
-def _refusal(layouts: ConnectorLayouts) -> str | None:
-    """A sentence if the connector does not accept V2's layout."""
-    if V2_LAYOUT in layouts.accepted:
-        return None
-    if layouts.remark:
-        return f"the KV connector {layouts.name} {layouts.remark}."
-    return f"the KV connector {layouts.name} accepts {', '.join(sorted(layouts.accepted)) or 'no layout'} alone."
-
-
-def _asked_by(config: EngineConfig) -> str:
-    transfer = config.kv_transfer_config
-    if transfer is not None and transfer.is_active:
-        return f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"
-    return f"kv_offloading_size is {config.kv_offloading_size}"
 
 
 def _inactive_transfer(config: EngineConfig) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.plan.backends import Backends
+from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.features import Unsupported
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
@@ -44,8 +45,10 @@ class EnginePlan:
     capture_table: CaptureTable
     """The batch shapes that are captured as graphs."""
     memory: MemoryPlan
+    connector: ConnectorPlan | None = None
+    """The active KV connector."""
     drafter: DrafterShape = NO_DRAFTER
-    """What speculative decoding adds on the last rank of a pipeline."""
+    """What speculative decoding adds on the last rank of a pipeline, and the model that drafts."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     """What other engines know this one by, unless kv_transfer_config names it: the same in all of its processes."""
 

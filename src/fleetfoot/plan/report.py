@@ -7,7 +7,7 @@ from typing import Any
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 from fleetfoot.kv_transfer.base.layouts import LAYOUT_DIMENSIONS
 from fleetfoot.kv_transfer.base.multi_config import MULTI_CONNECTOR, part_configs
-from fleetfoot.plan.oracle import Decision, active_connector
+from fleetfoot.plan.oracle import Decision
 from fleetfoot.plan.plan import EnginePlan
 
 
@@ -101,10 +101,10 @@ def _parallel(plan: EnginePlan) -> dict[str, Any]:
 
 
 def _kv_connector(plan: EnginePlan) -> dict[str, Any] | None:
-    """Who moves KV in and out, as it was asked for; None: nobody."""
-    connector = active_connector(plan.config)
-    if connector is None:
+    """The active KV connector; None: there is none."""
+    if plan.connector is None:
         return None
+    connector = plan.connector.config
     parts = part_configs(connector) if connector.kv_connector == MULTI_CONNECTOR else [connector]
     return {
         "name": connector.kv_connector,
@@ -115,14 +115,14 @@ def _kv_connector(plan: EnginePlan) -> dict[str, Any] | None:
 
 
 def _drafter(plan: EnginePlan) -> dict[str, Any] | None:
-    """Who proposes tokens, and what that takes on the last rank of a pipeline; None: nobody."""
+    """The drafter, and its memory on the last rank of a pipeline; None: there is none."""
     config, drafter, memory = plan.config.speculative_config, plan.drafter, plan.memory
     if config is None:
         return None
     per_block = drafter.kv_block_bytes(plan.dtype, memory.block_size)
     return {
         "method": config.method,
-        "model": drafter.model,
+        "model": None if drafter.model is None else drafter.model.name,
         "num_speculative_tokens": config.num_speculative_tokens,
         "prompt_lookup_max": config.prompt_lookup_max,
         "prompt_lookup_min": config.prompt_lookup_min,

@@ -12,7 +12,7 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
 from fleetfoot.kv_transfer.base.layouts import V2_LAYOUT
 from fleetfoot.plan.backends import choose_backends
-from fleetfoot.plan.connector_check import check_connector
+from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.fit import Device, fit_engine
 from fleetfoot.plan.footprint import EngineShape
 from fleetfoot.plan.machine import Machine
@@ -20,6 +20,7 @@ from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.traits import ModelTraits
+from fleetfoot.plan.transfer_context import check_connector_settings
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.speculative.find import DrafterModel, find_drafter
 from fleetfoot.speculative.shape import drafter_shape
@@ -56,7 +57,8 @@ def resolve_plan(
     model = load_model_config(model_path)
     device = choose_device(config, machine)
     traits = ModelTraits.of(read_config_json(model_path), model)
-    decision = resolve_runner(config, traits, machine, environ)
+    situation = _situation(config, traits, machine, environ)
+    decision = decide(situation)
     drafter = find_drafter(config, model, config_only=config_only)
     shape, memory = _fit(config, model, drafter, machine, device, decision.runner)
     if drafter is not None:
@@ -77,9 +79,10 @@ def resolve_plan(
         async_scheduling=_async_scheduling(config, decision.runner, device),
         capture_table=shape.capture_table,
         memory=memory,
+        connector=situation.connector,
         drafter=shape.drafter,
     )
-    check_connector(plan)
+    check_connector_settings(plan)
     return plan
 
 
@@ -91,8 +94,14 @@ def resolve_runner(
     Raises:
         ValueError: the environment variable holds neither 0 nor 1, or there is no such device.
     """
-    choice = explicit_choice(config, environ)
-    return decide(Situation(config, model, choose_device(config, machine), machine.has_triton, choice))
+    return decide(_situation(config, model, machine, environ))
+
+
+def _situation(
+    config: EngineConfig, model: ModelTraits, machine: Machine, environ: Mapping[str, str] | None
+) -> Situation:
+    choice, device = explicit_choice(config, environ), choose_device(config, machine)
+    return Situation(config, model, device, machine.has_triton, choice, resolve_connector(config))
 
 
 def find_model(name: str, revision: str | None = None, *, config_only: bool = False) -> Path:

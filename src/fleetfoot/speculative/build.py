@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.speculative.find import DrafterModel, find_drafter
+from fleetfoot.speculative.find import DrafterModel
 
 if TYPE_CHECKING:  # a plan can be made where there is no torch
     from fleetfoot.layers.context import ModelContext
@@ -17,25 +16,21 @@ if TYPE_CHECKING:  # a plan can be made where there is no torch
 
 
 def build_speculation(
-    config: EngineConfig, model: ModelConfig, max_model_len: int, context: ModelContext
+    config: EngineConfig, found: DrafterModel | None, max_model_len: int, context: ModelContext
 ) -> Speculation:
     """The drafter of the last rank of a pipeline. Nothing is loaded yet.
 
     Args:
-        model: the target. max_model_len: the engine's.
+        found: the model that drafts, as the plan has it; None: n-grams do.
+        max_model_len: the engine's.
         context: of the target on this rank. Over a tensor group each rank has the whole drafter: a drafter is small,
             and sharing its layers would put two sums over the ranks into each of its short passes.
-
-    Raises:
-        ValueError: the drafter does not fit the model; the message names both numbers.
-        FileNotFoundError: there is no such model.
     """
     from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
 
     speculative = config.speculative_config
     if speculative is None:
         return NO_SPECULATION
-    found = find_drafter(config, model)
     if found is None:
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         assert longest is not None and shortest is not None  # filled in by the config

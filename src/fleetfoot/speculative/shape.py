@@ -34,7 +34,7 @@ def drafter_shape(
         speculative.num_speculative_tokens,
         parameters * DTYPE_BYTES[dtype] + rotary_table,
         _layer_groups(found),
-        found.name,
+        found,
     )
 
 
@@ -69,8 +69,8 @@ class DrafterShape:
     """Of its model on one rank; 0: it has none."""
     layer_groups: tuple[LayerGroup, ...] = ()
     """Its layers in the KV cache, with one rank's heads."""
-    model: str | None = None
-    """Its model, as it was asked for; None: it has none."""
+    model: DrafterModel | None = None
+    """None: n-grams, or no speculative decoding."""
 
     def kv_block_bytes(self, dtype: str, block_size: int) -> int:
         """Bytes of its layers in one KV block."""

@@ -1,4 +1,4 @@
-"""The fingerprint of an engine: equal where KV means the same. No torch, unless a drafter's layers must be known."""
+"""What a KV connector gets from the plan: the context of each side, and the engine's fingerprint. No torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,62 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fleetfoot.config.model import DTYPE_BYTES
+from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.records.kv_layout import LayerGroup
 
 _DIGEST_BYTES = 16
 _SAMPLE_BYTES = 512
 _IRRELEVANT = ("dtype", "bos_token_id", "eos_token_ids", "tie_word_embeddings", "vocab_size")
 """Fields of a model's config that change no KV; the dtype that counts is the engine's own."""
+
+
+def check_connector_settings(plan: EnginePlan) -> None:
+    """Let the active connector check its settings, before anything is started.
+
+    A connector that does not exist is reported by `Decision.check`.
+
+    Raises:
+        ValueError, TypeError: the connector refuses its settings, or the class is not a connector.
+    """
+    connector = plan.connector
+    if connector is not None and connector.layouts.exists:
+        connector.connector_class.check_settings(_context(plan, fingerprint="", rank=0))
+
+
+def transfer_context(plan: EnginePlan, *, rank: int = 0) -> TransferContext:
+    """The context of one side of the plan's connector. The fingerprint reads the headers of the weight files.
+
+    Args:
+        rank: of a worker, 0 .. world_size - 1; the scheduler's side has 0.
+    """
+    return _context(plan, fingerprint=engine_fingerprint(plan), rank=rank)
+
+
+def _context(plan: EnginePlan, *, fingerprint: str, rank: int) -> TransferContext:
+    assert plan.connector is not None
+    config = plan.connector.config
+    return TransferContext(
+        config=config,
+        block_size=plan.config.block_size,
+        fingerprint=fingerprint,
+        engine_id=config.engine_id or plan.engine_id,
+        num_ranks=plan.config.world_size,
+        rank=rank,
+        tensor_parallel_size=plan.config.tensor_parallel_size,
+        pipeline_parallel_size=plan.config.pipeline_parallel_size,
+        bytes_per_block=_bytes_per_block(plan),
+        dtype=plan.dtype,
+    )
+
+
+def _bytes_per_block(plan: EnginePlan) -> int:
+    """K and V of all layers on all ranks. If there are more ranks than KV heads, each rank holds one head."""
+    model, ranks = plan.model, plan.config.tensor_parallel_size
+    groups = LayerGroup(model.num_layers, model.num_kv_heads, model.head_dim), *plan.drafter.layer_groups
+    elements = sum(group.num_layers * max(group.num_kv_heads, ranks) * group.head_dim for group in groups)
+    return 2 * elements * plan.config.block_size * DTYPE_BYTES[plan.dtype]
 
 
 def engine_fingerprint(plan: EnginePlan) -> str:
@@ -34,8 +84,13 @@ def engine_fingerprint(plan: EnginePlan) -> str:
         "block_size": plan.config.block_size,
         "kv_layout": plan.kv_layout,
     }
-    if plan.config.speculative_config is not None and (drafter := _drafter(plan)):
-        content["drafter"] = drafter
+    drafter = plan.drafter.model
+    if drafter is not None:
+        content["drafter"] = {
+            "method": drafter.method,
+            "layers": [asdict(group) for group in plan.drafter.layer_groups],
+            "weights": weights_identity(drafter.folder, plan.config.load_format, plan.config.seed),
+        }
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
@@ -82,17 +137,3 @@ def _add_file(digest: hashlib.blake2b, path: Path) -> None:
         for begin, end in spans:
             middle = 8 + len(header) + max(begin, (begin + end - _SAMPLE_BYTES) // 2)
             digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - begin), middle))
-
-
-def _drafter(plan: EnginePlan) -> dict[str, Any]:
-    """What the KV of a drafter's layers depends on; n-grams have none."""
-    from fleetfoot.speculative.find import find_drafter
-
-    found = find_drafter(plan.config, plan.model)
-    if found is None:
-        return {}
-    return {
-        "method": found.method,
-        "layers": [asdict(group) for group in plan.drafter.layer_groups],
-        "weights": weights_identity(found.folder, plan.config.load_format, plan.config.seed),
-    }
