@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/executor_messages.py [--requests 256] [--steps 2000] [--workers 1]
 
-The last column is measured between processes: from the beginning of `encode_step` to the end of `decode_report`, with a
+The last column is measured between processes: from the beginning of `encode_call` to the end of `decode_reply`, with a
 worker that answers at once. The others are the parts of it that compute; what is left is the way through the sockets,
 and the time until a process that waits runs again.
 """
@@ -20,8 +20,16 @@ from pathlib import Path
 
 import zmq
 
-from fleetfoot.executor.channel import EngineChannel, WorkerAddresses, WorkerChannel
-from fleetfoot.executor.messages import Answer, decode_report, decode_step, encode_report, encode_step
+from fleetfoot.executor.messages import (
+    EngineChannel,
+    StepOutput,
+    WorkerAddresses,
+    WorkerChannel,
+    decode_call,
+    decode_reply,
+    encode_call,
+    encode_reply,
+)
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 
@@ -77,11 +85,11 @@ def with_a_prompt(num_requests: int) -> tuple[SchedulerOutput, ModelRunnerOutput
 def answer(addresses: WorkerAddresses, outputs: list[ModelRunnerOutput]) -> None:
     """A worker that has its outputs ready: one for each series of steps, which is in the step's number."""
     channel = WorkerChannel(addresses)
-    with channel.open_reports() as reports:
-        reports.send(b"")  # it is there
+    with channel.open_replies() as replies:
+        replies.send(b"")  # it is there
         while message := channel.receive():
-            step = decode_step(message)
-            reports.send(encode_report(Answer(0, step.number, outputs[step.number])))
+            step = decode_call(message)
+            replies.send(encode_reply(StepOutput(0, step.number, outputs[step.number])))
     channel.close()
 
 
@@ -100,22 +108,22 @@ class Engine:
     def __init__(self, folder: Path, num_workers: int, outputs: list[ModelRunnerOutput]) -> None:
         self._channel = EngineChannel(folder, num_workers)
         self._poller = zmq.Poller()
-        self._poller.register(self._channel.reports, zmq.POLLIN)
+        self._poller.register(self._channel.replies, zmq.POLLIN)
         context = multiprocessing.get_context("spawn")
         self._workers = [context.Process(target=answer, args=(at, outputs)) for at in self._channel.addresses]
         for worker in self._workers:
             worker.start()
         for _ in self._workers:
-            self._channel.reports.recv()
+            self._channel.replies.recv()
 
     def there_and_back(self, number: int, step: SchedulerOutput) -> None:
         """A step goes to every worker, and every worker answers."""
-        self._channel.send(encode_step(number, step))
+        self._channel.send(encode_call(number, step))
         num_heard = 0
         while num_heard < len(self._workers):
             self._poller.poll()
             while message := self._channel.receive():
-                decode_report(message)
+                decode_reply(message)
                 num_heard += 1
 
     def close(self) -> None:
@@ -128,15 +136,15 @@ class Engine:
 
 def measure(engine: Engine, number: int, step: SchedulerOutput, output: ModelRunnerOutput, count: int) -> list[str]:
     """All columns but the first."""
-    result = Answer(0, number, output)
-    message, report = encode_step(number, step), encode_report(result)
+    result = StepOutput(0, number, output)
+    message, report = encode_call(number, step), encode_reply(result)
     return [
         str(len(message)),
-        median_us(partial(encode_step, number, step), count),
-        median_us(partial(decode_step, message), count),
+        median_us(partial(encode_call, number, step), count),
+        median_us(partial(decode_call, message), count),
         str(len(report)),
-        median_us(partial(encode_report, result), count),
-        median_us(partial(decode_report, report), count),
+        median_us(partial(encode_reply, result), count),
+        median_us(partial(decode_reply, report), count),
         median_us(partial(engine.there_and_back, number, step), count),
     ]
 

@@ -22,7 +22,7 @@ from tests.helpers.gate import HANG
 from tests.helpers.processes import Watched, running_child
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError
-from fleetfoot.executor.errors import WorkerError
+from fleetfoot.executor.protocol import WorkerError
 
 NOWHERE: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",

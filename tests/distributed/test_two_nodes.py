@@ -20,7 +20,7 @@ from tests.helpers.schedules import live_alone, random_lives
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.executor import nodes
-from fleetfoot.executor.errors import WorkerError
+from fleetfoot.executor.protocol import WorkerError
 
 LIVES = random_lives(9, 2048)
 

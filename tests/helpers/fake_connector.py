@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetfoot.executor.outputs import KVOutputMerger
+from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.executor.outputs import KVOutputMerger
+from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.base.block_copies import CopyEvent, CpuBlockCopies
 from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector

@@ -326,7 +326,7 @@ def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[st
 
 
 def test_a_worker_says_whom_it_waits_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetfoot.executor.node.run_node", lambda config: None)
+    monkeypatch.setattr("fleetfoot.executor.nodes.run_node", lambda config: None)
     flags = ["--nnodes", "2", "--tensor-parallel-size", "2", "--master-addr", "10.0.0.1"]
     assert main(["worker", *flags, "--node-rank", "1"]) == 0
     assert capsys.readouterr().err == "this is node 1 of 2, and waits for node 0 at 10.0.0.1:29500\n"

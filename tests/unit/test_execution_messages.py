@@ -8,19 +8,19 @@ import pickle
 import pytest
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.executor import channel
+from fleetfoot.executor import messages
 from fleetfoot.executor.messages import (
-    Answer,
+    Failure,
     Ready,
-    decode_report,
-    decode_step,
-    encode_report,
-    encode_step,
-    failure_of,
+    StepOutput,
+    decode_call,
+    decode_reply,
+    encode_call,
+    encode_reply,
 )
-from fleetfoot.executor.outputs import StepOutputs
-from fleetfoot.executor.ranks import answering_ranks, output_rank
-from fleetfoot.executor.rendezvous_dir import MeetingFolder
+from fleetfoot.executor.multiprocess import StepOutputs
+from fleetfoot.executor.processes import RendezvousDir
+from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.kv_transfer.blockstore.block_moves import BlockMove, BlockMoves, LoadOrder
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
@@ -59,6 +59,7 @@ FULL = SchedulerOutput(
     awaited_step=2**40 - 2,
     kv_connector_metadata=BlockMoves("epoch", loads=[LoadOrder("näme", [BlockMove(7, b"\0digest")])]),
 )
+BUILD = WorkerBuild("v2", "torch", "sdpa", "block-contiguous-hnd", "none", "ngram", 2)
 OUTPUT = ModelRunnerOutput(
     sampled_token_ids=[[5, 6], []],
     logprobs={0: [RowLogprobs([5, 9], [-0.5, float("-inf")], 3)]},
@@ -72,7 +73,7 @@ OUTPUT = ModelRunnerOutput(
 @pytest.mark.parametrize("step", [IDLE, FULL], ids=["idle", "full"])
 @pytest.mark.parametrize("grammar", [None, {"mask": [1, 2]}])
 def test_a_step_arrives_as_it_was_sent(step: SchedulerOutput, grammar: object) -> None:
-    arrived = decode_step(encode_step(17, step, grammar))
+    arrived = decode_call(encode_call(17, step, grammar))
     assert arrived.number == 17
     assert arrived.grammar_output == grammar
     for field in dataclasses.fields(SchedulerOutput):
@@ -82,14 +83,16 @@ def test_a_step_arrives_as_it_was_sent(step: SchedulerOutput, grammar: object) -
 def test_a_plain_step_is_not_pickled() -> None:
     """Pickling costs more than everything else."""
     plain = dataclasses.replace(FULL, new_requests=[], kv_connector_metadata=None)
-    assert b"fleetfoot" in encode_step(0, FULL)
-    assert b"fleetfoot" not in encode_step(0, plain)
-    assert decode_step(encode_step(0, plain)).scheduler_output == plain
+    assert b"fleetfoot" in encode_call(0, FULL)
+    assert b"fleetfoot" not in encode_call(0, plain)
+    assert decode_call(encode_call(0, plain)).scheduler_output == plain
 
 
-@pytest.mark.parametrize("report", [Answer(3, 12, OUTPUT), Answer(0, 0, ModelRunnerOutput([])), Ready(1, b"x", "v2")])
-def test_a_report_arrives_as_it_was_sent(report: Answer | Ready) -> None:
-    assert decode_report(encode_report(report)) == report
+@pytest.mark.parametrize(
+    "report", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, ModelRunnerOutput([])), Ready(1, b"x", BUILD)]
+)
+def test_a_report_arrives_as_it_was_sent(report: StepOutput | Ready) -> None:
+    assert decode_reply(encode_reply(report)) == report
 
 
 class OddError(Exception):
@@ -109,7 +112,7 @@ class OddError(Exception):
     ],
 )
 def test_what_a_worker_raised_comes_along_if_it_can(error: BaseException, text: str, comes_along: bool) -> None:
-    failure = decode_report(encode_report(failure_of(2, error, "Traceback ...")))
+    failure = decode_reply(encode_reply(Failure.of(2, error, "Traceback ...")))
     assert (failure.rank, failure.trace) == (2, "Traceback ...")
     assert failure.text.startswith(text)
     assert bool(failure.error) == comes_along
@@ -121,16 +124,16 @@ def test_what_a_worker_raised_comes_along_if_it_can(error: BaseException, text: 
 def outputs_of(*, connector: bool, **sizes: int) -> StepOutputs:
     config = EngineConfig(device="cpu", kv_offloading_size=1 if connector else None, **sizes)
     plan = resolve_plan(config, Machine(16 << 30), environ={})
-    return StepOutputs(output_rank(plan.config), len(answering_ranks(plan)))
+    return StepOutputs(plan.output_rank, len(plan.reply_ranks))
 
 
 def test_without_a_connector_one_rank_answers() -> None:
     outputs = outputs_of(connector=False, tensor_parallel_size=2, pipeline_parallel_size=2)
     outputs.expect(5)
     assert not outputs.is_complete(5)
-    outputs.add(Answer(2, 5, ModelRunnerOutput([[7]])))  # the first of the last stage
+    outputs.add(StepOutput(2, 5, ModelRunnerOutput([[7]])))  # the first of the last stage
     assert outputs.is_complete(5)
-    assert outputs.take(5) == ModelRunnerOutput([[7]])
+    assert outputs.pop(5) == ModelRunnerOutput([[7]])
 
 
 def test_what_all_ranks_report_of_transfers_is_merged_in_the_order_of_steps() -> None:
@@ -142,13 +145,13 @@ def test_what_all_ranks_report_of_transfers_is_merged_in_the_order_of_steps() ->
     from_first = [KVConnectorOutput({"a", "b"}), None, KVConnectorOutput({"c"}, counters={"n": 1})]
     from_last = [None, KVConnectorOutput({"a"}, {"b": lost}), KVConnectorOutput(sent={"d"}, counters={"n": 2})]
     for number, said in enumerate(from_first):
-        outputs.add(Answer(0, number, ModelRunnerOutput([], kv_connector_output=said)))
+        outputs.add(StepOutput(0, number, ModelRunnerOutput([], kv_connector_output=said)))
         assert not outputs.is_complete(number)
     merged = []
     for number, said in enumerate(from_last):
-        outputs.add(Answer(1, number, ModelRunnerOutput([[number]], kv_connector_output=said)))
+        outputs.add(StepOutput(1, number, ModelRunnerOutput([[number]], kv_connector_output=said)))
         assert outputs.is_complete(number)
-        output = outputs.take(number)
+        output = outputs.pop(number)
         assert output.sampled_token_ids == [[number]]
         merged.append(output.kv_connector_output)
     assert merged[0] is None  # nothing has ended on both
@@ -157,9 +160,9 @@ def test_what_all_ranks_report_of_transfers_is_merged_in_the_order_of_steps() ->
 
 
 def test_a_worker_that_is_not_there_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_SEND_MS", 1)
-    folder = MeetingFolder()
-    engine = channel.EngineChannel(folder.path, 1)
+    monkeypatch.setattr(messages, "_SEND_MS", 1)
+    folder = RendezvousDir()
+    engine = messages.EngineChannel(folder.path, 1)
     with pytest.raises(ConnectionError, match="worker 0 is not connected any more"):
         engine.send(b"a step")
     engine.close()

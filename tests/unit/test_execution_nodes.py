@@ -16,9 +16,8 @@ from fleetfoot import LLM
 from fleetfoot.cli.main import main
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor import nodes
-from fleetfoot.executor.channel import WorkerAddresses
-from fleetfoot.executor.node import run_node
-from fleetfoot.executor.nodes import EngineNodes, Membership, check_devices, check_is_first_node
+from fleetfoot.executor.messages import WorkerAddresses
+from fleetfoot.executor.nodes import EngineNodes, Membership, check_devices, check_is_first_node, run_node
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
@@ -94,24 +93,24 @@ def test_nodes_get_what_they_need_and_hear_that_it_is_over(
         assert member.engine_id == plan.engine_id
         assert member.addresses == ADDRESSES
         assert (member.address, member.store_port) == (engine.address, engine.store_port)
-    assert engine.gone() == ""
-    engine.say_over()
+    assert engine.find_loss() == ""
+    engine.send_shutdown()
     engine.close("not said again")
-    assert [member.end() for member in joined] == [None, None]
+    assert [member.wait_for_end() for member in joined] == [None, None]
 
 
 def test_each_side_hears_why_the_other_has_failed(engine: EngineNodes, joined: list[Membership]) -> None:
-    joined[0].failed("worker 1 is dead")
-    assert engine.gone(wait_ms=60_000) == "node 1: worker 1 is dead"
+    joined[0].send_failure("worker 1 is dead")
+    assert engine.find_loss(wait_ms=60_000) == "node 1: worker 1 is dead"
     engine.close("node 1: worker 1 is dead")
-    assert joined[1].end() == "node 1: worker 1 is dead"
+    assert joined[1].wait_for_end() == "node 1: worker 1 is dead"
 
 
 def test_a_node_that_leaves_without_a_word_is_gone(engine: EngineNodes, joined: list[Membership]) -> None:
     joined[1].link.close()
-    assert engine.gone(wait_ms=60_000) == "node 2: the connection to it has ended"
+    assert engine.find_loss(wait_ms=60_000) == "node 2: the connection to it has ended"
     engine.close("")
-    assert joined[0].end() == "node 0 is gone"
+    assert joined[0].wait_for_end() == "node 0 is gone"
 
 
 def test_strangers_do_not_disturb(engine: EngineNodes, plan: EnginePlan, port: int) -> None:
@@ -154,7 +153,7 @@ def test_who_waits_in_vain_says_for_whom(
     with pytest.raises(TimeoutError, match="node 1 has not come"):
         engine.gather(ADDRESSES)
     engine.close("")
-    with pytest.raises(TimeoutError, match=f"nobody answers at master_addr 127.0.0.1, master_port {port}"):
+    with pytest.raises(TimeoutError, match=f"nothing answers at master_addr 127.0.0.1, master_port {port}"):
         Membership(on_node(plan, port, 1))
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer_config
 
-from fleetfoot.executor.outputs import KVOutputMerger
+from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.kv_transfer.blockstore import filesystem_worker, offload_worker
 from fleetfoot.kv_transfer.multi.connector import MultiScheduler, MultiWorker

@@ -19,7 +19,7 @@ from tests.helpers.faulty_connector import Faults, faulty
 from tests.helpers.kv_bench import LateCopies, LateJobs
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.executor.outputs import KVOutputMerger
+from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.blockstore import file_loads, filesystem_worker, offload_worker

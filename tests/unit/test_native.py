@@ -21,7 +21,8 @@ from fleetfoot.kernels.opset import OpSet
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.kernels.select import select_ops
 from fleetfoot.kernels.torch_ops import torch_ops
-from fleetfoot.native.library import NativeUnavailableError, load_kernels, native_available, supported_variants
+from fleetfoot.native.library import load_kernels, native_available
+from fleetfoot.native.loading import NativeUnavailableError, open_library, supported_variants
 
 AVAILABLE, REASON = native_available()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=REASON)
@@ -40,7 +41,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=supported_variants() if AVAILABLE else ["none"])
+@pytest.fixture(params=supported_variants(open_library()) if AVAILABLE else ["none"])
 def variant(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -328,7 +329,7 @@ def test_ragged_batches(seed: int, requests: list[tuple[int, int]]) -> None:
     pick = random.Random(seed)
     num_kv_heads = pick.choice([1, 2, 3])
     check(
-        pick.choice(supported_variants()),
+        pick.choice(supported_variants(open_library())),
         requests,
         pick.choice([None, None, pick.randint(1, 700)]),
         num_heads=num_kv_heads * pick.randint(1, 5),

@@ -123,6 +123,7 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machi
         gpu_memory_bytes=gpu_bytes or here.gpu_memory_bytes,
         has_triton=(here.has_triton if is_this_gpu else True) if has_triton is None else has_triton,
         has_native=here.has_native,
+        native_problem=here.native_problem,
     )
     return machine, warnings
 

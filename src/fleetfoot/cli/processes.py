@@ -121,7 +121,7 @@ def _run_worker(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
 
-        from fleetfoot.executor.node import run_node
+        from fleetfoot.executor.nodes import run_node
 
         run_node(config)
     return 0

@@ -5,17 +5,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.executor.in_process import InProcessExecutor
+from fleetfoot.executor.protocol import check_builds
 from fleetfoot.executor.worker import Worker
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.runner.contract import PendingOutput
 
 if TYPE_CHECKING:
     from fleetfoot.executor.protocol import Executor
 
 
+class InProcessExecutor:
+    """Implements `fleetfoot.executor.protocol.Executor` with one worker in this process."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.runner_name = worker.runner.name
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._worker.runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
+        return self._worker.runner.sample_tokens(grammar_output)
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+
+
 def start_executor(plan: EnginePlan) -> tuple[Executor, KVLayout]:
-    """Load the model and take the KV cache's memory, in this process or in others.
+    """Load the model and allocate the KV cache, in this process or in others.
 
     Returns:
         The executor, and the layout of the KV cache on rank 0; all ranks have equally many blocks.
@@ -23,10 +42,17 @@ def start_executor(plan: EnginePlan) -> tuple[Executor, KVLayout]:
     Raises:
         ValueError: there are fewer GPUs than ranks, this is not the first node, the nodes' settings differ, or what a
             worker raised when it started: there is no memory, or the weights do not fit.
+        KernelUnavailableError: kernels that the plan names cannot be used.
+        PlanMismatchError: a worker has built something else than the plan names.
     """
     if not needs_processes(plan.config):
         worker = Worker(plan)
         layout = worker.start()
+        try:
+            check_builds(plan, {0: worker.build})
+        except BaseException:
+            worker.shutdown()
+            raise
         return InProcessExecutor(worker), layout
     from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq
 

@@ -1,20 +1,33 @@
-"""What the engine and its workers tell each other, as bytes.
+"""Messages between the engine and its worker processes, and the sockets that carry them.
 
-What every step has, numbers and strings, is msgpack with known types. What only some steps have, new requests with
-their parameters and what a KV connector tells its workers, can hold objects of any class: it is pickled. Both sides are
-one engine, processes that it started or nodes that have proved that they belong to it (`fleetfoot.executor.nodes`), so
-nobody unpickles what a stranger wrote.
+A call goes to all workers, as the same bytes; replies of all workers arrive on one socket. On one machine the sockets
+are files in a directory that only the user can enter. Between machines they are TCP with CURVE (http://curvezmq.org):
+encrypted, and only usable with the engine's public key, which nodes receive at the rendezvous. Messages are queued
+without limit.
+
+The fields that every step has, numbers and strings, are msgpack with known types. New requests and the metadata of a KV
+connector can hold objects of any class and are pickled. Both ends belong to one engine: processes that it started, or
+nodes that `fleetfoot.executor.nodes` has accepted. Messages from anywhere else are never unpickled.
 """
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import zmq
 
+from fleetfoot.executor.protocol import WorkerBuild
+from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+
+_LINGER_MS = 2000
+"""How long a worker that ends keeps trying to send its last reply."""
+_SEND_MS = 10_000
+"""How long the engine waits for a worker's connection; it is there unless the worker has ended."""
 
 _PICKLED = ("new_requests", "kv_connector_metadata")
 _PLAIN = tuple(field.name for field in fields(SchedulerOutput) if field.name not in _PICKLED)
@@ -22,15 +35,18 @@ _PLAIN = tuple(field.name for field in fields(SchedulerOutput) if field.name not
 
 _ENCODER = msgspec.msgpack.Encoder()
 _HINTS = get_type_hints(SchedulerOutput)
-_STEP_TYPES: Any = tuple.__class_getitem__((int, bytes, *[_HINTS[name] for name in _PLAIN]))
-"""Of a message: the step's number; the values of _PICKLED and the grammar's output, pickled, or nothing where they all
-are empty; the values of _PLAIN."""
-_STEP_DECODER = msgspec.msgpack.Decoder(_STEP_TYPES)
+_CALL_TYPES: Any = tuple.__class_getitem__((int, bytes, *[_HINTS[name] for name in _PLAIN]))
+"""Of a call: the step's number; the values of _PICKLED and the grammar output, pickled, or nothing if all of them are
+empty; the values of _PLAIN."""
+_CALL_DECODER = msgspec.msgpack.Decoder(_CALL_TYPES)
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Step:
-    """A step as a worker gets it."""
+class WorkerCall:
+    """A step as a worker receives it."""
 
     number: int
     """Counts all steps of the executor, the idle ones too."""
@@ -38,8 +54,8 @@ class Step:
     grammar_output: object | None
 
 
-def encode_step(number: int, output: SchedulerOutput, grammar_output: object | None = None) -> bytes:
-    """The same bytes are sent to every worker."""
+def encode_call(number: int, output: SchedulerOutput, grammar_output: object | None = None) -> bytes:
+    """A step as bytes. An empty message ends a worker."""
     pickled = b""
     if output.new_requests or output.kv_connector_metadata is not None or grammar_output is not None:
         rare = ([getattr(output, name) for name in _PICKLED], grammar_output)
@@ -47,16 +63,19 @@ def encode_step(number: int, output: SchedulerOutput, grammar_output: object | N
     return _ENCODER.encode((number, pickled, *[getattr(output, name) for name in _PLAIN]))
 
 
-def decode_step(message: bytes) -> Step:
-    """Undo `encode_step`."""
-    number, pickled, *plain = _STEP_DECODER.decode(message)
+def decode_call(message: bytes) -> WorkerCall:
+    """Undo `encode_call`."""
+    number, pickled, *plain = _CALL_DECODER.decode(message)
     output = SchedulerOutput(**dict(zip(_PLAIN, plain, strict=True)))
     grammar_output = None
     if pickled:
         values, grammar_output = pickle.loads(pickled)
         for name, value in zip(_PICKLED, values, strict=True):
             setattr(output, name, value)
-    return Step(number, output, grammar_output)
+    return WorkerCall(number, output, grammar_output)
+
+
+# --- replies --------------------------------------------------------------------------------------------------------
 
 
 class Ready(msgspec.Struct, array_like=True, tag=True):
@@ -65,11 +84,11 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
     rank: int
     layout: bytes
     """Its `KVLayout`, pickled."""
-    runner_name: str
+    build: WorkerBuild
 
 
-class Answer(msgspec.Struct, array_like=True, tag=True):
-    """What a step yielded on a rank."""
+class StepOutput(msgspec.Struct, array_like=True, tag=True):
+    """The output of a step on a rank."""
 
     rank: int
     number: int
@@ -77,37 +96,176 @@ class Answer(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, array_like=True, tag=True):
-    """A worker has raised; it does nothing any more."""
+    """A worker has raised; it executes nothing any more."""
 
     rank: int
     text: str
-    """Type and message of what it raised."""
+    """Type and message of the exception."""
     trace: str
     """The traceback, as Python prints it."""
     error: bytes = b""
-    """What it raised, pickled; empty if that cannot be."""
+    """The exception, pickled; empty if it cannot be."""
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException, trace: str) -> Failure:
+        """The exception itself is included if it survives being pickled."""
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        try:
+            pickled = pickle.dumps(error)
+            is_whole = str(pickle.loads(pickled)) == str(error)  # a constructor may require other arguments
+        except Exception:
+            is_whole = False
+        return cls(rank, text, trace, pickled if is_whole else b"")
 
 
-Report = Ready | Answer | Failure
-_REPORT_DECODER = msgspec.msgpack.Decoder(Report)
+WorkerReply = Ready | StepOutput | Failure
+_REPLY_DECODER = msgspec.msgpack.Decoder(WorkerReply)
 
 
-def encode_report(report: Report) -> bytes:
-    """What a worker says."""
-    return _ENCODER.encode(report)
+def encode_reply(reply: WorkerReply) -> bytes:
+    """A worker's reply as bytes."""
+    return _ENCODER.encode(reply)
 
 
-def decode_report(message: bytes) -> Any:
-    """Undo `encode_report`."""
-    return _REPORT_DECODER.decode(message)
+def decode_reply(message: bytes) -> Any:
+    """Undo `encode_reply`."""
+    return _REPLY_DECODER.decode(message)
 
 
-def failure_of(rank: int, error: BaseException, trace: str) -> Failure:
-    """Of an exception, which is taken along if it survives being pickled."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    try:
-        pickled = pickle.dumps(error)
-        is_whole = str(pickle.loads(pickled)) == str(error)  # an exception's own constructor may want other arguments
-    except Exception:
-        is_whole = False
-    return Failure(rank, text, trace, pickled if is_whole else b"")
+# --- sockets --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddresses:
+    """The sockets at which a worker reaches the engine."""
+
+    calls: str
+    replies: str
+    engine_key: bytes | None
+    """Public; None: no encryption."""
+
+
+class EngineChannel:
+    """The engine's end.
+
+    Args:
+        place: a directory for the sockets, or an IP address of this machine for workers on other machines.
+        num_workers: of all nodes.
+    """
+
+    def __init__(self, place: Path | str, num_workers: int) -> None:
+        self._context = zmq.Context()
+        self._keys = None if isinstance(place, Path) else zmq.curve_keypair()
+        self.replies = self._bind(zmq.PULL, place, "replies")
+        self._calls = [self._bind(zmq.PUSH, place, f"calls-{rank}") for rank in range(num_workers)]
+        self.addresses = [
+            WorkerAddresses(_address(calls), _address(self.replies), self._keys[0] if self._keys else None)
+            for calls in self._calls
+        ]
+
+    def _bind(self, kind: int, place: Path | str, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.linger = 0
+        socket.sndtimeo = _SEND_MS
+        if self._keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = self._keys
+        socket.bind(f"ipc://{place / name}" if isinstance(place, Path) else f"tcp://{place}:*")
+        return socket
+
+    def send(self, message: bytes) -> None:
+        """Queue a message for every worker.
+
+        Raises:
+            ConnectionError: a worker is not connected.
+        """
+        for rank, socket in enumerate(self._calls):
+            try:
+                socket.send(message)
+            except zmq.Again as error:
+                raise ConnectionError(f"worker {rank} is not connected any more") from error
+
+    def receive(self) -> bytes | None:
+        """A reply, if one has arrived."""
+        try:
+            return self.replies.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def flush(self) -> None:
+        """Let `close` deliver what was sent, for at most `_LINGER_MS`."""
+        for socket in self._calls:
+            socket.linger = _LINGER_MS
+
+    def close(self) -> None:
+        """Safe to call again, and from any thread once no other thread uses the channel."""
+        for socket in (*self._calls, self.replies):
+            socket.close()
+        self._context.term()
+
+
+class WorkerChannel:
+    """A worker's end. Sockets cannot be shared, so each thread that replies opens its own."""
+
+    def __init__(self, addresses: WorkerAddresses) -> None:
+        self._addresses = addresses
+        self._context = zmq.Context()
+        self._keys = None if addresses.engine_key is None else zmq.curve_keypair()
+        self._calls = self._connect(zmq.PULL, addresses.calls)
+
+    def _connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.linger = _LINGER_MS
+        if self._keys is not None:
+            socket.curve_serverkey = self._addresses.engine_key
+            socket.curve_publickey, socket.curve_secretkey = self._keys
+        socket.connect(address)
+        return socket
+
+    def receive(self) -> bytes:
+        """Wait for a call."""
+        return self._calls.recv()
+
+    def open_replies(self) -> zmq.Socket[bytes]:
+        """A socket for the replies of the calling thread."""
+        return self._connect(zmq.PUSH, self._addresses.replies)
+
+    def close(self) -> None:
+        """Deliver what is queued and close. No other thread may use its socket any more."""
+        self._context.destroy(_LINGER_MS)
+
+
+def _address(socket: zmq.Socket[bytes]) -> str:
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+# --- the start ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where torch.distributed finds the ranks: a file on one machine, or the store of node 0."""
+
+    path: str | None
+    address: str = ""
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """The arguments of a worker process."""
+
+    plan: EnginePlan
+    rank: int
+    """Among all ranks of the engine."""
+    local_rank: int
+    """On this machine: the number of its GPU."""
+    addresses: WorkerAddresses
+    rendezvous: Rendezvous
+    parent: int
+    """Process id."""
+    ends_with_thread: bool
+    """Whether the thread that starts the process lives as long as its own process."""
+    log_level: int

@@ -1,8 +1,8 @@
-"""Runs steps in worker processes, a rank each, on one machine or several.
+"""Runs steps in worker processes, one for each rank, on one machine or several.
 
-Steps are sent without waiting. Their outputs come back in the order of the steps; whoever wants one waits for it, and
-for anything that says that it will never come: a worker's traceback, the end of its process, another machine's end.
-Then everything ends, and every call raises that cause.
+Steps are sent without waiting. `PendingOutput.get` waits for an output, and for anything that prevents it: a worker's
+exception, the end of its process, the end of another machine. Then all processes are ended, and every call raises that
+cause.
 """
 
 from __future__ import annotations
@@ -10,42 +10,45 @@ from __future__ import annotations
 import contextlib
 import pickle
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import zmq
 
-from fleetfoot.executor.channel import EngineChannel
-from fleetfoot.executor.errors import WorkerError
-from fleetfoot.executor.messages import Answer, Failure, Ready, decode_report, encode_step
+from fleetfoot.executor.messages import (
+    EngineChannel,
+    Failure,
+    Ready,
+    Rendezvous,
+    StepOutput,
+    decode_reply,
+    encode_call,
+)
 from fleetfoot.executor.nodes import EngineNodes, check_devices, check_is_first_node
-from fleetfoot.executor.outputs import StepOutputs
-from fleetfoot.executor.processes import WorkerProcesses
-from fleetfoot.executor.ranks import answering_ranks, output_rank
-from fleetfoot.executor.rendezvous_dir import MeetingFolder
-from fleetfoot.executor.specs import Rendezvous, worker_specs
+from fleetfoot.executor.processes import RendezvousDir, WorkerProcesses
+from fleetfoot.executor.protocol import WorkerError, check_builds
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
 
-_SHUTDOWN_S = 10.0
-"""How long workers may take to give everything back."""
-_NEWS_MS = 1000
-"""How long to wait, after a worker has complained, for another machine to say that one of its own is gone."""
-_OVER = b""
+_NODE_WAIT_MS = 1000
+"""How long to wait, after a worker has failed, for another machine to report the loss of one of its own."""
+_SHUTDOWN = b""
 """The message that ends a worker."""
 
 
 class MultiprocessExecutor:
-    """Implements `fleetfoot.executor.protocol.Executor`.
-
-    One thread at a time may use it.
+    """Implements `fleetfoot.executor.protocol.Executor`. Not thread-safe.
 
     Args:
-        plan: of the engine; this machine must be its first.
+        plan: of the engine; this machine must be its first node.
 
     Raises:
         ValueError: as `fleetfoot.executor.build.start_executor` says.
-        WorkerError: a worker's process has ended when it was to start.
+        WorkerError: a worker's process has ended during the start.
+        PlanMismatchError: a worker has built something else than the plan names.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -56,19 +59,20 @@ class MultiprocessExecutor:
         self._step: SchedulerOutput | None = None
         self._num_steps = 0
         self._ready: dict[int, Ready] = {}
-        self._outputs = StepOutputs(output_rank(plan.config), len(answering_ranks(plan)))
+        self._outputs = StepOutputs(plan.output_rank, len(plan.reply_ranks))
         self._num_workers = plan.config.world_size
-        self._folder = MeetingFolder()
+        self._dir = RendezvousDir()
         self._processes: WorkerProcesses | None = None
         self._nodes: EngineNodes | None = None
         self._channel: EngineChannel | None = None
         try:
             self._start(plan)
+            check_builds(plan, {rank: ready.build for rank, ready in self._ready.items()})
         except BaseException as error:
-            self._end(str(error))
+            self._close(str(error))
             raise
         self.layout: KVLayout = pickle.loads(self._ready[0].layout)
-        self.runner_name = self._ready[0].runner_name
+        self.runner_name = self._ready[0].build.runner
 
     def _start(self, plan: EnginePlan) -> None:
         if plan.config.nnodes > 1:
@@ -77,19 +81,19 @@ class MultiprocessExecutor:
             nodes.gather(channel.addresses)
             rendezvous = Rendezvous(None, nodes.address, nodes.store_port)
         else:
-            channel = self._channel = EngineChannel(self._folder.path, self._num_workers)
-            rendezvous = Rendezvous(str(self._folder.path / "meeting-point"))
-        self._processes = WorkerProcesses(worker_specs(plan, channel.addresses, rendezvous))
-        # for whoever forgets to shut down, or just ends; then a thread may still use the sockets, which it has alone
-        weakref.finalize(self, _abandon, self._processes, self._folder)
+            channel = self._channel = EngineChannel(self._dir.path, self._num_workers)
+            rendezvous = Rendezvous(str(self._dir.path / "rendezvous"))
+        self._processes = WorkerProcesses(plan, channel.addresses, rendezvous)
+        # for programs that do not call shutdown; at exit another thread may still use the sockets
+        weakref.finalize(self, _abandon, self._processes, self._dir)
         closing = weakref.finalize(self, channel.close)
         closing.atexit = False  # type: ignore[misc]  # it is a property
         self._poller = zmq.Poller()
-        self._poller.register(channel.reports, zmq.POLLIN)
+        self._poller.register(channel.replies, zmq.POLLIN)
         for descriptor in (*self._processes.sentinels, *(self._nodes.descriptors if self._nodes else ())):
             self._poller.register(descriptor, zmq.POLLIN)
         while len(self._ready) < self._num_workers:
-            self._hear()
+            self._poll()
 
     @property
     def worker_pids(self) -> dict[int, int]:
@@ -102,7 +106,7 @@ class MultiprocessExecutor:
         """Take a step, which is sent when `sample_tokens` is called.
 
         Raises:
-            WorkerError: a worker is no more; also what `sample_tokens` and its output raise.
+            WorkerError: a worker has failed or ended; `sample_tokens` and its output raise it too.
         """
         self._check()
         self._step = scheduler_output
@@ -114,21 +118,21 @@ class MultiprocessExecutor:
         number = self._num_steps
         self._num_steps += 1
         self._outputs.expect(number)
-        self._send(encode_step(number, step, grammar_output))
+        self._send(encode_call(number, step, grammar_output))
         return _PendingStep(self, number)
 
     def wait_for(self, number: int) -> ModelRunnerOutput:
         """The output of a step, once."""
-        self._check_known()
+        self._check_alive()
         while not self._outputs.is_complete(number):
-            self._hear()
-        return self._outputs.take(number)
+            self._poll()
+        return self._outputs.pop(number)
 
     def shutdown(self) -> None:
-        """End all workers. Again: does nothing.
+        """End all workers. Does nothing when called again.
 
         Raises:
-            WorkerError: one has failed before, or could not give back what it held; all have ended nevertheless.
+            WorkerError: a worker has failed before, or could not shut down; all have ended nevertheless.
         """
         if self._is_shut_down:
             return
@@ -136,82 +140,81 @@ class MultiprocessExecutor:
             if self._failure is None and self._channel is not None and self._processes is not None:
                 self._check()
                 self._channel.flush()
-                self._send(_OVER)
+                self._send(_SHUTDOWN)
                 if self._nodes is not None:
-                    self._nodes.say_over()
-                self._processes.join(_SHUTDOWN_S)
+                    self._nodes.send_shutdown()
+                self._processes.join()
         finally:
-            self._end("")
+            self._close("")
 
-    # --- what comes back --------------------------------------------------------------------------------------------
+    # --- replies ----------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raise if a worker is no more."""
-        self._check_known()
+        """Raise if a worker has failed or ended."""
+        self._check_alive()
         if self._poller.poll(0):
-            self._hear()
+            self._poll()
 
-    def _check_known(self) -> None:
+    def _check_alive(self) -> None:
         if self._failure is not None:
             raise WorkerError(str(self._failure)) from self._failure
         if self._is_shut_down:
             raise RuntimeError("the workers were shut down")
 
     def _send(self, message: bytes) -> None:
-        """Raise WorkerError if a worker is no more, even if that has just happened."""
+        """Raise WorkerError if a worker has ended, even if that has just happened."""
         assert self._channel is not None
         try:
             self._channel.send(message)
         except ConnectionError as error:
-            self._fail_by(self._gone() or str(error))
+            self._fail(self._find_loss() or str(error))
 
-    def _hear(self) -> None:
-        """Wait until something comes, and take it in.
+    def _poll(self) -> None:
+        """Wait for replies or the end of a process, and process them.
 
         Raises:
-            WorkerError: it is bad news. When starting, what a worker raised, as it was.
+            WorkerError: a worker has failed or ended. During the start: what the worker raised.
         """
         assert self._channel is not None and self._processes is not None
         self._poller.poll()
         while (message := self._channel.receive()) is not None:
-            report = decode_report(message)
-            if isinstance(report, Answer):
-                self._outputs.add(report)
-            elif isinstance(report, Ready):
-                self._ready[report.rank] = report
+            reply = decode_reply(message)
+            if isinstance(reply, StepOutput):
+                self._outputs.add(reply)
+            elif isinstance(reply, Ready):
+                self._ready[reply.rank] = reply
             else:
-                self._fail(report)
-        if gone := self._gone():
-            self._fail_by(gone)
+                self._raise_failure(reply)
+        if loss := self._find_loss():
+            self._fail(loss)
 
-    def _gone(self, wait_ms: int = 0) -> str:
-        """A sentence about a worker, or another machine, that is no more; empty: all are there."""
+    def _find_loss(self, wait_ms: int = 0) -> str:
+        """A sentence about a worker or another machine that has ended; empty if all are there."""
         assert self._processes is not None
         for sentence in self._processes.ended().values():
             if len(self._ready) < self._num_workers:
                 sentence += " before it was ready: see what it has written to standard error"
             return sentence
-        return "" if self._nodes is None else self._nodes.gone(wait_ms)
+        return "" if self._nodes is None else self._nodes.find_loss(wait_ms)
 
-    def _fail(self, failure: Failure) -> None:
-        # one that is gone makes others complain, and is the cause; one that complains stays
-        gone = self._gone(_NEWS_MS if self._nodes is not None else 0)
-        if gone:
-            self._fail_by(gone)
-        told = WorkerError(f"worker {failure.rank} failed: {failure.text}\n\n{failure.trace}")
+    def _raise_failure(self, failure: Failure) -> None:
+        # a process that ends makes other workers raise, and is the cause; a worker that raises does not end
+        if loss := self._find_loss(_NODE_WAIT_MS if self._nodes is not None else 0):
+            self._fail(loss)
+        reported = WorkerError(f"worker {failure.rank} failed: {failure.text}\n\n{failure.trace}")
         if len(self._ready) < self._num_workers and failure.error:
             error = pickle.loads(failure.error)
-            self._failure = told
-            self._end(f"worker {failure.rank} failed: {failure.text}")
-            raise error from told
-        self._fail_by(str(told))
+            self._failure = reported
+            self._close(f"worker {failure.rank} failed: {failure.text}")
+            raise error from reported
+        self._fail(str(reported))
 
-    def _fail_by(self, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         self._failure = WorkerError(reason)
-        self._end(reason)
+        self._close(reason)
         raise self._failure
 
-    def _end(self, reason: str) -> None:
+    def _close(self, reason: str) -> None:
         """Kill what still runs and give everything back."""
         if self._is_shut_down:
             return
@@ -222,7 +225,7 @@ class MultiprocessExecutor:
             self._processes.kill()
         if self._channel is not None:
             self._channel.close()
-        self._folder.remove()
+        self._dir.remove()
 
 
 class _PendingStep:
@@ -241,8 +244,101 @@ class _PendingStep:
         return self._output
 
 
-def _abandon(processes: WorkerProcesses, folder: MeetingFolder) -> None:
-    """In any thread."""
+def _abandon(processes: WorkerProcesses, rendezvous_dir: RendezvousDir) -> None:
+    """Safe in any thread."""
     with contextlib.suppress(Exception):
         processes.kill()
-    folder.remove()
+    rendezvous_dir.remove()
+
+
+# --- merging the ranks' outputs -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _PartialOutput:
+    """The outputs of a step that have arrived."""
+
+    num_missing: int
+    output: ModelRunnerOutput | None = None
+    kv_outputs: list[KVConnectorOutput] = field(default_factory=list)
+
+
+class StepOutputs:
+    """Outputs of steps in flight, by the steps' numbers.
+
+    Args:
+        output_rank: the rank that reports sampled tokens.
+        num_replies: ranks that reply to each step.
+    """
+
+    def __init__(self, output_rank: int, num_replies: int) -> None:
+        self._output_rank = output_rank
+        self._num_replies = num_replies
+        self._merger = KVOutputMerger(num_replies)
+        self._steps: dict[int, _PartialOutput] = {}
+
+    def expect(self, number: int) -> None:
+        """A step has been sent."""
+        self._steps[number] = _PartialOutput(self._num_replies)
+
+    def add(self, reply: StepOutput) -> None:
+        """Add the output of one rank."""
+        step = self._steps[reply.number]
+        step.num_missing -= 1
+        if reply.rank == self._output_rank:
+            step.output = reply.output
+        if reply.output.kv_connector_output is not None:
+            step.kv_outputs.append(reply.output.kv_connector_output)
+
+    def is_complete(self, number: int) -> bool:
+        """Whether all ranks have replied."""
+        return self._steps[number].num_missing == 0
+
+    def pop(self, number: int) -> ModelRunnerOutput:
+        """The output of a complete step, with the merged KV connector outputs of all ranks."""
+        step = self._steps.pop(number)
+        assert step.output is not None
+        step.output.kv_connector_output = self._merger.merge(step.kv_outputs) if step.kv_outputs else None
+        return step.output
+
+
+class KVOutputMerger:
+    """Merges the outputs of all ranks: a transfer has ended when it has ended on every rank, and has failed if it has
+    failed on any.
+
+    Args:
+        num_ranks: how many ranks report.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._loads: dict[str, int] = {}
+        self._sends: dict[str, int] = {}
+        self._failures: dict[str, TransferFailure] = {}
+
+    def merge(self, outputs: Iterable[KVConnectorOutput | None]) -> KVConnectorOutput | None:
+        """Add the outputs of some ranks, in any order; returns what has now ended on all ranks."""
+        merged = KVConnectorOutput()
+        for output in outputs:
+            if output is None:
+                continue
+            for name, count in output.counters.items():
+                merged.counters[name] = merged.counters.get(name, 0) + count
+            merged.addresses.update(output.addresses)
+            for request_id, failure in output.failed.items():
+                self._failures.setdefault(request_id, failure)
+            for request_id in (*output.loaded, *output.failed):
+                if self._has_ended(self._loads, request_id):
+                    failed = self._failures.pop(request_id, None)
+                    if failed is None:
+                        merged.loaded.add(request_id)
+                    else:
+                        merged.failed[request_id] = failed
+            merged.sent.update(request_id for request_id in output.sent if self._has_ended(self._sends, request_id))
+        return None if merged.is_empty else merged
+
+    def _has_ended(self, counts: dict[str, int], request_id: str) -> bool:
+        count = counts.pop(request_id, 0) + 1
+        if count < self._num_ranks:
+            counts[request_id] = count
+        return count == self._num_ranks

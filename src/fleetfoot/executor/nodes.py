@@ -1,62 +1,97 @@
-"""How the machines of one engine find each other, and hear of each other's end.
+"""Engines over several machines: the rendezvous of the nodes, and what runs on every node but the first.
 
-Node 0, where the engine is, listens at ``master_addr:master_port``. Every other node connects to it and says how it is
-set up; if that agrees, it is told where the engine's sockets are, with their public key, and where the store of
-torch.distributed is, at which all workers meet. The connection stays, as the link of both nodes: its end is the end
-of the machine, or of what ran there. Whoever reaches the port and knows the settings can become a part of the engine:
-it is for the engine's machines alone.
+Node 0 runs the engine and listens at ``master_addr:master_port``. Every other node connects and sends its settings. If
+they agree with node 0's, it receives the addresses of the engine's sockets with their public key, and the port of the
+store of torch.distributed. The connection stays open; its end means that the node has ended. Any process that reaches
+the port with the same settings can join, so the port must be reachable by the engine's machines only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
 from typing import TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from fleetfoot._version import __version__
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.executor.channel import WorkerAddresses
-from fleetfoot.executor.node_facts import check_same, facts_of
+from fleetfoot.executor.messages import Rendezvous, WorkerAddresses
+from fleetfoot.executor.processes import WorkerProcesses
+from fleetfoot.executor.protocol import WorkerError
+from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.resolve import resolve_plan
 
 logger = logging.getLogger(__name__)
 
 GATHER_S = 600.0
 """How long nodes wait for each other when they start."""
-_KNOCK_S = 0.5
-"""Between two attempts to reach a machine that may not be there yet; nothing could say when it is."""
+_RETRY_S = 0.5
+"""Between two attempts to reach a node that may not be listening yet."""
 _HELLO_S = 10.0
-"""How long whoever connects may take to say who it is."""
+"""How long a connection may take to send its first message."""
 _MAX_LINE = 1 << 20
-_OVER, _FAILED, _GONE = "over", "failed", "gone"
+_SHUTDOWN, _FAILED, _LOST = "shutdown", "failed", "lost"
+_LOCAL_SETTINGS = (
+    *("node_rank", "master_addr", "model", "tokenizer", "skip_tokenizer_init"),
+    *("generation_config", "override_generation_config"),
+)
+"""Settings that nodes need not share. A model may lie at another path on each node; its content must be the same."""
 
 _T = TypeVar("_T")
 
 
-class Hello(msgspec.Struct):
-    """What a node says first."""
-
-    node_rank: int
-    facts: dict[str, str]
+# --- what nodes must agree on ---------------------------------------------------------------------------------------
 
 
-class Invitation(msgspec.Struct):
-    """What node 0 answers."""
+def shared_facts(plan: EnginePlan) -> dict[str, str]:
+    """What all nodes must agree on: name -> value as text."""
+    config = plan.config
+    names = [item.name for item in dataclasses.fields(config) if item.name not in _LOCAL_SETTINGS]
+    weights = "dummy"
+    if config.load_format != "dummy":
+        weights = repr([(path.name, path.stat().st_size) for path in sorted(plan.model_path.glob("*.safetensors"))])
+    return {
+        **{name: repr(getattr(config, name)) for name in names},
+        **{f"model's {name}": repr(value) for name, value in dataclasses.asdict(plan.model).items()},
+        "fleetfoot": __version__,
+        "torch": str(torch.__version__),
+        "weights (names and sizes of files)": weights,
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "runner": plan.runner,
+        "backends": repr(plan.backends),
+        "kv_layout": plan.kv_layout,
+        "max_model_len": str(plan.max_model_len),
+        "max_num_batched_tokens": str(plan.max_num_batched_tokens),
+    }
 
-    facts: dict[str, str]
-    """Its own, so that both can say in what they differ."""
-    refusal: str
-    """Why the node cannot take part though its facts are the same; empty: it can."""
-    engine_id: str
-    addresses: list[WorkerAddresses]
-    store_port: int
+
+def check_same(facts: Mapping[str, str], others: Mapping[str, str], *, node: int) -> None:
+    """Compare this node's facts with those of another.
+
+    Raises:
+        ValueError: they differ; the message lists each difference.
+    """
+    different = [
+        f"\n  - {name}: {facts.get(name, 'nothing')} here, {others.get(name, 'nothing')} there"
+        for name in {**facts, **others}
+        if facts.get(name) != others.get(name)
+    ]
+    if different:
+        raise ValueError(
+            f"node {node} is set up differently, and the two cannot be one engine:{''.join(different)}\n"
+            "start all nodes with the same settings, model and versions"
+        )
 
 
 def check_is_first_node(config: EngineConfig) -> None:
@@ -81,11 +116,33 @@ def check_devices(plan: EnginePlan) -> None:
     )
 
 
+# --- connections ----------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct):
+    """The first message of a node."""
+
+    node_rank: int
+    facts: dict[str, str]
+
+
+class Invitation(msgspec.Struct):
+    """Node 0's reply."""
+
+    facts: dict[str, str]
+    """Node 0's, so that both sides can report the differences."""
+    refusal: str
+    """Why the node cannot join though its facts agree; empty if it can."""
+    engine_id: str
+    addresses: list[WorkerAddresses]
+    store_port: int
+
+
 class Link:
-    """A connection between node 0 and another one. After the greeting, each side says one thing at most, and leaves."""
+    """A connection between node 0 and another node. After the greeting each side sends at most one more message."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may go without a word
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may end without closing it
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -102,7 +159,7 @@ class Link:
         """The other side's greeting.
 
         Raises:
-            OSError: it has left, or says nothing. ValueError: it says something else.
+            OSError: the connection has ended, or nothing arrives. ValueError: the message is of another kind.
         """
         self._connection.settimeout(timeout_s)
         line = self._reader.readline(_MAX_LINE)
@@ -111,17 +168,18 @@ class Link:
             raise ConnectionError("the connection has ended")
         return msgspec.json.decode(line, type=kind)
 
-    def say(self, kind: str, reason: str) -> None:
-        with contextlib.suppress(OSError):  # who has left needs to hear nothing
+    def send_end(self, kind: str, reason: str = "") -> None:
+        """The last message of this side; ignored if the other side has left."""
+        with contextlib.suppress(OSError):
             self._connection.sendall(msgspec.json.encode((kind, reason)))
             self._connection.shutdown(socket.SHUT_WR)
 
-    def hear(self) -> tuple[str, str]:
-        """What the other side says at its end; if it left without a word, ``gone``."""
+    def receive_end(self) -> tuple[str, str]:
+        """The last message of the other side: kind and reason; ``lost`` if it left without one."""
         try:
             return msgspec.json.decode(self._reader.read(), type=tuple[str, str])
         except (OSError, msgspec.DecodeError):
-            return _GONE, ""
+            return _LOST, ""
 
     def close(self) -> None:
         self._reader.close()
@@ -129,10 +187,10 @@ class Link:
 
 
 class EngineNodes:
-    """The other machines, as node 0 sees them.
+    """Node 0's connections to the other nodes.
 
     Raises:
-        ValueError: ``master_addr`` is not this machine's, or the port is taken.
+        ValueError: ``master_addr`` is not an address of this machine, or the port is in use.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -151,12 +209,12 @@ class EngineNodes:
         self.store_port: int = self._store.port
 
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
-        """Wait for all nodes, and say for whom: it may take minutes.
+        """Wait for all nodes, and log which: it may take minutes.
 
         Raises:
-            ValueError: one of them is set up differently. TimeoutError: one does not come.
+            ValueError: the settings of a node differ. TimeoutError: a node does not connect.
         """
-        invitation = Invitation(facts_of(self._plan), "", self._plan.engine_id, list(addresses), self.store_port)
+        invitation = Invitation(shared_facts(self._plan), "", self._plan.engine_id, list(addresses), self.store_port)
         config = self._plan.config
         expected = range(1, config.nnodes)
         logger.warning(
@@ -174,10 +232,10 @@ class EngineNodes:
                 connection, _ = self._server.accept()
             except TimeoutError as error:
                 raise TimeoutError(f"node {missing[0]} has not come within {GATHER_S:.0f} s") from error
-            self._admit(Link(connection), invitation)
+            self._accept(Link(connection), invitation)
 
-    def _admit(self, link: Link, invitation: Invitation) -> None:
-        """Whoever is no node of this engine is sent away, and nobody is disturbed by it."""
+    def _accept(self, link: Link, invitation: Invitation) -> None:
+        """Add a node; connections that are not from a node of this engine are closed and otherwise ignored."""
         try:
             hello = link.receive(Hello, _HELLO_S)
             refusal = ""
@@ -195,38 +253,38 @@ class EngineNodes:
 
     @property
     def descriptors(self) -> list[int]:
-        """File descriptors that can be read when a node has something to say, or is gone."""
+        """File descriptors that become readable when a node has failed or ended."""
         return [link.fileno() for link in self._links.values()]
 
-    def gone(self, wait_ms: int = 0) -> str:
-        """A sentence about a node that is no more; empty: all are there."""
+    def find_loss(self, wait_ms: int = 0) -> str:
+        """A sentence about a node that has failed or ended; empty if all are there."""
         readable, _, _ = select.select(self.descriptors, [], [], wait_ms / 1000)
         for node, link in self._links.items():
             if link.fileno() in readable:
-                _, reason = link.hear()
+                _, reason = link.receive_end()
                 return f"node {node}: {reason or 'the connection to it has ended'}"
         return ""
 
-    def say_over(self) -> None:
-        """The engine ends, and nothing is wrong."""
+    def send_shutdown(self) -> None:
+        """The engine ends without an error."""
         for link in self._links.values():
-            link.say(_OVER, "")
+            link.send_end(_SHUTDOWN)
 
     def close(self, reason: str) -> None:
-        """The engine ends; whoever has not been told otherwise hears why."""
+        """Close all connections; nodes without a shutdown message receive the reason."""
         for link in self._links.values():
-            link.say(_FAILED, reason)
+            link.send_end(_FAILED, reason)
             link.close()
         self._links = {}
         self._server.close()
 
 
 class Membership:
-    """This machine's place in an engine whose node 0 is another one.
+    """The connection of another node to node 0.
 
     Raises:
-        ValueError: the machines are set up differently, or another one has this one's number.
-        TimeoutError, ConnectionError: node 0 does not come, or does not take this one.
+        ValueError: the settings differ, or another node has this node's rank.
+        TimeoutError, ConnectionError: node 0 does not answer, or does not accept this node.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -236,8 +294,8 @@ class Membership:
             self.address = socket.gethostbyname(config.master_addr)
         except OSError as error:
             raise ValueError(f"master_addr is {config.master_addr!r}, which is no address: {error}") from error
-        facts = facts_of(plan)
-        self.link = Link(_knock(self.address, config.master_port, where))
+        facts = shared_facts(plan)
+        self.link = Link(_connect(self.address, config.master_port, where))
         try:
             self.link.send(Hello(config.node_rank, facts))
             invitation = self.link.receive(Invitation, GATHER_S)
@@ -255,20 +313,18 @@ class Membership:
         self.addresses = invitation.addresses
         self.store_port = invitation.store_port
 
-    def failed(self, reason: str) -> None:
-        """Tell node 0 that this one is no more."""
-        self.link.say(_FAILED, reason)
+    def send_failure(self, reason: str) -> None:
+        """Report to node 0 that this node has failed."""
+        self.link.send_end(_FAILED, reason)
 
-    def end(self) -> str | None:
-        """What node 0 says at its end: why it has failed, or None if all is well."""
-        kind, reason = self.link.hear()
-        if kind == _OVER:
-            return None
-        return reason or "node 0 is gone"
+    def wait_for_end(self) -> str | None:
+        """Wait until node 0 ends: why it has failed, or None if it has not."""
+        kind, reason = self.link.receive_end()
+        return None if kind == _SHUTDOWN else reason or "node 0 is gone"
 
 
-def _knock(address: str, port: int, where: str) -> socket.socket:
-    """Connect to node 0, which may not be there yet."""
+def _connect(address: str, port: int, where: str) -> socket.socket:
+    """Connect to node 0, which may not be listening yet."""
     until = time.monotonic() + GATHER_S
     while True:
         try:
@@ -277,5 +333,52 @@ def _knock(address: str, port: int, where: str) -> socket.socket:
             )
         except OSError as error:
             if time.monotonic() >= until:
-                raise TimeoutError(f"nobody answers at {where}: start node 0, and check both") from error
-            time.sleep(_KNOCK_S)
+                raise TimeoutError(f"nothing answers at {where}: start node 0, and check both") from error
+            time.sleep(_RETRY_S)
+
+
+# --- every node but the first ---------------------------------------------------------------------------------------
+
+
+def run_node(config: EngineConfig) -> None:
+    """Run the workers of this node; return when the engine has shut down.
+
+    Raises:
+        ValueError: the settings name the first node, do not fit together, or are not those of the first node.
+        TimeoutError, ConnectionError: the first node does not answer, or does not accept this one.
+        WorkerError: a worker, or another node, has failed.
+    """
+    if config.node_rank == 0:
+        raise ValueError(
+            f"node_rank is 0 (with nnodes {config.nnodes}): the first node starts the engine, with `fleetfoot "
+            "generate`, `fleetfoot chat` or LLM(...); this command is for the nodes from 1 on"
+        )
+    plan = resolve_plan(config, Machine.detect())
+    plan.decision.check()
+    check_devices(plan)
+    membership = Membership(plan)
+    processes = None
+    try:
+        plan = dataclasses.replace(plan, engine_id=membership.engine_id)
+        rendezvous = Rendezvous(None, membership.address, membership.store_port)
+        processes = WorkerProcesses(plan, membership.addresses, rendezvous)
+        _watch(membership, processes)
+    except BaseException as error:
+        membership.send_failure(str(error) or type(error).__name__)
+        raise
+    finally:
+        if processes is not None:
+            processes.kill()
+        membership.link.close()
+
+
+def _watch(membership: Membership, processes: WorkerProcesses) -> None:
+    """Return when the engine shuts down; raise WorkerError if it fails, or if a worker of this node does."""
+    ready = wait([membership.link.fileno(), *processes.sentinels])
+    # workers may end before the message of node 0 arrives here
+    if membership.link.fileno() not in ready and (failed := processes.ended(only_failed=True)):
+        raise WorkerError(next(iter(failed.values())))
+    reason = membership.wait_for_end()
+    if reason is not None:
+        raise WorkerError(f"the engine has failed: {reason}")
+    processes.join()

@@ -2,40 +2,105 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
+import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 
 from fleetfoot.config import env
-from fleetfoot.executor.errors import WorkerError
-from fleetfoot.executor.specs import WorkerSpec
-from fleetfoot.executor.worker_process import run_worker
+from fleetfoot.executor.messages import Rendezvous, WorkerAddresses, WorkerSpec
+from fleetfoot.executor.protocol import WorkerError
+from fleetfoot.plan.plan import EnginePlan
 
+SHUTDOWN_S = 10.0
+"""How long workers may take to give everything back."""
 _REAP_S = 5.0
-"""How long a process that has closed its files may take to be gone."""
+"""How long a process that has closed its files may take to end."""
+_PREFIX = "fleetfoot-"
+_LOCK = "lock"
+"""A file that an engine holds locked; the kernel unlocks it when the process ends, however that happens."""
+_LOCK_AGE_S = 60.0
+"""Younger locks are left alone: their engine may not have locked them yet."""
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
+
+
+class RendezvousDir:
+    """A private directory for the sockets of an engine and the file of torch.distributed.
+
+    It is removed when its engine ends. An engine that SIGKILL has ended leaves it behind; the next engine removes it.
+    """
+
+    def __init__(self) -> None:
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: no other engine can lock it either
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def remove(self) -> None:
+        """Safe in any thread, and again."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove directories of this user that no engine holds any more."""
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, in use, or just removed
+            if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < _LOCK_AGE_S:
+                continue
+            with open(lock, "rb+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 class WorkerProcesses:
-    """One process for each spec. They end when this process does, however that happens."""
+    """A process for each rank of this machine. They end when this process does, however that happens.
 
-    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
+    Args:
+        addresses: of all ranks, those of other machines too.
+    """
+
+    def __init__(self, plan: EnginePlan, addresses: Sequence[WorkerAddresses], rendezvous: Rendezvous) -> None:
         context = multiprocessing.get_context("spawn")
         reader, self._lifeline = context.Pipe(duplex=False)
         self._by_rank: dict[int, BaseProcess] = {}
+        size = plan.config.local_world_size
         try:
-            with env.defaults(_variables(specs)), _without_program():
-                for spec in specs:
-                    name = f"fleetfoot-worker-{spec.rank}"
+            with env.defaults(_variables(plan, size)), _without_main_module():
+                for local_rank in range(size):
+                    rank = plan.config.node_rank * size + local_rank
+                    spec = WorkerSpec(
+                        plan=plan,
+                        rank=rank,
+                        local_rank=local_rank,
+                        addresses=addresses[rank],
+                        rendezvous=rendezvous,
+                        parent=os.getpid(),
+                        ends_with_thread=threading.current_thread() is threading.main_thread(),
+                        log_level=logging.getLogger("fleetfoot").getEffectiveLevel(),
+                    )
+                    name = f"fleetfoot-worker-{rank}"
                     process = context.Process(target=run_worker, args=(spec, reader), name=name, daemon=True)
                     process.start()
-                    self._by_rank[spec.rank] = process
+                    self._by_rank[rank] = process
         except BaseException:
             self.kill()
             raise
@@ -49,37 +114,36 @@ class WorkerProcesses:
 
     @property
     def sentinels(self) -> list[int]:
-        """File descriptors that can be read once their process has ended."""
+        """File descriptors that become readable when their process ends."""
         return [process.sentinel for process in self._by_rank.values()]
 
-    def ended(self, *, but_well: bool = False) -> dict[int, str]:
+    def ended(self, *, only_failed: bool = False) -> dict[int, str]:
         """A sentence for each rank whose process has ended.
 
         Args:
-            but_well: leave out those that were told to.
+            only_failed: leave out exit code 0.
         """
         over = set(wait(self.sentinels, timeout=0))
         found = {}
         for rank, process in self._by_rank.items():
             if process.sentinel in over:
                 process.join(_REAP_S)
-                if but_well and process.exitcode == 0:
-                    continue
-                found[rank] = f"worker {rank} (process {process.pid}) {_how(process.exitcode)}"
+                if not (only_failed and process.exitcode == 0):
+                    found[rank] = f"worker {rank} (process {process.pid}) {_describe_exit(process.exitcode)}"
         return found
 
-    def join(self, timeout_s: float) -> None:
-        """Wait until all have ended by themselves; those that have not by then are killed.
+    def join(self) -> None:
+        """Wait at most `SHUTDOWN_S` until all have ended, and kill those that have not.
 
         Raises:
-            WorkerError: one has ended by itself, but not well.
+            WorkerError: a worker has ended with an error.
         """
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + SHUTDOWN_S
         for process in self._by_rank.values():
             process.join(max(0.0, until - time.monotonic()))
-        unwell = self.ended(but_well=True)
+        failed = self.ended(only_failed=True)
         self.kill()
-        for sentence in unwell.values():
+        for sentence in failed.values():
             raise WorkerError(f"{sentence} when it was to shut down: see what it has written to standard error")
 
     def kill(self) -> None:
@@ -92,10 +156,10 @@ class WorkerProcesses:
 
 
 @contextmanager
-def _without_program() -> Iterator[None]:
-    """Processes that start meanwhile do not run the program's file again, as spawned ones do to find what it defines.
+def _without_main_module() -> Iterator[None]:
+    """Spawned processes do not run the program's main file again, which they would to find what it defines.
 
-    Workers want nothing of it. So a script may make an engine at its top level, and there need not be a file at all.
+    Workers need nothing of it. So a script can make an engine at its top level, and there need not be a file at all.
     """
     program = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -105,7 +169,7 @@ def _without_program() -> Iterator[None]:
         sys.modules["__main__"] = program
 
 
-def _how(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
         return "does not respond"
     if exit_code >= 0:
@@ -116,19 +180,63 @@ def _how(exit_code: int | None) -> str:
         return f"was ended by signal {-exit_code}"
 
 
-def _variables(specs: Sequence[WorkerSpec]) -> dict[str, str]:
-    """Of the environment of the processes, where nothing else is set."""
-    plan = specs[0].plan
-    # each queue of a GPU waits for its own work alone: transfers beside steps, sums beside copies
+def _variables(plan: EnginePlan, num_processes: int) -> dict[str, str]:
+    """Defaults for the environment of the processes."""
+    # each queue of a GPU waits for its own work only: transfers beside steps, sums beside copies
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     if plan.device == "cpu":
-        variables["OMP_NUM_THREADS"] = str(max(1, _num_cpus() // len(specs)))
+        num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        variables["OMP_NUM_THREADS"] = str(max(1, num_cpus // num_processes))
     if plan.config.nnodes == 1 and sys.platform == "linux":
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # a machine's name need not lead to an address of its own
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's name need not resolve to one of its addresses
     return variables
 
 
-def _num_cpus() -> int:
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+# --- in the worker's process ----------------------------------------------------------------------------------------
+
+
+def run_worker(spec: WorkerSpec, lifeline: Connection) -> None:
+    """The main function of a worker process. Torch is imported after the process is certain to end with its parent.
+
+    Args:
+        lifeline: the reading end of a pipe that is closed, by whatever means, when the parent ends.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the engine decides
+    _end_with_parent(spec, lifeline)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s (worker {spec.rank}): %(message)s"))
+    logger = logging.getLogger("fleetfoot")
+    logger.addHandler(handler)
+    logger.setLevel(spec.log_level)
+    from fleetfoot.executor.worker_loop import run_worker_loop
+
+    exit_code = 0
+    try:
+        run_worker_loop(spec)
+    except BaseException:
+        logger.exception("the worker could not shut down cleanly")
+        exit_code = 1
+    # everything is given back; a full exit of Python and torch would add seconds to the engine's shutdown
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _end_with_parent(spec: WorkerSpec, lifeline: Connection) -> None:
+    """By a thread that waits for the end of the pipe, and by a signal of the kernel, which also ends a stuck process.
+
+    The kernel sends the signal when the thread ends that has started this process, so it is requested only if that
+    thread lives as long as the parent.
+    """
+    threading.Thread(target=_wait_for_end, args=(lifeline,), name="fleetfoot-lifeline", daemon=True).start()
+    if spec.ends_with_thread and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != spec.parent:  # it ended before the request
+            os._exit(1)
+
+
+def _wait_for_end(lifeline: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os._exit(1)

@@ -1,20 +1,88 @@
-"""What the engine needs of an executor. No torch."""
+"""The executor's interface, its errors, and the check of what workers have built against the plan. No torch."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Protocol
 
+from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.contract import PendingOutput
+
+if TYPE_CHECKING:  # it imports torch, which a worker process does later
+    from fleetfoot.runner.contract import PendingOutput
+
+
+class WorkerError(RuntimeError):
+    """A worker process has raised, or has ended. The text has its rank, and its traceback if there is one."""
+
+
+class PlanMismatchError(RuntimeError):
+    """What a worker has built is not what the plan names."""
 
 
 class Executor(Protocol):
     """Runs steps on one worker or many."""
 
     runner_name: str
+    """``v1`` or ``v2``: the runner that the workers report."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None: ...
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Take a step; it is executed at the latest when `sample_tokens` is called."""
+        ...
 
-    def sample_tokens(self, grammar_output: object | None) -> PendingOutput: ...
+    def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
+        """Sample the tokens of the step that `execute_model` took."""
+        ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """End the workers and give their memory back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBuild:
+    """The parts of a worker, by name."""
+
+    runner: str
+    """``v1`` or ``v2``."""
+    ops: str
+    attention: str
+    kv_layout: str
+    connector: str
+    """The connector's class with its module; ``none`` without one."""
+    drafter: str
+    """``ngram``, ``draft_model``, ``eagle``, or ``none``: ranks before the last pipeline stage have none."""
+    num_ranks: int
+
+    @classmethod
+    def planned(cls, plan: EnginePlan, rank: int) -> WorkerBuild:
+        """What the plan names for a rank."""
+        speculative, config = plan.config.speculative_config, plan.config
+        drafts = speculative is not None and rank >= config.world_size - config.tensor_parallel_size
+        return cls(
+            runner=plan.runner,
+            ops=plan.backends.ops,
+            attention=plan.backends.attention,
+            kv_layout=plan.kv_layout,
+            connector="none" if plan.connector is None else plan.connector.class_name,
+            drafter=speculative.method if speculative is not None and drafts else "none",
+            num_ranks=config.world_size,
+        )
+
+
+def check_builds(plan: EnginePlan, builds: Mapping[int, WorkerBuild]) -> None:
+    """Compare what each rank has built with the plan.
+
+    Raises:
+        PlanMismatchError: they differ; the message has both sides of each difference.
+    """
+    differences = []
+    for rank, build in sorted(builds.items()):
+        planned = WorkerBuild.planned(plan, rank)
+        for name in (item.name for item in fields(WorkerBuild)):
+            built, expected = getattr(build, name), getattr(planned, name)
+            if built != expected:
+                differences.append(f"\n  - worker {rank}: {name} is {built!r}, and the plan names {expected!r}")
+    if differences:
+        raise PlanMismatchError(f"the engine was not built as planned:{''.join(differences)}")

@@ -1,16 +1,20 @@
-"""A worker: one device, one model runner, and the order in which they start."""
+"""A worker: one device and one model runner, built as the plan says."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import WorkerGroups
-from fleetfoot.kernels.select import select_attention, select_ops
+from fleetfoot.executor.protocol import WorkerBuild
+from fleetfoot.kernels.select import attention_by_name, ops_by_name
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.plan.connector import qualified_name
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.transfer_context import transfer_context
 from fleetfoot.records.kv_layout import KVLayout
@@ -25,14 +29,15 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads the model, sizes and takes the KV cache, and warms up, each phase logged with its seconds.
+    """Loads the model, allocates the KV cache, and warms up.
 
     Args:
-        rank: in the world of tensor_parallel_size * pipeline_parallel_size workers.
-        groups: its groups in there, of ``make_groups``; the device is the current one then. None: it is alone.
+        rank: 0 .. world_size - 1.
+        groups: of the rank, from ``make_groups``; the device is the current one then. None: it is the only rank.
 
     Raises:
         ValueError: the settings of a KV connector or of a drafter do not fit.
+        KernelUnavailableError: kernels that the plan names cannot be used.
     """
 
     def __init__(self, plan: EnginePlan, rank: int = 0, groups: WorkerGroups | None = None) -> None:
@@ -42,15 +47,14 @@ class Worker:
         self.groups = groups or WorkerGroups()
         self.device = torch.device(plan.device)
         if self.device.type == "cuda" and groups is not None:
-            # by its number: threads that a connector starts have another current device
+            # with its number: threads that a connector starts have another current device
             self.device = torch.device("cuda", torch.cuda.current_device())
-        num_drafts = plan.drafter.num_drafts
         context = ModelContext(
-            ops=select_ops(plan.device),
-            attention=select_attention(plan.device),
+            ops=ops_by_name(plan.backends.ops),
+            attention=attention_by_name(plan.backends.attention),
             dtype=getattr(torch, plan.dtype),
             device=self.device,
-            max_positions=plan.max_model_len + num_drafts,  # a query may reach beyond the end by its drafts
+            max_positions=plan.max_model_len + plan.drafter.num_drafts,  # drafts may lie beyond a request's end
             tensor_group=self.groups.tensor,
         )
         self._layers: range | None = None
@@ -59,17 +63,27 @@ class Worker:
         loader = ModelLoader(
             plan.model, context, plan.model_path, plan.config.load_format, plan.config.seed, self._layers
         )
-        self.runner = self._make_runner(loader, self._speculation(context, num_drafts), make_connector(plan, rank))
+        speculation, connector = self._make_speculation(context), make_connector(plan, rank)
+        self.runner = self._make_runner(loader, speculation, connector)
+        self.build = WorkerBuild(
+            runner=self.runner.name,
+            ops=context.ops.name,
+            attention=context.attention.name,
+            kv_layout=KVLayout.name,
+            connector="none" if plan.connector is None else qualified_name(plan.connector.connector_class),
+            drafter=_drafter_name(speculation),
+            num_ranks=self.groups.tensor.size * self.groups.pipeline.size,
+        )
 
-    def _speculation(self, context: ModelContext, num_drafts: int) -> Speculation:
-        """The drafter lives on the last rank of a pipeline; the others only hear what it proposes."""
-        if num_drafts == 0:
+    def _make_speculation(self, context: ModelContext) -> Speculation:
+        """The drafter runs on the last pipeline stage; other stages receive its drafts."""
+        plan = self.plan
+        if plan.drafter.num_drafts == 0:
             return NO_SPECULATION
         if not self.groups.pipeline.is_last_rank:
-            return Speculation(num_drafts=num_drafts)
+            return Speculation(num_drafts=plan.drafter.num_drafts)
         from fleetfoot.speculative.build import build_speculation
 
-        plan = self.plan
         return build_speculation(plan.config, plan.drafter.model, plan.max_model_len, context)
 
     def _make_runner(self, loader: ModelLoader, speculation: Speculation, connector: StepConnector) -> ModelRunner:
@@ -95,10 +109,10 @@ class Worker:
         )
 
     def start(self) -> KVLayout:
-        """Everything up to the first step; returns the KV cache's layout."""
-        with _Phase("weights"):
+        """Everything before the first step, each phase logged with its seconds; returns the KV cache's layout."""
+        with _phase("weights"):
             self.runner.load_model()
-        with _Phase("KV cache"):
+        with _phase("KV cache"):
             layout = self._layout(self._num_blocks())
             try:
                 self.runner.initialize_kv_cache(layout)
@@ -108,13 +122,13 @@ class Worker:
                     f"{self.plan.memory.kv_reason}) and the state of max_num_seqs={self.plan.config.max_num_seqs:,} "
                     f"requests: {error}; lower num_gpu_blocks_override, kv_cache_memory_bytes or max_num_seqs"
                 ) from error
-        with _Phase("warm-up"):
+        with _phase("warm-up"):
             self.runner.warm_up()
         self.layout = layout
         return layout
 
     def _layout(self, num_blocks: int) -> KVLayout:
-        """Of this rank: its layers of the model, and on the last rank of a pipeline those of a drafter."""
+        """Of this rank's layers; the last pipeline stage has a drafter's too."""
         plan = self.plan
         layout = KVLayout.of(
             plan.model,
@@ -136,7 +150,7 @@ class Worker:
         return smallest_in_world(own)
 
     def _fitting_blocks(self) -> int:
-        """The plan's number of KV blocks, or fewer where a GPU turns out to have less to give than the plan saw."""
+        """The plan's number of KV blocks, or fewer if the GPU has less free memory than the plan counts on."""
         memory, config = self.plan.memory.stage(self.groups.pipeline.rank), self.plan.config
         if self.device.type == "cpu" or config.num_gpu_blocks_override or config.kv_cache_memory_bytes:
             return memory.num_blocks
@@ -178,14 +192,15 @@ def make_connector(plan: EnginePlan, rank: int) -> StepConnector:
     return StepConnector(plan.connector.connector_class.worker_side(transfer_context(plan, rank=rank)))
 
 
-class _Phase:
-    """Logs how long a phase of the start took."""
+def _drafter_name(speculation: Speculation) -> str:
+    if speculation.ngram is not None:
+        return "ngram"
+    return "none" if speculation.drafter is None else speculation.drafter.method
 
-    def __init__(self, name: str) -> None:
-        self._name = name
 
-    def __enter__(self) -> None:
-        self._begin = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        logger.info("%s: %.2f s", self._name, time.perf_counter() - self._begin)
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """Log how long a phase of the start takes."""
+    begin = time.perf_counter()
+    yield
+    logger.info("%s: %.2f s", name, time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""A worker in a process of its own: it starts, takes steps, and answers, until it is told to end."""
+"""The loop of a worker process: start, execute calls, reply, until an empty message ends it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
-from fleetfoot.executor.channel import WorkerChannel
-from fleetfoot.executor.messages import Answer, Ready, decode_step, encode_report, failure_of
-from fleetfoot.executor.ranks import answering_ranks
-from fleetfoot.executor.specs import Rendezvous, WorkerSpec
+from fleetfoot.executor.messages import (
+    Failure,
+    Ready,
+    Rendezvous,
+    StepOutput,
+    WorkerChannel,
+    WorkerSpec,
+    decode_call,
+    encode_reply,
+)
 from fleetfoot.executor.worker import Worker
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.utils.process import short_collections
@@ -25,24 +31,25 @@ from fleetfoot.utils.process import short_collections
 logger = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_S = 0.0005
-"""For how long the thread that queues steps may keep Python from the one that answers; else 5 ms, which is a step."""
+"""For how long the thread that queues steps may hold Python's lock while another replies; the default, 5 ms, is as long
+as a step."""
 
 
-def serve(spec: WorkerSpec) -> None:
-    """Returns when the engine says that it is over.
+def run_worker_loop(spec: WorkerSpec) -> None:
+    """Return when the engine ends the worker.
 
-    A worker that raises reports that, and then keeps still, with all its connections, until the engine ends it or says
-    that it is over: were it to leave before, others would raise as well, and nobody could tell which was the cause.
-    Once it is over nobody waits for it, and what it has raised, or raises then, this raises.
+    A worker that raises reports it, and then keeps all its connections until the engine ends it: closing them would
+    make other ranks raise as well, and hide the cause. What it raised, or raises after the engine's last message, is
+    raised here.
     """
     channel = WorkerChannel(spec.addresses)
     try:
         worker = _start(spec)
-        with channel.open_reports() as reports:
-            reports.send(encode_report(_ready(worker)))
-        _take_steps(worker, channel)
+        with channel.open_replies() as replies:
+            replies.send(encode_reply(Ready(worker.rank, pickle.dumps(worker.layout), worker.build)))
+        _run_calls(worker, channel)
     except BaseException as error:
-        channel.open_reports().send(encode_report(failure_of(spec.rank, error, traceback.format_exc())))
+        channel.open_replies().send(encode_reply(Failure.of(spec.rank, error, traceback.format_exc())))
         while channel.receive():
             pass
         raise
@@ -80,33 +87,29 @@ def _store(rendezvous: Rendezvous, world_size: int) -> dist.Store:
     return dist.PrefixStore("workers", store)
 
 
-def _ready(worker: Worker) -> Ready:
-    return Ready(worker.rank, pickle.dumps(worker.layout), worker.runner.name)
-
-
-def _take_steps(worker: Worker, channel: WorkerChannel) -> None:
-    """Until an empty message comes."""
-    answers: _Answers = _Nobody()
-    if worker.rank in answering_ranks(worker.plan):
-        answers = (_Awaiting if worker.device.type == "cuda" else _AtOnce)(worker.rank, channel)
+def _run_calls(worker: Worker, channel: WorkerChannel) -> None:
+    """Until an empty message arrives."""
+    sender: _OutputSender = _NoSender()
+    if worker.rank in worker.plan.reply_ranks:
+        sender = (_ThreadedSender if worker.device.type == "cuda" else _DirectSender)(worker.rank, channel)
     with short_collections():
         while message := channel.receive():
-            step = decode_step(message)
-            worker.runner.execute_model(step.scheduler_output)
-            answers.send(step.number, worker.runner.sample_tokens(step.grammar_output))
-    answers.close()
+            call = decode_call(message)
+            worker.runner.execute_model(call.scheduler_output)
+            sender.send(call.number, worker.runner.sample_tokens(call.grammar_output))
+    sender.close()
 
 
-class _Answers(Protocol):
-    """How a worker's outputs get to the engine."""
+class _OutputSender(Protocol):
+    """Sends a worker's outputs to the engine."""
 
     def send(self, number: int, pending: PendingOutput) -> None: ...
 
     def close(self) -> None: ...
 
 
-class _Nobody:
-    """The engine does not want to hear from this rank."""
+class _NoSender:
+    """For ranks that do not reply."""
 
     def send(self, number: int, pending: PendingOutput) -> None:
         pass
@@ -115,28 +118,28 @@ class _Nobody:
         pass
 
 
-class _AtOnce:
-    """Where the host computes itself, an output is there when it is made."""
+class _DirectSender:
+    """For a CPU, where an output is ready when it is made."""
 
     def __init__(self, rank: int, channel: WorkerChannel) -> None:
         self._rank = rank
-        self._reports = channel.open_reports()
+        self._replies = channel.open_replies()
 
     def send(self, number: int, pending: PendingOutput) -> None:
-        self._reports.send(encode_report(Answer(self._rank, number, pending.get())))
+        self._replies.send(encode_reply(StepOutput(self._rank, number, pending.get())))
 
     def close(self) -> None:
-        self._reports.close()
+        self._replies.close()
 
 
-class _Awaiting:
-    """A thread waits for outputs that are on their way from the device; the next step is queued meanwhile."""
+class _ThreadedSender:
+    """For a GPU: a thread waits for outputs, and the next step is queued meanwhile."""
 
     def __init__(self, rank: int, channel: WorkerChannel) -> None:
         self._rank = rank
         self._channel = channel
         self._queue: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="fleetfoot-answers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="fleetfoot-replies", daemon=True)
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
 
@@ -148,10 +151,10 @@ class _Awaiting:
         self._thread.join()
 
     def _run(self) -> None:
-        with self._channel.open_reports() as reports:
+        with self._channel.open_replies() as replies:
             try:
                 while (item := self._queue.get()) is not None:
                     number, pending = item
-                    reports.send(encode_report(Answer(self._rank, number, pending.get())))
+                    replies.send(encode_reply(StepOutput(self._rank, number, pending.get())))
             except BaseException as error:
-                reports.send(encode_report(failure_of(self._rank, error, traceback.format_exc())))
+                replies.send(encode_reply(Failure.of(self._rank, error, traceback.format_exc())))

@@ -30,6 +30,8 @@ class ConnectorPlan:
     """The KV layouts that it accepts."""
     requested_by: str
     """The setting that asks for it."""
+    class_name: str = ""
+    """Of the class, with its module; set once an engine is planned, and empty if there is no such class."""
 
     @property
     def refusal(self) -> str | None:
@@ -49,6 +51,22 @@ class ConnectorPlan:
             ValueError: there is no such connector, or it is not a `KVConnector`.
         """
         return find_connector(self.config)
+
+
+def qualified_name(kind: type) -> str:
+    """``module.Class``."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def locate_connector(connector: ConnectorPlan | None) -> ConnectorPlan | None:
+    """Import the connector's class and note its name.
+
+    Raises:
+        ValueError: the class is not a connector.
+    """
+    if connector is None or not connector.layouts.exists:
+        return connector
+    return replace(connector, class_name=qualified_name(connector.connector_class))
 
 
 def resolve_connector(config: EngineConfig) -> ConnectorPlan | None:

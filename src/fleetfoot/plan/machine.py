@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fleetfoot.native.loading import native_problem
+
 _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 """One of them is there wherever Linux has a GPU that torch can compute on."""
 
@@ -23,7 +25,9 @@ class Machine:
     """Of one GPU; 0: there is none."""
     has_triton: bool = False
     has_native: bool = False
-    """Whether Fleetfoot's own CPU kernels were built."""
+    """Whether the C kernels can be used."""
+    native_problem: str = ""
+    """Why they cannot, if that was found out."""
 
     def memory_bytes(self, device: str) -> int:
         """What a device (``cpu`` or ``cuda``) has."""
@@ -32,7 +36,8 @@ class Machine:
     @classmethod
     def without_gpu(cls) -> Machine:
         """This machine as if it had no GPU."""
-        return cls(_available_memory(), has_native=_has_native())
+        problem = native_problem()
+        return cls(_available_memory(), has_native=not problem, native_problem=problem)
 
     @classmethod
     def detect(cls) -> Machine:
@@ -58,13 +63,6 @@ def may_have_gpu() -> bool:
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def _has_native() -> bool:
-    """The library's file stands beside its sources; loading it would need torch."""
-    from fleetfoot import native
-
-    return any(Path(folder, "libfleetfoot.so").exists() for folder in native.__path__)
 
 
 def _available_memory() -> int:

@@ -53,6 +53,18 @@ class EnginePlan:
     """What other engines know this one by, unless kv_transfer_config names it: the same in all of its processes."""
 
     @property
+    def output_rank(self) -> int:
+        """The rank that reports sampled tokens: the first of the last pipeline stage, whose ranks sample the same."""
+        return self.config.world_size - self.config.tensor_parallel_size
+
+    @property
+    def reply_ranks(self) -> range:
+        """The ranks that reply to each step: all if there is a KV connector, from which each rank reports."""
+        if self.connector is not None:
+            return range(self.config.world_size)
+        return range(self.output_rank, self.output_rank + 1)
+
+    @property
     def runner(self) -> str:
         """``v1`` or ``v2``."""
         return self.decision.runner
@@ -78,12 +90,17 @@ class EnginePlan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the user should hear about when an engine starts."""
+        """What an engine logs as warnings when it starts, each one line."""
+        warnings = list(self.decision.warnings)
+        if self.device == "cpu" and self.machine.native_problem:
+            warnings.append(
+                "The C kernels for CPUs cannot be used, and without them every step takes several times as long: "
+                f"{self.machine.native_problem}."
+            )
         limit = self.model.max_position_embeddings
-        if self.config.max_model_len is not None or self.max_model_len >= limit:
-            return self.decision.warnings
-        shorter = (
-            f"There is no room for KV of the model's {limit:,} positions: requests are limited to "
-            f"{self.max_model_len:,} tokens."
-        )
-        return (*self.decision.warnings, shorter)
+        if self.config.max_model_len is None and self.max_model_len < limit:
+            warnings.append(
+                f"There is no room for KV of the model's {limit:,} positions: requests are limited to "
+                f"{self.max_model_len:,} tokens."
+            )
+        return tuple(warnings)

@@ -12,7 +12,7 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
 from fleetfoot.kv_transfer.base.layouts import V2_LAYOUT
 from fleetfoot.plan.backends import choose_backends
-from fleetfoot.plan.connector import resolve_connector
+from fleetfoot.plan.connector import locate_connector, resolve_connector
 from fleetfoot.plan.fit import Device, fit_engine
 from fleetfoot.plan.footprint import EngineShape
 from fleetfoot.plan.machine import Machine
@@ -79,7 +79,7 @@ def resolve_plan(
         async_scheduling=_async_scheduling(config, decision.runner, device),
         capture_table=shape.capture_table,
         memory=memory,
-        connector=situation.connector,
+        connector=locate_connector(situation.connector),
         drafter=shape.drafter,
     )
     check_connector_settings(plan)

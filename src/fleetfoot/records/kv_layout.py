@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import num_kv_heads
@@ -27,6 +28,8 @@ class KVLayout:
     A block of a layer is one contiguous piece, and within it the tokens of a head lie side by side, which is what
     attention reads. A block id means the same block in every layer, a drafter's included.
     """
+
+    name: ClassVar[str] = "block-contiguous-hnd"
 
     num_blocks: int
     block_size: int

@@ -22,6 +22,7 @@ class DraftModel:
         num_drafts: ``k``.
     """
 
+    method = "draft_model"
     reads_hidden = False
 
     def __init__(self, loader: ModelLoader, num_drafts: int) -> None:

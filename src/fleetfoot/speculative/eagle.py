@@ -36,6 +36,7 @@ class EagleDrafter:
         load_format, seed: as for the target.
     """
 
+    method = "eagle"
     reads_hidden = True
 
     def __init__(

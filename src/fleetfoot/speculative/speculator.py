@@ -66,6 +66,8 @@ class Speculator(Protocol):
     """``k``."""
     kv_groups: tuple[LayerGroup, ...]
     """Layers that it wants behind the target's in the KV cache."""
+    method: str
+    """``draft_model`` or ``eagle``."""
     reads_hidden: bool
     """Whether it reads ``DraftBatch.hidden``."""
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fleetfoot.executor.rendezvous_dir import MeetingFolder
+from fleetfoot.executor.processes import RendezvousDir
 
 KILLED = """
 import os, signal
-from fleetfoot.executor.rendezvous_dir import MeetingFolder
-folder = MeetingFolder()
+from fleetfoot.executor.processes import RendezvousDir
+folder = RendezvousDir()
 (folder.path / "steps-0").touch()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -36,7 +36,7 @@ def age(folder: Path) -> None:
 
 
 def test_it_goes_with_its_engine(parent: Path) -> None:
-    folder = MeetingFolder()
+    folder = RendezvousDir()
     assert folder.path.parent == parent
     assert folder.path.stat().st_mode & 0o077 == 0
     folder.remove()
@@ -48,10 +48,10 @@ def test_what_a_killed_engine_leaves_goes_with_the_next_one(parent: Path) -> Non
     killed = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = parent.iterdir()
-    first = MeetingFolder()
+    first = RendezvousDir()
     assert left.exists()  # it might be that of an engine that is about to lock it
     age(left)
-    second = MeetingFolder()
+    second = RendezvousDir()
     assert not left.exists()
     assert set(parent.iterdir()) == {first.path, second.path}
     first.remove()
@@ -59,10 +59,10 @@ def test_what_a_killed_engine_leaves_goes_with_the_next_one(parent: Path) -> Non
 
 
 def test_what_is_in_use_or_not_ours_stays(parent: Path) -> None:
-    mine = MeetingFolder()
+    mine = RendezvousDir()
     age(mine.path)
     other = parent / "fleetfoot-notes"
     other.mkdir()
-    MeetingFolder().remove()
+    RendezvousDir().remove()
     assert set(parent.iterdir()) == {mine.path, other}
     mine.remove()
