@@ -12,6 +12,7 @@ from unittest import mock
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.engine.build import EngineParts, build_parts
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
@@ -20,10 +21,11 @@ from fleetfoot.plan.resolve import resolve_plan
 class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"):`, `@force_runner("v1")`
     """Every engine that starts in this block, or in the decorated function, runs on this model runner.
 
-    It wins over whatever ``FLEETFOOT_USE_V2_MODEL_RUNNER`` holds, which it sets, for child processes too, and restores
-    at the end. Settings of an engine that ask for the other runner are an error there. And it has to have had an
-    effect: a block in which no engine of this process has started ends with an AssertionError, unless it ends with an
-    exception of its own. What runs in the end, the engine reports::
+    It overrides ``FLEETFOOT_USE_V2_MODEL_RUNNER``, which it sets, for child processes too, and restores at the end. An
+    engine's own setting for the other runner is an error. The block asserts the runner that its engines report once
+    they have started, in whichever thread. It ends with an AssertionError if an engine ran on the other runner, or if
+    no engine of this process has started; a failed start does not count. An exception of the block itself is raised
+    unchanged::
 
         with force_runner("v1"):
             with LLM(model) as llm:
@@ -44,16 +46,19 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
         self.runner = runner
         self.plans: list[EnginePlan] = []
         """Of the engines that have started in the block."""
+        self._others = 0
         self._undo: ExitStack | None = None
 
     def __enter__(self) -> force_runner:
         if self._undo is not None:
             raise RuntimeError("this force_runner is in use already; make another one for a block inside of it")
-        self.plans = []
+        self.plans, self._others = [], 0
         self._undo = ExitStack()
-        self._undo.enter_context(env.variable(env.USE_V2_MODEL_RUNNER, str(int(self.runner == "v2"))))
-        # the one place where engines get their plans: there it shows whether one has started, and with what
+        self._undo.enter_context(env.variable(env.USE_V2_MODEL_RUNNER, self._value))
+        # modules, not threads, are patched: engines of all threads count
         self._undo.enter_context(mock.patch("fleetfoot.engine.build.resolve_plan", self._resolve_plan))
+        for importer in ("build", "engine"):
+            self._undo.enter_context(mock.patch(f"fleetfoot.engine.{importer}.build_parts", self._build_parts))
         return self
 
     def __exit__(
@@ -62,7 +67,11 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
         if self._undo is not None:
             self._undo.close()
             self._undo = None
-        if error is None and not self.plans:
+        if error is not None:
+            return
+        if self._others:
+            raise AssertionError(f"force_runner({self.runner!r}): {self._others} engine(s) ran on another runner")
+        if not self.plans:
             raise AssertionError(f"force_runner({self.runner!r}) had no effect: no engine has started in its block")
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,13 +91,27 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
 
         return forced
 
+    @property
+    def _value(self) -> str:
+        """Of the environment variable."""
+        return str(int(self.runner == "v2"))
+
     def _resolve_plan(self, config: EngineConfig, machine: Machine) -> EnginePlan:
-        # said once more, as the block may have changed the environment
-        plan = resolve_plan(config, machine, environ={env.USE_V2_MODEL_RUNNER: str(int(self.runner == "v2"))})
+        # passed explicitly: the block may have changed the environment
+        plan = resolve_plan(config, machine, environ={env.USE_V2_MODEL_RUNNER: self._value})
         if plan.runner != self.runner:
             raise ValueError(
                 f"force_runner({self.runner!r}) is in effect, and the engine would run on {plan.runner!r}: "
                 f"{' '.join(plan.reasons)} Leave that setting out, or use force_runner({plan.runner!r})"
             )
-        self.plans.append(plan)
         return plan
+
+    def _build_parts(self, config: EngineConfig) -> EngineParts:
+        parts = build_parts(config)
+        ran = parts.core.executor.runner_name
+        if ran != self.runner:
+            self._others += 1
+            parts.core.shutdown()
+            raise AssertionError(f"force_runner({self.runner!r}) is in effect, and the engine runs on {ran!r}")
+        self.plans.append(parts.plan)
+        return parts

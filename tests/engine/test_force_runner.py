@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +14,7 @@ from fleetfoot.config.env import USE_V2_MODEL_RUNNER
 from fleetfoot.engine import build
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.testing import force_runner
 
 RUNNERS = ("v1", "v2")
@@ -100,8 +102,55 @@ def test_as_a_decorator(held: str | None) -> None:
 
 def test_without_an_engine_it_is_an_error(held: str | None) -> None:
     with pytest.raises(AssertionError, match=r"force_runner\('v2'\) had no effect"), force_runner("v2"):
-        resolve_plan(EngineConfig(device="cpu"), Machine.detect())  # a plan that no engine is made of does not count
+        build.resolve_plan(
+            EngineConfig(device="cpu"), Machine.detect()
+        )  # a plan that no engine is made of does not count
     assert is_as_before(held)
+
+
+def test_an_engine_of_another_thread_counts() -> None:
+    with force_runner("v1") as forced, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(runs).result() == "v1"
+    assert [plan.runner for plan in forced.plans] == ["v1"]
+
+
+def build_another_runner(patch: pytest.MonkeyPatch) -> None:
+    """Workers report V1 whatever the plan says, and the check of what was built is switched off."""
+    patch.setattr(ModelRunnerV2, "name", "v1")
+    patch.setattr("fleetfoot.executor.build.check_builds", lambda plan, builds: None)
+
+
+def test_the_runner_that_ran_counts_not_the_planned_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_another_runner(monkeypatch)
+    message = r"force_runner\('v2'\) is in effect, and the engine runs on 'v1'"
+    with pytest.raises(AssertionError, match=message), force_runner("v2"):
+        start()
+
+
+def test_another_runner_in_another_thread_is_an_error_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_another_runner(monkeypatch)
+    with (
+        pytest.raises(AssertionError, match=r"force_runner\('v2'\): 1 engine\(s\) ran on another runner"),
+        force_runner("v2"),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert isinstance(pool.submit(start).exception(), AssertionError)  # which a thread may drop
+
+
+@pytest.mark.parametrize("part", ["start_executor", "Admission"])
+def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the workers have started, and after that."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(build, part, fail)
+    with (
+        pytest.raises(AssertionError, match="no engine has started"),
+        force_runner("v1"),
+        pytest.raises(RuntimeError, match="injected"),
+    ):
+        start()
 
 
 def test_an_exception_comes_through_as_it_is(held: str | None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,17 @@ import torch
 from tests.helpers.engines import TEXT_MODEL, change_weights
 
 from fleetfoot import LLM, AsyncLLM, SamplingParams
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.executor.build import start_executor
+from fleetfoot.executor.protocol import PlanMismatchError, WorkerBuild, check_builds
+from fleetfoot.kernels.select import KernelUnavailableError, ops_by_name
+from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.native import library, loading
+from fleetfoot.plan.backends import Backends
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.speculative.speculation import NO_SPECULATION
 
 MAX_LEN = TEXT_MODEL["max_position_embeddings"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -144,3 +156,124 @@ def test_token_ids_need_no_tokenizer_and_dummy_weights_no_files(text_model: Path
             llm.generate("text", GREEDY, use_tqdm=False)
         with pytest.raises(ValueError, match="no tokenizer"):
             llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+
+
+# --- what is built is what was planned ------------------------------------------------------------------------------
+
+
+def unloadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A C library that is there and does not load."""
+    (tmp_path / "libfleetfoot.so").write_bytes(b"not a library")
+    monkeypatch.setattr(loading, "PATH", tmp_path / "libfleetfoot.so")
+    for cached in (loading.open_library, library.load_kernels, library.native_available):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        unloadable(tmp_path, patch)
+        yield
+    for cached in (loading.open_library, library.load_kernels, library.native_available):
+        cached.cache_clear()
+
+
+def test_without_the_c_library_the_plan_names_what_runs(
+    no_library: None, text_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(str(text_model), device="cpu", max_num_seqs=2) as llm:
+        plan = llm.llm_engine.plan
+        assert plan.backends == Backends(attention="sdpa", ops="torch")
+        llm.generate({"prompt_token_ids": [5, 6]}, GREEDY, use_tqdm=False)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([text for text in warnings if "several times as long" in text and "does not load" in text]) == 1
+    assert "\n" not in warnings[0]
+
+
+def test_a_plan_that_names_the_c_library_does_not_start_without_it(no_library: None, text_model: Path) -> None:
+    with pytest.raises(KernelUnavailableError, match=r"the plan names the operations 'native', .*does not load"):
+        start_executor(plan_of(text_model, Machine(16 << 30, has_native=True)))
+    with pytest.raises(ValueError, match="operations: 'cutlass' is unknown; it can be native, triton, torch"):
+        ops_by_name("cutlass")
+
+
+def plan_of(text_model: Path, machine: Machine | None = None, **settings: Any) -> EnginePlan:
+    config = EngineConfig(model=str(text_model), device="cpu", max_num_seqs=2, skip_tokenizer_init=True, **settings)
+    return resolve_plan(config, machine or Machine(16 << 30), environ={})
+
+
+OFFLOADING: dict[str, Any] = {"kv_offloading_size": 0.01}
+NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+DIFFERENCES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
+    "runner": ("fleetfoot.runner.v2.runner.ModelRunnerV2.name", "v9", {}, "runner is 'v9', and the plan names 'v2'"),
+    "ops": (
+        "fleetfoot.executor.worker.ops_by_name",
+        lambda name: dataclasses.replace(ops_by_name("torch"), name="odd"),
+        {},
+        "ops is 'odd', and the plan names 'torch'",
+    ),
+    "attention": (
+        "fleetfoot.kernels.select.SDPABackend.name",
+        "odd",
+        {},
+        "attention is 'odd', and the plan names 'sdpa'",
+    ),
+    "layout": (
+        "fleetfoot.records.kv_layout.KVLayout.name",
+        "odd",
+        {},
+        "kv_layout is 'odd', and the plan names 'block-contiguous-hnd'",
+    ),
+    "connector": (
+        "fleetfoot.plan.connector.find_connector",
+        lambda config: type("Odd", (find_connector(config),), {}),
+        OFFLOADING,
+        r"connector is '[\w.]*Odd', and the plan names '[\w.]*OffloadingConnector'",
+    ),
+    "drafter": (
+        "fleetfoot.speculative.build.build_speculation",
+        lambda *_: NO_SPECULATION,
+        NGRAM,
+        "drafter is 'none', and the plan names 'ngram'",
+    ),
+    "ranks": (
+        "fleetfoot.distributed.groups.TensorGroup.size",
+        2,
+        {"load_format": "dummy"},
+        "num_ranks is 2, and the plan names 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_difference_from_the_plan_ends_the_start(
+    what: str, text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, value, settings, message = DIFFERENCES[what]
+    plan = plan_of(text_model, **settings)
+    monkeypatch.setattr(target, value)
+    with pytest.raises(PlanMismatchError, match=f"not built as planned:\n  - worker 0: {message}"):
+        start_executor(plan)
+
+
+def test_each_rank_is_compared_with_its_own_part(text_model: Path) -> None:
+    """Only the last pipeline stage has the drafter."""
+    plan = plan_of(text_model, pipeline_parallel_size=2, **NGRAM)
+    builds = {rank: WorkerBuild.planned(plan, rank) for rank in range(2)}
+    assert [builds[rank].drafter for rank in range(2)] == ["none", "ngram"]
+    check_builds(plan, builds)
+    builds[1] = dataclasses.replace(builds[1], attention="odd", num_ranks=3)
+    with pytest.raises(PlanMismatchError) as caught:
+        check_builds(plan, builds)
+    assert str(caught.value).count("\n  - worker 1: ") == 2
+
+
+def test_a_worker_process_reports_what_it_built(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine plans with another name than the spawned worker builds."""
+    plan = plan_of(text_model, distributed_executor_backend="mp")
+    monkeypatch.setattr(
+        "fleetfoot.executor.protocol.WorkerBuild.planned",
+        classmethod(lambda cls, plan, rank: cls("v2", "odd", "sdpa", "block-contiguous-hnd", "none", "none", 1)),
+    )
+    with pytest.raises(PlanMismatchError, match="worker 0: ops is 'torch', and the plan names 'odd'"):
+        start_executor(plan)

@@ -14,19 +14,18 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.kv_transfer.base.layouts import V2_LAYOUT, connector_layouts
-from fleetfoot.plan.features import CAPABILITIES, unsupported_features, wanted_features
+from fleetfoot.plan.features import CAPABILITIES, ModelFeatures, required_features, unsupported_features
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES, Decision, UnsupportedFeatureError
 from fleetfoot.plan.resolve import resolve_plan, resolve_runner
-from fleetfoot.plan.traits import ModelTraits
 from fleetfoot.runner.features import Feature, Support
 
 GIB = 1 << 30
 CPU = Machine(16 * GIB)
 GPU = Machine(16 * GIB, "some GPU", 80 * GIB, has_triton=True)
 NO_TRITON = dataclasses.replace(GPU, has_triton=False)
-LLAMA = ModelTraits("LlamaForCausalLM")
-QWEN2 = ModelTraits("Qwen2ForCausalLM")
+LLAMA = ModelFeatures("LlamaForCausalLM")
+QWEN2 = ModelFeatures("Qwen2ForCausalLM")
 VARIABLE = env.USE_V2_MODEL_RUNNER
 
 
@@ -49,7 +48,7 @@ def connector(name: str, path: str | None = __name__, role: str | None = "kv_bot
 
 
 def ask(
-    model: ModelTraits = LLAMA, machine: Machine = GPU, environ: dict[str, str] | None = None, **settings: Any
+    model: ModelFeatures = LLAMA, machine: Machine = GPU, environ: dict[str, str] | None = None, **settings: Any
 ) -> Decision:
     return resolve_runner(EngineConfig(**settings), model, machine, environ or {})
 
@@ -83,7 +82,7 @@ def test_a_setting_beats_the_environment(value: str | None, settings: dict[str, 
 @pytest.mark.parametrize("value", ["0", "1"])
 @pytest.mark.parametrize("model", [LLAMA, QWEN2])
 @pytest.mark.parametrize("machine", [CPU, GPU])
-def test_the_environment_beats_the_oracle(value: str, model: ModelTraits, machine: Machine) -> None:
+def test_the_environment_beats_the_oracle(value: str, model: ModelFeatures, machine: Machine) -> None:
     decision = ask(model, machine, {VARIABLE: value})
     assert (decision.runner, decision.explicit) == (f"v{int(value) + 1}", True)
     assert decision.reasons[0].endswith(f"{VARIABLE} is {value}.")
@@ -178,7 +177,7 @@ def test_the_order_of_decisions(case: str) -> None:
 def test_the_architectures_that_run_on_v2_unasked() -> None:
     assert DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES == ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
     for architecture in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES:
-        assert ask(ModelTraits(architecture)).runner == "v2"
+        assert ask(ModelFeatures(architecture)).runner == "v2"
     assert ask(QWEN2, runner="v2").runner == "v2"
 
 
@@ -295,9 +294,9 @@ def test_what_v2_lacks_is_listed_when_it_was_asked_for() -> None:
 DRAFT = {"num_speculative_tokens": 3, "model": "a/draft"}
 WANTED: dict[Feature, dict[str, Any]] = {
     Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},
-    Feature.MIXTURE_OF_EXPERTS: {"model": ModelTraits("MixtralForCausalLM", has_experts=True)},
-    Feature.HYBRID_LAYERS: {"model": ModelTraits("JambaForCausalLM", is_hybrid=True)},
-    Feature.SLIDING_WINDOW: {"model": ModelTraits("MistralForCausalLM", has_windows=True)},
+    Feature.MIXTURE_OF_EXPERTS: {"model": ModelFeatures("MixtralForCausalLM", has_experts=True)},
+    Feature.HYBRID_LAYERS: {"model": ModelFeatures("JambaForCausalLM", is_hybrid=True)},
+    Feature.SLIDING_WINDOW: {"model": ModelFeatures("MistralForCausalLM", has_windows=True)},
     Feature.POOLING: {"task": "embed"},
     Feature.TORCH_COMPILE: {"compilation_config": {"mode": "STOCK_TORCH_COMPILE"}},
     Feature.ASYNC_SCHEDULING: {"async_scheduling": True},
@@ -324,7 +323,7 @@ PLAIN: dict[str, Any] = {"enable_chunked_prefill": False, "enable_prefix_caching
 def test_what_a_configuration_wants(feature: Feature) -> None:
     settings = {**PLAIN, **WANTED[feature]}
     model = settings.pop("model", LLAMA)
-    wanted = wanted_features(EngineConfig(**settings), model)
+    wanted = required_features(EngineConfig(**settings), model)
     assert set(wanted) == {feature, Feature.PREEMPTION}
     assert wanted[feature]
     for runner in ("v1", "v2"):
@@ -335,7 +334,7 @@ def test_what_a_configuration_wants(feature: Feature) -> None:
 
 
 def test_a_quantized_checkpoint_is_told_by_itself() -> None:
-    wanted = wanted_features(EngineConfig(), ModelTraits("LlamaForCausalLM", quantization="awq"))
+    wanted = required_features(EngineConfig(), ModelFeatures("LlamaForCausalLM", quantization="awq"))
     assert wanted[Feature.QUANTIZED_WEIGHTS] == "the checkpoint's weights are quantized, awq"
 
 
@@ -352,13 +351,13 @@ SETTINGS = [{}, *({**settings} for settings in WANTED.values() if "model" not in
 
 @given(
     chosen=st.lists(st.sampled_from(SETTINGS), max_size=4),
-    model=st.sampled_from([LLAMA, QWEN2, ModelTraits("MixtralForCausalLM", has_experts=True)]),
+    model=st.sampled_from([LLAMA, QWEN2, ModelFeatures("MixtralForCausalLM", has_experts=True)]),
     machine=st.sampled_from([CPU, GPU, NO_TRITON]),
     value=st.sampled_from([None, "0", "1"]),
     runner=st.sampled_from(["auto", "v1", "v2"]),
 )
 def test_whatever_is_asked(
-    chosen: list[dict[str, Any]], model: ModelTraits, machine: Machine, value: str | None, runner: str
+    chosen: list[dict[str, Any]], model: ModelFeatures, machine: Machine, value: str | None, runner: str
 ) -> None:
     settings: dict[str, Any] = {"runner": runner}
     for part in chosen:
@@ -372,7 +371,7 @@ def test_whatever_is_asked(
     else:  # the oracle itself never chooses a V2 that could not run
         assert decision.runner == "v1" or not decision.missing
         assert decision.runner == "v2" or decision.unsupported or machine is NO_TRITON or model is not LLAMA
-    lacking = unsupported_features(decision.runner, wanted_features(EngineConfig(**settings), model))
+    lacking = unsupported_features(decision.runner, required_features(EngineConfig(**settings), model))
     assert set(lacking) <= set(decision.missing)
     assert len(decision.warnings) <= 1
     assert bool(decision.advice) == bool(decision.missing)

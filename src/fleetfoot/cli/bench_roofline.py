@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.bench_load import Work
-from fleetfoot.plan.roofline import Costs, Floor, Speed
+from fleetfoot.plan.roofline import Costs, PeakRates, Roofline
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,7 @@ _REPEATS = 5
 # --- the roofline of what was run -------------------------------------------------------------------------------------
 
 
-def measure_floor(started: StartedEngine) -> Floor | None:
+def measure_floor(started: StartedEngine) -> Roofline | None:
     """The roofline of an engine's model on this machine; None if the GPU has no memory left to measure it."""
     import torch
 
@@ -39,11 +38,11 @@ def measure_floor(started: StartedEngine) -> Floor | None:
         return None
     # on a CPU, all ranks share the measured rates
     num_devices = plan.config.world_size if plan.device == "cuda" else 1
-    speed = Speed(num_devices * rates.bytes_per_s, num_devices * rates.flops_per_s)
-    return Floor(Costs.of(plan.model, plan.dtype), speed)
+    peak_rates = PeakRates(num_devices * rates.bytes_per_s, num_devices * rates.flops_per_s)
+    return Roofline(Costs.of(plan.model, plan.dtype), peak_rates)
 
 
-def floor_report(floor: Floor | None, samples: Samples, *, is_paced: bool = False) -> dict[str, Any] | None:
+def floor_report(floor: Roofline | None, samples: Samples, *, is_paced: bool = False) -> dict[str, Any] | None:
     """Least time of the steps that were run, and its share of the time that they took.
 
     Args:
@@ -55,8 +54,8 @@ def floor_report(floor: Floor | None, samples: Samples, *, is_paced: bool = Fals
     linear = sum(floor.linear_s(step.num_tokens, step.num_requests) for step in samples.steps)
     attention = _attention_s(floor, samples.work)
     return {
-        "copy_bandwidth_gb_s": floor.speed.bytes_per_s / 1e9,
-        "matmul_tflop_s": floor.speed.flops_per_s / 1e12,
+        "copy_bandwidth_gb_s": floor.peak_rates.bytes_per_s / 1e9,
+        "matmul_tflop_s": floor.peak_rates.flops_per_s / 1e12,
         "duration_s": linear + attention,
         "linear_s": linear,
         "attention_s": attention,
@@ -64,7 +63,7 @@ def floor_report(floor: Floor | None, samples: Samples, *, is_paced: bool = Fals
     }
 
 
-def batch_floors(floor: Floor, batch_size: int, input_len: int, output_len: int) -> dict[str, float]:
+def batch_floors(floor: Roofline, batch_size: int, input_len: int, output_len: int) -> dict[str, float]:
     """Least time to first token and time per output token of a batch of equal requests, in milliseconds."""
     first = floor.linear_s(batch_size * input_len, batch_size) + batch_size * floor.prefill_attention_s(input_len)
     content = {"ttft_ms": 1e3 * first}
@@ -74,7 +73,7 @@ def batch_floors(floor: Floor, batch_size: int, input_len: int, output_len: int)
     return content
 
 
-def _attention_s(floor: Floor, work: Sequence[Work]) -> float:
+def _attention_s(floor: Roofline, work: Sequence[Work]) -> float:
     return sum(
         floor.prefill_attention_s(request.num_prompt_tokens, request.num_cached_tokens)
         + floor.decode_attention_s(request.num_prompt_tokens, request.num_output_tokens)
@@ -85,18 +84,8 @@ def _attention_s(floor: Floor, work: Sequence[Work]) -> float:
 # --- peak rates of the machine ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PeakRates:
-    """Of one device."""
-
-    bytes_per_s: float
-    """Read plus written, by a copy larger than the caches."""
-    flops_per_s: float
-    """Of a square matrix product in the model's dtype; a multiply-add counts as two."""
-
-
 def measure_peak_rates(device: str, dtype: str) -> PeakRates:
-    """Takes a second or less, and 1 GB of GPU memory meanwhile.
+    """Peak rates of one device. Takes a second or less, and 1 GB of GPU memory meanwhile.
 
     Args:
         device: ``cpu`` or ``cuda``, the current one.

@@ -87,15 +87,15 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
     """
     from fleetfoot.config.fields import ConfigError
     from fleetfoot.config.model import read_config_json
+    from fleetfoot.plan.features import ModelFeatures
     from fleetfoot.plan.report import decision_report, plan_report
     from fleetfoot.plan.resolve import choose_device, find_model, resolve_plan, resolve_runner
-    from fleetfoot.plan.traits import ModelTraits
 
     try:
         plan = resolve_plan(config, machine, config_only=True)
     except ConfigError as error:
-        model = ModelTraits.of(read_config_json(find_model(config.model, config.revision, config_only=True)), None)
-        if not model.is_of_another_kind:
+        model = ModelFeatures.of(read_config_json(find_model(config.model, config.revision, config_only=True)), None)
+        if model.is_loadable:
             raise  # the config is invalid
         decision = resolve_runner(config, model, machine)
         device = choose_device(config, machine)

@@ -16,8 +16,7 @@ from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
 from fleetfoot.kv_transfer.base.layouts import KNOWN_CONNECTORS, V2_LAYOUT
 from fleetfoot.plan.connector import ConnectorPlan
-from fleetfoot.plan.features import Unsupported, unsupported_features, wanted_features
-from fleetfoot.plan.traits import ModelTraits
+from fleetfoot.plan.features import ModelFeatures, Unsupported, required_features, unsupported_features
 
 DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 """Dense models that have run on V2 for long enough to run there unasked."""
@@ -31,10 +30,10 @@ class UnsupportedFeatureError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the user has said about the runner."""
+    """The user's explicit choice of a runner."""
 
     runner: str
-    said_by: str
+    source: str
     """``runner is 'v2'``, for example."""
 
 
@@ -45,17 +44,17 @@ class Decision:
     runner: str
     """``v1`` or ``v2``."""
     explicit: bool
-    """Whether the user has said so."""
+    """Whether the user has chosen it."""
     reasons: tuple[str, ...]
     """In sentences."""
     unsupported: tuple[Unsupported, ...]
-    """What is on and V2 lacks, whichever runner runs."""
+    """Required features that V2 lacks, whichever runner runs."""
     missing: tuple[Unsupported, ...]
-    """What is on and the chosen runner lacks: with any of it, an engine does not start."""
+    """Required features that the chosen runner lacks; with any of them an engine does not start."""
     warnings: tuple[str, ...] = ()
-    """What the user should hear about, at most once at each start."""
+    """Logged at each start."""
     advice: str = ""
-    """What to do about ``missing``, in a sentence."""
+    """How to avoid ``missing``, in a sentence."""
 
     def check(self) -> None:
         """Raise UnsupportedFeatureError if anything is missing."""
@@ -70,10 +69,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that the decision depends on."""
+    """Everything that the decision depends on."""
 
     config: EngineConfig
-    model: ModelTraits
+    model: ModelFeatures
     device: str
     has_triton: bool
     choice: Choice | None
@@ -82,10 +81,10 @@ class Situation:
 
 
 def explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None = None) -> Choice | None:
-    """What settings say, or else the environment; None: nothing.
+    """The choice in the settings, else in the environment; None: there is none.
 
     Raises:
-        ValueError: the environment variable is neither 0 nor 1, also where a setting would win over it.
+        ValueError: the environment variable is neither 0 nor 1, even if a setting overrides it.
     """
     from_environment = env.use_v2_model_runner(environ)
     if config.runner != "auto":
@@ -99,8 +98,8 @@ def explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None = No
 
 def decide(situation: Situation) -> Decision:
     """Choose the runner; the order is the module's docstring's."""
-    wanted = wanted_features(situation.config, situation.model)
-    lacking = {runner: unsupported_features(runner, wanted) for runner in NAMES}
+    required = required_features(situation.config, situation.model)
+    lacking = {runner: unsupported_features(runner, required) for runner in NAMES}
     connector = situation.connector
     refusal = None if connector is None else connector.refusal
     if connector is not None and not connector.layouts.exists:
@@ -120,7 +119,7 @@ def decide(situation: Situation) -> Decision:
         return Decision(runner, explicit, (first, *reasons[1:]), lacking["v2"], missing, warnings, advice)
 
     if situation.choice is not None:
-        return decision(situation.choice.runner, situation.choice.said_by, *_on_cpu(situation, situation.choice.runner))
+        return decision(situation.choice.runner, situation.choice.source, *_on_cpu(situation, situation.choice.runner))
     if refusal is not None:
         return decision("v1", f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {refusal.rstrip('.')}")
     if situation.model.architecture not in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES:
@@ -136,7 +135,7 @@ def decide(situation: Situation) -> Decision:
     if _lacks_triton(situation):
         return decision("v1", _NO_TRITON.rstrip("."), warn=True)
     if lacking["v2"]:
-        listed = "; ".join(f"{feature.name} ({feature.asked_by})" for feature in lacking["v2"])
+        listed = "; ".join(f"{feature.name} ({feature.requested_by})" for feature in lacking["v2"])
         return decision("v1", f"Model Runner V2 does not support {listed}", warn=True)
     return decision(
         "v2",

@@ -13,13 +13,13 @@ from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor
 from fleetfoot.kv_transfer.base.layouts import V2_LAYOUT
 from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.connector import locate_connector, resolve_connector
+from fleetfoot.plan.features import ModelFeatures
 from fleetfoot.plan.fit import Device, fit_engine
 from fleetfoot.plan.footprint import EngineShape
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.plan.traits import ModelTraits
 from fleetfoot.plan.transfer_context import check_connector_settings
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.speculative.find import DrafterModel, find_drafter
@@ -56,7 +56,7 @@ def resolve_plan(
     model_path = find_model(config.model, config.revision, config_only=config_only)
     model = load_model_config(model_path)
     device = choose_device(config, machine)
-    traits = ModelTraits.of(read_config_json(model_path), model)
+    traits = ModelFeatures.of(read_config_json(model_path), model)
     situation = _situation(config, traits, machine, environ)
     decision = decide(situation)
     drafter = find_drafter(config, model, config_only=config_only)
@@ -87,7 +87,7 @@ def resolve_plan(
 
 
 def resolve_runner(
-    config: EngineConfig, model: ModelTraits, machine: Machine, environ: Mapping[str, str] | None = None
+    config: EngineConfig, model: ModelFeatures, machine: Machine, environ: Mapping[str, str] | None = None
 ) -> Decision:
     """The runner alone, also for models that no runner can load.
 
@@ -98,7 +98,7 @@ def resolve_runner(
 
 
 def _situation(
-    config: EngineConfig, model: ModelTraits, machine: Machine, environ: Mapping[str, str] | None
+    config: EngineConfig, model: ModelFeatures, machine: Machine, environ: Mapping[str, str] | None
 ) -> Situation:
     choice, device = explicit_choice(config, environ), choose_device(config, machine)
     return Situation(config, model, device, machine.has_triton, choice, resolve_connector(config))

@@ -1,8 +1,8 @@
-"""How fast a model could be on a machine: what it must read and compute, over what the machine can do. No torch.
+"""The roofline of a model on a machine: bytes read and operations computed, over the machine's peak rates. No torch.
 
-A step reads every weight once and multiplies each token with them; the slower of the two counts. A decode reads the
-keys and values of its context, and a prompt is compared with itself. Of a token that is not sampled from, the last
-layer makes keys and values alone. Nothing else is in the floor: no launches, no norms, no sampling, no scheduling.
+A step reads every weight once and multiplies each token with it; the slower of the two counts. A decode reads the keys
+and values of its context, and a prompt attends to itself. For a token that is not sampled from, the last layer computes
+keys and values only. Launches, norms, sampling and scheduling are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fleetfoot.config.sharding import layer_parameters
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a model needs, over all its ranks together."""
+    """What a model reads and computes, over all its ranks together."""
 
     weight_bytes: int
     """Read by a step: all layers and the logits head; of the embedding a few rows, which are not counted."""
@@ -62,33 +62,35 @@ def _positions(first: int, count: int, window: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """What all devices of an engine can do together."""
+class PeakRates:
+    """Of one device, or of all devices of an engine together."""
 
     bytes_per_s: float
+    """Read plus written, by a copy larger than the caches."""
     flops_per_s: float
+    """Of a square matrix product in the model's dtype; a multiply-add counts as two."""
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """Least seconds of a model's work on a machine."""
+class Roofline:
+    """The least time of a model's work on a machine, in seconds."""
 
     costs: Costs
-    speed: Speed
+    peak_rates: PeakRates
 
     def linear_s(self, num_tokens: int, num_sampled: int) -> float:
         """Of one step without its attention."""
         flops = num_tokens * self.costs.flops_per_token + num_sampled * self.costs.flops_per_logits
-        return max(self.costs.weight_bytes / self.speed.bytes_per_s, flops / self.speed.flops_per_s)
+        return max(self.costs.weight_bytes / self.peak_rates.bytes_per_s, flops / self.peak_rates.flops_per_s)
 
     def prefill_attention_s(self, num_tokens: int, num_cached: int = 0) -> float:
         """Of a prompt, over all its chunks; ``num_cached`` of its tokens were found in the prefix cache."""
         num_computed = num_tokens - num_cached
         unread = _positions(num_cached, max(0, num_computed - 1), self.costs.windows[-1])
         pairs = self.costs.positions(num_cached, num_computed) - unread
-        return pairs * self.costs.attention_flops / self.speed.flops_per_s
+        return pairs * self.costs.attention_flops / self.peak_rates.flops_per_s
 
     def decode_attention_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Of a request's steps after its prompt: all its outputs but the last are an input of one."""
         positions = self.costs.positions(num_prompt_tokens, max(0, num_output_tokens - 1))
-        return positions * self.costs.kv_bytes / self.speed.bytes_per_s
+        return positions * self.costs.kv_bytes / self.peak_rates.bytes_per_s

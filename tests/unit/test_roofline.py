@@ -13,7 +13,7 @@ from fleetfoot.cli.bench_load import Samples, Work
 from fleetfoot.cli.bench_roofline import batch_floors, floor_report, measure_peak_rates
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.plan.roofline import Costs, Floor, Speed
+from fleetfoot.plan.roofline import Costs, PeakRates, Roofline
 
 
 @pytest.fixture
@@ -43,19 +43,19 @@ def test_costs_follow_from_the_weights(model: ModelConfig) -> None:
 
 
 def test_a_step_is_bound_by_memory_or_by_arithmetic() -> None:
-    floor = Floor(Costs(1000, 10, 40, 2, 3, windows=(None,)), Speed(bytes_per_s=100, flops_per_s=50))
+    floor = Roofline(Costs(1000, 10, 40, 2, 3, windows=(None,)), PeakRates(bytes_per_s=100, flops_per_s=50))
     assert floor.linear_s(1, 1) == 10.0  # 1000 bytes
     assert floor.linear_s(100, 1) == (100 * 10 + 40) / 50
     assert floor.prefill_attention_s(4, 1) == 4 * 3 / 50  # all that the last layer needs
     assert floor.prefill_attention_s(4, 4) == floor.prefill_attention_s(0) == 0
-    two = Floor(replace(floor.costs, windows=(None, 2)), floor.speed)
+    two = Roofline(replace(floor.costs, windows=(None, 2)), floor.peak_rates)
     assert two.prefill_attention_s(4, 1) == (2 + 3 + 4 + 2) * 3 / 50
     assert floor.decode_attention_s(4, 3) == (5 + 6) * 2 / 100  # the third token is nobody's input
     assert floor.decode_attention_s(4, 1) == floor.decode_attention_s(4, 0) == 0
 
 
 def test_the_floor_of_a_load_is_that_of_its_steps() -> None:
-    floor = Floor(Costs(1000, 10, 40, 2, 3, windows=(None,)), Speed(bytes_per_s=100, flops_per_s=50))
+    floor = Roofline(Costs(1000, 10, 40, 2, 3, windows=(None,)), PeakRates(bytes_per_s=100, flops_per_s=50))
     steps: list[Any] = [SimpleNamespace(num_tokens=8, num_requests=2), SimpleNamespace(num_tokens=2, num_requests=2)]
     samples = Samples(steps=steps, load_duration=[40.0, 10.0], work=[Work(4, 0, 2), Work(4, 2, 2)])
     report = floor_report(floor, samples)
