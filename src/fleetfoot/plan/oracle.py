@@ -79,6 +79,10 @@ class Situation:
     connector: ConnectorPlan | None = None
     """The active KV connector."""
 
+    @property
+    def lacks_triton(self) -> bool:
+        return self.device == "cuda" and not self.has_triton
+
 
 def explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None = None) -> Choice | None:
     """The choice in the settings, else in the environment; None: there is none.
@@ -90,9 +94,10 @@ def explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None = No
     if config.runner != "auto":
         return Choice(config.runner, f"runner is {config.runner!r}")
     if config.use_v2_model_runner is not None:
-        return Choice(_name(config.use_v2_model_runner), f"use_v2_model_runner is {config.use_v2_model_runner}")
+        runner = "v2" if config.use_v2_model_runner else "v1"
+        return Choice(runner, f"use_v2_model_runner is {config.use_v2_model_runner}")
     if from_environment is not None:
-        return Choice(_name(from_environment), f"{env.USE_V2_MODEL_RUNNER} is {int(from_environment)}")
+        return Choice("v2" if from_environment else "v1", f"{env.USE_V2_MODEL_RUNNER} is {int(from_environment)}")
     return None
 
 
@@ -101,72 +106,52 @@ def decide(situation: Situation) -> Decision:
     required = required_features(situation.config, situation.model)
     lacking = {runner: unsupported_features(runner, required) for runner in NAMES}
     connector = situation.connector
-    refusal = None if connector is None else connector.refusal
     if connector is not None and not connector.layouts.exists:
-        absent = Unsupported("this KV connector", connector.requested_by, f"{refusal}")
+        absent = Unsupported("this KV connector", connector.requested_by, f"{connector.refusal}")
         lacking = {runner: (*features, absent) for runner, features in lacking.items()}
-    elif connector is not None and refusal is not None:
-        lacking["v2"] += (Unsupported("Model Runner V2's KV layout", connector.requested_by, refusal),)
+    elif connector is not None and connector.refusal is not None:
+        lacking["v2"] += (Unsupported("Model Runner V2's KV layout", connector.requested_by, connector.refusal),)
+    runner, reason, warns = _choose(situation, lacking["v2"])
+    reasons = [f"{NAMES[runner]} runs: {reason}."]
+    warnings = (*(reasons if warns else ()), *_inactive_transfer(situation.config))
+    missing = lacking[runner]
+    if runner == "v2" and situation.lacks_triton:
+        missing += (Unsupported("a GPU without Triton", "the device is cuda", _NO_TRITON),)
+    if runner == "v2" and situation.device == "cpu":
+        reasons.append(_ON_CPU)
+    advice = "" if not missing else _V1_HELPS if runner == "v2" and not lacking["v1"] else _NOTHING_HELPS
+    return Decision(runner, situation.choice is not None, tuple(reasons), lacking["v2"], missing, warnings, advice)
 
-    def decision(runner: str, *reasons: str, warn: bool = False) -> Decision:
-        missing = lacking[runner]
-        if runner == "v2" and _lacks_triton(situation):
-            missing += (Unsupported("a GPU without Triton", "the device is cuda", _NO_TRITON),)
-        first = f"{NAMES[runner]} runs: {reasons[0]}."
-        warnings = ((first,) if warn else ()) + _inactive_transfer(situation.config)
-        explicit = situation.choice is not None
-        advice = _advice(runner, missing, lacking["v1"])
-        return Decision(runner, explicit, (first, *reasons[1:]), lacking["v2"], missing, warnings, advice)
 
+def _choose(situation: Situation, lacking: tuple[Unsupported, ...]) -> tuple[str, str, bool]:
+    """The runner, the reason, and whether it is a reason to warn of. ``lacking``: what V2 does not support."""
     if situation.choice is not None:
-        return decision(situation.choice.runner, situation.choice.source, *_on_cpu(situation, situation.choice.runner))
+        return situation.choice.runner, situation.choice.source, False
+    refusal = None if situation.connector is None else situation.connector.refusal
     if refusal is not None:
-        return decision("v1", f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {refusal.rstrip('.')}")
-    if situation.model.architecture not in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES:
-        is_loadable = situation.model.architecture in SUPPORTED_ARCHITECTURES
-        return decision(
-            "v1",
-            f"{situation.model.architecture} is not one of the architectures that Model Runner V2 is the default of "
+        return "v1", f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {refusal.rstrip('.')}", False
+    architecture = situation.model.architecture
+    if architecture not in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES:
+        reason = (
+            f"{architecture} is not one of the architectures that Model Runner V2 is the default of "
             f"({', '.join(DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)})"
-            f"{'; use_v2_model_runner=True would choose it' * is_loadable}",
         )
+        is_loadable = architecture in SUPPORTED_ARCHITECTURES
+        return "v1", f"{reason}{'; use_v2_model_runner=True would choose it' * is_loadable}", False
     if situation.config.task != "generate":
-        return decision("v1", f"the task is {situation.config.task}, and Model Runner V2 is for generate alone")
-    if _lacks_triton(situation):
-        return decision("v1", _NO_TRITON.rstrip("."), warn=True)
-    if lacking["v2"]:
-        listed = "; ".join(f"{feature.name} ({feature.requested_by})" for feature in lacking["v2"])
-        return decision("v1", f"Model Runner V2 does not support {listed}", warn=True)
-    return decision(
-        "v2",
-        f"it is the default of {situation.model.architecture}, and nothing is on that it does not support",
-        *_on_cpu(situation, "v2"),
-    )
+        return "v1", f"the task is {situation.config.task}, and Model Runner V2 is for generate alone", False
+    if situation.lacks_triton:
+        return "v1", _NO_TRITON.rstrip("."), True
+    if lacking:
+        listed = "; ".join(f"{feature.name} ({feature.requested_by})" for feature in lacking)
+        return "v1", f"Model Runner V2 does not support {listed}", True
+    return "v2", f"it is the default of {architecture}, and nothing is on that it does not support", False
 
 
 _NO_TRITON = "Model Runner V2's GPU kernels are written in Triton, and this GPU is to run without it."
-
-
-def _lacks_triton(situation: Situation) -> bool:
-    return situation.device == "cuda" and not situation.has_triton
-
-
-def _advice(runner: str, missing: tuple[Unsupported, ...], lacking_in_v1: tuple[Unsupported, ...]) -> str:
-    if not missing:
-        return ""
-    if runner == "v2" and not lacking_in_v1:
-        return "Model Runner V1 supports all of it: let it run, with runner='v1' or use_v2_model_runner=False."
-    return "No model runner supports all of it: leave these settings out, or take another model."
-
-
-def _name(use_v2: bool) -> str:
-    return "v2" if use_v2 else "v1"
-
-
-def _on_cpu(situation: Situation, runner: str) -> tuple[str, ...]:
-    if situation.device != "cpu" or runner != "v2":
-        return ()
-    return ("On a CPU it takes the same steps, with the torch twins of its kernels or what is compiled for the CPU.",)
+_ON_CPU = "On a CPU it takes the same steps, with the torch twins of its kernels or what is compiled for the CPU."
+_V1_HELPS = "Model Runner V1 supports all of it: let it run, with runner='v1' or use_v2_model_runner=False."
+_NOTHING_HELPS = "No model runner supports all of it: leave these settings out, or take another model."
 
 
 def _inactive_transfer(config: EngineConfig) -> tuple[str, ...]:
