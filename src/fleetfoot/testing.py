@@ -57,8 +57,7 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
         self._undo.enter_context(env.variable(env.USE_V2_MODEL_RUNNER, self._value))
         # modules, not threads, are patched: engines of all threads count
         self._undo.enter_context(mock.patch("fleetfoot.engine.build.resolve_plan", self._resolve_plan))
-        for importer in ("build", "engine"):
-            self._undo.enter_context(mock.patch(f"fleetfoot.engine.{importer}.build_parts", self._build_parts))
+        self._undo.enter_context(mock.patch("fleetfoot.engine.engine.build_parts", self._build_parts))
         return self
 
     def __exit__(

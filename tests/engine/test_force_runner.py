@@ -137,7 +137,7 @@ def test_another_runner_in_another_thread_is_an_error_of_the_block(monkeypatch: 
         assert isinstance(pool.submit(start).exception(), AssertionError)  # which a thread may drop
 
 
-@pytest.mark.parametrize("part", ["start_executor", "Admission"])
+@pytest.mark.parametrize("part", ["start_executor", "InputProcessor"])
 def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the workers have started, and after that."""
 
