@@ -94,12 +94,12 @@ class DryTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DryTensor({list(self.shape)}, {self.dtype}, {self.device})"
 
-    # Of no use here, and it takes time.
+    # Operations go to the dispatcher at once, which is faster.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Where the mode of the dry pass is not on."""
+        """An operation where the mode of the dry pass is off."""
         raise DryPassError(f"{func} on a tensor of a dry pass, behind it or within real_memory: it has no memory")
 
 
@@ -122,7 +122,8 @@ class _DryMode(TorchDispatchMode):
         call = _MetaCall(self, kwargs.get("device"))
         args, kwargs = call.lower(args), {name: call.lower(value) for name, value in kwargs.items()}
         if _takes_device(func):
-            kwargs |= {"device": META, "pin_memory": None}
+            kwargs["device"] = META
+            kwargs.pop("pin_memory", None)
         try:
             result = result_on_meta(func, args, kwargs)
         except RuntimeError as error:
