@@ -119,7 +119,7 @@ def test_kernels_compile_for_a_gpu() -> None:
     command = [sys.executable, "-m", "tests.helpers.compile_sampling_kernels"]
     result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    for name in ("_keep_allowed", "_listed_tokens", "_penalties", "_pieces", "_select"):
+    for name in ("_keep_allowed", "_listed_tokens", "_penalties", "_tile_stats", "_select"):
         assert f"{name}_kernel: " in result.stdout
     assert result.stdout.count("_penalties_kernel") == 3
 

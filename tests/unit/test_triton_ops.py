@@ -350,7 +350,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "_row_max_kernel",
         "_weigh_kernel",
         "_collect_kernel",
-        "_settle_kernel",
+        "_refine_kernel",
         "_draw_kernel",
         "_pick_kernel",
         "_linear_staged_kernel",

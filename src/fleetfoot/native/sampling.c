@@ -1,6 +1,6 @@
 /* Choosing tokens: the argmax of rows of logits, and Gumbel-max sampling with counter-based noise.
  *
- * The noise is the one that fleetfoot/kernels/sampling/philox.py and gumbel.py define: the same integers, and logarithms that may
+ * The noise is the one that fleetfoot/kernels/sampling/gumbel.py defines: the same integers, and logarithms that may
  * differ from torch's in the last bit. It is computed only where a token could still win, which changes no result. */
 #include <math.h>
 #include <stdlib.h>

@@ -58,7 +58,7 @@ class Speculator(Protocol):
     """Proposes drafts from a model of its own, with a KV cache that shares the target's block tables.
 
     A draft for position ``i`` is drawn with the same random numbers as the target's token for position ``i``
-    (`kernels.sampling.philox`: seed, position, vocabulary index), so where both distributions agree the draft is
+    (`kernels.sampling.gumbel`: seed, position, vocabulary index), so where both distributions agree the draft is
     accepted, also when sampling. What is proposed never changes a token, only how many are got in a step.
     """
 

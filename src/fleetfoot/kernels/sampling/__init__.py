@@ -1,1 +1,1 @@
-"""Kernels that sampling is made of. Logits are changed in this order: masks, biases, bans, penalties."""
+"""Operations of sampling: logits processors, sampling, logprobs."""

@@ -1,7 +1,7 @@
-"""Tokens as candidates for the argmax of a row.
+"""Candidates for the argmax of a row.
 
-A candidate is one int64 that compares as argmax does: its value in the upper half, as an integer of the same order (NaN
-above all, both zeros alike), and its index in the lower half, the lowest above.
+A candidate is one int64 with the order of argmax: the value in the upper half, mapped to an integer of the same order
+(NaN above all, both zeros equal), and the index in the lower half, the lowest index above.
 """
 
 from __future__ import annotations

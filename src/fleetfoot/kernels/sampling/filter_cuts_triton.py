@@ -1,22 +1,22 @@
-"""Where min-p, top-k and top-p cut a row of scores, found on a GPU without sorting it.
+"""The cuts of min-p, top-k and top-p in a row of scores, found on a GPU without sorting.
 
-A row's scores are ``(logit - highest) / temperature``: 0 and below. Read as integers without their sign they are
-*depths* that order as the scores do, from 0 for the best token on. What is kept is all tokens above some depth, and of
-those at that depth the first few (`fleetfoot.kernels.sampling.filters` is the twin, and says why the first).
+A row's scores are ``(logit - highest) / temperature``, at most 0. Their bits without the sign are integers of the
+reverse order, called *depths*: 0 for the best token. Kept are all tokens below some depth, and the first few of those
+at that depth (the reference `fleetfoot.kernels.sampling.filters` explains which).
 
-Top-k and top-p ask the same question: which is the greatest depth whose predecessors weigh less than is wanted? A token
-weighs 1 for top-k and its probability, as an integer, for top-p; integers add up to the same sum in any order. Each
-filter takes a few launches, all but the last of which cut the row in pieces, so that one row keeps the whole chip busy:
+Top-k and top-p are the same search: the largest depth whose predecessors weigh less than a target. A token weighs 1 for
+top-k and its probability, as an integer, for top-p; integer sums do not depend on the order. Each filter takes a few
+launches. All but the last process a row in tiles, so that one row occupies the whole GPU:
 
-    weigh     what lies above each of eight bounds, which are octaves
-    weigh     the same within the octave that this leaves; for top-p once more within the eighth that this leaves
-    collect   the tokens of what this leaves
-    settle    among those, few, the cut is found bit by bit
+    weigh     the weight above each of eight bounds, which are octaves
+    weigh     the same within the octave that contains the cut; for top-p again within an eighth of it
+    collect   the tokens of the remaining interval
+    refine    search the cut among these, an eighth of the interval at a time
 
-Top-p may cut where tokens are many and alike, thousands of them in an eighth of an octave.
+For top-p the remaining interval may contain thousands of tokens of nearly equal probability.
 
-Rows without filters leave at once. No grid and no loop depends on what the host would have to know: a CUDA graph holds
-the launches.
+Programs of rows without filters return at once. No grid depends on device values, so a CUDA graph can contain the
+launches.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _TILE = 2048
-"""Tokens in a piece, and of those that were collected looked at at once."""
-_SETTLING_WARPS = 16
+"""Tokens in a tile of a row, and of the collected tokens in one iteration."""
+_REFINE_WARPS = 16
 _NUM_LEVELS = {False: 2, True: 3}
 """Launches of ``weigh`` for top-k, and for top-p."""
 _NUM_COLLECTED = 24
-"""Where a row's state has how many tokens were collected; before it, eight sums for each level."""
+"""Index of the number of collected tokens in a row's state, after eight sums for each level."""
 _NUM_SUMS = 32
-"""int64 of a row's state; the rest keeps rows apart."""
+"""int64 in a row's state, padded so that rows do not share cache lines."""
 
 
 def filter_cuts_triton(
@@ -51,7 +51,7 @@ def filter_cuts_triton(
 
     Args:
         logits: ``[n, vocab]``, rows contiguous.
-        highest: ``[n, pieces]`` int64, the best candidates of each row's pieces (`candidates_triton`).
+        highest: ``[n, num_tiles]`` int64, the best candidate of each tile of a row (`candidates_triton`).
         random: with filters.
 
     Returns:
@@ -60,10 +60,10 @@ def filter_cuts_triton(
     filters = random.filters
     assert filters is not None
     num_rows, vocab_size = logits.shape
-    device, num_pieces = logits.device, cdiv(vocab_size, _TILE)
+    device, num_tiles = logits.device, cdiv(vocab_size, _TILE)
     sums = torch.zeros((2, num_rows, _NUM_SUMS), dtype=torch.int64, device=device)
     close = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device)  # indices
-    limits = torch.empty(num_rows, dtype=torch.int32, device=device)  # what min-p leaves, then what top-k does
+    limits = torch.empty(num_rows, dtype=torch.int32, device=device)  # largest depth after min-p, then after top-k
     cuts = torch.empty((num_rows, 2), dtype=torch.int32, device=device)
     arguments = (
         highest,
@@ -78,8 +78,8 @@ def filter_cuts_triton(
     )
     constants = {
         "has_rows": random.rows is not None,
-        "pieces": highest.shape[1],
-        "pieces_tile": next_power_of_2(highest.shape[1]),
+        "num_tiles": highest.shape[1],
+        "tiles_pow2": next_power_of_2(highest.shape[1]),
         "tile": _TILE,
         "num_sums": _NUM_SUMS,
         "overlap": overlap,
@@ -89,17 +89,17 @@ def filter_cuts_triton(
         own = sums[int(is_mass)]
         levels = _NUM_LEVELS[is_mass]
         for level in range(levels):
-            _weigh_kernel[(num_rows, num_pieces)](own, limits, *arguments, level=level, is_mass=is_mass, **constants)
+            _weigh_kernel[(num_rows, num_tiles)](own, limits, *arguments, level=level, is_mass=is_mass, **constants)
         of_collected = {"collected": _NUM_COLLECTED, "levels": levels, "is_mass": is_mass, **constants}
-        _collect_kernel[(num_rows, num_pieces)](own, close, limits, *arguments, **of_collected)
-        _settle_kernel[(num_rows,)](
+        _collect_kernel[(num_rows, num_tiles)](own, close, limits, *arguments, **of_collected)
+        _refine_kernel[(num_rows,)](
             own,
             close,
             limits,
             cuts,
             *arguments,
             index_bits=vocab_size.bit_length(),
-            num_warps=_SETTLING_WARPS,
+            num_warps=_REFINE_WARPS,
             **of_collected,
         )
     return cuts
@@ -107,13 +107,13 @@ def filter_cuts_triton(
 
 @triton_kernel()
 def score_depth(logit, highest, temperature):
-    """int32 of a score, 0 for the best: the greater the worse."""
+    """int32 depth of a score: 0 for the best token, larger for lower scores."""
     return tl.div_rn(logit - highest, temperature).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton_kernel()
 def _weight(depth, is_mass: tl.constexpr):
-    """int64: 1, or the probability in units of 2**-40 of the best token's."""
+    """int64: 1, or the probability relative to the best token's, in units of 2**-40."""
     if is_mass:
         mass = tl.exp(-depth.to(tl.float32, bitcast=True))
         return (mass * 1099511627776.0).to(tl.int64)
@@ -128,23 +128,23 @@ def _row_of(
     temperatures_ptr,
     rows_ptr,
     has_rows: tl.constexpr,
-    pieces: tl.constexpr,
-    pieces_tile: tl.constexpr,
+    num_tiles: tl.constexpr,
+    tiles_pow2: tl.constexpr,
 ):
-    """The row of a request's parameters, its temperature, its highest logit, and whether it draws at all."""
+    """The row of a request's parameters, its temperature, its highest logit, and whether it draws."""
     row = request
     if has_rows:
         row = tl.load(rows_ptr + request).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
-    of_row = tl.arange(0, pieces_tile)
+    tile_ids = tl.arange(0, tiles_pow2)
     smallest = -0x7FFFFFFFFFFFFFFF - 1
-    candidates = tl.load(highest_ptr + request * pieces + of_row, mask=of_row < pieces, other=smallest)
+    candidates = tl.load(highest_ptr + request * num_tiles + tile_ids, mask=tile_ids < num_tiles, other=smallest)
     highest = candidate_value(tl.max(candidates, axis=0))
-    return row, temperature, highest, (temperature > 0) & (tl.abs(highest) < float("inf"))  # not of NaN either
+    return row, temperature, highest, (temperature > 0) & (tl.abs(highest) < float("inf"))  # false for NaN
 
 
 @triton_kernel()
-def _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass: tl.constexpr):
+def _is_on(row, top_k_ptr, top_p_ptr, vocab_size, is_mass: tl.constexpr):
     """Whether the filter is on."""
     if is_mass:
         return tl.load(top_p_ptr + row, mask=row >= 0, other=1.0) < 1.0
@@ -155,7 +155,7 @@ def _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass: tl.constexpr):
 
 @triton_kernel()
 def _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass: tl.constexpr):
-    """The depth behind which nothing is kept, as the filters before leave it."""
+    """The largest depth that the previous filters keep."""
     if is_mass:
         return tl.load(limits_ptr + request)
     else:
@@ -165,7 +165,7 @@ def _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass: tl.constexpr):
 
 @triton_kernel()
 def _octaves(limit):
-    """``[8]`` depths: of the scores -1/2, -1, -2, -4, -8, -16 and -64, and behind all that count."""
+    """``[8]`` depths: of the scores -1/2, -1, -2, -4, -8, -16 and -64, and one after the limit."""
     place = tl.arange(0, 8)
     octave = tl.where(place < 6, 126 + place, 133)
     return tl.where(place < 7, tl.minimum(octave << 23, limit + 1), limit + 1)
@@ -173,14 +173,14 @@ def _octaves(limit):
 
 @triton_kernel()
 def _eighths(low, high):
-    """``[8]`` bounds from ``low`` to ``high``, the latter included."""
+    """``[8]`` bounds from ``low`` to ``high`` (inclusive)."""
     step = tl.maximum((high - low + 7) // 8, 1)
     return tl.minimum(low + (tl.arange(0, 8) + 1) * step, high)
 
 
 @triton_kernel()
-def _wanted(row, above, top_k_ptr, top_p_ptr, is_mass: tl.constexpr):
-    """float64: what is to be reached; ``above`` are the sums of the octaves, the last of which is all."""
+def _target(row, above, top_k_ptr, top_p_ptr, is_mass: tl.constexpr):
+    """float64: the weight to reach. ``above``: the sums at the octaves, the last of which is the total."""
     if is_mass:
         return tl.max(above, 0).to(tl.float64) * tl.load(top_p_ptr + row).to(tl.float64)
     else:
@@ -188,18 +188,17 @@ def _wanted(row, above, top_k_ptr, top_p_ptr, is_mass: tl.constexpr):
 
 
 @triton_kernel()
-def _between(bounds, above, wanted, low, high):
-    """The part of ``low`` to ``high`` whose bounds the cut lies between, and the most that weighs above one it has
-    passed."""
-    is_passed = above.to(tl.float64) < wanted
+def _between(bounds, above, target, low, high):
+    """The interval within ``low`` to ``high`` that contains the cut, and the weight above its lower bound."""
+    is_passed = above.to(tl.float64) < target
     first = tl.max(tl.where(is_passed, bounds, low), 0)
-    behind = tl.min(tl.where(is_passed, high, bounds), 0)
-    return first, behind, tl.max(tl.where(is_passed, above, 0), 0)
+    stop = tl.min(tl.where(is_passed, high, bounds), 0)
+    return first, stop, tl.max(tl.where(is_passed, above, 0), 0)
 
 
 @triton_kernel()
-def _load_piece(logits_ptr, vocab_size, highest, temperature, tile: tl.constexpr):
-    """The program's piece of a row, ``[tile]`` each: indices, which of them are tokens, and depths."""
+def _load_tile(logits_ptr, vocab_size, highest, temperature, tile: tl.constexpr):
+    """The program's tile of a row, ``[tile]`` each: indices, whether they are tokens, and depths."""
     index = tl.program_id(1) * tile + tl.arange(0, tile)
     is_token = index < vocab_size
     logit = tl.load(logits_ptr + index, mask=is_token, other=float("-inf")).to(tl.float32)
@@ -208,17 +207,17 @@ def _load_piece(logits_ptr, vocab_size, highest, temperature, tile: tl.constexpr
 
 @triton_kernel()
 def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, is_mass: tl.constexpr):
-    """Where the cut is after one or more levels: depths from ``low`` on and above ``high``. Also what weighs above
-    ``low``, and what is wanted."""
+    """The interval of the cut after one or more levels: depths in ``[low, high)``. Also the weight above ``low``, and
+    the target."""
     place = tl.arange(0, 8)
     above = tl.load(sums_ptr + place)
-    wanted = _wanted(row, above, top_k_ptr, top_p_ptr, is_mass)
-    low, high, base = _between(_octaves(limit), above, wanted, limit * 0, limit + 1)
+    target = _target(row, above, top_k_ptr, top_p_ptr, is_mass)
+    low, high, base = _between(_octaves(limit), above, target, limit * 0, limit + 1)
     for level in tl.static_range(1, levels):
         above = base + tl.load(sums_ptr + level * 8 + place)
-        low, high, passed = _between(_eighths(low, high), above, wanted, low, high)
+        low, high, passed = _between(_eighths(low, high), above, target, low, high)
         base = tl.maximum(base, passed)
-    return low, high, base, wanted
+    return low, high, base, target
 
 
 @triton_kernel()
@@ -237,8 +236,8 @@ def _weigh_kernel(
     level: tl.constexpr,
     is_mass: tl.constexpr,
     has_rows: tl.constexpr,
-    pieces: tl.constexpr,
-    pieces_tile: tl.constexpr,
+    num_tiles: tl.constexpr,
+    tiles_pow2: tl.constexpr,
     tile: tl.constexpr,
     num_sums: tl.constexpr,
     overlap: tl.constexpr,
@@ -247,9 +246,9 @@ def _weigh_kernel(
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
     row, temperature, highest, is_random = _row_of(
-        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, pieces, pieces_tile
+        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, num_tiles, tiles_pow2
     )
-    if is_random & _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
+    if is_random & _is_on(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
         sums_ptr += request * num_sums
         limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
         first = limit * 0  # depths before it are not counted
@@ -257,7 +256,7 @@ def _weigh_kernel(
         if level > 0:
             first, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, level, is_mass)
             bounds = _eighths(first, high)
-        _, is_token, depth = _load_piece(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
+        _, is_token, depth = _load_tile(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
         is_counted = is_token & (depth >= first) & (depth <= limit)
         weight = tl.where(is_counted, _weight(depth, is_mass), 0)
         sums = tl.sum(tl.where(depth[None, :] < bounds[:, None], weight[None, :], 0), 1)  # [8]
@@ -282,24 +281,24 @@ def _collect_kernel(
     levels: tl.constexpr,
     is_mass: tl.constexpr,
     has_rows: tl.constexpr,
-    pieces: tl.constexpr,
-    pieces_tile: tl.constexpr,
+    num_tiles: tl.constexpr,
+    tiles_pow2: tl.constexpr,
     tile: tl.constexpr,
     num_sums: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """The indices of tokens near the cut, in any order."""
+    """The indices of the tokens in the interval of the cut, in any order."""
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
     row, temperature, highest, is_random = _row_of(
-        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, pieces, pieces_tile
+        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, num_tiles, tiles_pow2
     )
-    if is_random & _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
+    if is_random & _is_on(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
         sums_ptr += request * num_sums
         limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
         low, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
-        index, is_token, depth = _load_piece(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
+        index, is_token, depth = _load_tile(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
         is_close = is_token & (depth >= low) & (depth < high)
         num_close = tl.sum(is_close.to(tl.int32), 0)
         if num_close > 0:
@@ -309,7 +308,7 @@ def _collect_kernel(
 
 
 @triton_kernel()
-def _settle_kernel(
+def _refine_kernel(
     sums_ptr,
     close_ptr,
     limits_ptr,
@@ -328,31 +327,31 @@ def _settle_kernel(
     levels: tl.constexpr,
     is_mass: tl.constexpr,
     has_rows: tl.constexpr,
-    pieces: tl.constexpr,
-    pieces_tile: tl.constexpr,
+    num_tiles: tl.constexpr,
+    tiles_pow2: tl.constexpr,
     tile: tl.constexpr,
     num_sums: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """The greatest key whose predecessors weigh less than is wanted; of a row without the filter, what was before."""
+    """The largest key whose predecessors weigh less than the target; without the filter, the previous limit."""
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
     row, temperature, highest, is_random = _row_of(
-        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, pieces, pieces_tile
+        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, num_tiles, tiles_pow2
     )
     limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
     last = tl.full((), 0x7FFFFFFF, tl.int32)
-    if is_random & _is_wanted(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
+    if is_random & _is_on(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
         sums_ptr += request * num_sums
-        low, high, base, wanted = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
+        low, high, base, target = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
         num_close = tl.load(sums_ptr + collected).to(tl.int32)
-        # Of tokens at the same depth top-k keeps all; top-p goes on to their indices.
-        first, behind = low.to(tl.int64), high.to(tl.int64)
+        # Of tokens at the same depth top-k keeps all; top-p continues with their indices.
+        first, stop = low.to(tl.int64), high.to(tl.int64)
         if is_mass:
-            first, behind = first << index_bits, behind << index_bits
-        while behind - first > 1:
-            bounds = _eighths(first, behind)
+            first, stop = first << index_bits, stop << index_bits
+        while stop - first > 1:
+            bounds = _eighths(first, stop)
             above = tl.zeros([8, tile], tl.int64)
             for start in tl.range(0, num_close, tile):
                 slot = start + tl.arange(0, tile)
@@ -364,7 +363,7 @@ def _settle_kernel(
                 if is_mass:
                     key = (key << index_bits) | index
                 above += tl.where(key[None, :] < bounds[:, None], weight[None, :], 0)
-            first, behind, _ = _between(bounds, base + tl.sum(above, 1), wanted, first, behind)
+            first, stop, _ = _between(bounds, base + tl.sum(above, 1), target, first, stop)
         if low < high:
             if is_mass:
                 limit = (first >> index_bits).to(tl.int32)

@@ -1,10 +1,10 @@
-"""min-p, top-k and top-p: which tokens of a row may be drawn.
+"""min-p, top-k and top-p: which tokens of a row can be drawn.
 
-Each works in place on scores ``[n, vocab]`` (float32, after temperature, each row's maximum shifted to 0) and sets what
-it removes to -inf. A row is computed from that row alone, and a row whose parameter is off keeps every bit.
+Each works in place on scores ``[n, vocab]`` (float32, after temperature, each row's maximum shifted to 0) and sets the
+tokens that it removes to -inf. Rows are independent, and a row whose parameter is off is not modified.
 
-Where tokens tie: min-p and top-k compare with a threshold and keep all that equal it. top-p keeps as few as its sum
-needs, the lowest ids first. So the outcome is a function of the scores, not of the order in which something was sorted.
+Among equal scores, min-p and top-k keep all that equal the threshold. top-p keeps as few as its sum needs, the lowest
+ids first. The outcome is a function of the scores and does not depend on the order of a sort.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 
 _MASS_SCALE = 2.0**40
-_NUM_SORTED = 1024  # most top-p sets are smaller; a larger one costs a sort of the row
+_NUM_SORTED = 1024  # most top-p sets are smaller; a larger one takes a sort of the row
 
 
 @dataclass(frozen=True, slots=True)
 class RowFilters:
-    """What may be drawn from random rows. Each is ``[m]``, indexed as temperatures are."""
+    """Filters of ``m`` rows, each ``[m]``."""
 
     log_min_p: torch.Tensor
     """float32, -inf where off."""
@@ -29,11 +29,15 @@ class RowFilters:
     """float32, 1 where off."""
 
     def are_on(self) -> torch.Tensor:
-        """``[m]`` bool: whether any of the three is."""
+        """``[m]`` bool: whether any of the three is on."""
         return (self.log_min_p > -torch.inf) | (self.top_k > 0) | (self.top_p < 1)
 
+    def at(self, rows: torch.Tensor) -> RowFilters:
+        """The filters of some rows."""
+        return RowFilters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])
+
     def apply(self, scores: torch.Tensor) -> None:
-        """To ``scores [m, vocab]``: min-p first, then top-k, then top-p. Asks the device which are on at all."""
+        """Filter ``scores [m, vocab]``: min-p first, then top-k, then top-p. Synchronises with the device."""
         if (self.log_min_p > -torch.inf).any():
             apply_min_p(scores, self.log_min_p)
         max_top_k = int(self.top_k.clamp(max=scores.shape[1]).max())
@@ -42,14 +46,11 @@ class RowFilters:
         if (self.top_p < 1).any():
             apply_top_p(scores, self.top_p)
 
-    def at(self, rows: torch.Tensor) -> RowFilters:
-        return RowFilters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])
-
 
 def apply_min_p(scores: torch.Tensor, log_min_p: torch.Tensor) -> None:
     """Remove tokens less probable than ``min_p`` times the most probable one; ``log_min_p [n]``, -inf where off.
 
-    The most probable token has score 0, so the ratio of probabilities is exp(score), and no softmax is needed.
+    The most probable token has score 0, so the ratio of probabilities is exp(score) and no softmax is needed.
     """
     scores.masked_fill_(scores < log_min_p.unsqueeze(1), -torch.inf)
 
@@ -65,27 +66,29 @@ def apply_top_k(scores: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> No
 
 
 def apply_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Keep the smallest set of most probable tokens whose probabilities reach ``top_p [n]``; at least 1 where off.
+    """Keep the smallest set of most probable tokens whose probabilities reach ``top_p [n]``; 1 where off.
 
     Probabilities are summed as integers (exp(score) in units of 2**-40), whose sums do not depend on the order of
     addition: the set is the same alone, in a batch, and on every device that rounds exp alike.
     """
-    vocab_size = scores.shape[1]
+    vocab_size, on_cpu = scores.shape[1], scores.device.type == "cpu"
     off = top_p >= 1
-    mass_in_all = _mass(scores).sum(dim=-1)
-    wanted = mass_in_all.to(torch.float64).mul_(top_p).masked_fill_(off, 0.0)  # [n]
-    # Few tokens reach top_p in most rows, and finding them costs less than sorting the row. Which rows need more is
-    # known on the device alone; there a sort is cheaper than asking.
-    num_sorted = min(_NUM_SORTED, vocab_size) if scores.device.type == "cpu" else vocab_size
-    threshold, num_tied, num_kept = _top_p_cut(_highest(scores, num_sorted), wanted)
+    target = _mass(scores).sum(dim=-1).to(torch.float64).mul_(top_p).masked_fill_(off, 0.0)  # [n]
+    # In most rows few tokens reach top_p, and finding them costs less than sorting the row. Which rows need more is
+    # known only on the device; a sort is cheaper than a synchronisation.
+    num_sorted = min(_NUM_SORTED, vocab_size) if on_cpu else vocab_size
+    threshold, num_tied, num_kept = _top_p_cut(_highest(scores, num_sorted), target)
     if num_sorted < vocab_size:
         longer = (num_kept == num_sorted).nonzero().squeeze(1)
         if len(longer):
             whole = _highest(scores[longer], vocab_size)
-            threshold[longer], num_tied[longer], _ = _top_p_cut(whole, wanted[longer])
+            threshold[longer], num_tied[longer], _ = _top_p_cut(whole, target[longer])
     threshold.masked_fill_(off, -torch.inf)
     scores.masked_fill_(scores < threshold.unsqueeze(1), -torch.inf)
-    _keep_first_tied(scores, threshold, num_tied)
+    tied = scores == threshold.unsqueeze(1)
+    if on_cpu and not (tied.count_nonzero(dim=-1) > num_tied).logical_and_(threshold > -torch.inf).any():
+        return
+    scores.masked_fill_(tied.logical_and_(tied.cumsum(dim=-1) > num_tied.unsqueeze(1)), -torch.inf)
 
 
 def _mass(scores: torch.Tensor) -> torch.Tensor:
@@ -100,26 +103,15 @@ def _highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True).values
 
 
-def _top_p_cut(highest: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the highest scores ``[n, count]`` (descending) reach the mass ``wanted [n]``.
+def _top_p_cut(highest: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where the sum of the highest scores ``[n, count]`` (descending) reaches the mass ``target [n]``.
 
-    Returns, ``[n]`` each: the lowest score to keep, how many tokens of just that score, and how many tokens in all
-    (``count``, if the mass is not reached before).
+    Returns, ``[n]`` each: the lowest score to keep, the number of tokens to keep of that score, and in all (``count``,
+    if the sum is smaller).
     """
     mass = _mass(highest)
-    mass_before = mass.cumsum(dim=-1).sub_(mass)  # of the tokens that stand before each
-    num_kept = (mass_before < wanted.unsqueeze(1)).sum(dim=-1).clamp_(min=1)
+    mass_before = mass.cumsum(dim=-1).sub_(mass)  # exclusive prefix sum
+    num_kept = (mass_before < target.unsqueeze(1)).sum(dim=-1).clamp_(min=1)
     threshold = highest.gather(1, num_kept.unsqueeze(1) - 1)  # [n, 1]
     num_tied = num_kept - (highest > threshold).sum(dim=-1)
     return threshold.squeeze(1), num_tied, num_kept
-
-
-def _keep_first_tied(scores: torch.Tensor, threshold: torch.Tensor, num_tied: torch.Tensor) -> None:
-    """Of the tokens that score just ``threshold [n]``, keep the first ``num_tied [n]``."""
-    tied = scores == threshold.unsqueeze(1)
-    if (
-        scores.device.type == "cpu"
-        and not (tied.count_nonzero(dim=-1) > num_tied).logical_and_(threshold > -torch.inf).any()
-    ):
-        return
-    scores.masked_fill_(tied.logical_and_(tied.cumsum(dim=-1) > num_tied.unsqueeze(1)), -torch.inf)

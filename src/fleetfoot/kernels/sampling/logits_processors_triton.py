@@ -1,4 +1,4 @@
-"""Logits processors on a GPU, in five launches whose grids depend on shapes alone.
+"""Logits processors on a GPU, in five launches with grids that depend on shapes alone.
 
 `process_logits_triton` implements `fleetfoot.kernels.sampling.logits_processors.process_logits_cpu`.
 """
@@ -95,7 +95,7 @@ def process_logits_triton(
             table_stride,
             block_size=history.block_size,
             phase=phase,
-            pieces=_PENALTY_PROGRAMS,
+            num_programs=_PENALTY_PROGRAMS,
             tile=_PENALTY_TILE,
             enable_fp_fusion=False,  # frequency * count is rounded before the subtraction, as on a CPU
             **launch,
@@ -187,14 +187,14 @@ def _listed_tokens_kernel(
             longest = tl.max(tl.where(is_banned & (entry < first_stop), prefix_len, 0), axis=0)
             back = longest * 0
             while back < longest:  # from the last token of the prefix to the first
-                is_wanted = is_banned & (entry < first_stop) & (back < prefix_len)
-                expected = tl.load(tokens_ptr + 3 * capacity + end - 1 - back, mask=is_wanted, other=0)
+                is_checked = is_banned & (entry < first_stop) & (back < prefix_len)
+                expected = tl.load(tokens_ptr + 3 * capacity + end - 1 - back, mask=is_checked, other=0)
                 position = length - 1 - back
                 block = tl.load(block_tables_ptr + row * table_stride + position // block_size).to(tl.int64)
                 token = tl.load(token_pages_ptr + block * block_size + position % block_size)
-                is_banned = is_banned & ((is_wanted == 0) | (expected == token))
+                is_banned = is_banned & ((is_checked == 0) | (expected == token))
                 back += 1
-            # an entry that stands there twice adds -inf twice, and finds the same
+            # a duplicate entry adds -inf twice, with the same result
             logit = tl.load(logits_ptr + token_id, mask=is_banned)
             tl.store(logits_ptr + token_id, logit + float("-inf"), mask=is_banned)
             first += tile
@@ -216,7 +216,7 @@ def _penalties_kernel(
     table_stride,
     block_size: tl.constexpr,
     phase: tl.constexpr,
-    pieces: tl.constexpr,
+    num_programs: tl.constexpr,
     tile: tl.constexpr,
     overlap: tl.constexpr,
 ):
@@ -241,7 +241,7 @@ def _penalties_kernel(
             token_id = tl.load(token_pages_ptr + slot, mask=is_known, other=0)
             if phase == 0:
                 tl.store(counts_ptr + token_id, 0, mask=is_known)
-            elif phase == 1:  # how often the output has it, below a bit that says that the prompt has it
+            elif phase == 1:  # occurrences in the output, below a bit for the prompt
                 in_prompt = is_known & (position < prompt_len)
                 tl.atomic_or(counts_ptr + token_id, 1 << 30, mask=in_prompt, sem="relaxed")
                 tl.atomic_add(counts_ptr + token_id, 1, mask=is_known & (position >= prompt_len), sem="relaxed")
@@ -254,4 +254,4 @@ def _penalties_kernel(
                 logit = logit - frequency * count
                 logit = logit - presence * (count > 0).to(tl.float32)
                 tl.store(logits_ptr + token_id, logit, mask=is_mine)
-            first += pieces * tile
+            first += num_programs * tile

@@ -1,15 +1,15 @@
-"""Choosing one token per row of logits on a GPU, in two to four launches whose grids depend on shapes alone.
+"""Sampling one token per row of logits on a GPU, in two to four launches with grids that depend on shapes alone.
 
-The vocabulary is cut, so that one row keeps the whole chip busy: a piece of a row is one maximum over candidates
-(`fleetfoot.kernels.sampling.candidates_triton`), and a row is the maximum of its pieces, in any order.
+A row is processed in tiles, so that one row occupies the whole GPU. The result of a tile is one candidate
+(`fleetfoot.kernels.sampling.candidates_triton`), and a row's token is the maximum of its tiles, in any order.
 
-    row_max   the best logit of each piece
-    cuts      what min-p, top-k and top-p leave, where a batch has filters (`filter_cuts_triton`)
-    draw      random rows: the best of score + noise of each piece, where score = (logit - highest) / temperature
-    pick      the best of each row's pieces
+    row_max   the best logit of each tile
+    cuts      min-p, top-k and top-p, if the batch has filters (`filter_cuts_triton`)
+    draw      random rows: the best score + noise of each tile, where score = (logit - highest) / temperature
+    pick      the best of each row's tiles
 
-Two logarithms for each token of the vocabulary would be most of a draw. They are computed roughly, by a short
-polynomial each, and exactly for the tokens that come so close to the best that they might be it: mostly one.
+Two logarithms for each token of the vocabulary would be most of the time of a draw. They are approximated by short
+polynomials, and computed exactly for the tokens close enough to the maximum to be it: mostly one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _TILES = {16: 1024, 1 << 31: 4096}
-"""Up to so many rows: tokens in a piece. A few rows must keep the whole chip busy; of many, small programs are a burden
-(an H100, 152,000 tokens, greedy: 8 rows 5.8 us with 1024, 8.0 with 4096; 256 rows 97 and 50)."""
+"""Maximum number of rows -> tokens in a tile. Few rows need small tiles to occupy the whole GPU; for many rows larger
+programs are faster (H100, 152,000 tokens, greedy: 8 rows 5.8 us with 1024, 8.0 with 4096; 256 rows 97 and 50)."""
 
 
 def sample_triton(
@@ -57,11 +57,11 @@ def sample_triton(
     if num_rows == 0:
         return token_ids
     tile = next(tile for max_rows, tile in _TILES.items() if num_rows <= max_rows)
-    pieces = cdiv(vocab_size, tile)
-    highest = torch.empty((num_rows, pieces), dtype=torch.int64, device=device)
+    num_tiles = cdiv(vocab_size, tile)
+    highest = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=device)
     overlap = can_overlap(device)
     options = launch_options(overlap)
-    grid, width = (num_rows, pieces), next_power_of_2(pieces)
+    grid, width = (num_rows, num_tiles), next_power_of_2(num_tiles)
     _row_max_kernel[grid](highest, logits, logits.stride(0), vocab_size, tile=tile, overlap=overlap, **options)
     best = highest
     if random is not None:
@@ -80,8 +80,8 @@ def sample_triton(
             vocab_size,
             has_rows=random.rows is not None,
             has_cuts=cuts is not None,
-            pieces=pieces,
-            pieces_tile=width,
+            num_tiles=num_tiles,
+            tiles_pow2=width,
             tile=tile,
             overlap=overlap,
             **options,
@@ -93,8 +93,8 @@ def sample_triton(
         logits,
         logits.stride(0),
         has_invalid=invalid is not None,
-        pieces=pieces,
-        pieces_tile=width,
+        num_tiles=num_tiles,
+        tiles_pow2=width,
         overlap=overlap,
         num_warps=1,
         **options,
@@ -104,14 +104,14 @@ def sample_triton(
 
 @triton_kernel()
 def random_words(seed, position, block):
-    """The four words of ``block``'s tokens, as `fleetfoot.kernels.sampling.philox` has them for stream 0."""
+    """The four words of ``block``'s tokens, as `fleetfoot.kernels.sampling.gumbel` defines them."""
     zero = block * 0
     return tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
 
 
 @triton_kernel()
 def exact_noise(seed, position, index):
-    """`fleetfoot.sampling.gumbel_noise` of one token."""
+    """`fleetfoot.kernels.sampling.gumbel.gumbel_noise_at` of one token."""
     word0, word1, word2, word3 = random_words(seed, position, index // 4)
     lane = index % 4
     word = tl.where(lane < 2, tl.where(lane == 0, word0, word1), tl.where(lane == 2, word2, word3))
@@ -121,7 +121,7 @@ def exact_noise(seed, position, index):
 
 @triton_kernel()
 def rough_noise(seed, position, index, tile: tl.constexpr):
-    """The noise of ``tile`` tokens from the multiple of 4 ``index`` on, within 0.01."""
+    """The noise of ``tile`` tokens from ``index`` (a multiple of 4) on, with an error below 0.01."""
     words = random_words(seed, position, index // 4 + tl.arange(0, tile // 4))
     word = tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))  # [tile]
     step = (word >> 9).to(tl.float32)
@@ -134,7 +134,7 @@ def rough_noise(seed, position, index, tile: tl.constexpr):
 
 @triton_kernel()
 def rough_log2(x):
-    """The logarithm of normal positive numbers, within 0.001."""
+    """The binary logarithm of normal positive numbers, with an error below 0.001."""
     bits = x.to(tl.int32, bitcast=True)
     fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
     line = bits.to(tl.float32) * (1.0 / 8388608.0) - 127.0  # exponent + fraction
@@ -147,7 +147,7 @@ def _row_max_kernel(highest_ptr, logits_ptr, row_stride, vocab_size, tile: tl.co
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * tile + tl.arange(0, tile)
-    # A place behind the vocabulary loses against every token: -inf, and the highest index.
+    # Padding of the vocabulary is below every token: -inf, and the highest index.
     logit = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
     best = tl.max(pack_candidates(logit, index), axis=0)
     tl.store(highest_ptr + row * tl.num_programs(1) + tl.program_id(1), best)
@@ -167,38 +167,38 @@ def _draw_kernel(
     vocab_size,
     has_rows: tl.constexpr,
     has_cuts: tl.constexpr,
-    pieces: tl.constexpr,
-    pieces_tile: tl.constexpr,
+    num_tiles: tl.constexpr,
+    tiles_pow2: tl.constexpr,
     tile: tl.constexpr,
     overlap: tl.constexpr,
 ):
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
-    piece = tl.program_id(1)
+    tile_id = tl.program_id(1)
     row = request
     if has_rows:
         row = tl.load(rows_ptr + request).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
 
-    of_row = tl.arange(0, pieces_tile)
+    tile_ids = tl.arange(0, tiles_pow2)
     smallest = -0x7FFFFFFFFFFFFFFF - 1
-    candidates = tl.load(highest_ptr + request * pieces + of_row, mask=of_row < pieces, other=smallest)
+    candidates = tl.load(highest_ptr + request * num_tiles + tile_ids, mask=tile_ids < num_tiles, other=smallest)
     highest = candidate_value(tl.max(candidates, axis=0))
-    best = tl.load(highest_ptr + request * pieces + piece)
-    is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # not of NaN either
+    best = tl.load(highest_ptr + request * num_tiles + tile_id)
+    is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # false for NaN
     if is_random:
         score = tl.div_rn(candidate_value(best) - highest, temperature)
         best = pack_candidates(score, candidate_index(best).to(tl.int32))
-        # The noise spans less than 19.46: a piece that is so far behind cannot hold the winner, and needs no noise.
+        # The noise has a range of less than 19.46: a tile whose best score is lower cannot contain the maximum.
         if score > -19.46:
             logits_ptr += request * row_stride
             seed = tl.load(seeds_ptr + row)
             position = tl.load(positions_ptr + request)
-            index = piece * tile + tl.arange(0, tile)
+            index = tile_id * tile + tl.arange(0, tile)
             logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
             inverse = tl.minimum(1.0 / temperature, 3e38)
-            rough = (logit - highest) * inverse + rough_noise(seed, position, piece * tile, tile)
+            rough = (logit - highest) * inverse + rough_noise(seed, position, tile_id * tile, tile)
             if has_cuts:
                 depth = score_depth(logit, highest, temperature)
                 limit = tl.load(cuts_ptr + request * 2)
@@ -217,7 +217,7 @@ def _draw_kernel(
                 best = tl.maximum(best, pack_candidates(exact, close))
                 is_close = is_close & (index != close)
                 num_close -= 1
-    tl.store(best_ptr + request * pieces + piece, best)
+    tl.store(best_ptr + request * num_tiles + tile_id, best)
 
 
 @triton_kernel()
@@ -228,16 +228,16 @@ def _pick_kernel(
     logits_ptr,
     row_stride,
     has_invalid: tl.constexpr,
-    pieces: tl.constexpr,
-    pieces_tile: tl.constexpr,
+    num_tiles: tl.constexpr,
+    tiles_pow2: tl.constexpr,
     overlap: tl.constexpr,
 ):
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)
-    of_row = tl.arange(0, pieces_tile)
+    tile_ids = tl.arange(0, tiles_pow2)
     smallest = -0x7FFFFFFFFFFFFFFF - 1
-    candidates = tl.load(best_ptr + row * pieces + of_row, mask=of_row < pieces, other=smallest)
+    candidates = tl.load(best_ptr + row * num_tiles + tile_ids, mask=tile_ids < num_tiles, other=smallest)
     token_id = candidate_index(tl.max(candidates, axis=0))
     tl.store(token_ids_ptr + row, token_id)
     if has_invalid:
