@@ -74,29 +74,29 @@ class RecordingConnector(WorkerConnector):
         self.kv_caches = kv_caches
         self.log.note("register", f"{len(kv_caches)} layers")
 
-    def bind(self, metadata: object | None) -> None:
+    def bind_connector_metadata(self, metadata: object | None) -> None:
         self.metadata = metadata
         self.log.note("bind", metadata)
 
     def flush(self) -> None:
         self.log.note("flush")
 
-    def start(self) -> None:
+    def start_load_kv(self) -> None:
         self._look("start")
         self.log.note("start")
 
-    def save(self) -> None:
+    def save_kv(self) -> None:
         self._look("save")
         self.log.note("save")
 
     def wait_for_save(self) -> None:
         self.log.note("wait_for_save")
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        self.log.note("take_ended", " ".join(sorted(finished_req_ids)))
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        self.log.note("get_finished", " ".join(sorted(finished_req_ids)))
         return KVConnectorOutput(counters={"calls": 1})
 
-    def clear(self) -> None:
+    def clear_connector_metadata(self) -> None:
         self.metadata = None
         self.log.note("clear")
 
@@ -235,16 +235,16 @@ def idle(step: int = 2) -> SchedulerOutput:
 BEFORE = ["flush", "start"]
 AFTER = ["save", "wait_for_save"]
 
-PROMPT_ALONE = ["bind prompt", *BEFORE, "forward", "sample", *AFTER, "take_ended earlier", "clear"]
-DECODE_ALONE = ["bind decode", *BEFORE, "forward", "sample", *AFTER, "take_ended", "clear"]
+PROMPT_ALONE = ["bind prompt", *BEFORE, "forward", "sample", *AFTER, "get_finished earlier", "clear"]
+DECODE_ALONE = ["bind decode", *BEFORE, "forward", "sample", *AFTER, "get_finished", "clear"]
 # a drafter writes KV of its own: nothing is final before it has run, and it runs in every step
-PROMPT_DRAFTING = ["bind prompt", *BEFORE, "forward", "sample", "propose 3", *AFTER, "take_ended earlier", "clear"]
-DECODE_DRAFTING = ["bind decode", *BEFORE, "forward", "sample", "propose", *AFTER, "take_ended", "clear"]
+PROMPT_DRAFTING = ["bind prompt", *BEFORE, "forward", "sample", "propose 3", *AFTER, "get_finished earlier", "clear"]
+DECODE_DRAFTING = ["bind decode", *BEFORE, "forward", "sample", "propose", *AFTER, "get_finished", "clear"]
 # on a rank that is not the last, the forward pass is the last writer
-PROMPT_HANDED_ON = ["bind prompt", *BEFORE, "forward", *AFTER, "take_ended earlier", "clear"]
-DECODE_HANDED_ON = ["bind decode", *BEFORE, "forward", *AFTER, "take_ended", "clear"]
+PROMPT_HANDED_ON = ["bind prompt", *BEFORE, "forward", *AFTER, "get_finished earlier", "clear"]
+DECODE_HANDED_ON = ["bind decode", *BEFORE, "forward", *AFTER, "get_finished", "clear"]
 # nothing new was written, so nothing needs to be waited for; but something may have come
-IDLE = ["bind idle", *BEFORE, "wait_for_progress", "save", "take_ended r0", "clear"]
+IDLE = ["bind idle", *BEFORE, "wait_for_progress", "save", "get_finished r0", "clear"]
 
 KINDS = ["v1", "v2"]
 
@@ -314,7 +314,7 @@ FAULTS = {
     "propose": ["bind prompt", *BEFORE, "forward", "sample", "propose!", "clear"],
     "save": ["bind prompt", *BEFORE, "forward", "sample", "propose 3", "save!", "clear"],
     "wait_for_save": ["bind prompt", *BEFORE, "forward", "sample", "propose 3", "save", "wait_for_save!", "clear"],
-    "take_ended": ["bind prompt", *BEFORE, "forward", "sample", "propose 3", *AFTER, "take_ended!", "clear"],
+    "get_finished": ["bind prompt", *BEFORE, "forward", "sample", "propose 3", *AFTER, "get_finished!", "clear"],
 }
 
 
@@ -357,7 +357,7 @@ def test_on_an_earlier_rank_too(kind: str, raising: str, expected: list[str]) ->
     [
         ("start", ["bind idle", "flush", "start!", "clear"]),
         ("wait_for_progress", ["bind idle", *BEFORE, "wait_for_progress!", "clear"]),
-        ("take_ended", ["bind idle", *BEFORE, "wait_for_progress", "save", "take_ended!", "clear"]),
+        ("get_finished", ["bind idle", *BEFORE, "wait_for_progress", "save", "get_finished!", "clear"]),
     ],
 )
 def test_in_an_idle_step_too(kind: str, size: int, raising: str, expected: list[str]) -> None:

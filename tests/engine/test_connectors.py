@@ -267,14 +267,16 @@ def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(
         for _ in range(3):
             run_requests(engine, REQUESTS)
     assert isinstance(caught.value.__cause__, InjectedError)
-    assert faults.calls.count("bind") - faults.calls.count("clear") in (0, int(point == "bind")) or point == "clear"
+    num_bound, num_cleared = (faults.calls.count(f"{verb}_connector_metadata") for verb in ("bind", "clear"))
+    num_open = int(point == "bind_connector_metadata")
+    assert num_bound - num_cleared in (0, num_open) or point == "clear_connector_metadata"
     with pytest.raises(EngineDeadError):
         engine.step()
     engine.shutdown()
 
 
 @RUNNERS
-@pytest.mark.parametrize("point", ["build_metadata", "bind", "flush", "take_ended"])
+@pytest.mark.parametrize("point", ["build_connector_meta", "bind_connector_metadata", "flush", "get_finished"])
 def test_an_error_at_the_end_keeps_nothing_from_being_given_back(
     runner: str, point: str, text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,10 +33,10 @@ class Lender(NoSchedulerConnector):
     is_active = True
     is_shut_down = False
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
-        return 4 if request.token_ids[0] == 9 and not num_local else 0
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return 4 if request.token_ids[0] == 9 and not num_computed_tokens else 0
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
         pass
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -213,7 +213,7 @@ class Flusher(NoSchedulerConnector):
         self.num_ended += 1
         return False, None
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> Any:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         return self.num_ended
 
     @property

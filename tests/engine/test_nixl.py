@@ -212,7 +212,7 @@ def test_wrong_roles_are_refused(text_model: Path, make: Make) -> None:
         producer.add_request("r", *request)
     with pytest.raises(ValueError, match="do_remote_decode is true, but kv_role is 'kv_consumer'"):
         prefilled(consumer)
-    with pytest.raises(ValueError, match="this engine has no KV connector that takes any"):
+    with pytest.raises(ValueError, match="this engine has no KV connector that accepts any"):
         plain.add_request("r", *request)
     with pytest.raises(ValueError, match="n must be 1"):
         consumer.add_request("r", request[0], replace(request[1], n=2, temperature=1.0))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tests.helpers.engines import make_engine, run_requests
+from tests.helpers.faulty_connector import WORKER_POINTS
 from tests.helpers.prefill_decode import REQUESTS, RUNNERS, SIZE, settle, tokens_of
 
 from fleetfoot import LLMEngine
@@ -49,16 +50,17 @@ class DictScheduler(SchedulerConnector):
         self._saved: set[bytes] = set(self._store.blocks)
         self._orders = Orders()
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
-        self._store.calls.append("num_matched_tokens")
-        first = last = num_local // self._block_size
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        self._store.calls.append("get_num_new_matched_tokens")
+        first = last = num_computed_tokens // self._block_size
         while last < (request.num_tokens - 1) // self._block_size and request.block_hashes[last] in self._saved:
             last += 1
         return (last - first) * self._block_size
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        self._store.calls.append("start_load")
-        first, last = num_local // self._block_size, (num_local + num_matched) // self._block_size
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        self._store.calls.append("update_state_after_alloc")
+        first = num_computed_tokens // self._block_size
+        last = first + num_external_tokens // self._block_size
         self._orders.load[request.request_id] = _blocks(request, first, last)
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
@@ -70,15 +72,15 @@ class DictScheduler(SchedulerConnector):
         self._store.calls.append("request_finished")
         return False, None
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> Orders:
-        self._store.calls.append("build_metadata")
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
+        self._store.calls.append("build_connector_meta")
         orders, self._orders = self._orders, Orders()
         # only the loads of later steps come behind what this step saves
         self._saved.update(block_hash for block_hash, _ in (*orders.flush, *orders.save))
         return orders
 
-    def update(self, output: KVConnectorOutput) -> None:
-        self._store.calls.append("update")
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self._store.calls.append("update_connector_output")
 
     @property
     def has_pending(self) -> bool:
@@ -98,8 +100,8 @@ class DictWorker(WorkerConnector):
         self._store.calls.append("register_kv_caches")
         self._caches = kv_caches
 
-    def bind(self, metadata: object | None) -> None:
-        self._store.calls.append("bind")
+    def bind_connector_metadata(self, metadata: object | None) -> None:
+        self._store.calls.append("bind_connector_metadata")
         assert metadata is None or isinstance(metadata, Orders)
         self._orders = metadata or Orders()
 
@@ -107,16 +109,16 @@ class DictWorker(WorkerConnector):
         self._store.calls.append("flush")
         self._copy_out(self._orders.flush)
 
-    def start(self) -> None:
-        self._store.calls.append("start")
+    def start_load_kv(self) -> None:
+        self._store.calls.append("start_load_kv")
         for request_id, blocks in self._orders.load.items():
             for block_hash, block_id in blocks:
                 for cache, content in zip(self._caches, self._store.blocks[block_hash], strict=True):
                     cache[block_id] = content
             self._loaded.add(request_id)
 
-    def save(self) -> None:
-        self._store.calls.append("save")
+    def save_kv(self) -> None:
+        self._store.calls.append("save_kv")
         self._copy_out(self._orders.save)
 
     def wait_for_save(self) -> None:
@@ -125,13 +127,13 @@ class DictWorker(WorkerConnector):
     def wait_for_progress(self) -> None:
         self._store.calls.append("wait_for_progress")
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        self._store.calls.append("take_ended")
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        self._store.calls.append("get_finished")
         loaded, self._loaded = self._loaded, set()
         return KVConnectorOutput(loaded=loaded, counters={"requests_loaded": len(loaded)} if loaded else {})
 
-    def clear(self) -> None:
-        self._store.calls.append("clear")
+    def clear_connector_metadata(self) -> None:
+        self._store.calls.append("clear_connector_metadata")
         self._orders = Orders()
 
     def shutdown(self) -> None:
@@ -157,6 +159,14 @@ class DictConnector(KVConnector):
 def _blocks(request: Request, first: int, last: int) -> list[Block]:
     return list(zip(request.block_hashes[first:last], request.block_ids[first:last], strict=True))
 
+
+EXPECTED_CALLS = [
+    "get_num_new_matched_tokens", "update_state_after_alloc",
+    "build_connector_meta", *WORKER_POINTS[:3], "wait_for_progress", "save_kv", *WORKER_POINTS[-2:],
+    "update_connector_output",
+    "build_connector_meta", *WORKER_POINTS,
+]  # fmt: skip
+"""Of a request whose KV is loaded in an idle step, up to the end of its first step with a forward pass."""
 
 # --- the tests ------------------------------------------------------------------------------------------------------
 
@@ -230,12 +240,9 @@ def test_the_order_of_its_calls(runner: str, text_model: Path) -> None:
     engine.shutdown()
     calls = store.calls
     assert calls[0] == "register_kv_caches"
-    idle = ["bind", "flush", "start", "wait_for_progress", "save", "take_ended", "clear", "update"]
-    step = ["bind", "flush", "start", "save", "wait_for_save", "take_ended", "clear"]
-    begin = calls.index("num_matched_tokens")
-    expected = ["num_matched_tokens", "start_load", "build_metadata", *idle, "build_metadata", *step]
-    assert calls[begin : begin + len(expected)] == expected
-    assert calls.count("bind") == calls.count("clear")
+    begin = calls.index("get_num_new_matched_tokens")
+    assert calls[begin : begin + len(EXPECTED_CALLS)] == EXPECTED_CALLS
+    assert calls.count("bind_connector_metadata") == calls.count("clear_connector_metadata")
     assert calls.count("blocks_filled") > 0  # by what was generated
-    assert calls.index("request_finished") > calls.index("update")
+    assert calls.index("request_finished") > calls.index("update_connector_output")
     assert calls[-1] == "shutdown"

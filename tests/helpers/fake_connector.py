@@ -73,9 +73,9 @@ class FakeSchedulerConnector(SchedulerConnector):
         assert all(len(tokens) == size for _, _, tokens in blocks), "a block counts as full whose tokens are not known"
         return blocks
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         assert not request.wants_prompt_logprobs
-        first = num_local // self.block_size
+        first = num_computed_tokens // self.block_size
         usable = request.block_hashes[first : (request.num_tokens - 1) // self.block_size]
         assert len(usable) == (request.num_tokens - 1) // self.block_size - first
         count = len(usable)
@@ -85,8 +85,9 @@ class FakeSchedulerConnector(SchedulerConnector):
             return 0
         return self._rng.randint(min(1, count), count) * self.block_size
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        first, last = num_local // self.block_size, (num_local + num_matched) // self.block_size
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        first = num_computed_tokens // self.block_size
+        last = first + num_external_tokens // self.block_size
         assert len(request.block_ids) * self.block_size >= request.num_tokens
         self.loading.add(request.request_id)
         self._next.loads[request.request_id] = self._blocks(request, first, last)
@@ -104,12 +105,12 @@ class FakeSchedulerConnector(SchedulerConnector):
         self._next.sends[request.request_id] = self._blocks(request, 0, num_full)
         return True, {"blocks": num_full}
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> Metadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         metadata, self._next = self._next, Metadata()
         self.num_metadata += 1
         return metadata
 
-    def update(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.loading -= output.loaded | output.failed.keys()
         self.lent -= output.sent
 
@@ -117,7 +118,7 @@ class FakeSchedulerConnector(SchedulerConnector):
     def has_pending(self) -> bool:
         return bool(self._next)
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         self.store.clear()
         self._next.saves.clear()
         self._next.flushes.clear()

@@ -21,9 +21,14 @@ from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
 
 SCHEDULER_POINTS = (
-    "num_matched_tokens", "start_load", "blocks_filled", "request_finished", "build_metadata", "update",
+    "get_num_new_matched_tokens", "update_state_after_alloc", "blocks_filled", "request_finished",
+    "build_connector_meta", "update_connector_output",
 )  # fmt: skip
-WORKER_POINTS = ("bind", "flush", "start", "save", "wait_for_save", "take_ended", "clear")
+WORKER_POINTS = (
+    "bind_connector_metadata", "flush", "start_load_kv", "save_kv", "wait_for_save", "get_finished",
+    "clear_connector_metadata",
+)  # fmt: skip
+"""In the order of a step."""
 
 
 class InjectedError(RuntimeError):
@@ -68,15 +73,16 @@ class FaultyScheduler(SchedulerConnector):
         self._lent: list[str] = []
         self._unsent: set[str] = set()
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
-        self._faults.at("num_matched_tokens")
-        return self._inner.num_matched_tokens(request, num_local)
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        self._faults.at("get_num_new_matched_tokens")
+        return self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        self._faults.at("start_load")
-        first, last = num_local // self._block_size, (num_local + num_matched) // self._block_size
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        self._faults.at("update_state_after_alloc")
+        first = num_computed_tokens // self._block_size
+        last = first + num_external_tokens // self._block_size
         self._loads[request.request_id] = request.block_ids[first:last]
-        self._inner.start_load(request, num_local, num_matched)
+        self._inner.update_state_after_alloc(request, num_computed_tokens, num_external_tokens)
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         self._faults.at("blocks_filled")
@@ -89,23 +95,23 @@ class FaultyScheduler(SchedulerConnector):
             self._unsent.add(request.request_id)
         return self._faults.lends, self._inner.request_finished(request)[1]
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> object | None:
-        self._faults.at("build_metadata")
-        metadata = FaultyMetadata(self._inner.build_metadata(scheduler_output), self._loads, self._lent)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
+        self._faults.at("build_connector_meta")
+        metadata = FaultyMetadata(self._inner.build_connector_meta(scheduler_output), self._loads, self._lent)
         self._loads, self._lent = {}, []
         return metadata
 
-    def update(self, output: KVConnectorOutput) -> None:
-        self._faults.at("update")
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self._faults.at("update_connector_output")
         self._unsent -= output.sent
-        self._inner.update(output)
+        self._inner.update_connector_output(output)
 
     @property
     def has_pending(self) -> bool:
         return bool(self._lent or self._loads or self._unsent) or self._inner.has_pending
 
-    def forget(self) -> None:
-        self._inner.forget()
+    def reset_cache(self) -> None:
+        self._inner.reset_cache()
 
     def shutdown(self) -> None:
         self._inner.shutdown()
@@ -123,35 +129,35 @@ class FaultyWorker(WorkerConnector):
         self._kv_caches = list(kv_caches)
         self._inner.register_kv_caches(kv_caches, layout)
 
-    def bind(self, metadata: object | None) -> None:
+    def bind_connector_metadata(self, metadata: object | None) -> None:
         if metadata is None:  # a runner's own step, as when it warms up
-            self._inner.bind(None)
+            self._inner.bind_connector_metadata(None)
             return
         assert isinstance(metadata, FaultyMetadata)
         self._blocks |= metadata.loads
         self._lent |= set(metadata.lent)
-        self._inner.bind(metadata.inner)
-        self._faults.at("bind")
+        self._inner.bind_connector_metadata(metadata.inner)
+        self._faults.at("bind_connector_metadata")
 
     def flush(self) -> None:
         self._faults.at("flush")
         self._inner.flush()
 
-    def start(self) -> None:
-        self._faults.at("start")
-        self._inner.start()
+    def start_load_kv(self) -> None:
+        self._faults.at("start_load_kv")
+        self._inner.start_load_kv()
 
-    def save(self) -> None:
-        self._faults.at("save")
-        self._inner.save()
+    def save_kv(self) -> None:
+        self._faults.at("save_kv")
+        self._inner.save_kv()
 
     def wait_for_save(self) -> None:
         self._faults.at("wait_for_save")
         self._inner.wait_for_save()
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        self._faults.at("take_ended")
-        output = self._inner.take_ended(finished_req_ids)
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        self._faults.at("get_finished")
+        output = self._inner.get_finished(finished_req_ids)
         kind = self._faults.loads
         if kind == "hold":
             self._held |= output.loaded
@@ -170,9 +176,9 @@ class FaultyWorker(WorkerConnector):
             self._lent = set()
         return output
 
-    def clear(self) -> None:
-        self._inner.clear()
-        self._faults.at("clear")
+    def clear_connector_metadata(self) -> None:
+        self._inner.clear_connector_metadata()
+        self._faults.at("clear_connector_metadata")
 
     def wait_for_progress(self) -> None:
         self._faults.at("wait_for_progress")

@@ -83,7 +83,7 @@ class _FaultyWorker(WorkerConnector):
         self._kv_caches = list(kv_caches)
         self._inner.register_kv_caches(kv_caches, layout)
 
-    def bind(self, metadata: object | None) -> None:
+    def bind_connector_metadata(self, metadata: object | None) -> None:
         self._num_steps += 1
         if self._fault == "step" and self._num_steps == 3:
             raise InjectedError("in a step", self._rank)
@@ -91,24 +91,24 @@ class _FaultyWorker(WorkerConnector):
             self._has_flushes = bool(metadata.flushes)
             for order in metadata.loads:
                 self._blocks[order.request_id] = [move.block_id for move in order.moves]
-        self._inner.bind(metadata)
+        self._inner.bind_connector_metadata(metadata)
 
     def flush(self) -> None:
         if self._fault == "flush" and self._has_flushes:
             raise InjectedError("in a flush", self._rank)
         self._inner.flush()
 
-    def start(self) -> None:
-        self._inner.start()
+    def start_load_kv(self) -> None:
+        self._inner.start_load_kv()
 
-    def save(self) -> None:
-        self._inner.save()
+    def save_kv(self) -> None:
+        self._inner.save_kv()
 
     def wait_for_save(self) -> None:
         self._inner.wait_for_save()
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        output = self._inner.take_ended(finished_req_ids)
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        output = self._inner.get_finished(finished_req_ids)
         if self._fault == "loads":
             for request_id in output.loaded:
                 output.failed[request_id] = TransferFailure(f"injected on rank {self._rank}")
@@ -117,8 +117,8 @@ class _FaultyWorker(WorkerConnector):
             output.loaded = set()
         return output
 
-    def clear(self) -> None:
-        self._inner.clear()
+    def clear_connector_metadata(self) -> None:
+        self._inner.clear_connector_metadata()
 
     def wait_for_progress(self) -> None:
         self._inner.wait_for_progress()

@@ -152,7 +152,7 @@ class Bench:
         output = SchedulerOutput(self.num_steps, [], [], 0, 0, 0, finished_req_ids=set(finished))
         output.new_block_ids = [(0, 0, list(new_blocks))] if new_blocks else []
         self.num_steps += 1
-        output.kv_connector_metadata = self.scheduler.build_metadata(output)
+        output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
         if idle:
             results = [step.no_forward(output) for step in self.steps]
         else:
@@ -161,7 +161,7 @@ class Bench:
             during()
             results = [step.post_forward(set(finished)) for step in self.steps]
         merged = self.merger.merge(results) or KVConnectorOutput()
-        self.scheduler.update(merged)
+        self.scheduler.update_connector_output(merged)
         for name, count in merged.counters.items():
             self.counters[name] = self.counters.get(name, 0) + count
         return merged
@@ -171,11 +171,11 @@ class Bench:
         self.scheduler.blocks_filled(request, first, last, by_this_step=True)
         self.step(during=lambda: self.scramble(request.block_ids[first:last]))
 
-    def load(self, request: Request, num_local: int = 0) -> KVConnectorOutput:
+    def load(self, request: Request, num_computed_tokens: int = 0) -> KVConnectorOutput:
         """Match and load all that there is, in idle steps until it has ended."""
-        matched = self.scheduler.num_matched_tokens(request, num_local)
+        matched = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         assert matched > 0
-        self.scheduler.start_load(request, num_local, matched)
+        self.scheduler.update_state_after_alloc(request, num_computed_tokens, matched)
         return self.until_ended(request)
 
     def until_ended(self, request: Request) -> KVConnectorOutput:

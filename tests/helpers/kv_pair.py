@@ -253,16 +253,16 @@ class Engine(Bench):
         self.scheduler.check_request(request)
         return request
 
-    def begin(self, request: Request, num_local: int = 0) -> None:
+    def begin(self, request: Request, num_computed_tokens: int = 0) -> None:
         """Begin to load what there is."""
-        matched = self.scheduler.num_matched_tokens(request, num_local)
+        matched = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         assert matched > 0
-        self.scheduler.start_load(request, num_local, matched)
+        self.scheduler.update_state_after_alloc(request, num_computed_tokens, matched)
 
     def run(self, request: Request) -> None:
         """A step in which it gets a row, without a load."""
         output = SchedulerOutput(self.num_steps, [], [], 0, 0, 0, new_requests=[NewRequest.of(request)])
-        output.kv_connector_metadata = self.scheduler.build_metadata(output)
+        output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
         for step in self.steps:
             step.pre_forward(output)
             step.post_forward(set())

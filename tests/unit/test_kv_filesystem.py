@@ -76,8 +76,8 @@ def test_another_engine_finds_what_one_has_computed(make: MakeBench, num_ranks: 
     other = make(num_ranks=num_ranks)
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
     untouched = other.contents([4, 5, 6])
-    assert other.scheduler.num_matched_tokens(request, 0) == 16
-    assert other.scheduler.num_matched_tokens(request, 8) == 8
+    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 16
+    assert other.scheduler.get_num_new_matched_tokens(request, 8) == 8
     output = other.load(request)
     assert (output.loaded, output.failed) == ({"again"}, {})
     assert same(other.contents([9, 8, 2, 0]), contents)
@@ -90,7 +90,7 @@ def test_what_is_here_already_is_not_loaded(make: MakeBench) -> None:
     other = make()
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
     mine = other.contents([9, 8])
-    assert other.load(request, num_local=8).loaded == {"again"}
+    assert other.load(request, num_computed_tokens=8).loaded == {"again"}
     assert same(other.contents([9, 8]), mine)
     assert same(other.contents([2, 0]), [[layer[2:] for layer in layers] for layers in contents])
 
@@ -98,10 +98,12 @@ def test_what_is_here_already_is_not_loaded(make: MakeBench) -> None:
 def test_a_token_is_always_left_to_compute(make: MakeBench) -> None:
     saved(make)
     other = make()
-    assert other.scheduler.num_matched_tokens(other.request("whole blocks", TOKENS[:16]), 0) == 12
-    assert other.scheduler.num_matched_tokens(other.request("a token more", TOKENS[:13]), 0) == 12
-    assert other.scheduler.num_matched_tokens(other.request("other tokens", [99, *TOKENS[1:]]), 0) == 0
-    assert other.scheduler.num_matched_tokens(other.request("another end", [*TOKENS[:8], *range(50, 59)]), 0) == 8
+    assert other.scheduler.get_num_new_matched_tokens(other.request("whole blocks", TOKENS[:16]), 0) == 12
+    assert other.scheduler.get_num_new_matched_tokens(other.request("a token more", TOKENS[:13]), 0) == 12
+    assert other.scheduler.get_num_new_matched_tokens(other.request("other tokens", [99, *TOKENS[1:]]), 0) == 0
+    assert (
+        other.scheduler.get_num_new_matched_tokens(other.request("another end", [*TOKENS[:8], *range(50, 59)]), 0) == 8
+    )
 
 
 def test_roles(make: MakeBench, tmp_path: Path) -> None:
@@ -110,7 +112,7 @@ def test_roles(make: MakeBench, tmp_path: Path) -> None:
     saved(make, role="kv_producer")
     assert len(files(tmp_path)) == 4
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
-    assert producer.scheduler.num_matched_tokens(producer.request("r", TOKENS), 0) == 0
+    assert producer.scheduler.get_num_new_matched_tokens(producer.request("r", TOKENS), 0) == 0
     assert consumer.load(consumer.request("r", TOKENS, [1, 2, 3, 4, 5])).loaded == {"r"}
 
 
@@ -134,19 +136,19 @@ def test_a_request_that_waits_for_room_is_asked_again(make: MakeBench, monkeypat
     saved(make)
     other = make()
     request = other.request("waits", TOKENS)
-    assert [other.scheduler.num_matched_tokens(request, 0) for _ in range(2)] == [16, 16]
+    assert [other.scheduler.get_num_new_matched_tokens(request, 0) for _ in range(2)] == [16, 16]
     monkeypatch.setattr(os.path, "exists", lambda path: pytest.fail("nobody needs to look again"))
-    assert [other.scheduler.num_matched_tokens(request, 4) for _ in range(2)] == [12, 12]
+    assert [other.scheduler.get_num_new_matched_tokens(request, 4) for _ in range(2)] == [12, 12]
 
 
 def test_what_the_prefix_cache_held_for_a_request_that_waits_is_not_taken_for_a_file(make: MakeBench) -> None:
     nothing = make()
     request = nothing.request("waits", TOKENS)
-    assert [nothing.scheduler.num_matched_tokens(request, num_local) for num_local in (12, 4, 0)] == [0, 0, 0]
+    assert [nothing.scheduler.get_num_new_matched_tokens(request, count) for count in (12, 4, 0)] == [0, 0, 0]
     saved(make)
     other = make()
     request = other.request("waits", TOKENS)
-    assert [other.scheduler.num_matched_tokens(request, num_local) for num_local in (8, 0, 12)] == [8, 16, 4]
+    assert [other.scheduler.get_num_new_matched_tokens(request, count) for count in (8, 0, 12)] == [8, 16, 4]
 
 
 # --- files that are not what they should be -------------------------------------------------------------------------
@@ -208,9 +210,9 @@ def test_damage_is_found(make: MakeBench, tmp_path: Path, case: str) -> None:
     other = make()
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
     bad = next(path for path in files(tmp_path) if path.stem == request.block_hashes[2].hex())
-    matched = other.scheduler.num_matched_tokens(request, 0)
+    matched = other.scheduler.get_num_new_matched_tokens(request, 0)
     damage(bad)
-    other.scheduler.start_load(request, 0, matched)
+    other.scheduler.update_state_after_alloc(request, 0, matched)
     output = other.until_ended(request)
     assert output.loaded == set()
     failure = output.failed["again"]
@@ -241,12 +243,12 @@ def test_one_damaged_file_fails_no_second_load(make: MakeBench, tmp_path: Path) 
     request = other.request("first", TOKENS, [9, 8, 2, 0, 4])
     flip(-1)(next(path for path in files(tmp_path) if path.stem == request.block_hashes[2].hex()))
     waiting = other.request("second", TOKENS, [1, 3, 5, 6, 7])
-    assert other.scheduler.num_matched_tokens(waiting, 0) == 16
+    assert other.scheduler.get_num_new_matched_tokens(waiting, 0) == 16
     assert "first" in other.load(request).failed
-    assert other.scheduler.num_matched_tokens(waiting, 0) == 8
+    assert other.scheduler.get_num_new_matched_tokens(waiting, 0) == 8
     other.save(request, 0, 4)  # its tokens were computed
     other.shutdown()  # by then the file has been written anew
-    assert other.scheduler.num_matched_tokens(waiting, 0) == 16
+    assert other.scheduler.get_num_new_matched_tokens(waiting, 0) == 16
 
 
 def test_files_that_came_too_late_are_not_to_blame(make: MakeBench) -> None:
@@ -254,11 +256,11 @@ def test_files_that_came_too_late_are_not_to_blame(make: MakeBench) -> None:
     manual, clock = Manual(), Clock()
     other = make(make_worker=manual, clock=clock, timeout=5.0)
     request = other.request("r", TOKENS, [9, 8, 2, 0, 4])
-    other.scheduler.start_load(request, 0, other.scheduler.num_matched_tokens(request, 0))
+    other.scheduler.update_state_after_alloc(request, 0, other.scheduler.get_num_new_matched_tokens(request, 0))
     other.step(idle=True)
     clock.now += 6.0
     assert other.until_ended(request).failed["r"].timed_out
-    assert other.scheduler.num_matched_tokens(request, 0) == 16
+    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 16
 
 
 def test_files_of_another_engine_are_refused_with_both_fingerprints(make: MakeBench, tmp_path: Path) -> None:
@@ -268,7 +270,7 @@ def test_files_of_another_engine_are_refused_with_both_fingerprints(make: MakeBe
     other = make(fingerprint=theirs)
     failure = other.load(other.request("r", TOKENS, [1, 2, 3, 4, 5])).failed["r"]
     assert f"its fingerprint is {FINGERPRINT}, and it must be {theirs}" in failure.reason
-    assert make(fingerprint="e" * 32).scheduler.num_matched_tokens(other.request("r", TOKENS), 0) == 0
+    assert make(fingerprint="e" * 32).scheduler.get_num_new_matched_tokens(other.request("r", TOKENS), 0) == 0
 
 
 def test_a_file_under_another_name_is_refused(make: MakeBench, tmp_path: Path) -> None:
@@ -356,7 +358,7 @@ def test_loads_wait_for_memory(make: MakeBench) -> None:
     manual = Manual()
     other = make(make_worker=manual, extra={"max_bytes_in_flight": 4 * LAYOUT.bytes_per_block})  # one to read
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
-    other.scheduler.start_load(request, 0, other.scheduler.num_matched_tokens(request, 0))
+    other.scheduler.update_state_after_alloc(request, 0, other.scheduler.get_num_new_matched_tokens(request, 0))
     for _ in range(4):
         assert not other.step().loaded
         assert len(manual.readers.waiting) == 1
@@ -370,7 +372,7 @@ def test_a_disk_that_never_answers_times_out(make: MakeBench) -> None:
     clock, manual = Clock(), Manual()
     other = make(make_worker=manual, clock=clock, timeout=5.0)
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
-    other.scheduler.start_load(request, 0, other.scheduler.num_matched_tokens(request, 0))
+    other.scheduler.update_state_after_alloc(request, 0, other.scheduler.get_num_new_matched_tokens(request, 0))
     other.step()
     manual.readers.run(1)
     clock.now += 4.9
@@ -390,7 +392,7 @@ def test_a_request_that_ends_gives_up_its_load(make: MakeBench) -> None:
     manual = Manual()
     other = make(make_worker=manual)
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
-    other.scheduler.start_load(request, 0, other.scheduler.num_matched_tokens(request, 0))
+    other.scheduler.update_state_after_alloc(request, 0, other.scheduler.get_num_new_matched_tokens(request, 0))
     assert other.step(["again"]).failed == {}  # an earlier one of the same name
     assert "has ended" in other.step(["again"]).failed["again"].reason
     before = other.contents([9, 8, 2, 0])
@@ -415,26 +417,26 @@ def test_a_block_is_there_once_every_rank_has_it(make: MakeBench, tmp_path: Path
         path for path in files(tmp_path) if path.stem == request.block_hashes[1].hex() and "rank1" in path.parts[-2]
     )
     missing.unlink()
-    assert other.scheduler.num_matched_tokens(request, 0) == 4
+    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 4
 
 
 def test_new_weights_forget(make: MakeBench, tmp_path: Path) -> None:
     saved(make)
     other = make()
     request = other.request("r", TOKENS, [3, 7, 1, 12, 5])
-    matched = other.scheduler.num_matched_tokens(request, 0)
-    other.scheduler.start_load(request, 0, matched)
-    other.scheduler.forget()  # before the workers were told
+    matched = other.scheduler.get_num_new_matched_tokens(request, 0)
+    other.scheduler.update_state_after_alloc(request, 0, matched)
+    other.scheduler.reset_cache()  # before the workers were told
     assert "has vanished" in other.until_ended(request).failed["r"].reason
-    assert other.scheduler.num_matched_tokens(request, 0) == 0
+    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 0
     before = set(files(tmp_path))
     other.save(request, 0, 4)
     other.shutdown()
     assert len(set(files(tmp_path)) - before) == 4
-    assert other.scheduler.num_matched_tokens(request, 0) == 16  # within this engine they count
-    other.scheduler.forget()
-    assert other.scheduler.num_matched_tokens(request, 0) == 0
-    assert make().scheduler.num_matched_tokens(request, 0) == 16  # what the first weights have computed
+    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 16  # within this engine they count
+    other.scheduler.reset_cache()
+    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 0
+    assert make().scheduler.get_num_new_matched_tokens(request, 0) == 16  # what the first weights have computed
 
 
 def test_shutdown_before_anything_was_registered(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.faulty_connector import WORKER_POINTS
 from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer_config
 
 from fleetfoot.executor.multiprocess import KVOutputMerger
@@ -121,11 +122,11 @@ class Part(WorkerConnector, NoSchedulerConnector):
         if name in self.raises:
             raise RuntimeError(f"{name} raises")
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         return self.matches
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        self.note("start_load")
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        self.note("update_state_after_alloc")
 
     def blocks_reused(self, block_ids: list[int]) -> None:
         self.note(f"reused {block_ids}")
@@ -136,28 +137,28 @@ class Part(WorkerConnector, NoSchedulerConnector):
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self.note("register_kv_caches")
 
-    def bind(self, metadata: object | None) -> None:
-        self.note("bind")
+    def bind_connector_metadata(self, metadata: object | None) -> None:
+        self.note("bind_connector_metadata")
 
     def flush(self) -> None:
         self.note("flush")
 
-    def start(self) -> None:
-        self.note("start")
+    def start_load_kv(self) -> None:
+        self.note("start_load_kv")
 
-    def save(self) -> None:
-        self.note("save")
+    def save_kv(self) -> None:
+        self.note("save_kv")
 
     def wait_for_save(self) -> None:
         self.note("wait_for_save")
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        self.note("take_ended")
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        self.note("get_finished")
         output, self.output = self.output, KVConnectorOutput()
         return output
 
-    def clear(self) -> None:
-        self.note("clear")
+    def clear_connector_metadata(self) -> None:
+        self.note("clear_connector_metadata")
 
     def wait_for_progress(self) -> None:
         self.note("wait_for_progress")
@@ -174,7 +175,7 @@ def request_of(request_id: str = "r") -> Request:
 
 def step_of(scheduler: MultiScheduler, *finished: str) -> SchedulerOutput:
     output = SchedulerOutput(0, [], [], 0, 0, 0, finished_req_ids=set(finished))
-    output.kv_connector_metadata = scheduler.build_metadata(output)
+    output.kv_connector_metadata = scheduler.build_connector_meta(output)
     return output
 
 
@@ -207,9 +208,9 @@ def test_the_first_with_the_most_loads() -> None:
     scheduler = MultiScheduler(parts, 4)
     request = request_of()
     request.block_ids = [7, 5, 3, 1]
-    assert scheduler.num_matched_tokens(request, 4) == 8
-    scheduler.start_load(request, 4, 8)
-    assert [part.calls for part in parts] == [["reused [5, 3]"], ["start_load"], ["reused [5, 3]"]]
+    assert scheduler.get_num_new_matched_tokens(request, 4) == 8
+    scheduler.update_state_after_alloc(request, 4, 8)
+    assert [part.calls for part in parts] == [["reused [5, 3]"], ["update_state_after_alloc"], ["reused [5, 3]"]]
 
 
 def test_the_order_of_calls_and_a_part_that_raises() -> None:
@@ -218,19 +219,19 @@ def test_the_order_of_calls_and_a_part_that_raises() -> None:
     scheduler = MultiScheduler([one, two], 4)
     step.pre_forward(step_of(scheduler))
     step.post_forward(set())
-    assert one.calls == ["bind", "flush", "start", "save", "wait_for_save", "take_ended", "clear"]
-    for point in ("bind", "flush", "start", "save", "wait_for_save", "take_ended"):
+    assert one.calls == list(WORKER_POINTS)
+    for point in WORKER_POINTS[:-1]:
         one.calls, two.calls, one.raises = [], [], {point}
         with pytest.raises(RuntimeError, match=f"{point} raises"):
             step.pre_forward(step_of(scheduler))
             step.post_forward(set())
-        assert one.calls[-1] == two.calls[-1] == "clear"
-        assert one.calls.count("clear") == 1
-    one.calls, two.calls, one.raises, two.raises = [], [], set(), {"clear", "shutdown"}
+        assert one.calls[-1] == two.calls[-1] == "clear_connector_metadata"
+        assert one.calls.count("clear_connector_metadata") == 1
+    one.calls, two.calls, one.raises, two.raises = [], [], set(), {"clear_connector_metadata", "shutdown"}
     step.pre_forward(step_of(scheduler))
-    with pytest.raises(RuntimeError, match="clear raises"):
+    with pytest.raises(RuntimeError, match="clear_connector_metadata raises"):
         step.post_forward(set())
-    assert one.calls.count("clear") == two.calls.count("clear") == 1
+    assert one.calls.count("clear_connector_metadata") == two.calls.count("clear_connector_metadata") == 1
     with pytest.raises(RuntimeError, match="shutdown raises"):
         step.shutdown()
     assert one.calls[-1] == two.calls[-1] == "shutdown"
@@ -239,12 +240,12 @@ def test_the_order_of_calls_and_a_part_that_raises() -> None:
 def test_metadata_of_another_connector() -> None:
     worker = MultiWorker({"one": Part()})
     with pytest.raises(TypeError, match="KV connector metadata is a str; it must be MultiMetadata"):
-        worker.bind("something")
+        worker.bind_connector_metadata("something")
 
 
 def test_metadata_travels(bench: Bench) -> None:
     bench.scheduler.blocks_filled(bench.request("r", TOKENS, BLOCKS), 0, 2, by_this_step=False)
-    metadata = bench.scheduler.build_metadata(SchedulerOutput(0, [], [], 0, 0, 0))
+    metadata = bench.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0))
     assert pickle.loads(pickle.dumps(metadata)) == metadata is not None
 
 

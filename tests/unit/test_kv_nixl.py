@@ -50,7 +50,7 @@ def test_a_reader_gets_what_was_computed(make: MakeEngine, num_ranks: int, backe
     params = lender.lend("p")
     untouched = reader.contents([4, 5, 6])
     request = reader.wants(params)
-    assert reader.scheduler.num_matched_tokens(request, 0) == 16
+    assert reader.scheduler.get_num_new_matched_tokens(request, 0) == 16
     output = reader.load(request)
     assert (output.loaded, output.failed) == ({"r"}, {})
     assert same(reader.contents(TAKEN), lender.contents(LENT))
@@ -80,7 +80,7 @@ def test_a_cache_of_another_size(make: MakeEngine, backend: str) -> None:
 def test_what_is_here_already_is_not_read(make: MakeEngine) -> None:
     lender, reader = make(), make()
     mine = reader.contents([9, 8])
-    assert reader.load(reader.wants(lender.lend("p")), num_local=8).loaded == {"r"}
+    assert reader.load(reader.wants(lender.lend("p")), num_computed_tokens=8).loaded == {"r"}
     assert same(reader.contents([9, 8]), mine)
     assert same(reader.contents([2, 0]), lender.contents([1, 12]))
     assert reader.counters["blocks_loaded"] == 2
@@ -103,8 +103,8 @@ def test_only_whole_blocks_without_the_last_token_are_lent(make: MakeEngine) -> 
     assert lender.lend("five", TOKENS[:5])["remote_num_tokens"] == 4
     assert lender.lend("four", TOKENS[:4]) is None
     longer = reader.wants(lender.lend("p"), tokens=[*TOKENS, 1, 2, 3, 4, 5], blocks=[9, 8, 2, 0, 4, 5])
-    assert reader.scheduler.num_matched_tokens(longer, 0) == 16
-    assert reader.scheduler.num_matched_tokens(longer, 16) == 0
+    assert reader.scheduler.get_num_new_matched_tokens(longer, 0) == 16
+    assert reader.scheduler.get_num_new_matched_tokens(longer, 16) == 0
 
 
 # --- who may -----------------------------------------------------------------------------------------------------
@@ -164,9 +164,9 @@ def test_other_tokens_are_refused(make: MakeEngine) -> None:
 def test_replaced_weights(make: MakeEngine) -> None:
     lender, reader = make(), make()
     params = lender.lend("p")
-    reader.scheduler.forget()
+    reader.scheduler.reset_cache()
     assert "were replaced" in refused(reader, lender, params)
-    lender.scheduler.forget()
+    lender.scheduler.reset_cache()
     assert lender.lend("again") is None
 
 
@@ -198,7 +198,7 @@ def test_kv_transfer_params_are_checked(make: MakeEngine) -> None:
         producer.wants(params)
     assert not consumer.scheduler.has_pending
     request = consumer.wants({"do_remote_prefill": False, "remote_lease": None})
-    assert consumer.scheduler.num_matched_tokens(request, 0) == 0
+    assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == 0
 
 
 def test_settings_are_checked() -> None:
@@ -336,12 +336,12 @@ def test_a_lease_that_is_declined_before_it_is_granted() -> None:
         leases.acquire("early", 30.0)
     leases.grant("early", "p", [1, 2], None)
     leases.grant("other", "q", [3], None)
-    assert [(lease.request_id, how) for lease, how in leases.take_ended()] == [("p", DECLINED)]
+    assert [(lease.request_id, how) for lease, how in leases.get_finished()] == [("p", DECLINED)]
     assert leases.acquire("other", 0.0) == [3]
     with pytest.raises(LeaseError, match="there is no lease late here"):
         leases.acquire("late", 0.0)  # no step has told of it in all the time that a reader waits
     leases.grant("late", "r", [4], None)
-    assert [(lease.request_id, how) for lease, how in leases.take_ended()] == [("r", DECLINED)]
+    assert [(lease.request_id, how) for lease, how in leases.get_finished()] == [("r", DECLINED)]
 
 
 def test_a_lease_is_read_once(make: MakeEngine) -> None:
@@ -409,7 +409,7 @@ def test_one_rank_that_fails(make: MakeEngine) -> None:
 def test_a_request_that_has_all_of_it_declines(make: MakeEngine) -> None:
     lender, reader = make(), make()
     request = reader.wants(lender.lend("p"))
-    assert reader.scheduler.num_matched_tokens(request, 16) == 0
+    assert reader.scheduler.get_num_new_matched_tokens(request, 16) == 0
     reader.run(request)
     lender.until_sent("p")
     assert lender.counters == {"sends_declined": 1}

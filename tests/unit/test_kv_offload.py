@@ -90,9 +90,9 @@ def test_what_a_step_stores_is_not_there_before_the_next(make: MakeBench) -> Non
     request = bench.request("r", TOKENS, BLOCKS)
     again = bench.request("again", TOKENS, [9, 8, 2, 0, 4])
     bench.scheduler.blocks_filled(request, 0, 2, by_this_step=True)
-    assert bench.scheduler.num_matched_tokens(again, 0) == 0
+    assert bench.scheduler.get_num_new_matched_tokens(again, 0) == 0
     bench.step()
-    assert bench.scheduler.num_matched_tokens(again, 0) == 8
+    assert bench.scheduler.get_num_new_matched_tokens(again, 0) == 8
 
 
 def test_the_least_recently_used_go_and_of_a_prefix_the_end(make: MakeBench) -> None:
@@ -102,12 +102,12 @@ def test_the_least_recently_used_go_and_of_a_prefix_the_end(make: MakeBench) -> 
     bench.scheduler.request_finished(one)
     bench.save(two, 0, 4)
     bench.scheduler.request_finished(two)
-    assert bench.scheduler.num_matched_tokens(one, 0) == 8
-    assert bench.scheduler.num_matched_tokens(two, 0) == 16
+    assert bench.scheduler.get_num_new_matched_tokens(one, 0) == 8
+    assert bench.scheduler.get_num_new_matched_tokens(two, 0) == 16
     assert bench.load(one).loaded == {"one"}  # it is the more recent one now
     bench.save(bench.request("three", range(200, 213), [6, 10, 11]), 0, 2)
-    assert bench.scheduler.num_matched_tokens(one, 0) == 8
-    assert bench.scheduler.num_matched_tokens(two, 0) == 8
+    assert bench.scheduler.get_num_new_matched_tokens(one, 0) == 8
+    assert bench.scheduler.get_num_new_matched_tokens(two, 0) == 8
 
 
 def test_a_slot_that_is_being_read_stays(make: MakeBench) -> None:
@@ -115,13 +115,13 @@ def test_a_slot_that_is_being_read_stays(make: MakeBench) -> None:
     one, two = bench.request("one", TOKENS, BLOCKS), bench.request("two", OTHERS, [9, 8, 2, 0, 4])
     bench.save(one, 0, 4)
     contents = bench.contents(BLOCKS[:4])
-    bench.scheduler.start_load(one, 0, bench.scheduler.num_matched_tokens(one, 0))
+    bench.scheduler.update_state_after_alloc(one, 0, bench.scheduler.get_num_new_matched_tokens(one, 0))
     bench.scheduler.blocks_filled(two, 0, 4, by_this_step=True)  # every slot is pinned: none is left
     assert bench.step().loaded == {"one"}
     assert same(bench.contents(BLOCKS[:4]), contents)
-    assert bench.scheduler.num_matched_tokens(two, 0) == 0
+    assert bench.scheduler.get_num_new_matched_tokens(two, 0) == 0
     bench.save(two, 0, 4)
-    assert bench.scheduler.num_matched_tokens(two, 0) == 16
+    assert bench.scheduler.get_num_new_matched_tokens(two, 0) == 16
 
 
 def test_a_store_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
@@ -139,7 +139,7 @@ def test_a_store_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
     failure = bench.load(bench.request("again", TOKENS, [9, 8, 2, 0, 4])).failed["again"]
     assert "does not hold KV block" in failure.reason
     assert bench.counters == {"loads_failed": 1}
-    assert bench.scheduler.num_matched_tokens(request, 0) == 0  # and nobody is offered it again
+    assert bench.scheduler.get_num_new_matched_tokens(request, 0) == 0  # and nobody is offered it again
 
 
 def test_roles(make: MakeBench) -> None:
@@ -148,7 +148,7 @@ def test_roles(make: MakeBench) -> None:
         request = bench.request("r", TOKENS, BLOCKS)
         bench.save(request, 0, 4)
         assert len(index_of(bench)) == num_saved
-        assert bench.scheduler.num_matched_tokens(request, 0) == 0
+        assert bench.scheduler.get_num_new_matched_tokens(request, 0) == 0
 
 
 def test_new_weights_forget(make: MakeBench) -> None:
@@ -157,9 +157,9 @@ def test_new_weights_forget(make: MakeBench) -> None:
     bench.save(request, 0, 2)
     bench.scheduler.blocks_filled(request, 2, 4, by_this_step=False)
     told = bench.request("told", TOKENS, [9, 8])
-    bench.scheduler.start_load(told, 0, bench.scheduler.num_matched_tokens(told, 0))
-    bench.scheduler.forget()
-    assert bench.scheduler.num_matched_tokens(request, 0) == 0
+    bench.scheduler.update_state_after_alloc(told, 0, bench.scheduler.get_num_new_matched_tokens(told, 0))
+    bench.scheduler.reset_cache()
+    assert bench.scheduler.get_num_new_matched_tokens(request, 0) == 0
     assert "does not hold KV block" in bench.until_ended(told).failed["told"].reason
     bench.save(request, 0, 4)
     again = bench.request("again", TOKENS, [9, 8, 2, 0, 4])
@@ -216,9 +216,9 @@ def test_whatever_happens_what_is_loaded_is_what_was_saved(seed: int, num_slots:
         prompt = rng.choice(prompts)
         blocks = rng.sample(range(LAYOUT.num_blocks), 3)
         request = bench.request(f"r{number}", prompt, blocks)
-        matched = bench.scheduler.num_matched_tokens(request, 0) // BLOCK_SIZE
+        matched = bench.scheduler.get_num_new_matched_tokens(request, 0) // BLOCK_SIZE
         if matched and rng.random() < 0.6:
-            bench.scheduler.start_load(request, 0, matched * BLOCK_SIZE)
+            bench.scheduler.update_state_after_alloc(request, 0, matched * BLOCK_SIZE)
             assert bench.until_ended(request).loaded == {request.request_id}
             for digest, block in zip(request.block_hashes[:matched], blocks, strict=False):
                 assert all(bool((cache[block] == truth[digest]).all()) for cache in bench.caches[0])

@@ -33,12 +33,14 @@ class Scripted(SchedulerConnector):
         if request.kv_transfer_params == {"bad": True}:
             raise ValueError("kv_transfer_params is bad")
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
-        self.calls.append(("match", request.request_id, num_local, len(request.block_hashes)))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        self.calls.append(("match", request.request_id, num_computed_tokens, len(request.block_hashes)))
         return self.matches.get(request.request_id, 0)
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        self.calls.append(("load", request.request_id, num_local, num_matched, len(request.block_ids)))
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        self.calls.append(
+            ("load", request.request_id, num_computed_tokens, num_external_tokens, len(request.block_ids))
+        )
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         self.calls.append(("filled", request.request_id, first, last, by_this_step))
@@ -47,17 +49,17 @@ class Scripted(SchedulerConnector):
         self.calls.append(("finished", request.request_id, request.finish_reason, len(request.block_ids)))
         return request.request_id in self.lends, {"from": request.request_id} if self.lends else None
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> int:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> int:
         return scheduler_output.step
 
-    def update(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.calls.append(("update",))
 
     @property
     def has_pending(self) -> bool:
         return self.pending
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         self.calls.append(("forget",))
 
     def of(self, kind: str) -> list[tuple[Any, ...]]:

@@ -1,4 +1,7 @@
-"""The scheduler's side of a KV connector, as a protocol. No torch."""
+"""The scheduler side of a KV connector, as a protocol. No torch.
+
+Method names follow vLLM's ``KVConnectorBase_V1`` where the meaning is the same.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,36 @@ if TYPE_CHECKING:
 
 
 class SchedulerConnector(ABC):
-    """The scheduler's side. Everything is called between steps, in the engine's thread; nothing may block."""
+    """The scheduler side. All methods are called between steps, in the engine's thread, and must not block."""
 
     is_active: ClassVar[bool] = True
-    """False: there is no connector, and nobody needs to hash blocks for it."""
+    """False: no connector is configured, and blocks need not be hashed for one."""
 
     def check_request(self, request: Request) -> None:
-        """Called when a request comes. Most connectors take no ``kv_transfer_params``.
+        """Validate a new request. By default ``kv_transfer_params`` are not accepted.
 
         Raises:
-            ValueError: ``request.kv_transfer_params`` mean nothing here; the request is refused.
+            ValueError: ``request.kv_transfer_params`` are invalid for this connector; the request is refused.
         """
         if request.kv_transfer_params is not None:
             raise ValueError(
-                f"kv_transfer_params is {request.kv_transfer_params!r}, but this engine has no KV connector that takes "
-                "any; leave it out, or name a connector that does in kv_transfer_config"
+                f"kv_transfer_params is {request.kv_transfer_params!r}, but this engine has no KV connector that "
+                "accepts any; leave it out, or configure such a connector in kv_transfer_config"
             )
 
     @abstractmethod
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
-        """Tokens of the request's beginning whose KV could be loaded, beyond the ``num_local`` that are here.
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """The number of tokens that can be loaded beyond the ``num_computed_tokens`` found in the prefix cache.
 
-        A multiple of the block size; at least one token of ``request.num_tokens`` must be left to compute. May be
-        asked again and again for a request that finds no room. Never asked for one that wants prompt logprobs.
-        ``request.block_hashes`` holds the chain hashes of all full blocks but the last token's.
+        Returns a multiple of the block size that leaves at least one of ``request.num_tokens`` to compute.
+        ``request.block_hashes`` holds the chain hashes of all full blocks, without the last token's. Called again for
+        as long as the request waits for free blocks; never called for a request with prompt logprobs.
         """
 
     @abstractmethod
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        """The request waits for these tokens; ``request.block_ids`` has room for them. Tell the workers with the next
-        step's metadata."""
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        """The request waits for ``num_external_tokens`` tokens; ``request.block_ids`` includes their blocks. The load
+        goes to the workers with the metadata of the next step."""
 
     @abstractmethod
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
@@ -50,58 +53,58 @@ class SchedulerConnector(ABC):
         ``request.block_hashes``.
 
         Args:
-            by_this_step: they are full once the step that is being made has run, and belong into
-                `WorkerConnector.save`. Else steps that were queued earlier have filled them, their request is giving
-                them back (it ended, or is preempted), and the step that is made next may overwrite them: they belong
-                into `WorkerConnector.flush`.
+            by_this_step: True: they are full after the step that is being scheduled, and are to be saved in
+                `WorkerConnector.save_kv`. False: earlier steps have filled them, the request frees them (it has ended
+                or is preempted), and the next step may overwrite them; they are to be saved in
+                `WorkerConnector.flush`.
         """
 
     @abstractmethod
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended, and still has its blocks. A step in flight may hold it, but no longer changes the full
-        blocks of tokens that are known.
+        """A request has ended and still holds its blocks. A step in flight may include it, but does not change full
+        blocks of known tokens.
 
         Returns:
-            Whether its blocks are to stay LENT until the workers report it as sent, and what the request's output says
-            under ``kv_transfer_params``.
+            Whether its blocks stay HELD until the workers report the request as sent, and the ``kv_transfer_params``
+            of its output.
         """
 
     @abstractmethod
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> object | None:
-        """What the workers have to do in this step; a plain record that msgspec or pickle can carry. Called once for
-        each step, the idle ones included. None: nothing."""
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
+        """The metadata of a step for the workers: a plain record that msgspec or pickle can encode. None: no work.
+        Called once for each step, idle steps included."""
 
     def blocks_reused(self, block_ids: list[int]) -> None:  # noqa: B027
-        """Another connector loads into these blocks from the next step on; their last owners are gone."""
+        """Another connector loads into these blocks from the next step on; their previous owners are gone."""
 
     @abstractmethod
-    def update(self, output: KVConnectorOutput) -> None:
-        """What has ended on all ranks. Requests that this connector did not load or send are another one's."""
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Process transfers that have ended on all ranks. The output may include requests of other connectors."""
 
     @property
     def has_pending(self) -> bool:
-        """Whether an idle step would have something to tell the workers, or to hear from them. Asked once more when the
-        engine is shut down: there is no other step then, so what this keeps silent about is never flushed."""
+        """Whether an idle step would carry metadata, or could report a result. Read once more at shutdown: no step
+        follows then, so what this does not report is never flushed."""
         return False
 
-    def forget(self) -> None:  # noqa: B027  (most connectors have nothing to forget)
-        """Weights have changed: nothing that was saved so far may be loaded again. Blocks of requests that began before
-        are not reported as filled any more."""
+    def reset_cache(self) -> None:  # noqa: B027  (a connector without an index has nothing to reset)
+        """The weights have changed: KV saved so far must not be loaded again. Blocks of requests that began before are
+        not reported as filled."""
 
     def shutdown(self) -> None:  # noqa: B027
-        """Give everything back."""
+        """Release all resources."""
 
 
 class NoSchedulerConnector(SchedulerConnector):
-    """There is none: nothing matches, nothing is saved."""
+    """No connector is configured: nothing matches and nothing is saved."""
 
     is_active = False
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         return 0
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        raise RuntimeError("there is no KV connector that could load anything")
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        raise RuntimeError("no KV connector is configured, so nothing can be loaded")
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         pass
@@ -109,8 +112,8 @@ class NoSchedulerConnector(SchedulerConnector):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> None:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> None:
         return None
 
-    def update(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         pass

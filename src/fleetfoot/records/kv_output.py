@@ -1,44 +1,41 @@
-"""What became of KV transfers: from the workers' side of a connector to the scheduler's. No torch."""
+"""Results of KV transfers, from the worker side of a connector to its scheduler side. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
 class TransferFailure:
-    """Why a transfer did not happen."""
+    """Why a transfer failed."""
 
     reason: str
-    """A sentence for people, with what was expected and what was found."""
+    """A sentence with what was expected and what was found."""
     timed_out: bool = False
     block: bytes | None = None
-    """The chain hash of a block that is not what it should be, where it is known to be that."""
+    """The chain hash of the invalid block, if one is known to be the cause."""
 
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """Transfers that have ended since the last step, on one rank, or merged over all.
+    """Transfers that have ended since the last step, of one rank, or merged over all ranks.
 
-    A rank reports each load and each send that it took part in exactly once, when it no longer touches the blocks.
+    A rank reports each load and each send that it takes part in exactly once, when it no longer accesses the blocks.
     """
 
     loaded: set[str] = field(default_factory=set)
-    """Requests whose KV has arrived whole."""
+    """Requests whose KV has been loaded completely."""
     failed: dict[str, TransferFailure] = field(default_factory=dict)
-    """Requests whose KV has not; their blocks hold nothing that counts."""
+    """Requests whose load has failed; the contents of their blocks are undefined."""
     sent: set[str] = field(default_factory=set)
-    """Requests whose lent blocks nobody reads any more: sent, or given up."""
+    """Requests whose held blocks are no longer read: sent, or given up."""
     counters: dict[str, int] = field(default_factory=dict)
-    """What has happened since the last output, for whoever adds it up: ``blocks_saved``, ``blocks_loaded``,
-    ``bytes_saved``, ``bytes_loaded``, ... Of all ranks together once merged."""
+    """Increments since the last output: ``blocks_saved``, ``blocks_loaded``, ``bytes_saved``, ``bytes_loaded``, ... Of
+    all ranks together once merged."""
 
     addresses: dict[int, str] = field(default_factory=dict)
-    """Rank -> ``host:port`` at which other engines reach its side of the connector; said once, with its first step."""
+    """Rank -> ``host:port`` at which other engines reach its side of the connector; reported once, in the rank's first
+    step."""
 
     @property
     def is_empty(self) -> bool:

@@ -1,12 +1,12 @@
-"""The KV connector inside a step: when each of its parts is called, the same on both runners.
+"""The KV connector within a step: the order of its calls, the same on both runners.
 
-The written contract (``tests/engine/test_connector_order.py`` holds it against what happens):
+The contract, which ``tests/engine/test_connector_order.py`` tests:
 
-    execute_model   pre_forward, forward; on a rank that is not last in its pipeline, post_forward at its end
-    sample_tokens   sampling, drafting; then post_forward, on the last rank
-    an idle step    no_forward
+    execute_model   pre_forward, forward; on ranks that are not last in their pipeline, then post_forward
+    sample_tokens   on the last rank: sampling, drafting, post_forward
+    idle step       no_forward
 
-Whatever raises in between, the metadata is cleared.
+The metadata is always cleared, also after an exception.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepConnector:
-    """Calls a `WorkerConnector` in the right order.
-
-    Args:
-        connector: this worker's side of the connector.
-    """
+    """Calls the worker side of a connector in the order of a step."""
 
     fills_blocks = True
     """Whether a block may hold KV that no step of this runner has computed."""
@@ -42,23 +38,23 @@ class StepConnector:
         self._connector.register_kv_caches(kv_caches, layout)
 
     def pre_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Before anything of the step is written to the KV cache."""
+        """Called before the step writes to the KV cache."""
         self._is_bound = True
         try:
-            self._connector.bind(scheduler_output.kv_connector_metadata)
+            self._connector.bind_connector_metadata(scheduler_output.kv_connector_metadata)
             self._connector.flush()
-            self._connector.start()
+            self._connector.start_load_kv()
         except BaseException:
             self.abandon()
             raise
 
     def post_forward(self, finished_req_ids: set[str], wait_for_save: bool = True) -> KVConnectorOutput | None:
-        """After the step's last writer; ends the step for the connector."""
+        """Called after the last writer of the step's KV; ends the connector's step."""
         try:
-            self._connector.save()
+            self._connector.save_kv()
             if wait_for_save:
                 self._connector.wait_for_save()
-            output = self._connector.take_ended(finished_req_ids)
+            output = self._connector.get_finished(finished_req_ids)
         except BaseException:
             self.abandon()
             raise
@@ -76,16 +72,16 @@ class StepConnector:
         return self.post_forward(scheduler_output.finished_req_ids, wait_for_save=False)
 
     def abandon(self) -> None:
-        """Clear the metadata of a step that raised. What clearing raises is logged: the first cause is what counts."""
+        """Clear the metadata after an exception. An error in clearing is logged: it must not hide the first."""
         try:
             self._clear()
         except Exception:
-            logger.exception("the KV connector could not clear the metadata of a step that had failed before")
+            logger.exception("the KV connector could not clear the metadata of a failed step")
 
     def _clear(self) -> None:
         if self._is_bound:
             self._is_bound = False
-            self._connector.clear()
+            self._connector.clear_connector_metadata()
 
     def shutdown(self) -> None:
         self.abandon()
@@ -93,7 +89,7 @@ class StepConnector:
 
 
 class NoConnector(StepConnector):
-    """There is none: every call does nothing."""
+    """No connector is configured: every call does nothing."""
 
     fills_blocks = False
 

@@ -82,7 +82,7 @@ class Transfers:
         """
         if not request.may_load or request.wants_prompt_logprobs:
             return 0
-        matched = self.connector.num_matched_tokens(request, num_local)
+        matched = self.connector.get_num_new_matched_tokens(request, num_local)
         if matched and (matched < 0 or matched % self._blocks.block_size or num_local + matched >= request.num_tokens):
             raise RuntimeError(
                 f"the KV connector {type(self.connector).__name__} matches {matched} tokens behind {num_local} of a "
@@ -97,7 +97,7 @@ class Transfers:
         request.num_loaded = num_matched
         self._loading[request.request_id] = request
         self._started += 1
-        self.connector.start_load(request, request.num_computed, num_matched)
+        self.connector.update_state_after_alloc(request, request.num_computed, num_matched)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Transfers:
 
     def update(self, output: KVConnectorOutput) -> MissedLoads:
         """Take in what has ended on all ranks."""
-        self.connector.update(output)
+        self.connector.update_connector_output(output)
         for name, count in output.counters.items():
             self._counters[name] = self._counters.get(name, 0) + count
         missed = MissedLoads()
@@ -159,7 +159,7 @@ class Transfers:
 
     def build_metadata(self, output: SchedulerOutput) -> None:
         """Tell the workers what to transfer."""
-        output.kv_connector_metadata = self.connector.build_metadata(output)
+        output.kv_connector_metadata = self.connector.build_connector_meta(output)
 
     # --- after a request --------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Transfers:
 
     def forget(self) -> list[Request]:
         """Weights have changed: KV of the old ones must not be run on. Returns the requests that wait anew."""
-        self.connector.forget()
+        self.connector.reset_cache()
         self._stale.update(self._loading)
         again = [self._begin_anew(request) for request in self._ready]
         self._ready.clear()

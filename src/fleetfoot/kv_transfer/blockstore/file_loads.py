@@ -92,7 +92,7 @@ class FileLoads:
         self._waiting.extend(_Read(load, move) for move in order.moves)
         self._read_more()
 
-    def take_ended(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
+    def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Go on with everything, and add what has ended to ``output``."""
         now = self._clock()
         for load in self._loads:

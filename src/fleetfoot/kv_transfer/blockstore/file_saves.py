@@ -51,7 +51,7 @@ class FileSaves:
 
     def begin(self, moves: Sequence[BlockMove], epoch: str) -> None:
         """Copy blocks, as they are behind all that is queued so far, and write them."""
-        self.take_ended()
+        self.get_finished()
         wanted = [move for move in moves if (epoch, move.digest) not in self._under_way]
         taken = wanted[: len(self._free)]  # of a prefix, the beginning is worth more than the end
         self._counters.add("saves_dropped", len(wanted) - len(taken))
@@ -63,7 +63,7 @@ class FileSaves:
             self._under_way.add((epoch, move.digest))
             self._writers.submit(partial(self._run, _Write(move, epoch, slot, copied)))
 
-    def take_ended(self) -> None:
+    def get_finished(self) -> None:
         """Count what has been written, and take its memory back."""
         while True:
             try:

@@ -31,12 +31,12 @@ class FilesystemScheduler(SchedulerConnector):
         self._bad: dict[bytes, list[_FileIdentity]] = {}  # block -> its files as they were when it could not be loaded
         self._set_epoch(context.fingerprint)
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         if not self._config.can_load:
             return 0
         block_size = self._context.block_size
         num_usable = min((request.num_tokens - 1) // block_size, len(request.block_hashes))
-        first = num_local // block_size
+        first = num_computed_tokens // block_size
         found = self._found.get(request.request_id, range(first, first))
         if not found.start <= first <= found.stop:  # what was in the prefix cache, and has left it, may have no files
             found = range(first, first)
@@ -46,8 +46,9 @@ class FilesystemScheduler(SchedulerConnector):
         self._found[request.request_id] = range(found.start, last)
         return max(0, min(last, num_usable) - first) * block_size
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        first, last = num_local // self._context.block_size, (num_local + num_matched) // self._context.block_size
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        first = num_computed_tokens // self._context.block_size
+        last = first + num_external_tokens // self._context.block_size
         self._found.pop(request.request_id, None)
         self._moves.loads.append(LoadOrder(request.request_id, _moves(request, first, last)))
 
@@ -59,7 +60,7 @@ class FilesystemScheduler(SchedulerConnector):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         return False, None  # what is saved of its blocks is copied before anything can overwrite them
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> BlockMoves | None:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> BlockMoves | None:
         for request_id in scheduler_output.finished_req_ids:
             self._found.pop(request_id, None)
         if self._config.can_save:
@@ -71,7 +72,7 @@ class FilesystemScheduler(SchedulerConnector):
         if self._config.can_save:
             self._moves.reused += block_ids
 
-    def update(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         for failure in output.failed.values():
             if failure.block is not None:
                 self._bad[failure.block] = self._identities(failure.block)
@@ -81,7 +82,7 @@ class FilesystemScheduler(SchedulerConnector):
     def has_pending(self) -> bool:
         return not self._moves.is_empty
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """What other weights compute has a name that no other engine knows, nor this one's next run."""
         self._found.clear()
         self._bad.clear()

@@ -70,7 +70,7 @@ class FilesystemWorker(WorkerConnector):
         )
         self._saves = FileSaves(self._copies, self._save_memory, self._writers, self._write, self._counters)
 
-    def bind(self, metadata: object | None) -> None:
+    def bind_connector_metadata(self, metadata: object | None) -> None:
         self._moves = moves_of(metadata)
 
     def flush(self) -> None:
@@ -78,25 +78,25 @@ class FilesystemWorker(WorkerConnector):
             self._saves.begin(self._moves.flushes, self._moves.epoch)
         self._copies.fence(self._moves.reused)
 
-    def start(self) -> None:
+    def start_load_kv(self) -> None:
         for order in self._moves.loads:
             self._loads.begin(order, self._moves.epoch)
 
-    def save(self) -> None:
+    def save_kv(self) -> None:
         if self._moves.saves:
             self._saves.begin(self._moves.saves, self._moves.epoch)
 
     def wait_for_save(self) -> None:
         """Full blocks are written to by their next owners alone, and these wait: see `flush`."""
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         output = KVConnectorOutput()
-        self._saves.take_ended()
-        self._loads.take_ended(finished_req_ids, output)
+        self._saves.get_finished()
+        self._loads.get_finished(finished_req_ids, output)
         output.counters = self._counters.take()
         return output
 
-    def clear(self) -> None:
+    def clear_connector_metadata(self) -> None:
         self._moves = NO_MOVES
 
     def wait_for_progress(self) -> None:
@@ -107,7 +107,7 @@ class FilesystemWorker(WorkerConnector):
         has_ended = self._readers.stop(SHUTDOWN_SECONDS, finish=False)
         has_ended &= self._writers.stop(SHUTDOWN_SECONDS, finish=True)
         if hasattr(self, "_copies"):
-            self._saves.take_ended()  # a short run ends before it hears of a disk that took nothing
+            self._saves.get_finished()  # a short run ends before it hears of a disk that took nothing
             self._copies.close()
             if has_ended:  # else a thread may still be reading its memory, which then stays
                 self._load_memory.close()

@@ -34,18 +34,19 @@ class OffloadScheduler(SchedulerConnector):
         self._coming: set[bytes] = set()  # stores of the metadata that is to be made next
         self._loading: dict[str, list[LoadOrder]] = {}  # an id may come again before its first load has ended
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         if not self._can_load:
             return 0
-        first = num_local // self._block_size
+        first = num_computed_tokens // self._block_size
         num_usable = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         last = first
         while last < num_usable and self._is_there(request.block_hashes[last]):
             last += 1
         return (last - first) * self._block_size
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
-        first, last = num_local // self._block_size, (num_local + num_matched) // self._block_size
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        first = num_computed_tokens // self._block_size
+        last = first + num_external_tokens // self._block_size
         moves = []
         for block_id, digest in zip(request.block_ids[first:last], request.block_hashes[first:last], strict=True):
             slot = self.index.slot(digest)
@@ -77,7 +78,7 @@ class OffloadScheduler(SchedulerConnector):
         self._touch(request.block_hashes)
         return False, None  # what is stored of its blocks is copied before anything can overwrite them
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> BlockMoves | None:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> BlockMoves | None:
         if self._can_save:
             self._moves.add_new_owners(scheduler_output, self._block_size)
         moves, self._moves = self._moves, BlockMoves(epoch=str(self._epoch))
@@ -90,7 +91,7 @@ class OffloadScheduler(SchedulerConnector):
         if self._can_save:
             self._moves.reused += block_ids
 
-    def update(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         for request_id in output.loaded:
             for move in self._take_load(request_id):
                 self.index.unpin(move.slot)
@@ -104,7 +105,7 @@ class OffloadScheduler(SchedulerConnector):
     def has_pending(self) -> bool:
         return not self._moves.is_empty
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         for move in (*self._moves.flushes, *self._moves.saves):
             self.index.unpin(move.slot)
         self._coming.clear()

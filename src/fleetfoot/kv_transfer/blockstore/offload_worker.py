@@ -41,7 +41,7 @@ class OffloadWorker(WorkerConnector):
         settings = f"kv_offloading_size, {CPU_BYTES} or {NUM_BLOCKS}"
         self._memory = HostMemory(self._num_slots, layout.bytes_per_block, pinned=is_gpu, asked_by=settings)
 
-    def bind(self, metadata: object | None) -> None:
+    def bind_connector_metadata(self, metadata: object | None) -> None:
         self._moves = moves_of(metadata)
 
     def flush(self) -> None:
@@ -49,7 +49,7 @@ class OffloadWorker(WorkerConnector):
             self._store(self._moves.flushes)
         self._copies.fence(self._moves.reused)
 
-    def start(self) -> None:
+    def start_load_kv(self) -> None:
         for order in self._moves.loads:
             lost = next((move for move in order.moves if self._held.get(move.slot) != self._name(move)), None)
             if lost is not None:
@@ -59,14 +59,14 @@ class OffloadWorker(WorkerConnector):
             slots, block_ids = [move.slot for move in order.moves], [move.block_id for move in order.moves]
             self._loading.append((order, self._copies.from_host(self._memory.tensor, slots, block_ids)))
 
-    def save(self) -> None:
+    def save_kv(self) -> None:
         if self._moves.saves:
             self._store(self._moves.saves)
 
     def wait_for_save(self) -> None:
         """Full blocks are written to by their next owners alone, and these wait: see `flush`."""
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         output = KVConnectorOutput(failed=self._refused)
         self._counters.add("loads_failed", len(self._refused))
         self._refused = {}
@@ -77,7 +77,7 @@ class OffloadWorker(WorkerConnector):
         output.counters = self._counters.take()
         return output
 
-    def clear(self) -> None:
+    def clear_connector_metadata(self) -> None:
         self._moves = NO_MOVES
 
     def wait_for_progress(self) -> None:

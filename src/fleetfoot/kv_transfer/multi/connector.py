@@ -49,17 +49,18 @@ class MultiScheduler(SchedulerConnector):
         if not takers:
             super().check_request(request)
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
-        offers = [part.num_matched_tokens(request, num_local) for part in self._parts]
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        offers = [part.get_num_new_matched_tokens(request, num_computed_tokens) for part in self._parts]
         best = max(offers)
         if best:
             self._chosen[request.request_id] = self._parts[offers.index(best)]
         return best
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
         chosen = self._chosen.pop(request.request_id)
-        chosen.start_load(request, num_local, num_matched)
-        first, last = num_local // self._block_size, (num_local + num_matched) // self._block_size
+        chosen.update_state_after_alloc(request, num_computed_tokens, num_external_tokens)
+        first = num_computed_tokens // self._block_size
+        last = first + num_external_tokens // self._block_size
         for part in self._parts:
             if part is not chosen:
                 part.blocks_reused(request.block_ids[first:last])
@@ -78,27 +79,29 @@ class MultiScheduler(SchedulerConnector):
             said = {**(params or {}), **said}  # of two that say the same, the first counts
         return num_lenders > 0, said or None
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
         for request_id in scheduler_output.finished_req_ids:
             self._chosen.pop(request_id, None)
-        metadata = MultiMetadata([part.build_metadata(scheduler_output) for part in self._parts], self._num_lenders)
+        metadata = MultiMetadata(
+            [part.build_connector_meta(scheduler_output) for part in self._parts], self._num_lenders
+        )
         self._num_lenders = {}
         if not metadata.num_lenders and all(part is None for part in metadata.parts):
             return None
         return metadata
 
-    def update(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         for part in self._parts:
-            part.update(output)
+            part.update_connector_output(output)
 
     @property
     def has_pending(self) -> bool:
         return bool(self._num_lenders) or any(part.has_pending for part in self._parts)
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         self._chosen.clear()
         for part in self._parts:
-            part.forget()
+            part.reset_cache()
 
     def shutdown(self) -> None:
         run_all(*(part.shutdown for part in self._parts))
@@ -121,35 +124,35 @@ class MultiWorker(WorkerConnector):
         for part in self._parts:
             part.register_kv_caches(kv_caches, layout)
 
-    def bind(self, metadata: object | None) -> None:
+    def bind_connector_metadata(self, metadata: object | None) -> None:
         if metadata is None:
             metadata = MultiMetadata([None] * len(self._parts))
         if not isinstance(metadata, MultiMetadata):
             raise TypeError(f"KV connector metadata is a {type(metadata).__name__}; it must be MultiMetadata or None")
         self._num_lenders.update(metadata.num_lenders)
         for part, content in zip(self._parts, metadata.parts, strict=True):
-            part.bind(content)
+            part.bind_connector_metadata(content)
 
     def flush(self) -> None:
         for part in self._parts:
             part.flush()
 
-    def start(self) -> None:
+    def start_load_kv(self) -> None:
         for part in self._parts:
-            part.start()
+            part.start_load_kv()
 
-    def save(self) -> None:
+    def save_kv(self) -> None:
         for part in self._parts:
-            part.save()
+            part.save_kv()
 
     def wait_for_save(self) -> None:
         for part in self._parts:
             part.wait_for_save()
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         merged = KVConnectorOutput()
         for name, part in self._named.items():
-            output = part.take_ended(finished_req_ids)
+            output = part.get_finished(finished_req_ids)
             merged.loaded |= output.loaded
             merged.failed |= output.failed
             merged.addresses |= output.addresses
@@ -162,8 +165,8 @@ class MultiWorker(WorkerConnector):
                 del self._num_sent[request_id], self._num_lenders[request_id]
         return merged
 
-    def clear(self) -> None:
-        run_all(*(part.clear for part in self._parts))
+    def clear_connector_metadata(self) -> None:
+        run_all(*(part.clear_connector_metadata for part in self._parts))
 
     def wait_for_progress(self) -> None:
         for part in self._parts:

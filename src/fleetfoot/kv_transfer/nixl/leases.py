@@ -2,7 +2,7 @@
 
 Reads are one-sided: nobody here sees them. So a reader asks twice. Before, to learn the blocks; and behind its last
 read, whether they were lent all the time. Only if they were, does what it has read count. Blocks come back to the
-scheduler through `take_ended`, and whoever asks later is refused, so no clocks need to agree and no late reader gets
+scheduler through `get_finished`, and whoever asks later is refused, so no clocks need to agree and no late reader gets
 wrong KV.
 """
 
@@ -62,7 +62,7 @@ class Leases:
         self._clock = clock
         self._changed = threading.Condition()
         self._live: dict[str, Lease] = {}
-        self._ended: list[tuple[Lease, str]] = []  # since the last `take_ended`, and how
+        self._ended: list[tuple[Lease, str]] = []  # since the last `get_finished`, and how
         self._past: OrderedDict[str, str] = OrderedDict()  # lease id -> how it ended
         self._is_closed = False
 
@@ -76,7 +76,7 @@ class Leases:
                 self._end(lease_id, self._past[lease_id])
             self._changed.notify_all()
 
-    def take_ended(self) -> list[tuple[Lease, str]]:
+    def get_finished(self) -> list[tuple[Lease, str]]:
         """The leases that have ended since the last call, with how, those that expire with this call among them."""
         with self._changed:
             now = self._clock()

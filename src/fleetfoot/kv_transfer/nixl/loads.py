@@ -77,7 +77,7 @@ class NixlLoads:
         rank of this engine would tell."""
         self._tell.submit(partial(decline, source.addresses[self._rank :: self._num_ranks], source.lease))
 
-    def take_ended(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
+    def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Add what has ended to ``output``."""
         self._take_pulls(output)
         now = self._clock()

@@ -49,7 +49,7 @@ class NixlScheduler(SchedulerConnector):
                 raise ValueError(self._wrong_role("do_remote_prefill", "kv_consumer or kv_both"))
             self._wanted[request.request_id] = remote
 
-    def num_matched_tokens(self, request: Request, num_local: int) -> int:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         remote = self._wanted.get(request.request_id)
         if remote is None:
             return 0
@@ -57,11 +57,12 @@ class NixlScheduler(SchedulerConnector):
         most = (request.num_tokens - 1) // block_size * block_size
         if not self._refusal(remote, request):  # else there is nothing to load, and the load is to fail
             most = min(most, remote.remote_num_tokens)
-        return max(0, most - num_local)
+        return max(0, most - num_computed_tokens)
 
-    def start_load(self, request: Request, num_local: int, num_matched: int) -> None:
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
         remote = self._wanted.pop(request.request_id)
-        first, last = num_local // self._context.block_size, (num_local + num_matched) // self._context.block_size
+        first = num_computed_tokens // self._context.block_size
+        last = first + num_external_tokens // self._context.block_size
         refusal = self._refusal(remote, request)
         order = PullOrder(request.request_id, remote.source, first, request.block_ids[first:last], refusal)
         self._orders.pulls.append(order)
@@ -95,20 +96,20 @@ class NixlScheduler(SchedulerConnector):
         )
         return True, remote.as_params()
 
-    def build_metadata(self, scheduler_output: SchedulerOutput) -> NixlOrders | None:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlOrders | None:
         for request in scheduler_output.new_requests:  # it runs without: all of it is here, or it may not load
             self._decline(request.request_id)
         orders, self._orders = self._orders, NixlOrders()
         return None if orders.is_empty else orders
 
-    def update(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._addresses.update(output.addresses)
 
     @property
     def has_pending(self) -> bool:
         return not self._orders.is_empty
 
-    def forget(self) -> None:
+    def reset_cache(self) -> None:
         """No other engine has these weights."""
         self._has_other_weights = True
 

@@ -75,10 +75,10 @@ class NixlWorker(WorkerConnector):
             self.shutdown()
             raise
 
-    def bind(self, metadata: object | None) -> None:
+    def bind_connector_metadata(self, metadata: object | None) -> None:
         self._orders = orders_of(metadata)
 
-    def start(self) -> None:
+    def start_load_kv(self) -> None:
         if self._orders is NO_ORDERS:
             return
         queued = self._record()  # behind all writers of what is lent, and all others who touch what is read into
@@ -90,18 +90,18 @@ class NixlWorker(WorkerConnector):
             for source in self._orders.declines:
                 self._loads.decline(source)
 
-    def save(self) -> None:
+    def save_kv(self) -> None:
         """What is lent is read where it lies."""
 
     def wait_for_save(self) -> None:
         """Nothing is copied: lent blocks are written to by nobody."""
 
-    def take_ended(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         output = KVConnectorOutput()
         output.addresses, self._addresses = self._addresses, {}
         if self._loads is not None:
-            self._loads.take_ended(finished_req_ids, output)
-        for lease, how in self._leases.take_ended():
+            self._loads.get_finished(finished_req_ids, output)
+        for lease, how in self._leases.get_finished():
             output.sent.add(lease.request_id)
             self._counters.add(f"sends_{how}")
             if how == SENT:
@@ -110,7 +110,7 @@ class NixlWorker(WorkerConnector):
         output.counters = self._counters.take()
         return output
 
-    def clear(self) -> None:
+    def clear_connector_metadata(self) -> None:
         self._orders = NO_ORDERS
 
     def wait_for_progress(self) -> None:
