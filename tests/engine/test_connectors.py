@@ -220,7 +220,7 @@ def make_foreign(path: Path) -> None:
 
 SPOIL = {
     "damaged": (damage, "checksum is wrong"),
-    "truncated": (truncate, "is not whole"),
+    "truncated": (truncate, "has the wrong size"),
     "foreign": (make_foreign, f"its fingerprint is {'f' * 32}"),
 }
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from tests.helpers.kv_bench import Bench, same, transfer_config
 
-from fleetfoot.kv_transfer.base.block_copies import CudaBlockCopies, block_copies
-from fleetfoot.kv_transfer.base.host_memory import HostMemory
+from fleetfoot.kv_transfer.base.block_copies import CudaBlockCopies, HostMemory, block_copies
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 from fleetfoot.runner.kv_cache import allocate_kv_cache
 

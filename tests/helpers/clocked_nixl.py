@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.nixl.connector import NixlConnector
 from fleetfoot.records.kv_connector import SchedulerConnector
 from tests.helpers.kv_bench import Clock

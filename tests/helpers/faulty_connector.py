@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout

@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 import torch
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
+from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.kv_transfer.blockstore.block_moves import BlockMoves
+from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
@@ -87,10 +86,10 @@ class _FaultyWorker(WorkerConnector):
         self._num_steps += 1
         if self._fault == "step" and self._num_steps == 3:
             raise InjectedError("in a step", self._rank)
-        if isinstance(metadata, BlockMoves):
+        if isinstance(metadata, BlockStoreMetadata):
             self._has_flushes = bool(metadata.flushes)
-            for order in metadata.loads:
-                self._blocks[order.request_id] = [move.block_id for move in order.moves]
+            for load in metadata.loads:
+                self._blocks[load.request_id] = [block.block_id for block in load.blocks]
         self._inner.bind_connector_metadata(metadata)
 
     def flush(self) -> None:

@@ -19,13 +19,17 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.engine.build import make_connector as scheduler_connector
 from fleetfoot.executor.worker import make_connector as worker_connector
 from fleetfoot.kv_transfer.base.connector import TransferContext
-from fleetfoot.kv_transfer.base.layouts import KNOWN_CONNECTORS, V2_LAYOUT, connector_layouts
-from fleetfoot.kv_transfer.base.multi_config import joined, part_configs
-from fleetfoot.kv_transfer.base.registry import CONNECTORS, find_connector
-from fleetfoot.kv_transfer.blockstore.filesystem import SharedStorageConnector
-from fleetfoot.kv_transfer.blockstore.filesystem_settings import FilesystemSettings
-from fleetfoot.kv_transfer.blockstore.offload import OffloadingConnector
-from fleetfoot.kv_transfer.blockstore.offload_scheduler import OffloadScheduler
+from fleetfoot.kv_transfer.base.registry import (
+    CONNECTORS,
+    V2_LAYOUT,
+    connector_layouts,
+    find_connector,
+    joined,
+    part_configs,
+)
+from fleetfoot.kv_transfer.blockstore.connector import FilesystemSettings, OffloadingConnector, SharedStorageConnector
+from fleetfoot.kv_transfer.blockstore.index import HostIndex
+from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler
 from fleetfoot.kv_transfer.multi.connector import MultiScheduler
 from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.machine import Machine
@@ -63,19 +67,15 @@ def layout_of(plan: EnginePlan) -> KVLayout:
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_names_are_the_same_everywhere() -> None:
-    assert set(CONNECTORS) == set(KNOWN_CONNECTORS)
-
-
-@pytest.mark.parametrize("name", sorted(set(CONNECTORS) - {"NixlConnector"}))
-def test_connectors_declare_what_is_known_of_them(name: str) -> None:
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_connectors_declare_the_registered_layouts(name: str) -> None:
     connector = find_connector(KVTransferConfig(kv_connector=name, kv_role="kv_both"))
-    assert connector.accepted_kv_layouts == KNOWN_CONNECTORS[name]
+    assert connector.accepted_kv_layouts == CONNECTORS[name].layouts
     assert V2_LAYOUT in connector.accepted_kv_layouts
 
 
 def test_a_class_of_somebody_elses() -> None:
-    module = "fleetfoot.kv_transfer.blockstore.filesystem"
+    module = "fleetfoot.kv_transfer.blockstore.connector"
     config = KVTransferConfig(kv_connector="SharedStorageConnector", kv_role="kv_both", kv_connector_module_path=module)
     assert find_connector(config) is SharedStorageConnector
     assert connector_layouts(config).accepted == SharedStorageConnector.accepted_kv_layouts
@@ -101,8 +101,7 @@ def test_names_that_mean_nothing(name: str, module_path: str | None, message: st
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = (
         "import sys; import fleetfoot.kv_transfer.base.registry, fleetfoot.plan.oracle, "
-        "fleetfoot.kv_transfer.blockstore.filesystem, "
-        "fleetfoot.kv_transfer.blockstore.offload_scheduler, fleetfoot.kv_transfer.blockstore.filesystem_scheduler, "
+        "fleetfoot.kv_transfer.blockstore.connector, fleetfoot.kv_transfer.blockstore.index, "
         "fleetfoot.kv_transfer.multi.connector, fleetfoot.plan.transfer_context; "
         "assert 'torch' not in sys.modules, 'torch'; "
         "assert 'fleetfoot.kv_transfer.nixl.connector' not in sys.modules, 'nixl'"
@@ -180,9 +179,8 @@ def test_offloading_implies_its_connector() -> None:
     config = active_config(plan.config)
     assert config is not None and config.kv_connector == "OffloadingConnector" and config.kv_role == "kv_both"
     scheduler = scheduler_connector(plan)
-    assert isinstance(scheduler, OffloadScheduler)
-    expected = GIB // 4 // layout_of(plan).bytes_per_block
-    assert scheduler.index._num_slots == expected
+    assert isinstance(scheduler, BlockStoreScheduler) and isinstance(scheduler.index, HostIndex)
+    assert scheduler.index.slots.num_slots == GIB // 4 // layout_of(plan).bytes_per_block
     assert type(worker_connector(plan, 0)) is StepConnector
 
 

@@ -17,8 +17,10 @@ from tests.helpers.kv_bench import FINGERPRINT, LAYOUT, Bench, Clock, ManualJobs
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
 from fleetfoot.kv_transfer.blockstore import block_file
-from fleetfoot.kv_transfer.blockstore.filesystem_settings import FilesystemSettings
-from fleetfoot.kv_transfer.blockstore.filesystem_worker import FilesystemWorker
+from fleetfoot.kv_transfer.blockstore.block_file import BlockFolder
+from fleetfoot.kv_transfer.blockstore.connector import FilesystemSettings, SharedStorageConnector
+from fleetfoot.kv_transfer.blockstore.file_store import FileStore
+from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker
 
 TOKENS = list(range(17))  # four full blocks, and a token that must be computed
 MakeBench = Callable[..., Bench]
@@ -47,8 +49,13 @@ class Manual:
     def __init__(self) -> None:
         self.readers, self.writers = ManualJobs(), ManualJobs()
 
-    def __call__(self, context: TransferContext) -> FilesystemWorker:
-        return FilesystemWorker(context, FilesystemSettings.of(context.config), self.readers, self.writers)
+    def __call__(self, context: TransferContext) -> BlockStoreWorker:
+        settings = FilesystemSettings.of(context.config)
+        store = FileStore(
+            context, BlockFolder.of(context, settings.path), settings.max_bytes_in_flight, settings.num_threads,
+            asked_by="", readers=self.readers, writers=self.writers,
+        )  # fmt: skip
+        return BlockStoreWorker(context, store)
 
 
 def saved(make: MakeBench, **options: Any) -> tuple[Bench, list[Any]]:
@@ -188,17 +195,17 @@ def describe_nothing(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "vanished": (os.unlink, "has vanished"),
+    "vanished": (os.unlink, "does not exist any more"),
     "empty": (lambda path: os.truncate(path, 0), "ends within its header, after 0 bytes"),
     "short-header": (truncate_header, "ends within its header, after 20 bytes"),
-    "short": (truncate, "is not whole: it has"),
-    "long": (lengthen, "is not whole: it has"),
-    "magic": (flip(0), "is no file of KV"),
+    "short": (truncate, "has the wrong size: it has"),
+    "long": (lengthen, "has the wrong size: it has"),
+    "magic": (flip(0), "is not a KV block file"),
     "version": (make_old, "has version 99 of the format, and this engine reads 1"),
-    "checksum": (flip(30), "is damaged: its checksum is wrong"),
-    "description": (describe_nothing, "is damaged: its header does not describe a KV block"),
-    "payload-begin": (flip(-LAYOUT.bytes_per_block), "is damaged: its checksum is wrong"),
-    "payload-end": (flip(-1), "is damaged: its checksum is wrong"),
+    "checksum": (flip(30), "is corrupt: its checksum is wrong"),
+    "description": (describe_nothing, "is corrupt: its header does not describe a KV block"),
+    "payload-begin": (flip(-LAYOUT.bytes_per_block), "is corrupt: its checksum is wrong"),
+    "payload-end": (flip(-1), "is corrupt: its checksum is wrong"),
     "folder": (lambda path: (os.unlink(path), os.mkdir(path)), "it cannot be read (IsADirectoryError"),
 }
 
@@ -427,7 +434,7 @@ def test_new_weights_forget(make: MakeBench, tmp_path: Path) -> None:
     matched = other.scheduler.get_num_new_matched_tokens(request, 0)
     other.scheduler.update_state_after_alloc(request, 0, matched)
     other.scheduler.reset_cache()  # before the workers were told
-    assert "has vanished" in other.until_ended(request).failed["r"].reason
+    assert "does not exist any more" in other.until_ended(request).failed["r"].reason
     assert other.scheduler.get_num_new_matched_tokens(request, 0) == 0
     before = set(files(tmp_path))
     other.save(request, 0, 4)
@@ -441,8 +448,7 @@ def test_new_weights_forget(make: MakeBench, tmp_path: Path) -> None:
 
 def test_shutdown_before_anything_was_registered(tmp_path: Path) -> None:
     config = transfer_config("FilesystemConnector", shared_storage_path=str(tmp_path))
-    context = TransferContext(config, 4, FINGERPRINT, "engine")
-    FilesystemWorker(context, FilesystemSettings.of(config)).shutdown()
+    SharedStorageConnector.worker_side(TransferContext(config, 4, FINGERPRINT, "engine")).shutdown()
 
 
 # --- threads --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer
 
 from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.base.connector import WorkerConnector
-from fleetfoot.kv_transfer.blockstore import filesystem_worker, offload_worker
+from fleetfoot.kv_transfer.blockstore import file_store, worker
 from fleetfoot.kv_transfer.multi.connector import MultiScheduler, MultiWorker
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
@@ -33,7 +33,7 @@ BLOCKS = [3, 7, 1, 12, 5]
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(filesystem_worker, "IOThreads", lambda name, num_threads: InlineJobs())
+    monkeypatch.setattr(file_store, "IOThreads", lambda name, num_threads: InlineJobs())
     parts = [
         {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"num_cpu_blocks": 2}},
         {"kv_connector": "FilesystemConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}},
@@ -94,8 +94,8 @@ def test_a_block_that_one_still_copies_out_is_not_loaded_into(tmp_path: Path, mo
     others = earlier.contents([3, 7])
     earlier.shutdown()
 
-    monkeypatch.setattr(filesystem_worker, "IOThreads", lambda name, num_threads: InlineJobs())
-    monkeypatch.setattr(offload_worker, "block_copies", late_copies)
+    monkeypatch.setattr(file_store, "IOThreads", lambda name, num_threads: InlineJobs())
+    monkeypatch.setattr(worker, "block_copies", late_copies)
     offload = transfer_config("OffloadingConnector", num_cpu_blocks=9)
     bench = Bench(transfer_config("MultiConnector", connectors=[offload, shared]))
     bench.save(bench.request("r", TOKENS, BLOCKS), 0, 2)  # the copies to host memory are still to come

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tests.helpers.kv_bench import BLOCK_SIZE, LAYOUT, Bench, same, transfer_config
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
-from fleetfoot.kv_transfer.blockstore.offload import OffloadingConnector
-from fleetfoot.kv_transfer.blockstore.offload_scheduler import OffloadScheduler
-from fleetfoot.kv_transfer.blockstore.offload_settings import num_host_blocks
-from fleetfoot.kv_transfer.blockstore.slot_index import SlotIndex
+from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, num_host_blocks
+from fleetfoot.kv_transfer.blockstore.index import HostIndex, SlotTable
+from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler
 
 TOKENS = list(range(17))
 OTHERS = list(range(100, 117))
@@ -38,9 +37,9 @@ def make() -> Iterator[MakeBench]:
         bench.shutdown()
 
 
-def index_of(bench: Bench) -> SlotIndex:
-    assert isinstance(bench.scheduler, OffloadScheduler)
-    return bench.scheduler.index
+def index_of(bench: Bench) -> SlotTable:
+    assert isinstance(bench.scheduler, BlockStoreScheduler) and isinstance(bench.scheduler.index, HostIndex)
+    return bench.scheduler.index.slots
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -244,7 +243,7 @@ def test_whatever_happens_what_is_loaded_is_what_was_saved(seed: int, num_slots:
 
 
 def test_pinned_slots_are_not_given_away() -> None:
-    index = SlotIndex(2)
+    index = SlotTable(2)
     first, second = index.add(b"1"), index.add(b"2")
     assert first is not None and second is not None
     index.pin(first)
@@ -259,7 +258,7 @@ def test_pinned_slots_are_not_given_away() -> None:
 
 
 def test_an_index_that_is_not_consistent_says_so() -> None:
-    index = SlotIndex(2)
+    index = SlotTable(2)
     index.add(b"1")
     index._free.append(0)
     with pytest.raises(RuntimeError, match="not consistent"):

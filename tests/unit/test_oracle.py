@@ -13,7 +13,7 @@ from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.kv_transfer.base.layouts import V2_LAYOUT, connector_layouts
+from fleetfoot.kv_transfer.base.registry import V2_LAYOUT, connector_layouts
 from fleetfoot.plan.features import CAPABILITIES, ModelFeatures, required_features, unsupported_features
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES, Decision, UnsupportedFeatureError

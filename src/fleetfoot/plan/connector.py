@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import KVConnector
-from fleetfoot.kv_transfer.base.layouts import (
+from fleetfoot.kv_transfer.base.registry import (
     CPU_BYTES,
     OFFLOADING_CONNECTOR,
     V2_LAYOUT,
     ConnectorLayouts,
     connector_layouts,
+    find_connector,
+    joined,
+    names_connector,
 )
-from fleetfoot.kv_transfer.base.multi_config import joined, names_connector
-from fleetfoot.kv_transfer.base.registry import find_connector
 
 _GIB = 1 << 30
 

@@ -14,7 +14,7 @@ from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
-from fleetfoot.kv_transfer.base.layouts import KNOWN_CONNECTORS, V2_LAYOUT
+from fleetfoot.kv_transfer.base.registry import CONNECTORS, V2_LAYOUT
 from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.features import ModelFeatures, Unsupported, required_features, unsupported_features
 
@@ -160,7 +160,7 @@ def _inactive_transfer(config: EngineConfig) -> tuple[str, ...]:
         return ()
     values = {item.name: getattr(transfer, item.name) for item in fields(transfer)}
     given = [f"{name} {value!r}" for name, value in values.items() if value != getattr(empty, name)]
-    options: dict[str, Iterable[str]] = {"kv_connector": KNOWN_CONNECTORS, "kv_role": KV_ROLES}
+    options: dict[str, Iterable[str]] = {"kv_connector": CONNECTORS, "kv_role": KV_ROLES}
     absent = [name for name in options if values[name] is None]
     wanted = [f"{name} ({', '.join(options[name])})" for name in absent]
     return (

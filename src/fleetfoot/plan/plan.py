@@ -36,7 +36,7 @@ class EnginePlan:
     backends: Backends
     """Attention and operations of the model's layers."""
     kv_layout: str
-    """Name of the KV cache's layout (`fleetfoot.kv_transfer.base.layouts`)."""
+    """Name of the KV cache's layout (`fleetfoot.kv_transfer.base.registry`)."""
     max_model_len: int
     """What was asked for; else the model's own limit, or as much of it as there is room for."""
     max_num_batched_tokens: int

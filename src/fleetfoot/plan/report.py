@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
-from fleetfoot.kv_transfer.base.layouts import LAYOUT_DIMENSIONS
-from fleetfoot.kv_transfer.base.multi_config import MULTI_CONNECTOR, part_configs
+from fleetfoot.kv_transfer.base.registry import LAYOUT_DIMENSIONS, MULTI_CONNECTOR, part_configs
 from fleetfoot.plan.oracle import Decision
 from fleetfoot.plan.plan import EnginePlan
 

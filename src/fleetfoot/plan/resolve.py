@@ -10,7 +10,7 @@ from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
-from fleetfoot.kv_transfer.base.layouts import V2_LAYOUT
+from fleetfoot.kv_transfer.base.registry import V2_LAYOUT
 from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.connector import locate_connector, resolve_connector
 from fleetfoot.plan.features import ModelFeatures

@@ -1,73 +1,231 @@
-"""Copies of whole KV blocks between the layers' caches and host memory, in the order of the device's work."""
+"""Copies of whole KV blocks between the layers' caches and host memory, in the order of the device's work.
+
+Outside the KV cache a block is a row of bytes: the blocks of all layers, concatenated in layer order.
+"""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
-from fleetfoot.kv_transfer.base.layer_rows import LayerRows
+from fleetfoot.kernels.runtime.triton_support import cdiv, triton_kernel
 from fleetfoot.records.kv_layout import KVLayout
 
+if TYPE_CHECKING:
+    import triton.language as tl
+
+logger = logging.getLogger(__name__)
+
 STAGING_BYTES = 16 << 20
-"""Of GPU memory in each direction, through which blocks pass: gathered there from all layers, and scattered from
-there."""
+"""GPU memory for each direction: blocks are gathered into it from all layers, and scattered from it."""
+_TILE = 2048
+"""Words that one program moves."""
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+class LayerRows:
+    """Gathers blocks of all layers into rows, and scatters rows into blocks.
+
+    Args:
+        kv_caches: one per layer, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
+        use_triton: one kernel launch per batch; False: two torch operations per layer.
+
+    Raises:
+        ValueError: a cache is not contiguous.
+    """
+
+    def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, use_triton: bool) -> None:
+        # wide words copy faster; only blocks of odd shapes are no multiple of 8 bytes
+        is_wide = all(num_bytes % 8 == 0 for num_bytes in layout.layer_block_bytes)
+        self.word = torch.int64 if is_wide else torch.uint8
+        self._layers = [_flat(cache, self.word) for cache in kv_caches]  # [num_blocks, words of the layer's block] each
+        self._borders = list(accumulate((layer.shape[1] for layer in self._layers), initial=0))  # of layers in a row
+        self.num_words = self._borders[-1]
+        self._use_triton = use_triton and self.word is torch.int64
+        if self._use_triton:
+            device = kv_caches[0].device
+            self._max_words = max(layer.shape[1] for layer in self._layers)
+            self._pointers = torch.tensor([layer.data_ptr() for layer in self._layers], device=device)
+            self._device_borders = torch.tensor(self._borders, device=device)
+
+    def gather(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy blocks to rows.
+
+        Args:
+            block_ids: ``[n]`` int64, on the caches' device.
+            rows: written, ``[n, num_words]`` of `word`.
+        """
+        if self._use_triton:
+            self._launch(block_ids, rows, is_gather=True)
+            return
+        for layer, begin, end in self._spans():
+            rows[:, begin:end].copy_(layer.index_select(0, block_ids))
+
+    def scatter(self, rows: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """Copy rows to blocks, which must be distinct; arguments as in `gather`."""
+        if self._use_triton:
+            self._launch(block_ids, rows, is_gather=False)
+            return
+        for layer, begin, end in self._spans():
+            layer.index_copy_(0, block_ids, rows[:, begin:end])
+
+    def warm_up(self) -> None:
+        """Compile the kernel by copying block 0 onto itself: no step or transfer may wait for the compiler."""
+        device = self._layers[0].device
+        ids = torch.zeros(1, dtype=torch.int64, device=device)
+        row = torch.empty((1, self.num_words), dtype=self.word, device=device)
+        self.gather(ids, row)
+        self.scatter(row, ids)
+        torch.cuda.synchronize(device)
+
+    def _spans(self) -> list[tuple[torch.Tensor, int, int]]:
+        return list(zip(self._layers, self._borders[:-1], self._borders[1:], strict=True))
+
+    def _launch(self, block_ids: torch.Tensor, rows: torch.Tensor, *, is_gather: bool) -> None:
+        grid = (len(block_ids), len(self._layers), cdiv(self._max_words, _TILE))
+        _move_kernel[grid](
+            self._pointers, self._device_borders, block_ids, rows, rows.stride(0), is_gather=is_gather, tile=_TILE
+        )
+
+
+@triton_kernel(specialize=False)
+def _move_kernel(
+    pointers_ptr,
+    borders_ptr,
+    block_ids_ptr,
+    rows_ptr,
+    row_stride,
+    is_gather: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """One program moves a tile of one layer's part of one block. Every word moves as int64."""
+    index, layer = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(borders_ptr + layer), tl.load(borders_ptr + layer + 1)
+    block = tl.load(block_ids_ptr + index)
+    part = tl.load(pointers_ptr + layer).to(tl.pointer_type(tl.int64)) + block * (end - begin)
+    row = rows_ptr + index.to(tl.int64) * row_stride + begin
+    word = tl.program_id(2) * tile + tl.arange(0, tile)
+    mask = word < end - begin
+    if is_gather:
+        tl.store(row + word, tl.load(part + word, mask=mask), mask=mask)
+    else:
+        tl.store(part + word, tl.load(row + word, mask=mask), mask=mask)
+
+
+def _flat(cache: torch.Tensor, word: torch.dtype) -> torch.Tensor:
+    """``[num_blocks, words of a block]``, the same memory."""
+    if not cache.is_contiguous():
+        raise ValueError(f"a layer's KV cache of shape {tuple(cache.shape)} is not contiguous")
+    return cache.view(cache.shape[0], -1).view(word)
+
+
+class HostMemory:
+    """Host memory of ``num_slots`` rows of ``slot_bytes`` bytes, page-locked for asynchronous copies to a GPU.
+
+    It is page-locked by the driver after allocation: torch's allocator of pinned memory rounds up to a power of two.
+
+    Args:
+        asked_by: the settings that determine its size, for error messages.
+
+    Raises:
+        ValueError: there is not enough memory.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool, asked_by: str) -> None:
+        self.num_slots = num_slots
+        try:
+            self._array = np.empty((num_slots, slot_bytes), dtype=np.uint8)  # pages are allocated when first written
+        except (MemoryError, ValueError) as error:  # ValueError: more than numpy can index
+            raise ValueError(
+                f"no memory on the host for {num_slots:,} KV blocks of {slot_bytes:,} bytes ({error}); lower {asked_by}"
+            ) from error
+        self.tensor = torch.from_numpy(self._array)  # [num_slots, slot_bytes]
+        self._is_pinned = pinned and num_slots > 0 and self._pin()
+
+    def row(self, slot: int) -> memoryview:
+        """The bytes of one slot."""
+        return memoryview(self._array[slot])
+
+    def close(self) -> None:
+        """Release the page lock; the device must not access the memory any more."""
+        if self._is_pinned:
+            self._is_pinned = False
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+
+    def _pin(self) -> bool:
+        error = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self._array.nbytes, 0)
+        if error != 0:
+            logger.warning(
+                "%.1f GiB of host memory for KV blocks could not be page-locked (CUDA error %s): copies will be slower",
+                self._array.nbytes / (1 << 30),
+                error,
+            )
+        return error == 0
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
 
 
 class CopyEvent(Protocol):
     """The end of a copy."""
 
     def query(self) -> bool:
-        """Whether it has come; does not wait."""
+        """Whether the copy has ended; does not wait."""
         ...
 
     def synchronize(self) -> None:
-        """Block the calling thread, which may be any, until it has come."""
+        """Block the calling thread, which may be any, until the copy has ended."""
         ...
 
 
 class BlockCopies(ABC):
-    """Moves blocks of all layers at once. In host memory a block lies in a row, its layers' pieces in order.
+    """Copies blocks of all layers to and from rows of host memory.
 
-    Full blocks are not written to while their request has them, so what is being copied out stays as it is without
-    anybody waiting. Only who gets such a block next must wait, and says so: `fence`.
+    Full blocks are not written while they are allocated, so copies out need no synchronization with steps. Only the
+    next owner of a block must wait for them: `fence`.
 
     Attributes:
-        bytes_per_block: of a row.
+        bytes_per_block: bytes of a row.
     """
 
     bytes_per_block: int
 
     @abstractmethod
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> CopyEvent:
-        """Begin to copy blocks to rows of ``host`` (uint8 ``[num_slots, bytes_per_block]``), as they are behind all
-        that is queued so far."""
+        """Copy blocks, as written by all work queued so far, to rows of ``host`` (uint8 ``[num_slots,
+        bytes_per_block]``)."""
 
     @abstractmethod
     def from_host(self, host: torch.Tensor, slots: Sequence[int], block_ids: Sequence[int]) -> CopyEvent:
-        """Begin to copy rows of ``host`` to blocks which no queued step touches, behind all copies begun so far that
-        write these rows or read these blocks."""
+        """Copy rows of ``host`` to blocks that no queued step accesses, after all earlier copies that write these rows
+        or read these blocks."""
 
     @abstractmethod
     def fence(self, block_ids: Iterable[int]) -> None:
-        """What is queued for the device from now on comes after all copies begun so far that read these blocks."""
+        """Order all work queued from now on after the earlier copies that read these blocks."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for all copies; there will be no more."""
+        """Wait for all copies; no others may follow."""
 
 
 def block_copies(kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, shares_blocks: bool = False) -> BlockCopies:
-    """Those for the device that the caches are on.
+    """The implementation for the device of the caches.
 
     Args:
-        kv_caches: a layer each, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
-        shares_blocks: others copy as well; what comes in also waits for the fences that they have put up.
+        kv_caches: one per layer, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
+        shares_blocks: other connectors copy the same blocks; copies in then also wait for their fences.
     """
     if kv_caches[0].device.type == "cpu":
         return CpuBlockCopies(kv_caches, layout)
@@ -75,7 +233,7 @@ def block_copies(kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, shares_
 
 
 class CpuBlockCopies(BlockCopies):
-    """Where the host computes itself, copies have ended when the calls return."""
+    """Synchronous copies: each has ended when the call returns."""
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self.bytes_per_block = layout.bytes_per_block
@@ -112,11 +270,11 @@ class _CopyOut:
     block_ids: frozenset[int]
     slots: frozenset[int]
     memory: int
-    """Address of the host memory that the slots are of."""
+    """Address of the host memory of the slots."""
 
 
 class CudaBlockCopies(BlockCopies):
-    """A stream for each direction, beside the one of the steps."""
+    """Copies on one stream per direction, beside the stream of the steps."""
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, shares_blocks: bool) -> None:
         self.bytes_per_block = layout.bytes_per_block
@@ -129,8 +287,8 @@ class CudaBlockCopies(BlockCopies):
             torch.empty((self._chunk, self._rows.num_words), dtype=self._rows.word, device=self._device)
             for _ in range(2)
         )
-        self._going_out: deque[_CopyOut] = deque()  # in order, the oldest first
-        self._warm_up()
+        self._copies_out: deque[_CopyOut] = deque()  # in order, the oldest first
+        self._rows.warm_up()
 
     @torch.inference_mode()
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> CopyEvent:
@@ -142,13 +300,13 @@ class CudaBlockCopies(BlockCopies):
                 for index, slot, count in _runs(places):
                     rows[slot : slot + count].copy_(self._staging_out[index : index + count], non_blocking=True)
             event = self._out.record_event()
-        self._going_out.append(_CopyOut(event, frozenset(block_ids), frozenset(slots), host.data_ptr()))
+        self._copies_out.append(_CopyOut(event, frozenset(block_ids), frozenset(slots), host.data_ptr()))
         return event
 
     @torch.inference_mode()
     def from_host(self, host: torch.Tensor, slots: Sequence[int], block_ids: Sequence[int]) -> CopyEvent:
         rows = host.view(self._rows.word)
-        for copy in self._under_way():
+        for copy in self._unfinished():
             is_same_memory = copy.memory == host.data_ptr()
             if not copy.block_ids.isdisjoint(block_ids) or (is_same_memory and not copy.slots.isdisjoint(slots)):
                 self._in.wait_event(copy.event)
@@ -162,29 +320,22 @@ class CudaBlockCopies(BlockCopies):
             return self._in.record_event()
 
     def fence(self, block_ids: Iterable[int]) -> None:
-        wanted = frozenset(block_ids)
-        for copy in self._under_way() if wanted else ():
-            if not copy.block_ids.isdisjoint(wanted):
+        fenced = frozenset(block_ids)
+        for copy in self._unfinished() if fenced else ():
+            if not copy.block_ids.isdisjoint(fenced):
                 torch.cuda.current_stream(self._device).wait_event(copy.event)
 
     def close(self) -> None:
         self._out.synchronize()
         self._in.synchronize()
 
-    def _under_way(self) -> Iterable[_CopyOut]:
-        while self._going_out and self._going_out[0].event.query():
-            self._going_out.popleft()
-        return self._going_out
+    def _unfinished(self) -> Iterable[_CopyOut]:
+        while self._copies_out and self._copies_out[0].event.query():
+            self._copies_out.popleft()
+        return self._copies_out
 
     def _indices(self, block_ids: list[int]) -> torch.Tensor:
         return torch.tensor(block_ids, pin_memory=True).to(self._device, non_blocking=True)
-
-    def _warm_up(self) -> None:
-        """Compile what moves blocks: no step is to meet a compiler. A block is replaced by itself."""
-        ids = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._rows.gather(ids, self._staging_in[:1])
-        self._rows.scatter(self._staging_in[:1], ids)
-        torch.cuda.synchronize(self._device)
 
 
 class _Ended:
@@ -201,7 +352,7 @@ _ENDED = _Ended()
 
 
 def _chunks(block_ids: Sequence[int], slots: Sequence[int], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The pairs in the order of their slots, ``size`` at a time: neighbours in host memory move together."""
+    """The pairs in the order of their slots, ``size`` at a time, so that adjacent slots are copied together."""
     pairs = sorted(zip(slots, block_ids, strict=True))
     for begin in range(0, len(pairs), size):
         chunk = pairs[begin : begin + size]
@@ -209,7 +360,7 @@ def _chunks(block_ids: Sequence[int], slots: Sequence[int], size: int) -> Iterat
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours among ``slots``, which one copy can move: (index of the first, its slot, how many)."""
+    """Runs of adjacent ``slots``, each for one copy: (index of the first, its slot, length)."""
     begin = 0
     for index in range(1, len(slots) + 1):
         if index == len(slots) or slots[index] != slots[index - 1] + 1:

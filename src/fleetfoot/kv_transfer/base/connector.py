@@ -14,11 +14,15 @@ side decides what is moved and puts it into each step's metadata; the worker sid
 
 from __future__ import annotations
 
+import logging
+import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from fleetfoot.config.json_record import check_key
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput
@@ -29,12 +33,27 @@ if TYPE_CHECKING:
     from fleetfoot.records.kv_layout import KVLayout
 
 __all__ = [  # the scheduler side lives in records; authors of connectors import everything from here
+    "BLOCK_CONTIGUOUS_HND",
+    "ConnectorSettings",
     "KVConnector",
     "NoSchedulerConnector",
     "SchedulerConnector",
     "TransferContext",
+    "TransferCounters",
     "WorkerConnector",
+    "warn_of_unused_fields",
 ]
+
+logger = logging.getLogger(__name__)
+
+BLOCK_CONTIGUOUS_HND = "block-contiguous-hnd"
+"""The KV layout of `fleetfoot.records.kv_layout.KVLayout`: a block of a layer is contiguous, with dimensions K and V,
+heads, tokens, elements."""
+
+MAX_THREADS = 1024
+"""Of one kind on a rank."""
+UNUSED_FIELDS = ("kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "kv_buffer_device", "kv_buffer_size")
+"""Fields of a kv_transfer_config that Fleetfoot's own connectors do not use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +142,7 @@ class KVConnector(ABC):
     """
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset()
-    """Names from `fleetfoot.kv_transfer.base.layouts`."""
+    """Names of KV layouts, such as `BLOCK_CONTIGUOUS_HND`."""
 
     @staticmethod  # noqa: B027  (a connector without settings has nothing to check)
     def check_settings(context: TransferContext) -> None:
@@ -137,3 +156,71 @@ class KVConnector(ABC):
     @staticmethod
     @abstractmethod
     def worker_side(context: TransferContext) -> WorkerConnector: ...
+
+
+class ConnectorSettings:
+    """Typed access to ``kv_connector_extra_config``, which checks that every setting is read."""
+
+    def __init__(self, config: KVTransferConfig) -> None:
+        self._name = config.kv_connector
+        self._content = dict(config.kv_connector_extra_config)
+        self._known: list[str] = []
+
+    def text(self, name: str) -> str | None:
+        """A non-empty string or a path; None: not set. Raises ValueError for other values."""
+        value = self._read(name)
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if value is not None and (not isinstance(value, str) or not value):
+            raise self.error(name, value, "a string that is not empty")
+        return value
+
+    def integer(self, name: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int | None:
+        """An integer from ``minimum`` to ``maximum`` (None: no limit), or ``default``. Raises ValueError for other
+        values."""
+        value = self._read(name)
+        if value is None:
+            return default
+        if isinstance(value, float) and value.is_integer():  # such as 4e9
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.error(name, value, f"an integer of at least {minimum}")
+        if maximum is not None and value > maximum:
+            raise self.error(name, value, f"at most {maximum}")
+        return value
+
+    def error(self, name: str, value: Any, expected: str) -> ValueError:
+        """The error for an invalid setting."""
+        return ValueError(f"kv_connector_extra_config of {self._name}: {name} is {value!r}; it must be {expected}")
+
+    def check_all_read(self) -> None:
+        """Raises TypeError if there are settings that were not read."""
+        for name in self._content:
+            check_key(f"kv_connector_extra_config of {self._name}", name, self._known)
+
+    def _read(self, name: str) -> Any:
+        self._known.append(name)
+        return self._content.get(name)
+
+
+def warn_of_unused_fields(config: KVTransferConfig) -> None:
+    """Log a warning for each of `UNUSED_FIELDS` that is set."""
+    for name in UNUSED_FIELDS:
+        if getattr(config, name) is not None:
+            logger.warning("kv_transfer_config: %s has no meaning for %s", name, config.kv_connector)
+
+
+class TransferCounters:
+    """Named counts on the worker side."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, count: int = 1) -> None:
+        if count:
+            self._counts[name] += count
+
+    def take(self) -> dict[str, int]:
+        """The increments since the last call."""
+        taken, self._counts = dict(self._counts), Counter()
+        return taken

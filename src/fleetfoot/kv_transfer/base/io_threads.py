@@ -1,19 +1,21 @@
-"""Threads that read and write files beside the steps."""
+"""Threads for transfers that run beside the steps."""
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class Jobs(Protocol):
-    """Runs jobs, in any order and beside each other; tests bring their own."""
+    """Runs jobs concurrently, in any order. Tests provide their own."""
 
     def submit(self, job: Callable[[], None]) -> None: ...
 
@@ -23,7 +25,7 @@ class Jobs(Protocol):
 class IOThreads:
     """Implements `Jobs` with a fixed number of threads, which start with the first job.
 
-    They are daemons: a disk that never answers must not keep the process from ending.
+    They are daemons: a disk that hangs must not keep the process from ending.
 
     Args:
         name: of the threads, for stack dumps.
@@ -55,8 +57,8 @@ class IOThreads:
                 thread.start()
 
     def stop(self, timeout: float, *, finish: bool) -> bool:
-        """End, after what is queued if ``finish``; whether that took less than ``timeout`` seconds. The rest is
-        dropped."""
+        """Stop the threads, after the queued jobs if ``finish``. Jobs that have not begun after ``timeout`` seconds are
+        dropped. Returns whether all threads have ended."""
         with self._condition:
             self._is_stopped = True
             if not finish:
@@ -81,3 +83,9 @@ class IOThreads:
                 job()
             except Exception:
                 logger.exception("a job of %s failed", self._name)
+
+
+def drain(results: queue.SimpleQueue[_T]) -> Iterator[_T]:
+    """The items of a queue that has no other consumer; does not wait."""
+    while not results.empty():
+        yield results.get()

@@ -1,41 +1,87 @@
-"""Connectors by name: which class a ``kv_transfer_config`` means. Modules are imported only when they are used."""
+"""Connectors by name: their classes, the KV layouts that they accept, and connectors that combine several. No torch.
+
+Modules of connectors are imported when they are used.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.connector import KVConnector
+from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, UNUSED_FIELDS, KVConnector
 
-CONNECTORS: Mapping[str, tuple[str, str]] = {
-    "SharedStorageConnector": ("fleetfoot.kv_transfer.blockstore.filesystem", "SharedStorageConnector"),
-    "FilesystemConnector": ("fleetfoot.kv_transfer.blockstore.filesystem", "SharedStorageConnector"),
-    "OffloadingConnector": ("fleetfoot.kv_transfer.blockstore.offload", "OffloadingConnector"),
-    "NixlConnector": ("fleetfoot.kv_transfer.nixl.connector", "NixlConnector"),
-    "MultiConnector": ("fleetfoot.kv_transfer.multi.connector", "MultiConnector"),
+V2_LAYOUT = BLOCK_CONTIGUOUS_HND
+"""The layout of Model Runner V2's KV cache."""
+
+LAYOUT_DIMENSIONS: Mapping[str, tuple[str, ...]] = {
+    BLOCK_CONTIGUOUS_HND: ("num_blocks", "key_and_value", "num_kv_heads", "block_size", "head_dim")
 }
-"""What ``kv_connector`` may say -> module and class; `fleetfoot.kv_transfer.base.layouts.KNOWN_CONNECTORS` has the same
-names."""
+"""The dimensions of a layer's tensor, outermost first."""
+
+OFFLOADING_CONNECTOR = "OffloadingConnector"
+"""The connector that ``kv_offloading_size`` implies."""
+
+CPU_BYTES = "cpu_bytes_to_use"
+"""The setting of the offloading connector that ``kv_offloading_size`` sets, in bytes."""
+
+MULTI_CONNECTOR = "MultiConnector"
+PARTS = "connectors"
+"""The multi connector's setting that lists the kv_transfer_configs of its parts."""
+
+_INHERITED = ("kv_role", "engine_id", "kv_load_failure_policy", "kv_transfer_timeout")
+
+
+# --- classes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredConnector:
+    """One of Fleetfoot's connectors."""
+
+    module: str
+    class_name: str
+    layouts: frozenset[str] = frozenset({BLOCK_CONTIGUOUS_HND})
+    """The KV layouts that it accepts; for several connectors, those that all of them accept."""
+
+
+CONNECTORS: Mapping[str, RegisteredConnector] = {
+    OFFLOADING_CONNECTOR: RegisteredConnector("fleetfoot.kv_transfer.blockstore.connector", "OffloadingConnector"),
+    "NixlConnector": RegisteredConnector("fleetfoot.kv_transfer.nixl.connector", "NixlConnector"),
+    "SharedStorageConnector": RegisteredConnector(
+        "fleetfoot.kv_transfer.blockstore.connector", "SharedStorageConnector"
+    ),
+    "FilesystemConnector": RegisteredConnector("fleetfoot.kv_transfer.blockstore.connector", "SharedStorageConnector"),
+    MULTI_CONNECTOR: RegisteredConnector("fleetfoot.kv_transfer.multi.connector", "MultiConnector"),
+}
+"""By ``kv_connector``."""
 
 
 def find_connector(config: KVTransferConfig) -> type[KVConnector]:
-    """The class of an active config: one of Fleetfoot's own, or, with ``kv_connector_module_path``, somebody else's.
+    """The class of an active config: one of `CONNECTORS`, or a class in ``kv_connector_module_path``.
 
     Raises:
-        ValueError: there is no such connector, or it cannot be imported, or it is not a `KVConnector`.
+        ValueError: the connector is unknown, cannot be imported, or is not a `KVConnector`.
     """
     name = config.kv_connector or ""
     if config.kv_connector_module_path is not None:
         module_path, class_name = config.kv_connector_module_path, name
     elif name in CONNECTORS:
-        module_path, class_name = CONNECTORS[name]
+        module_path, class_name = CONNECTORS[name].module, CONNECTORS[name].class_name
     else:
-        raise ValueError(_unknown(name))
+        near = difflib.get_close_matches(name, CONNECTORS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"kv_transfer_config: kv_connector is {name!r}, which is not known; {hint}known are "
+            f"{', '.join(CONNECTORS)}; for a class of your own give its module as kv_connector_module_path"
+        )
     try:
         found = getattr(import_module(module_path), class_name)
-    except (ImportError, ValueError) as error:  # a ValueError of import_module is an empty or malformed path
+    except (ImportError, ValueError) as error:  # import_module raises ValueError for an empty or malformed path
         raise ValueError(
             f"kv_transfer_config: kv_connector {name!r} cannot be imported from {module_path} ({error})"
         ) from error
@@ -51,10 +97,131 @@ def find_connector(config: KVTransferConfig) -> type[KVConnector]:
     return found
 
 
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, CONNECTORS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return (
-        f"kv_transfer_config: kv_connector is {name!r}, which is not known; {hint}known are {', '.join(CONNECTORS)}; "
-        "for a class of your own give its module as kv_connector_module_path"
+# --- layouts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorLayouts:
+    """The KV layouts that a connector accepts."""
+
+    name: str
+    accepted: frozenset[str]
+    remark: str = ""
+    """Why ``accepted`` is empty, as the end of a sentence that begins with the connector's name."""
+    exists: bool = True
+    """Whether the connector is known and can be imported."""
+
+
+def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
+    """The layouts that the connector of an active config accepts.
+
+    A class in ``kv_connector_module_path`` is imported, and declares them as ``accepted_kv_layouts``. A class without a
+    declaration, and an unknown connector, accept none. Of several connectors, one that refuses V2's layout is returned.
+
+    Raises:
+        ValueError, TypeError: the settings of several connectors are invalid.
+    """
+    name = config.kv_connector or ""
+    if config.kv_connector_module_path is not None:
+        return _declared_layouts(name, config.kv_connector_module_path)
+    if name == MULTI_CONNECTOR:
+        parts = [connector_layouts(part) for part in part_configs(config)]
+        accepted = frozenset.intersection(*(part.accepted for part in parts))
+        for part in sorted(parts, key=lambda part: part.exists):  # connectors that do not exist first
+            if V2_LAYOUT not in part.accepted:
+                return ConnectorLayouts(part.name, accepted, part.remark, part.exists)
+        return ConnectorLayouts(MULTI_CONNECTOR, accepted)
+    if name in CONNECTORS:
+        return ConnectorLayouts(name, CONNECTORS[name].layouts)
+    known = ", ".join(CONNECTORS)
+    return ConnectorLayouts(name, frozenset(), f"is not known here (known are {known})", exists=False)
+
+
+def _declared_layouts(name: str, module_path: str) -> ConnectorLayouts:
+    try:
+        connector = getattr(import_module(module_path), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        remark = f"cannot be imported from {module_path} ({error})"
+        return ConnectorLayouts(name, frozenset(), remark, exists=False)
+    declared = getattr(connector, "accepted_kv_layouts", None)
+    if isinstance(declared, Set | list | tuple):
+        return ConnectorLayouts(name, frozenset(declared))
+    found = (
+        "it has no accepted_kv_layouts"
+        if declared is None
+        else f"its accepted_kv_layouts is {declared!r}; it must be a set of names"
     )
+    return ConnectorLayouts(name, frozenset(), f"does not say which KV layouts it accepts ({found})")
+
+
+# --- several connectors ---------------------------------------------------------------------------------------------
+
+
+def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
+    """The configs of a multi connector's parts; role, engine id, policy and timeout default to those of the whole.
+
+    Raises:
+        ValueError, TypeError: there are no parts, a part is invalid, or its role contradicts that of the whole.
+    """
+    extra = config.kv_connector_extra_config
+    listed = extra.get(PARTS)
+    if not isinstance(listed, list | tuple) or not listed:
+        raise ValueError(
+            f"kv_transfer_config: {MULTI_CONNECTOR} needs kv_connector_extra_config {{{PARTS!r}: [...]}} with the "
+            f"settings of at least one connector, and it is {listed!r}"
+        )
+    unknown = sorted(str(name) for name in extra if name != PARTS)
+    if unknown:
+        raise ValueError(
+            f"kv_transfer_config: {MULTI_CONNECTOR} knows {PARTS!r} alone, and kv_connector_extra_config also has "
+            f"{', '.join(unknown)}; settings of one of the connectors belong into its own config"
+        )
+    return tuple(_part(config, index, value) for index, value in enumerate(listed))
+
+
+def names_connector(config: KVTransferConfig, name: str) -> bool:
+    """Whether a config names the connector ``name``, directly or among its parts at any depth.
+
+    Raises:
+        ValueError, TypeError: as `part_configs`.
+    """
+    if config.kv_connector != MULTI_CONNECTOR or config.kv_connector_module_path is not None:
+        return config.kv_connector == name
+    return any(names_connector(part, name) for part in part_configs(config))
+
+
+def joined(first: KVTransferConfig, config: KVTransferConfig) -> KVTransferConfig:
+    """A multi connector of ``first`` and ``config``, with the policy, timeout and engine id of ``config``."""
+    first = dataclasses.replace(first, **{name: getattr(config, name) for name in _INHERITED if name != "kv_role"})
+    unused: dict[str, Any] = dict.fromkeys(UNUSED_FIELDS)  # ``config`` keeps them
+    return dataclasses.replace(
+        config,
+        kv_connector=MULTI_CONNECTOR,
+        kv_role="kv_both",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={PARTS: (first, config)},
+        **unused,
+    )
+
+
+def _part(config: KVTransferConfig, index: int, value: Any) -> KVTransferConfig:
+    where = f"kv_transfer_config: connector {index} of {MULTI_CONNECTOR}"
+    if isinstance(value, dict):
+        inherited = {name: getattr(config, name) for name in _INHERITED}
+        value = {**{name: given for name, given in inherited.items() if given is not None}, **value}
+    elif not isinstance(value, KVTransferConfig):
+        raise TypeError(f"{where} is {value!r}; it must be an object with the fields of a kv_transfer_config")
+    part = KVTransferConfig.parse(value)
+    if part.kv_connector is None:
+        raise ValueError(f"{where} has no kv_connector; name one")
+    if part.kv_load_failure_policy != config.kv_load_failure_policy:
+        raise ValueError(
+            f"{where} has kv_load_failure_policy {part.kv_load_failure_policy!r}, and the whole has "
+            f"{config.kv_load_failure_policy!r}; the policy is one for all, so set it for the whole only"
+        )
+    if config.kv_role not in (None, "kv_both", part.kv_role):
+        raise ValueError(
+            f"{where} has kv_role {part.kv_role!r}, and the whole has {config.kv_role!r}; leave the connector's out, "
+            "or set the whole's to kv_both"
+        )
+    return part if part.kv_role is not None else dataclasses.replace(part, kv_role=config.kv_role)

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
-from fleetfoot.kv_transfer.base.multi_config import part_configs
-from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.kv_transfer.base.settings import tell_of_unused_fields
+from fleetfoot.kv_transfer.base.connector import (
+    BLOCK_CONTIGUOUS_HND,
+    KVConnector,
+    TransferContext,
+    WorkerConnector,
+    warn_of_unused_fields,
+)
+from fleetfoot.kv_transfer.base.registry import find_connector, part_configs
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
@@ -177,13 +180,13 @@ class MultiWorker(WorkerConnector):
 
 
 class MultiConnector(KVConnector):
-    """Settings: ``connectors``, a list of kv_transfer_configs (`fleetfoot.kv_transfer.base.multi_config`)."""
+    """Settings: ``connectors``, a list of kv_transfer_configs (`fleetfoot.kv_transfer.base.registry`)."""
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
 
     @staticmethod
     def check_settings(context: TransferContext) -> None:
-        tell_of_unused_fields(context.config)
+        warn_of_unused_fields(context.config)
         for connector, part in _parts(context).values():
             connector.check_settings(part)
 

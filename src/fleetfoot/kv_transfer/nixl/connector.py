@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.base.layouts import BLOCK_CONTIGUOUS_HND
-from fleetfoot.kv_transfer.base.settings import tell_of_unused_fields
+from fleetfoot.kv_transfer.base.connector import (
+    BLOCK_CONTIGUOUS_HND,
+    KVConnector,
+    TransferContext,
+    WorkerConnector,
+    warn_of_unused_fields,
+)
 from fleetfoot.kv_transfer.nixl.settings import NixlSettings
 from fleetfoot.records.kv_connector import SchedulerConnector
 
@@ -19,7 +23,7 @@ class NixlConnector(KVConnector):
     @staticmethod
     def check_settings(context: TransferContext) -> None:
         NixlSettings.of(context.config, num_ranks=context.num_ranks)
-        tell_of_unused_fields(context.config)
+        warn_of_unused_fields(context.config)
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:

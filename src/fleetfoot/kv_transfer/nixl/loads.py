@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fleetfoot.kv_transfer.base.counters import TransferCounters
+from fleetfoot.kv_transfer.base.connector import TransferCounters
 from fleetfoot.kv_transfer.base.io_threads import Jobs
 from fleetfoot.kv_transfer.nixl.orders import PullOrder
 from fleetfoot.kv_transfer.nixl.params import Source

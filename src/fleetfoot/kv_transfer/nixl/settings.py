@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.settings import MAX_THREADS, ConnectorSettings
+from fleetfoot.kv_transfer.base.connector import MAX_THREADS, ConnectorSettings
 from fleetfoot.kv_transfer.nixl.agents import BACKENDS
 from fleetfoot.utils.validation import is_host
 

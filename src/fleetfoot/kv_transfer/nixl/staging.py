@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from fleetfoot.kv_transfer.base.layer_rows import LayerRows
+from fleetfoot.kv_transfer.base.block_copies import LayerRows
 from fleetfoot.kv_transfer.base.sockets import StoppedError
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer
 from fleetfoot.records.kv_layout import KVLayout

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
-from fleetfoot.kv_transfer.base.counters import TransferCounters
+from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters, WorkerConnector
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, Jobs
 from fleetfoot.kv_transfer.nixl.agents import make_agent
 from fleetfoot.kv_transfer.nixl.leases import SENT, Leases
