@@ -145,7 +145,10 @@ def test_memory_for_less_than_a_block(capsys: Streams) -> None:
             transfer(OFFLOAD, num_cpu_blocks=10**20),
             "no memory on the host .* lower kv_offloading_size, cpu_bytes_to_use",
         ),
-        (transfer(NIXL, backend="tcp", buffer_bytes=10**15), "no memory on cpu for 4 loads .* lower buffer_bytes"),
+        (
+            transfer(NIXL, backend="tcp", buffer_bytes=10**15),
+            "no memory on cpu for 4 concurrent loads .* lower buffer_bytes",
+        ),
     ],
     ids=["host", "staging"],
 )

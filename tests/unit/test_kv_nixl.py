@@ -13,8 +13,8 @@ from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, Manua
 from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, skip_without, whole
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.nixl.leases import DECLINED, LeaseError, Leases
-from fleetfoot.kv_transfer.nixl.settings import NixlSettings
+from fleetfoot.kv_transfer.nixl.params import NixlSettings
+from fleetfoot.kv_transfer.nixl.producer import DECLINED, LeaseError, Leases
 from fleetfoot.records.kv_layout import KVLayout, LayerGroup
 from fleetfoot.records.request import RequestStatus
 
@@ -176,7 +176,7 @@ def test_another_life_of_an_engine(make: MakeEngine) -> None:
     params["remote_addresses"] = other.lend("q")["remote_addresses"]
     params["remote_engine_id"] = "gone"
     output = reader.load(reader.wants(params))
-    assert "this is engine 'bench', and 'gone' is wanted" in output.failed["r"].reason
+    assert "this is engine 'bench', and 'gone' was asked for" in output.failed["r"].reason
 
 
 def test_kv_transfer_params_are_checked(make: MakeEngine) -> None:
@@ -219,7 +219,7 @@ def test_settings_are_checked() -> None:
 
 def test_a_port_that_is_taken(make: MakeEngine) -> None:
     port = int(make().lend("p")["remote_addresses"][0].split(":")[1])
-    with pytest.raises(ValueError, match=f"nobody can listen on 127.0.0.1:{port}"):
+    with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
         make(extra={"side_channel_port": port})
     with pytest.raises(ValueError, match="side_channel_port is 99999; it must be at most 65535"):
         make(extra={"side_channel_port": 99999})
@@ -229,10 +229,10 @@ def test_a_port_that_is_taken(make: MakeEngine) -> None:
 
 
 SPOIL: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
-    "damaged": (flip_at(500), "is damaged: its CRC-32 is"),
+    "damaged": (flip_at(500), "is corrupt: its CRC-32 is"),
     "cut": (cut_at(0), "closed the connection after 0 of 3,584 bytes"),
     "truncated": (cut_at(1000), "closed the connection after 991 of 3,584 bytes"),
-    "of another length": (flip_at(1), "sends 3,585 bytes where 3,584 were asked for"),
+    "of another length": (flip_at(1), "sends 3,585 bytes instead of 3,584"),
 }
 
 
@@ -312,7 +312,7 @@ def test_blocks_that_were_given_back_meanwhile_do_not_count(held: Held) -> None:
     clock.now -= 31
     gate.opened.set()
     output = reader.until_ended(request)
-    assert "has ended: nobody read it in time (abort_timeout)" in output.failed["r"].reason
+    assert "has ended: it was not read in time (abort_timeout)" in output.failed["r"].reason
 
 
 def test_a_reader_that_comes_too_late(make: MakeEngine) -> None:
@@ -324,7 +324,7 @@ def test_a_reader_that_comes_too_late(make: MakeEngine) -> None:
     clock.now += 1
     assert lender.step(idle=True).sent == {"p"}
     reason = reader.load(reader.wants(params)).failed["r"].reason
-    assert "has ended: nobody read it in time (abort_timeout)" in reason
+    assert "has ended: it was not read in time (abort_timeout)" in reason
     assert lender.counters == {"sends_expired": 1}
 
 
@@ -332,7 +332,7 @@ def test_a_lease_that_is_declined_before_it_is_granted() -> None:
     """Its reader is faster than the step that tells the lender's workers of it."""
     leases = Leases(30.0, Clock())
     leases.give_up("early", DECLINED)
-    with pytest.raises(LeaseError, match="its reader has given it up"):
+    with pytest.raises(LeaseError, match="it was declined"):
         leases.acquire("early", 30.0)
     leases.grant("early", "p", [1, 2], None)
     leases.grant("other", "q", [3], None)
@@ -398,7 +398,7 @@ def test_one_rank_that_fails(make: MakeEngine) -> None:
     lender, reader = make(num_ranks=2, line=True), make(num_ranks=2)
     lender.lines[1].spoil = flip_at(500)
     output = reader.load(reader.wants(lender.lend("p")))
-    assert output.loaded == set() and "is damaged" in output.failed["r"].reason
+    assert output.loaded == set() and "is corrupt" in output.failed["r"].reason
     lender.until_sent("p")
     assert lender.counters["sends_sent"] == lender.counters["sends_lost"] == 1
 

@@ -1,4 +1,4 @@
-"""TCP sockets as KV transfers use them: messages with a length before them, and servers that can be ended."""
+"""TCP sockets for KV transfers: length-prefixed messages, and servers that can be closed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class ConnectionLostError(RuntimeError):
 
 
 class StoppedError(RuntimeError):
-    """The caller does not want to wait any longer."""
+    """The caller has stopped waiting."""
 
 
 def never() -> bool:
-    """A reason to stop that does not come."""
+    """The default of ``should_stop``."""
     return False
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``.
+    """The host and port of ``host:port``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the address has another form.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -46,7 +46,7 @@ def parse_address(address: str) -> tuple[str, int]:
 def connect(address: str, timeout: float) -> socket.socket:
     """
     Raises:
-        ConnectionLostError: nobody answers there within ``timeout`` seconds.
+        ConnectionLostError: the address cannot be reached within ``timeout`` seconds.
     """
     try:
         connection = socket.create_connection(parse_address(address), timeout=timeout)
@@ -70,12 +70,12 @@ def send_message(connection: socket.socket, body: bytes) -> None:
 def receive_message(connection: socket.socket, should_stop: Callable[[], bool] = never) -> bytes:
     """
     Raises:
-        ConnectionLostError: the other end is gone, or sent something that is no message.
-        StoppedError: ``should_stop`` said so.
+        ConnectionLostError: the other end is gone, or has sent an invalid message.
+        StoppedError: ``should_stop``, which is polled, has returned True.
     """
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, should_stop))
     if length > MAX_MESSAGE_BYTES:
-        raise ConnectionLostError(f"a message of {length:,} bytes is announced, and {MAX_MESSAGE_BYTES:,} is the most")
+        raise ConnectionLostError(f"a message of {length:,} bytes is announced; the maximum is {MAX_MESSAGE_BYTES:,}")
     return _receive(connection, length, should_stop)
 
 
@@ -84,16 +84,16 @@ def _receive(connection: socket.socket, count: int, should_stop: Callable[[], bo
     content = bytearray()
     while len(content) < count:
         try:
-            piece = connection.recv(count - len(content))
+            received = connection.recv(count - len(content))
         except TimeoutError:
             if should_stop():
-                raise StoppedError("nobody waits for the answer any more") from None
+                raise StoppedError("the request was given up") from None
             continue
         except OSError as error:
             raise ConnectionLostError(f"the connection is lost ({error})") from error
-        if not piece:
+        if not received:
             raise ConnectionLostError("the other end has closed the connection")
-        content += piece
+        content += received
     return bytes(content)
 
 
@@ -103,10 +103,10 @@ def _tune(connection: socket.socket) -> None:
 
 
 def keep_alive(connection: Any) -> None:
-    """Have a socket's other end asked whether it is still there: a machine that lost power says no goodbye.
+    """Enable TCP keepalive, which detects hosts that disappear without closing the connection.
 
     Args:
-        connection: has ``setsockopt``: a socket, or asyncio's view of one.
+        connection: a socket, or asyncio's view of one.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
@@ -115,25 +115,25 @@ def keep_alive(connection: Any) -> None:
 
 
 class SocketServer:
-    """Answers each connection in a thread of its own.
+    """Serves each connection in its own thread.
 
     Args:
-        host, port: where it listens; port 0: any that is free.
-        serve: called with each connection, which is closed when it returns. ``ConnectionLostError`` is no news.
+        host, port: where it listens; port 0: any free port.
+        serve: called with each connection, which is closed when it returns or raises.
         name: of the threads, for stack dumps.
 
     Raises:
-        ValueError: nobody can listen there; says why.
+        ValueError: the address cannot be listened on.
     """
 
     def __init__(self, host: str, port: int, serve: Callable[[socket.socket], None], name: str) -> None:
         self._serve, self._name = serve, name
         if not 0 <= port < 1 << 16:
-            raise ValueError(f"nobody can listen on {host}:{port}; ports end at 65535")
+            raise ValueError(f"cannot listen on {host}:{port}; ports end at 65535")
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
-            raise ValueError(f"nobody can listen on {host}:{port} ({error}); choose another host or port") from error
+            raise ValueError(f"cannot listen on {host}:{port} ({error}); choose another host or port") from error
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
@@ -142,7 +142,7 @@ class SocketServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Connections end in the middle of what they do."""
+        """Stop listening, and close all connections at once."""
         with self._lock:
             self._is_closed = True
             connections = list(self._connections)

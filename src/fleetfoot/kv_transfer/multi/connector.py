@@ -1,4 +1,4 @@
-"""Several connectors at once: each request is loaded by the one that has most of it, and all of them save."""
+"""Several connectors at once: all of them save, and each request is loaded by the one that has most of its KV."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fleetfoot.kv_transfer.base.connector import (
     BLOCK_CONTIGUOUS_HND,
     KVConnector,
+    SchedulerConnector,
     TransferContext,
     WorkerConnector,
     warn_of_unused_fields,
 )
 from fleetfoot.kv_transfer.base.registry import find_connector, part_configs
-from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
 from fleetfoot.records.step import SchedulerOutput
@@ -29,34 +29,34 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MultiMetadata:
-    """A step's metadata of all parts."""
+    """The metadata of all parts for a step."""
 
     parts: list[object | None]
-    num_lenders: dict[str, int] = field(default_factory=dict)
-    """Requests that have ended -> how many parts still read their blocks."""
+    num_holds: dict[str, int] = field(default_factory=dict)
+    """Requests that have ended -> how many parts hold their blocks."""
 
 
 class MultiScheduler(SchedulerConnector):
-    """The scheduler's side of all parts, in the order of the settings."""
+    """The scheduler sides of all parts, in the order of the settings."""
 
     def __init__(self, parts: Sequence[SchedulerConnector], block_size: int) -> None:
         self._parts = parts
         self._block_size = block_size
-        self._chosen: dict[str, SchedulerConnector] = {}  # request -> who has offered most of it
-        self._num_lenders: dict[str, int] = {}
+        self._chosen: dict[str, SchedulerConnector] = {}  # request -> the first part with the most tokens
+        self._num_holds: dict[str, int] = {}
 
     def check_request(self, request: Request) -> None:
-        takers = [part for part in self._parts if type(part).check_request is not SchedulerConnector.check_request]
-        for part in takers:
+        checkers = [part for part in self._parts if type(part).check_request is not SchedulerConnector.check_request]
+        for part in checkers:
             part.check_request(request)
-        if not takers:
+        if not checkers:
             super().check_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        offers = [part.get_num_new_matched_tokens(request, num_computed_tokens) for part in self._parts]
-        best = max(offers)
+        counts = [part.get_num_new_matched_tokens(request, num_computed_tokens) for part in self._parts]
+        best = max(counts)
         if best:
-            self._chosen[request.request_id] = self._parts[offers.index(best)]
+            self._chosen[request.request_id] = self._parts[counts.index(best)]
         return best
 
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
@@ -73,23 +73,21 @@ class MultiScheduler(SchedulerConnector):
             part.blocks_filled(request, first, last, by_this_step=by_this_step)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        answers = [part.request_finished(request) for part in self._parts]
-        num_lenders = sum(is_lent for is_lent, _ in answers)
-        if num_lenders:
-            self._num_lenders[request.request_id] = num_lenders
-        said: dict[str, Any] = {}
-        for _, params in answers:
-            said = {**(params or {}), **said}  # of two that say the same, the first counts
-        return num_lenders > 0, said or None
+        results = [part.request_finished(request) for part in self._parts]
+        num_holds = sum(is_held for is_held, _ in results)
+        if num_holds:
+            self._num_holds[request.request_id] = num_holds
+        merged: dict[str, Any] = {}
+        for _, params in results:
+            merged = {**(params or {}), **merged}  # the first part wins
+        return num_holds > 0, merged or None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
         for request_id in scheduler_output.finished_req_ids:
             self._chosen.pop(request_id, None)
-        metadata = MultiMetadata(
-            [part.build_connector_meta(scheduler_output) for part in self._parts], self._num_lenders
-        )
-        self._num_lenders = {}
-        if not metadata.num_lenders and all(part is None for part in metadata.parts):
+        metadata = MultiMetadata([part.build_connector_meta(scheduler_output) for part in self._parts], self._num_holds)
+        self._num_holds = {}
+        if not metadata.num_holds and all(part is None for part in metadata.parts):
             return None
         return metadata
 
@@ -99,7 +97,7 @@ class MultiScheduler(SchedulerConnector):
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._num_lenders) or any(part.has_pending for part in self._parts)
+        return bool(self._num_holds) or any(part.has_pending for part in self._parts)
 
     def reset_cache(self) -> None:
         self._chosen.clear()
@@ -111,16 +109,16 @@ class MultiScheduler(SchedulerConnector):
 
 
 class MultiWorker(WorkerConnector):
-    """A worker's side of all parts.
+    """The worker sides of all parts.
 
     Args:
-        parts: by the names that their counters are to have, in the order of the settings.
+        parts: by the prefix of their counters, in the order of the settings.
     """
 
     def __init__(self, parts: dict[str, WorkerConnector]) -> None:
         self._named = parts
         self._parts = list(parts.values())
-        self._num_lenders: dict[str, int] = {}
+        self._num_holds: dict[str, int] = {}
         self._num_sent: dict[str, int] = {}
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
@@ -132,7 +130,7 @@ class MultiWorker(WorkerConnector):
             metadata = MultiMetadata([None] * len(self._parts))
         if not isinstance(metadata, MultiMetadata):
             raise TypeError(f"KV connector metadata is a {type(metadata).__name__}; it must be MultiMetadata or None")
-        self._num_lenders.update(metadata.num_lenders)
+        self._num_holds.update(metadata.num_holds)
         for part, content in zip(self._parts, metadata.parts, strict=True):
             part.bind_connector_metadata(content)
 
@@ -163,9 +161,9 @@ class MultiWorker(WorkerConnector):
             for request_id in output.sent:
                 self._num_sent[request_id] = self._num_sent.get(request_id, 0) + 1
         for request_id, num_sent in list(self._num_sent.items()):
-            if num_sent == self._num_lenders.get(request_id):
+            if num_sent == self._num_holds.get(request_id):
                 merged.sent.add(request_id)
-                del self._num_sent[request_id], self._num_lenders[request_id]
+                del self._num_sent[request_id], self._num_holds[request_id]
         return merged
 
     def clear_connector_metadata(self) -> None:
@@ -180,7 +178,7 @@ class MultiWorker(WorkerConnector):
 
 
 class MultiConnector(KVConnector):
-    """Settings: ``connectors``, a list of kv_transfer_configs (`fleetfoot.kv_transfer.base.registry`)."""
+    """Settings: ``connectors``, a list of kv_transfer_configs (`fleetfoot.kv_transfer.base.registry.part_configs`)."""
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
 
@@ -192,10 +190,8 @@ class MultiConnector(KVConnector):
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        parts = _parts(context)
-        return MultiScheduler(
-            [connector.scheduler_side(part) for connector, part in parts.values()], context.block_size
-        )
+        sides = [connector.scheduler_side(part) for connector, part in _parts(context).values()]
+        return MultiScheduler(sides, context.block_size)
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
@@ -204,7 +200,7 @@ class MultiConnector(KVConnector):
 
 
 def _parts(context: TransferContext) -> dict[str, tuple[type[KVConnector], TransferContext]]:
-    """Class and context of each part, by its connector's name, with a number where a name comes again."""
+    """Class and context of each part by its connector's name, with a number if the name is not unique."""
     found: dict[str, tuple[type[KVConnector], TransferContext]] = {}
     for config in part_configs(context.config):
         name = base = str(config.kv_connector)

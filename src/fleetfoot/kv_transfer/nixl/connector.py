@@ -1,18 +1,36 @@
-"""KV from another engine: prefill on one, decode on another. The decode engine reads the blocks itself."""
+"""The NIXL connector and its scheduler side: the decode engine reads KV from the prefill engine's memory. No torch."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import logging
+import secrets
+from typing import Any, ClassVar
 
 from fleetfoot.kv_transfer.base.connector import (
     BLOCK_CONTIGUOUS_HND,
     KVConnector,
+    SchedulerConnector,
     TransferContext,
     WorkerConnector,
     warn_of_unused_fields,
 )
-from fleetfoot.kv_transfer.nixl.settings import NixlSettings
-from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.kv_transfer.nixl.params import (
+    DO_REMOTE_DECODE,
+    DO_REMOTE_PREFILL,
+    Hold,
+    LoadSpec,
+    NixlMetadata,
+    NixlSettings,
+    RemotePrefill,
+    engine_description,
+    is_remote_decode,
+    parse_params,
+)
+from fleetfoot.records.kv_output import KVConnectorOutput
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 class NixlConnector(KVConnector):
@@ -27,8 +45,6 @@ class NixlConnector(KVConnector):
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        from fleetfoot.kv_transfer.nixl.scheduler import NixlScheduler
-
         return NixlScheduler(context)
 
     @staticmethod
@@ -36,3 +52,139 @@ class NixlConnector(KVConnector):
         from fleetfoot.kv_transfer.nixl.worker import NixlWorker
 
         return NixlWorker(context, NixlSettings.of(context.config, num_ranks=context.num_ranks))
+
+
+class NixlScheduler(SchedulerConnector):
+    """Holds the blocks of prompts that ended here, and has prompts loaded that were computed by another engine.
+
+    Held are the full blocks of a prompt without its last token, which the consumer computes itself.
+    """
+
+    def __init__(self, context: TransferContext) -> None:
+        self._context = context
+        self._config = context.config
+        self._description = engine_description(context)
+        self._metadata = NixlMetadata()
+        self._remote: dict[str, RemotePrefill] = {}  # requests that have neither begun to load nor to run
+        self._addresses: dict[int, str] = {}  # rank -> its side channel
+        self._has_new_weights = False
+
+    def check_request(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        if params is None:
+            return
+        remote = parse_params(params)
+        if is_remote_decode(params) and not self._config.can_save:
+            raise ValueError(self._wrong_role(DO_REMOTE_DECODE, "kv_producer or kv_both"))
+        if remote is not None:
+            if not self._config.can_load:
+                raise ValueError(self._wrong_role(DO_REMOTE_PREFILL, "kv_consumer or kv_both"))
+            self._remote[request.request_id] = remote
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        remote = self._remote.get(request.request_id)
+        if remote is None:
+            return 0
+        block_size = self._context.block_size
+        num_tokens = (request.num_tokens - 1) // block_size * block_size
+        if not self._refusal(remote, request):  # else the load must start, and fail
+            num_tokens = min(num_tokens, remote.remote_num_tokens)
+        return max(0, num_tokens - num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        remote = self._remote.pop(request.request_id)
+        first = num_computed_tokens // self._context.block_size
+        last = first + num_external_tokens // self._context.block_size
+        refusal = self._refusal(remote, request)
+        load = LoadSpec(request.request_id, remote.source, first, request.block_ids[first:last], refusal)
+        self._metadata.loads.append(load)
+
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        """Nothing is copied: blocks are held when their request has ended."""
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self._decline(request.request_id)
+        if not is_remote_decode(request.kv_transfer_params) or self._has_new_weights:
+            return False, None
+        if request.status not in (RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_STOPPED):
+            return False, None
+        if len(self._addresses) < self._context.num_ranks:
+            logger.warning(
+                "KV of request %r is not held: the addresses of %d of %d ranks are not known yet",
+                request.request_id,
+                self._context.num_ranks - len(self._addresses),
+                self._context.num_ranks,
+            )
+            return False, None
+        block_size = self._context.block_size
+        num_blocks = min((request.num_prompt_tokens - 1) // block_size, len(request.block_hashes))
+        if num_blocks == 0:
+            return False, None
+        lease = secrets.token_hex(16)
+        self._metadata.holds.append(Hold(lease, request.request_id, request.block_ids[:num_blocks]))
+        remote = RemotePrefill(
+            remote_engine_id=self._context.engine_id,
+            remote_request_id=request.request_id,
+            remote_addresses=[self._addresses[rank] for rank in range(self._context.num_ranks)],
+            remote_lease=lease,
+            remote_num_tokens=num_blocks * block_size,
+            remote_prefix_hash=request.block_hashes[num_blocks - 1].hex(),
+            remote_engine=self._description,
+        )
+        return True, remote.as_params()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlMetadata | None:
+        for request in scheduler_output.new_requests:  # scheduled without a load: everything was cached
+            self._decline(request.request_id)
+        metadata, self._metadata = self._metadata, NixlMetadata()
+        return None if metadata.is_empty else metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self._addresses.update(output.addresses)
+
+    @property
+    def has_pending(self) -> bool:
+        return not self._metadata.is_empty
+
+    def reset_cache(self) -> None:
+        """No other engine has the new weights."""
+        self._has_new_weights = True
+
+    def _decline(self, request_id: str) -> None:
+        remote = self._remote.pop(request_id, None)
+        if remote is not None:
+            self._metadata.declines.append(remote.source)
+
+    def _refusal(self, remote: RemotePrefill, request: Request) -> str:
+        """Why the KV that is offered is not the request's; empty: it is."""
+        offer = f"engine {remote.remote_engine_id!r} offers KV"
+        if self._has_new_weights:
+            return f"{offer} of the weights that this engine was started with, and these were replaced"
+        differences = [
+            f"its {name} is {remote.remote_engine.get(name)!r}, and {value!r} here"
+            for name, value in self._description.items()
+            if remote.remote_engine.get(name) != value
+        ]
+        if differences:
+            return f"{offer} that is incompatible: {'; '.join(differences)}"
+        if len(remote.remote_addresses) != self._context.num_ranks:
+            return f"{offer} of {len(remote.remote_addresses)} ranks, and this engine has {self._context.num_ranks}"
+        num_blocks, rest = divmod(remote.remote_num_tokens, self._context.block_size)
+        if rest or num_blocks > len(request.block_hashes):
+            return (
+                f"{offer} of {remote.remote_num_tokens} tokens, and the request has {request.num_tokens}, in blocks of "
+                f"{self._context.block_size}, the last token left out"
+            )
+        expected = request.block_hashes[num_blocks - 1].hex()
+        if remote.remote_prefix_hash != expected:
+            return (
+                f"{offer} of other tokens or another cache_salt: its prefix hash is {remote.remote_prefix_hash}, and "
+                f"{expected} here"
+            )
+        return ""
+
+    def _wrong_role(self, name: str, roles: str) -> str:
+        return (
+            f"kv_transfer_params: {name} is true, but kv_role is {self._config.kv_role!r} in this engine's "
+            f"kv_transfer_config; it must be {roles} for that"
+        )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
-"""Where NIXL's Python interface may be: its wheels are named after the CUDA that they were built for."""
+"""Modules of NIXL's Python interface: its wheels are named after the CUDA version that they were built for."""
 _UCX = "UCX"
 _POLL_SECONDS = 5e-5
 
@@ -29,7 +29,7 @@ def nixl_api() -> Any:
     Raises:
         ValueError: it is not installed, or cannot be loaded.
     """
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells of every agent on standard output
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs every agent to standard output
     errors = []
     for name in MODULES:
         try:
@@ -43,16 +43,16 @@ def nixl_api() -> Any:
 
 
 class NixlAgent(TransferAgent):
-    """Implements `TransferAgent`. UCX chooses the transport; its environment variables (``UCX_TLS``) steer it."""
+    """Implements `TransferAgent`. UCX chooses the transport; its environment variables (``UCX_TLS``) configure it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         api = nixl_api()
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # its import sets it anew
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # the import resets it
         config = api.nixl_agent_config(backends=[_UCX], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
         self._agent = api.nixl_agent(name, config)
         if _UCX not in self._agent.backends:
-            raise ValueError("NIXL has no UCX backend here; install its wheel as it is published")
+            raise ValueError("this NIXL has no UCX backend; install the published wheel")
         self._lock = threading.Lock()
         self._peers: set[str] = set()
         self._tensors: list[torch.Tensor] = []
@@ -77,11 +77,11 @@ class NixlAgent(TransferAgent):
         return self._metadata
 
     def connect(self, metadata: bytes) -> str:
-        with self._lock:  # two threads that add the same peer at once would break UCX
+        with self._lock:  # UCX breaks if two threads add the same peer at once
             try:
                 peer = self._agent.add_remote_agent(metadata)
-            except Exception as error:  # NIXL's own exceptions have no common base
-                raise TransferError(f"NIXL cannot reach the peer ({_said(error)})") from error
+            except Exception as error:  # NIXL's exceptions have no common base
+                raise TransferError(f"NIXL cannot reach the peer ({_text(error)})") from error
             name = peer.decode() if isinstance(peer, bytes) else str(peer)
             self._peers.add(name)
             return name
@@ -90,7 +90,7 @@ class NixlAgent(TransferAgent):
         with self._lock:
             if peer in self._peers:
                 self._peers.discard(peer)
-                with contextlib.suppress(Exception):  # NIXL may have dropped it already, when it was seen to be gone
+                with contextlib.suppress(Exception):  # NIXL drops peers that it has found to be gone
                     self._agent.remove_remote_agent(peer)
 
     def read(self, peer: str, remote: np.ndarray, local: np.ndarray, remote_device: int) -> Transfer:
@@ -99,7 +99,7 @@ class NixlAgent(TransferAgent):
             there = self._agent.get_xfer_descs(_descriptors(remote, remote_device), self._memory)
             handle = self._agent.initialize_xfer("READ", here, there, peer, backends=[_UCX])
         except Exception as error:
-            raise TransferError(f"NIXL cannot read from {peer} ({_said(error)})") from error
+            raise TransferError(f"NIXL cannot read from {peer} ({_text(error)})") from error
         return _NixlTransfer(self._agent, peer, handle)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class _NixlTransfer(Transfer):
                     self._state = self._agent.transfer(self._handle)
             except Exception as error:
                 self._state = "ERR"
-                raise TransferError(f"NIXL's read from {self._peer} failed ({_said(error)})") from error
+                raise TransferError(f"NIXL's read from {self._peer} failed ({_text(error)})") from error
         if self._state == "ERR":
             raise TransferError(f"NIXL's read from {self._peer} failed")
         return self._state == "DONE"
@@ -135,7 +135,7 @@ class _NixlTransfer(Transfer):
         time.sleep(min(seconds, _POLL_SECONDS))
 
     def release(self) -> bool:
-        """UCX cannot take back a read that is on its way: it goes on until it has ended or its endpoint is closed."""
+        """UCX cannot cancel a read: it continues until it has ended or its endpoint is closed."""
         if self._state == "PROC":
             with contextlib.suppress(TransferError):
                 self.poll()
@@ -145,18 +145,18 @@ class _NixlTransfer(Transfer):
             try:
                 self._agent.release_xfer_handle(self._handle)
             except Exception:
-                return False  # a part of it is still on its way
+                return False  # part of it has not ended
             self._handle = None
         return True
 
 
-def _descriptors(pieces: np.ndarray, device: int) -> np.ndarray:
+def _descriptors(regions: np.ndarray, device: int) -> np.ndarray:
     """``[n, 3]`` uint64: address, length, device."""
-    columns = np.empty((len(pieces), 3), dtype=np.uint64)
-    columns[:, :2] = pieces
+    columns = np.empty((len(regions), 3), dtype=np.uint64)
+    columns[:, :2] = regions
     columns[:, 2] = device
     return columns
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,16 +1,16 @@
-"""``kv_transfer_params`` of requests and outputs, with vLLM's names where there are such. No torch.
+"""The NIXL connector's settings, the ``kv_transfer_params`` of requests and outputs, and a step's metadata. No torch.
 
-A request for the prefill engine says ``{"do_remote_decode": True}``. Its output then says where its KV can be had, and
-that goes into the request for the decode engine as it is:
+A request for the prefill engine has ``{"do_remote_decode": True}``. The ``kv_transfer_params`` of its output go
+unchanged into the request for the decode engine; names are vLLM's where the meaning is the same:
 
     do_remote_prefill   True
-    remote_engine_id    the engine that lends
-    remote_request_id   which request of it
+    remote_engine_id    the engine that holds the KV
+    remote_request_id   its request
     remote_addresses    host:port of the side channel of each of its ranks
-    remote_lease        what is lent; nobody else knows the name
+    remote_lease        a secret name for the held blocks
     remote_num_tokens   how many tokens of the prompt's beginning
-    remote_prefix_hash  which tokens those are: the chain hash of their last block
-    remote_engine       what must be equal there and here: fingerprint, dtype, block_size, tp_size, pp_size
+    remote_prefix_hash  the chain hash of their last block
+    remote_engine       what must be equal on both engines: fingerprint, dtype, block_size, tp_size, pp_size
 """
 
 from __future__ import annotations
@@ -19,17 +19,84 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from fleetfoot.kv_transfer.base.connector import TransferContext
+from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.base.connector import MAX_THREADS, ConnectorSettings, TransferContext
 from fleetfoot.kv_transfer.base.sockets import parse_address
-from fleetfoot.utils.validation import unknown_keyword
+from fleetfoot.utils.validation import is_host, unknown_keyword
 
+BACKENDS = ("nixl", "tcp")
+DEFAULT_HOST = "127.0.0.1"
+MAX_PORT = 65535
+DEFAULT_ABORT_SECONDS = 480
+DEFAULT_BUFFER_BYTES = 64 << 20
+DEFAULT_NUM_THREADS = 4
 DO_REMOTE_DECODE = "do_remote_decode"
 DO_REMOTE_PREFILL = "do_remote_prefill"
 
 
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NixlSettings:
+    """``kv_connector_extra_config`` of the connector."""
+
+    backend: str
+    """``nixl``, or ``tcp``: plain sockets."""
+    side_channel_host: str
+    """The address of this machine for other engines."""
+    side_channel_port: int
+    """Of rank 0; rank r uses this plus r. 0: any free ports."""
+    abort_timeout: int
+    """Seconds after which blocks that were not read are released."""
+    buffer_bytes: int
+    """Bytes of receive memory on each rank."""
+    num_threads: int
+    """Concurrent loads of a rank."""
+
+    @classmethod
+    def of(cls, config: KVTransferConfig, *, num_ranks: int = 1) -> NixlSettings:
+        """
+        Args:
+            num_ranks: of the engine; each has its own port.
+
+        Raises:
+            ValueError, TypeError: a setting is unknown or invalid.
+        """
+        settings = ConnectorSettings(config)
+        backend = settings.text("backend") or BACKENDS[0]
+        if backend not in BACKENDS:
+            raise settings.error("backend", backend, " or ".join(BACKENDS))
+        host = settings.text("side_channel_host") or DEFAULT_HOST
+        if host == "0.0.0.0" or not is_host(host):  # other engines connect to this very address
+            raise settings.error(
+                "side_channel_host",
+                host,
+                "an address of this machine that other engines reach it by, a name or an IPv4 address; the port is "
+                "side_channel_port",
+            )
+        port = settings.integer("side_channel_port", 0, minimum=0, maximum=MAX_PORT)
+        abort_timeout = settings.integer("abort_timeout", DEFAULT_ABORT_SECONDS)
+        buffer_bytes = settings.integer("buffer_bytes", DEFAULT_BUFFER_BYTES)
+        num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS, maximum=MAX_THREADS)
+        settings.check_all_read()
+        assert port is not None and abort_timeout is not None
+        assert buffer_bytes is not None and num_threads is not None  # they have defaults
+        if port > MAX_PORT + 1 - num_ranks:
+            raise settings.error(
+                "side_channel_port",
+                port,
+                f"at most {MAX_PORT + 1 - num_ranks}: rank r of {num_ranks} takes this plus r",
+            )
+        return cls(backend, host, port, abort_timeout, buffer_bytes, num_threads)
+
+
+# --- kv_transfer_params ---------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the KV of a request can be had."""
+    """Where the KV of a request can be read."""
 
     engine_id: str
     addresses: list[str]
@@ -39,7 +106,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """What a decode engine's request says."""
+    """The ``kv_transfer_params`` of a request for the decode engine."""
 
     remote_engine_id: str
     remote_request_id: str
@@ -54,31 +121,31 @@ class RemotePrefill:
         return Source(self.remote_engine_id, self.remote_addresses, self.remote_lease)
 
     def as_params(self) -> dict[str, Any]:
-        """What the prefill engine's output says."""
+        """The ``kv_transfer_params`` of the prefill engine's output."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {DO_REMOTE_PREFILL: True, DO_REMOTE_DECODE: False, **values}
 
 
-def engine_description(context: TransferContext, fingerprint: str) -> dict[str, Any]:
+def engine_description(context: TransferContext) -> dict[str, Any]:
     """``remote_engine``."""
     return {
         "tp_size": context.tensor_parallel_size,
         "pp_size": context.pipeline_parallel_size,
         "block_size": context.block_size,
         "dtype": context.dtype,
-        "fingerprint": fingerprint,
+        "fingerprint": context.fingerprint,
     }
 
 
-def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
+def is_remote_decode(params: Mapping[str, Any] | None) -> bool:
     return params is not None and bool(params.get(DO_REMOTE_DECODE))
 
 
 def parse_params(params: Mapping[str, Any]) -> RemotePrefill | None:
-    """The KV that a request wants to have; None: it wants none.
+    """The KV that a request is to be loaded from; None: ``do_remote_prefill`` is not set.
 
     Raises:
-        ValueError, TypeError: there are names that mean nothing, values of other types, or some are missing.
+        ValueError, TypeError: a name is unknown, or a value is missing or invalid.
     """
     names = [entry.name for entry in fields(RemotePrefill)]
     for name in params:
@@ -86,19 +153,19 @@ def parse_params(params: Mapping[str, Any]) -> RemotePrefill | None:
             raise unknown_keyword("kv_transfer_params", name, [DO_REMOTE_DECODE, DO_REMOTE_PREFILL, *names])
     for name in (DO_REMOTE_DECODE, DO_REMOTE_PREFILL):
         if not isinstance(params.get(name, False), bool):
-            raise _wrong(name, params[name], "true or false")
+            raise _invalid(name, params[name], "true or false")
     if params.get(DO_REMOTE_DECODE) and params.get(DO_REMOTE_PREFILL):
         raise ValueError(f"kv_transfer_params: {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL} exclude each other")
     if not params.get(DO_REMOTE_PREFILL):
         return None
     for name in ("remote_engine_id", "remote_request_id", "remote_lease", "remote_prefix_hash"):
         if not isinstance(params.get(name), str) or not params[name]:
-            raise _wrong(name, params.get(name), "a string that is not empty")
+            raise _invalid(name, params.get(name), "a string that is not empty")
     num_tokens = params.get("remote_num_tokens")
     if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
-        raise _wrong("remote_num_tokens", num_tokens, "an integer of at least 1")
+        raise _invalid("remote_num_tokens", num_tokens, "an integer of at least 1")
     if not isinstance(params.get("remote_engine"), dict):
-        raise _wrong("remote_engine", params.get("remote_engine"), "an object")
+        raise _invalid("remote_engine", params.get("remote_engine"), "an object")
     _check_addresses(params.get("remote_addresses"))
     return RemotePrefill(**{name: params[name] for name in names})
 
@@ -106,15 +173,55 @@ def parse_params(params: Mapping[str, Any]) -> RemotePrefill | None:
 def _check_addresses(addresses: Any) -> None:
     expected = "a list of host:port, one for each rank"
     if not isinstance(addresses, list | tuple) or not addresses:
-        raise _wrong("remote_addresses", addresses, expected)
+        raise _invalid("remote_addresses", addresses, expected)
     for address in addresses:
         try:
             parse_address(str(address))
         except ValueError:
-            raise _wrong("remote_addresses", addresses, expected) from None
+            raise _invalid("remote_addresses", addresses, expected) from None
 
 
-def _wrong(name: str, value: Any, expected: str) -> ValueError:
+def _invalid(name: str, value: Any, expected: str) -> ValueError:
     return ValueError(
-        f"kv_transfer_params: {name} is {value!r}; it must be {expected}, as the prefill engine's output says it"
+        f"kv_transfer_params: {name} is {value!r}; it must be {expected}, as in the prefill engine's output"
     )
+
+
+# --- a step's metadata ----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Hold:
+    """Blocks of a request that has ended, which a consumer may read."""
+
+    lease: str
+    request_id: str
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class LoadSpec:
+    """Blocks that a request waits for."""
+
+    request_id: str
+    source: Source
+    first: int
+    """Index of the first block to read among those of the lease."""
+    block_ids: list[int]
+    """The destination."""
+    refusal: str = ""
+    """If not empty: why they cannot be loaded. The producer is told to release its blocks."""
+
+
+@dataclass(slots=True)
+class NixlMetadata:
+    """The metadata of a step."""
+
+    holds: list[Hold] = field(default_factory=list)
+    loads: list[LoadSpec] = field(default_factory=list)
+    declines: list[Source] = field(default_factory=list)
+    """Leases that will not be read."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.holds or self.loads or self.declines)

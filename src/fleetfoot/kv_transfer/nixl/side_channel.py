@@ -1,14 +1,14 @@
-"""The side channel between two ranks: who the other is, which blocks it lends, and whether what was read counts.
+"""The side channel between two ranks: whether they are compatible, which blocks are held, and whether reads count.
 
-One connection for each load, over TCP, from the reader (R) to the lender (L):
+One TCP connection per load, from the consumer (C) to the producer (P):
 
-    R  Hello      what R is                L  Welcome    where L's KV lies; or Refusal, if L is something else
-    R  Acquire    a lease                  L  Blocks     which blocks those are, all written; or Refusal
-       (R reads them, through the transfer agent)
-    R  Finish                              L  Accepted   they were lent all the time; or Refusal
+    C  Hello      its identity             P  Welcome    where P's KV lies; or Refusal, if P is incompatible
+    C  Acquire    a lease                  P  Blocks     the held blocks, all written; or Refusal
+       (C reads them, through the transfer agent)
+    C  Finish                              P  Accepted   they were held all the time; or Refusal
 
-A connection that is lost gives up the lease that it has acquired. `Decline`, in place of all this, says that a lease is
-not wanted; it has no answer.
+A lost connection ends the lease that it has acquired. `Decline`, in place of all this, ends a lease that will not be
+read; it has no reply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONNECT_SECONDS = 5.0
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What must be equal at both ends for KV to mean the same."""
+    """What must be equal on both ranks."""
 
     protocol: str
     backend: str
@@ -47,7 +47,7 @@ class Identity(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, tag=True, frozen=True):
     identity: Identity
     engine_id: str
-    """Whom the reader wants to speak to."""
+    """Of the producer that is asked for."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
@@ -91,23 +91,23 @@ _R = TypeVar("_R", Welcome, Blocks, Accepted)
 
 
 class RefusedError(RuntimeError):
-    """The other end says no, or something that means nothing."""
+    """The producer has refused a request, or sent an invalid reply."""
 
 
-def differences(reader: Identity, lender: Identity) -> str:
-    """What keeps KV from meaning the same, as the reader is to hear it; empty: nothing. Engines' fingerprints, which
-    cover nearly everything, come last, so that what can be said better is said first."""
+def differences(consumer: Identity, producer: Identity) -> str:
+    """How two identities differ, from the consumer's view; empty: they are equal. The engines' fingerprints, which
+    cover nearly everything, come last, so that more specific differences come first."""
     return "; ".join(
-        f"its {name} is {lent!r}, and {read!r} here"
+        f"its {name} is {theirs!r}, and {ours!r} here"
         for name in Identity.__struct_fields__
-        if (read := getattr(reader, name)) != (lent := getattr(lender, name))
+        if (ours := getattr(consumer, name)) != (theirs := getattr(producer, name))
     )
 
 
 def decode_request(body: bytes) -> Request:
     """
     Raises:
-        ConnectionLostError: it is no request, so this is no connection of ours.
+        ConnectionLostError: the message is no request.
     """
     try:
         return _DECODE_REQUEST.decode(body)
@@ -120,14 +120,15 @@ def encode(message: Request | Reply) -> bytes:
 
 
 class SideChannel:
-    """The reader's end of a connection.
+    """The consumer's end of a connection.
 
     Args:
-        address: ``host:port`` of the lender's rank.
-        should_stop: whether nobody waits for an answer any more.
+        address: ``host:port`` of the producer's rank.
+        should_stop: polled while waiting for a reply; True raises StoppedError.
 
-    Raises:
-        ConnectionLostError: it cannot be reached. So do all methods, which also raise RefusedError and StoppedError.
+    Raises (all methods):
+        ConnectionLostError: the producer cannot be reached.
+        RefusedError, StoppedError
     """
 
     def __init__(self, address: str, should_stop: Callable[[], bool]) -> None:
@@ -136,18 +137,18 @@ class SideChannel:
         self._connection = connect(address, CONNECT_SECONDS)
 
     def hello(self, identity: Identity, engine_id: str) -> Welcome:
-        return self._ask(Hello(identity, engine_id), Welcome)
+        return self._call(Hello(identity, engine_id), Welcome)
 
     def acquire(self, lease: str) -> list[int]:
-        return self._ask(Acquire(lease), Blocks).block_ids
+        return self._call(Acquire(lease), Blocks).block_ids
 
     def finish(self, lease: str) -> None:
-        self._ask(Finish(lease), Accepted)
+        self._call(Finish(lease), Accepted)
 
     def close(self) -> None:
         self._connection.close()
 
-    def _ask(self, request: Request, kind: type[_R]) -> _R:
+    def _call(self, request: Request, kind: type[_R]) -> _R:
         send_message(self._connection, encode(request))
         body = receive_message(self._connection, self._should_stop)
         try:
@@ -157,15 +158,15 @@ class SideChannel:
         if isinstance(reply, Refusal):
             raise RefusedError(f"{self._address} refuses: {reply.reason}")
         if not isinstance(reply, kind):
-            raise RefusedError(f"{self._address} answers {type(request).__name__} with {type(reply).__name__}")
+            raise RefusedError(f"{self._address} replied to {type(request).__name__} with {type(reply).__name__}")
         return reply
 
 
 def decline(addresses: Iterable[str], lease: str) -> None:
-    """Tell ranks of a lender that nobody comes for what they lend. Those that cannot be told notice by themselves."""
+    """Tell ranks of a producer that a lease will not be read. At ranks that cannot be reached it expires."""
     for address in addresses:
         try:
             with contextlib.closing(connect(address, CONNECT_SECONDS)) as connection:
                 send_message(connection, encode(Decline(lease)))
         except ConnectionLostError as error:
-            logger.info("a lender is not told that nobody reads from it: %s", error)
+            logger.info("a lease could not be declined: %s", error)

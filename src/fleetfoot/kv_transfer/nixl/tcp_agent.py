@@ -1,8 +1,8 @@
 """The transfer agent over plain TCP sockets, for machines without NIXL, and for tests.
 
-A read is a request with addresses and lengths; what comes back has a checksum behind it. Every byte passes through host
-memory and the interpreter, so this is for small models and slow networks. Whoever can reach the port can read the KV
-cache: it belongs into a network that is trusted.
+A read is a request with addresses and lengths; a checksum follows the reply's bytes. All bytes pass through host memory
+and the interpreter, so this is for small models and slow networks. Any host that can reach the port can read the KV
+cache, so use it in a trusted network only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
 
 CONNECT_SECONDS = 5.0
-MAX_PIECES = 1 << 20
-_HEADER = struct.Struct("<BQ")  # whether it is served, bytes that follow
-_TRAILER = struct.Struct("<I")  # CRC-32 of them
-_TURN_BYTES = 8 << 20
+MAX_REGIONS = 1 << 20
+_HEADER = struct.Struct("<BQ")  # whether the request is valid, number of bytes that follow
+_TRAILER = struct.Struct("<I")  # CRC-32 of the bytes
+_POLL_BYTES = 8 << 20
+"""At most this much is received per poll."""
 
 
 class _Metadata(msgspec.Struct):
@@ -37,7 +38,7 @@ class TcpAgent(TransferAgent):
     """Implements `TransferAgent`.
 
     Args:
-        host: the address that peers reach this machine by.
+        host: the address of this machine for peers.
     """
 
     def __init__(self, name: str, host: str) -> None:
@@ -77,28 +78,28 @@ class TcpAgent(TransferAgent):
 
     def read(self, peer: str, remote: np.ndarray, local: np.ndarray, remote_device: int) -> Transfer:
         if not np.array_equal(remote[:, 1], local[:, 1]):
-            raise TransferError("the pieces to read and the places for them are not of the same lengths")
+            raise TransferError("the remote and local regions have different lengths")
         with self._lock:
             address = self._peers.get(peer)
             idle = self._idle.get(peer)
             connection = idle.pop() if idle else None
         if address is None:
-            raise TransferError(f"{peer} is not known any more")
+            raise TransferError(f"{peer} is not connected any more")
         try:
             connection = connection or connect(address, CONNECT_SECONDS)
-            connection.settimeout(CONNECT_SECONDS)  # one that was used before does not block
+            connection.settimeout(CONNECT_SECONDS)  # an idle connection is non-blocking
             send_message(connection, remote.astype("<i8").tobytes())
         except ConnectionLostError as error:
             raise TransferError(f"{peer} cannot be read from: {error}") from error
-        return _TcpTransfer(self, peer, connection, [self._memory.view(*piece) for piece in local.tolist()])
+        return _TcpTransfer(self, peer, connection, [self._memory.view(*region) for region in local.tolist()])
 
     def close(self) -> None:
         self._server.close()
         for peer in list(self._peers):
             self.disconnect(peer)
 
-    def take_back(self, peer: str, connection: socket.socket) -> None:
-        """A connection whose answer has been read whole."""
+    def reuse(self, peer: str, connection: socket.socket) -> None:
+        """Keep a connection whose reply has been read completely."""
         with self._lock:
             if peer in self._peers:
                 self._idle.setdefault(peer, []).append(connection)
@@ -108,65 +109,65 @@ class TcpAgent(TransferAgent):
     def _serve(self, connection: socket.socket) -> None:
         while True:
             request = receive_message(connection)
-            if len(request) % 16 or len(request) > 16 * MAX_PIECES:
+            if len(request) % 16 or len(request) > 16 * MAX_REGIONS:
                 return
-            pieces = np.frombuffer(request, dtype="<i8").reshape(-1, 2)
+            regions = np.frombuffer(request, dtype="<i8").reshape(-1, 2)
             try:
-                content = self._memory.read(pieces)
+                content = self._memory.read(regions)
             except ValueError as error:
-                content, is_served = str(error).encode(), False
+                content, is_valid = str(error).encode(), False
             else:
-                is_served = True
-            connection.sendall(_HEADER.pack(is_served, len(content)))
+                is_valid = True
+            connection.sendall(_HEADER.pack(is_valid, len(content)))
             connection.sendall(content)
             connection.sendall(_TRAILER.pack(zlib.crc32(content)))
 
 
 class _Memory:
-    """Registered memory, by address."""
+    """Registered tensors, by address."""
 
     def __init__(self) -> None:
-        self._regions: list[tuple[int, int, torch.Tensor]] = []  # begin, end, uint8 [bytes]
+        self._tensors: list[tuple[int, int, torch.Tensor]] = []  # begin, end, uint8 [bytes]
 
     def add(self, tensor: torch.Tensor) -> None:
         begin = tensor.data_ptr()
-        self._regions.append((begin, begin + tensor.nbytes, tensor.view(-1).view(torch.uint8)))
+        self._tensors.append((begin, begin + tensor.nbytes, tensor.view(-1).view(torch.uint8)))
 
     def find(self, address: int, length: int) -> torch.Tensor:
         """uint8 ``[length]``.
 
         Raises:
-            ValueError: it is not within a region.
+            ValueError: it is not within a registered tensor.
         """
-        for begin, end, tensor in self._regions:
+        for begin, end, tensor in self._tensors:
             if begin <= address and 0 < length <= end - address:
                 return tensor[address - begin : address - begin + length]
-        raise ValueError(f"{length} bytes at {address:#x} are not within what is registered")
+        raise ValueError(f"{length} bytes at {address:#x} are not within registered memory")
 
     def view(self, address: int, length: int) -> memoryview:
-        """Of host memory, to write to."""
+        """A writable view of host memory."""
         return self.find(address, length).numpy().data
 
-    def read(self, pieces: np.ndarray) -> bytes:
-        """The pieces (``[n, 2]``, address and length), one after the other."""
-        found = [self.find(address, length) for address, length in pieces.tolist()]
+    def read(self, regions: np.ndarray) -> bytes:
+        """The regions (``[n, 2]``, address and length), concatenated."""
+        found = [self.find(address, length) for address, length in regions.tolist()]
         if found and found[0].device.type != "cpu":
-            # what may be read is final; on a stream of its own the copy need not wait for the steps that are queued
+            # held blocks are final, so the copy has its own stream and does not wait for queued steps
             stream = torch.cuda.Stream(found[0].device)
             with torch.cuda.stream(stream):
                 return torch.cat(found).cpu().numpy().tobytes()
-        return b"".join(piece.numpy().tobytes() for piece in found)
+        return b"".join(tensor.numpy().tobytes() for tensor in found)
 
 
 class _TcpTransfer(Transfer):
-    """Reads the answer as it comes, straight into its places."""
+    """Receives the reply directly into local memory."""
 
-    def __init__(self, agent: TcpAgent, peer: str, connection: socket.socket, places: list[memoryview]) -> None:
+    def __init__(self, agent: TcpAgent, peer: str, connection: socket.socket, targets: list[memoryview]) -> None:
         self._agent, self._peer, self._connection = agent, peer, connection
-        self._expected = sum(len(place) for place in places)
+        self._expected = sum(len(target) for target in targets)
         self._header = bytearray(_HEADER.size)
         self._trailer = bytearray(_TRAILER.size)
-        self._places = [memoryview(self._header), *places, memoryview(self._trailer)]
+        self._targets = [memoryview(self._header), *targets, memoryview(self._trailer)]
         self._index = self._offset = 0
         self._checksum = 0
         self._has_ended = self._is_released = False
@@ -174,10 +175,10 @@ class _TcpTransfer(Transfer):
 
     def poll(self) -> bool:
         received = 0
-        while not self._has_ended and received < _TURN_BYTES:
-            place = self._places[self._index][self._offset :]
+        while not self._has_ended and received < _POLL_BYTES:
+            target = self._targets[self._index][self._offset :]
             try:
-                count = self._connection.recv_into(place)
+                count = self._connection.recv_into(target)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -185,52 +186,51 @@ class _TcpTransfer(Transfer):
             if count == 0:
                 raise TransferError(f"{self._peer} closed the connection {self._progress()}")
             received += count
-            self._take(place[:count])
+            self._process(target[:count])
         return self._has_ended
 
-    def _take(self, arrived: memoryview) -> None:
-        is_payload = 0 < self._index < len(self._places) - 1
+    def _process(self, arrived: memoryview) -> None:
+        is_payload = 0 < self._index < len(self._targets) - 1
         if is_payload:
             self._checksum = zlib.crc32(arrived, self._checksum)
         self._offset += len(arrived)
-        if self._offset < len(self._places[self._index]):
+        if self._offset < len(self._targets[self._index]):
             return
         self._index, self._offset = self._index + 1, 0
         if self._index == 1:
             self._check_header()
-        elif self._index == len(self._places):
+        elif self._index == len(self._targets):
             self._check_trailer()
 
     def _check_header(self) -> None:
-        is_served, length = _HEADER.unpack(self._header)
-        if not is_served:
-            raise TransferError(f"{self._peer} refuses: it says that it has no such memory")
+        is_valid, length = _HEADER.unpack(self._header)
+        if not is_valid:
+            raise TransferError(f"{self._peer} has not registered the memory that was to be read")
         if length != self._expected:
-            raise TransferError(f"{self._peer} sends {length:,} bytes where {self._expected:,} were asked for")
+            raise TransferError(f"{self._peer} sends {length:,} bytes instead of {self._expected:,}")
 
     def _check_trailer(self) -> None:
         (checksum,) = _TRAILER.unpack(self._trailer)
         if checksum != self._checksum:
             raise TransferError(
-                f"what came from {self._peer} is damaged: its CRC-32 is {self._checksum:08x}, and {checksum:08x} was "
-                "announced"
+                f"data from {self._peer} is corrupt: its CRC-32 is {self._checksum:08x}, and {checksum:08x} was sent"
             )
         self._has_ended = True
 
     def _progress(self) -> str:
-        before = sum(len(place) for place in self._places[1 : self._index]) + (self._offset if self._index else 0)
+        before = sum(len(target) for target in self._targets[1 : self._index]) + (self._offset if self._index else 0)
         return f"after {min(before, self._expected):,} of {self._expected:,} bytes"
 
     def wait(self, seconds: float) -> None:
-        waiting = select.poll()
-        waiting.register(self._connection, select.POLLIN)
-        waiting.poll(seconds * 1000)
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        poll.poll(seconds * 1000)
 
     def release(self) -> bool:
         if not self._is_released:
             self._is_released = True
             if self._has_ended:
-                self._agent.take_back(self._peer, self._connection)
+                self._agent.reuse(self._peer, self._connection)
             else:
                 self._connection.close()
         return True

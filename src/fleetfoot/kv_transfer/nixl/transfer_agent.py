@@ -1,8 +1,7 @@
-"""What moves bytes between engines: one-sided reads of a peer's registered memory.
+"""Transfer agents: one-sided reads of a peer's registered memory.
 
-There are two agents: `nixl_agent` (RDMA, NVLink, shared memory or TCP, through NIXL and UCX) and `tcp_agent` (plain
-sockets, for machines without NIXL). Which memory may be read, and whether a read still counts, is agreed over the side
-channel.
+`nixl_agent` uses RDMA, NVLink, shared memory or TCP, through NIXL and UCX; `tcp_agent` uses plain sockets, for machines
+without NIXL. Which memory may be read, and whether a read is valid, is agreed over the side channel.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TransferError(RuntimeError):
-    """Bytes did not come: the peer is gone, refuses, or sent something else. The message says which."""
+    """A read has failed: the peer is gone, refuses, or sent invalid data; the message says which."""
 
 
 class Transfer(ABC):
@@ -26,30 +25,30 @@ class Transfer(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Whether everything has arrived; does not wait.
+        """Whether all bytes have arrived; does not wait.
 
         Raises:
-            TransferError: it will not.
+            TransferError: the read has failed.
         """
 
     @abstractmethod
     def wait(self, seconds: float) -> None:
-        """Return when `poll` may say something new, or after so long."""
+        """Return when the result of `poll` may have changed, or after ``seconds``."""
 
     @abstractmethod
     def release(self) -> bool:
-        """Let go of it, whether it has ended or not.
+        """Release the transfer, whether or not it has ended.
 
         Returns:
-            Whether nothing writes to the local memory any more. If not, ask again later: the memory must stay as it is.
+            Whether the local memory is not written any more. If False, call again, and keep the memory until then.
         """
 
 
 class TransferAgent(ABC):
-    """One end. Methods may be called by any thread once `register` has been.
+    """One end of transfers. After `register`, methods may be called by any thread.
 
     Args:
-        name: unlike that of any other agent.
+        name: unique among all agents.
     """
 
     def __init__(self, name: str) -> None:
@@ -57,42 +56,42 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def local_device(self, device: torch.device) -> torch.device:
-        """Where the memory must lie that reads of KV on ``device`` arrive in."""
+        """The device of the receive memory for KV on ``device``."""
 
     @abstractmethod
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Memory that peers may read, or that reads may arrive in; contiguous tensors, kept alive from now on."""
+        """Register contiguous tensors that peers may read, or that reads may write; they are kept alive."""
 
     @property
     @abstractmethod
     def metadata(self) -> bytes:
-        """What a peer's `connect` needs; made after the last `register`."""
+        """The argument of a peer's `connect`; valid after the last `register`."""
 
     @abstractmethod
     def connect(self, metadata: bytes) -> str:
-        """Make a peer known; returns its name. Again with the same metadata: does nothing.
+        """Connect to a peer and return its name; idempotent.
 
         Raises:
-            TransferError: it cannot be reached.
+            TransferError: the peer cannot be reached.
         """
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Forget a peer; reads from it that are under way fail. Unknown ones are no error."""
+        """Disconnect a peer; reads from it that are under way fail. Unknown peers are ignored."""
 
     @abstractmethod
     def read(self, peer: str, remote: np.ndarray, local: np.ndarray, remote_device: int) -> Transfer:
-        """Begin to read pieces of a peer's memory.
+        """Start reading regions of a peer's memory.
 
         Args:
-            remote: ``[n, 2]`` int64, address and length of each, within what the peer has registered.
-            local: ``[n, 2]`` int64, of the same lengths, within what was registered here.
-            remote_device: number of the GPU that the remote memory is on; 0 for host memory.
+            remote: ``[n, 2]`` int64, address and length of each region, within memory that the peer has registered.
+            local: ``[n, 2]`` int64, of the same lengths, within memory that was registered here.
+            remote_device: index of the remote GPU; 0 for host memory.
 
         Raises:
-            TransferError: it cannot begin.
+            TransferError: the read cannot start.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing is read or served any more."""
+        """Stop reading and serving."""

@@ -1,4 +1,4 @@
-"""A worker's side of the NIXL connector: lends this rank's blocks, and reads those of the same rank elsewhere."""
+"""The worker side of the NIXL connector: holds this rank's blocks, and loads from the same rank of other engines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import torch
 
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters, WorkerConnector
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, Jobs
-from fleetfoot.kv_transfer.nixl.agents import make_agent
-from fleetfoot.kv_transfer.nixl.leases import SENT, Leases
-from fleetfoot.kv_transfer.nixl.loads import NixlLoads
-from fleetfoot.kv_transfer.nixl.orders import NO_ORDERS, orders_of
-from fleetfoot.kv_transfer.nixl.pull import Puller
-from fleetfoot.kv_transfer.nixl.server import LendingServer
-from fleetfoot.kv_transfer.nixl.settings import NixlSettings
+from fleetfoot.kv_transfer.nixl.consumer import BlockReader, Loads, ReceiveBuffers
+from fleetfoot.kv_transfer.nixl.params import NixlMetadata, NixlSettings
+from fleetfoot.kv_transfer.nixl.producer import SENT, Leases, ProducerServer
 from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, Identity, Welcome
-from fleetfoot.kv_transfer.nixl.staging import Staging
+from fleetfoot.kv_transfer.nixl.tcp_agent import TcpAgent
 from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput
@@ -26,13 +22,27 @@ from fleetfoot.records.kv_output import KVConnectorOutput
 WAIT_SECONDS = 0.02
 """How long an idle step waits for progress."""
 SHUTDOWN_SECONDS = 5.0
+NO_TRANSFERS = NixlMetadata()
 
-MakeAgent = Callable[[str, str, str], TransferAgent]
-"""As `fleetfoot.kv_transfer.nixl.agents.make_agent`."""
+
+def make_agent(backend: str, name: str, host: str) -> TransferAgent:
+    """The transfer agent of a backend.
+
+    Args:
+        host: the address of this machine for peers.
+
+    Raises:
+        ValueError: the backend is not installed.
+    """
+    if backend == "nixl":
+        from fleetfoot.kv_transfer.nixl.nixl_agent import NixlAgent
+
+        return NixlAgent(name)
+    return TcpAgent(name, host)
 
 
 class NixlWorker(WorkerConnector):
-    """Nothing here waits for another engine: its threads do.
+    """Threads do all work that waits for other engines.
 
     Args:
         jobs: run the loads; None: threads.
@@ -43,7 +53,7 @@ class NixlWorker(WorkerConnector):
         context: TransferContext,
         settings: NixlSettings,
         *,
-        make_agent: MakeAgent = make_agent,
+        make_agent: Callable[[str, str, str], TransferAgent] = make_agent,
         jobs: Jobs | None = None,
     ) -> None:
         self._context = context
@@ -51,14 +61,14 @@ class NixlWorker(WorkerConnector):
         self._clock = context.clock or time.monotonic
         name = f"{context.engine_id}-{context.rank}-{secrets.token_hex(8)}"
         self._agent = make_agent(settings.backend, name, settings.side_channel_host)
-        self._jobs = jobs or IOThreads("kv-pull", settings.num_threads)
-        self._tell = IOThreads("kv-decline", 1)
+        self._jobs = jobs or IOThreads("kv-read-remote", settings.num_threads)
+        self._decline_jobs = IOThreads("kv-decline", 1)
         self._counters = TransferCounters()
         self._leases = Leases(settings.abort_timeout, self._clock)
-        self._server: LendingServer | None = None
-        self._loads: NixlLoads | None = None
+        self._server: ProducerServer | None = None
+        self._loads: Loads | None = None
         self._addresses: dict[int, str] = {}
-        self._orders = NO_ORDERS
+        self._metadata = NO_TRANSFERS
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._device = kv_caches[0].device
@@ -70,47 +80,50 @@ class NixlWorker(WorkerConnector):
             if self._context.config.can_save:
                 self._server = self._make_server(kv_caches, layout, identity)
                 self._addresses = {self._context.rank: self._server.address}
-        except BaseException:  # a port that is taken, for one
+        except BaseException:  # such as a port that is in use
             self.shutdown()
             raise
 
     def bind_connector_metadata(self, metadata: object | None) -> None:
-        self._orders = orders_of(metadata)
+        if not isinstance(metadata, NixlMetadata | None):
+            kind = type(metadata).__name__
+            raise TypeError(f"KV connector metadata is a {kind}; it must be NixlMetadata or None")
+        self._metadata = metadata or NO_TRANSFERS
 
     def start_load_kv(self) -> None:
-        if self._orders is NO_ORDERS:
+        if self._metadata is NO_TRANSFERS:
             return
-        queued = self._record()  # behind all writers of what is lent, and all others who touch what is read into
-        for grant in self._orders.grants:
-            self._leases.grant(grant.lease, grant.request_id, grant.block_ids, queued)
+        queued = self._record_event()  # after all work that writes to held blocks, or accesses blocks to be loaded
+        for hold in self._metadata.holds:
+            self._leases.grant(hold.lease, hold.request_id, hold.block_ids, queued)
         if self._loads is not None:
-            for order in self._orders.pulls:
-                self._loads.begin(order, queued)
-            for source in self._orders.declines:
+            for load in self._metadata.loads:
+                self._loads.start(load, queued)
+            for source in self._metadata.declines:
                 self._loads.decline(source)
 
     def save_kv(self) -> None:
-        """What is lent is read where it lies."""
+        """Consumers read held blocks in place."""
 
     def wait_for_save(self) -> None:
-        """Nothing is copied: lent blocks are written to by nobody."""
+        """Nothing is copied, and held blocks are not written."""
 
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         output = KVConnectorOutput()
         output.addresses, self._addresses = self._addresses, {}
         if self._loads is not None:
             self._loads.get_finished(finished_req_ids, output)
-        for lease, how in self._leases.get_finished():
+        for lease, reason in self._leases.get_finished():
             output.sent.add(lease.request_id)
-            self._counters.add(f"sends_{how}")
-            if how == SENT:
+            self._counters.add(f"sends_{reason}")
+            if reason == SENT:
                 self._counters.add("blocks_sent", len(lease.block_ids))
                 self._counters.add("bytes_sent", len(lease.block_ids) * self._bytes_per_block)
         output.counters = self._counters.take()
         return output
 
     def clear_connector_metadata(self) -> None:
-        self._orders = NO_ORDERS
+        self._metadata = NO_TRANSFERS
 
     def wait_for_progress(self) -> None:
         if self._loads:
@@ -124,7 +137,7 @@ class NixlWorker(WorkerConnector):
         if self._loads is not None:
             self._loads.close()
         self._jobs.stop(SHUTDOWN_SECONDS, finish=False)
-        self._tell.stop(SHUTDOWN_SECONDS, finish=False)
+        self._decline_jobs.stop(SHUTDOWN_SECONDS, finish=False)
         self._agent.close()
 
     def _identity(self, layout: KVLayout) -> Identity:
@@ -141,28 +154,26 @@ class NixlWorker(WorkerConnector):
             fingerprint=context.fingerprint,
         )
 
-    def _make_loads(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, identity: Identity) -> NixlLoads:
-        staging = Staging(
+    def _make_loads(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, identity: Identity) -> Loads:
+        buffers = ReceiveBuffers(
             kv_caches,
             layout,
-            num_lanes=self._settings.num_threads,
+            num_buffers=self._settings.num_threads,
             num_bytes=self._settings.buffer_bytes,
             device=self._agent.local_device(self._device),
         )
-        self._agent.register([staging.memory])
-        return NixlLoads(
-            Puller(self._agent, staging, identity, self._context.rank),
-            self._jobs,
-            self._tell,
+        self._agent.register([buffers.memory])
+        return Loads(
+            BlockReader(self._agent, buffers, identity, self._context.rank),
+            self._context,
             self._counters,
-            rank=self._context.rank,
-            num_ranks=self._context.num_ranks,
+            jobs=self._jobs,
+            decline_jobs=self._decline_jobs,
             bytes_per_block=layout.bytes_per_block,
-            timeout=self._context.config.kv_transfer_timeout,
             clock=self._clock,
         )
 
-    def _make_server(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, identity: Identity) -> LendingServer:
+    def _make_server(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, identity: Identity) -> ProducerServer:
         self._agent.register(kv_caches)
         welcome = Welcome(
             agent=self._agent.metadata,
@@ -171,7 +182,7 @@ class NixlWorker(WorkerConnector):
             num_blocks=layout.num_blocks,
         )
         port = self._settings.side_channel_port
-        return LendingServer(
+        return ProducerServer(
             self._settings.side_channel_host,
             port + self._context.rank if port else 0,
             self._context.engine_id,
@@ -180,7 +191,7 @@ class NixlWorker(WorkerConnector):
             welcome,
         )
 
-    def _record(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         if self._device.type == "cpu":
             return None
         return torch.cuda.current_stream(self._device).record_event()

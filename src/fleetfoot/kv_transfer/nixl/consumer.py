@@ -1,0 +1,412 @@
+"""The consumer's end of a transfer: loads, the threads that read blocks, and the buffers that they read into.
+
+KV arrives in receive buffers and is copied from there into KV blocks, so a read that is late or corrupt never touches a
+block. A read that was given up cannot always be stopped; its buffer is not reused before it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from fleetfoot.kv_transfer.base.block_copies import LayerRows
+from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters
+from fleetfoot.kv_transfer.base.io_threads import Jobs, drain
+from fleetfoot.kv_transfer.base.sockets import StoppedError
+from fleetfoot.kv_transfer.nixl.params import LoadSpec, Source
+from fleetfoot.kv_transfer.nixl.side_channel import Identity, RefusedError, SideChannel, Welcome, decline
+from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
+
+logger = logging.getLogger(__name__)
+
+_READ_POLL_SECONDS = 0.02
+_BUFFER_POLL_SECONDS = 0.05
+
+
+# --- receive buffers ------------------------------------------------------------------------------------------------
+
+
+class ReceiveBuffer:
+    """Rows for the blocks of one read.
+
+    Args:
+        memory: uint8 ``[num_rows, bytes_per_block]``; a row is a block of all layers, concatenated.
+    """
+
+    def __init__(self, memory: torch.Tensor, rows: LayerRows, layout: KVLayout, device: torch.device) -> None:
+        self.memory = memory
+        self._rows = rows
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type != "cpu" else None
+        sizes = layout.layer_block_bytes
+        self._offsets = np.array([0, *accumulate(sizes[:-1])], dtype=np.int64)
+        self._sizes = np.array(sizes, dtype=np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.memory)
+
+    def local_regions(self, count: int) -> np.ndarray:
+        """Address and length of each layer's part of the first ``count`` rows, row by row: ``[count * layers, 2]``."""
+        rows = self.memory.data_ptr() + np.arange(count, dtype=np.int64) * self.memory.shape[1]
+        return _regions(rows[:, None] + self._offsets, self._sizes)
+
+    def remote_regions(self, layers: Sequence[int], block_ids: Sequence[int]) -> np.ndarray:
+        """The same for blocks of the producer, given the addresses of its layers' caches."""
+        blocks = np.array(block_ids, dtype=np.int64)[:, None] * self._sizes
+        return _regions(np.array(layers, dtype=np.int64) + blocks, self._sizes)
+
+    @torch.inference_mode()
+    def scatter(self, block_ids: Sequence[int], after: torch.cuda.Event | None) -> None:
+        """Copy the first rows to these blocks, after the device's work up to ``after``; waits for the copy."""
+        rows = self.memory[: len(block_ids)].view(self._rows.word)
+        if self._stream is None:
+            self._rows.scatter(rows, torch.tensor(block_ids))
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            self._rows.scatter(rows.to(self._device), torch.tensor(block_ids).to(self._device))
+        self._stream.synchronize()
+
+
+def _regions(addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """``[n, 2]`` int64 of addresses ``[blocks, layers]`` and the layers' sizes."""
+    lengths = np.broadcast_to(sizes, addresses.shape)
+    return np.stack((addresses, lengths), axis=-1).reshape(-1, 2)
+
+
+class ReceiveBuffers:
+    """A buffer for each concurrent load of a worker.
+
+    Args:
+        num_bytes: of all buffers together; each has room for one block at least.
+        device: of the memory.
+
+    Raises:
+        ValueError: there is not enough memory.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Sequence[torch.Tensor],
+        layout: KVLayout,
+        *,
+        num_buffers: int,
+        num_bytes: int,
+        device: torch.device,
+    ) -> None:
+        cache_device = kv_caches[0].device
+        rows = LayerRows(kv_caches, layout, use_triton=cache_device.type != "cpu")
+        num_rows = max(1, num_bytes // num_buffers // layout.bytes_per_block)
+        shape = num_buffers * num_rows, layout.bytes_per_block
+        try:
+            self.memory = torch.empty(shape, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # includes torch.OutOfMemoryError
+            raise ValueError(
+                f"no memory on {device} for {num_buffers} concurrent loads of {num_rows:,} KV blocks of "
+                f"{layout.bytes_per_block:,} bytes each ({error}); lower buffer_bytes or num_threads"
+            ) from error
+        if cache_device.type != "cpu":
+            rows.warm_up()
+        self._changed = threading.Condition()
+        self._free = [ReceiveBuffer(memory, rows, layout, cache_device) for memory in self.memory.split(num_rows)]
+        self._blocked: list[tuple[ReceiveBuffer, Transfer]] = []
+
+    def acquire(self, should_stop: Callable[[], bool]) -> ReceiveBuffer:
+        """A free buffer.
+
+        Raises:
+            StoppedError: ``should_stop`` returned True before there was one.
+        """
+        with self._changed:
+            while not self._free:
+                self._unblock()
+                if not self._free:
+                    if should_stop():
+                        raise StoppedError("all receive buffers are in use by other loads")
+                    self._changed.wait(_BUFFER_POLL_SECONDS)
+            return self._free.pop()
+
+    def release(self, buffer: ReceiveBuffer, transfer: Transfer | None) -> None:
+        """
+        Args:
+            transfer: a read into the buffer that may not have ended.
+        """
+        with self._changed:
+            if transfer is None or transfer.release():
+                self._free.append(buffer)
+            else:
+                logger.warning(
+                    "a read of KV cannot be stopped: a buffer of %d bytes waits for its end", buffer.memory.nbytes
+                )
+                self._blocked.append((buffer, transfer))
+            self._changed.notify()
+
+    def _unblock(self) -> None:
+        still_blocked = []
+        for buffer, transfer in self._blocked:
+            if transfer.release():
+                self._free.append(buffer)
+            else:
+                still_blocked.append((buffer, transfer))
+        self._blocked = still_blocked
+
+
+# --- one load, in a thread ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A load under way, shared between its thread and the worker's."""
+
+    spec: LoadSpec
+    deadline: float
+    after: torch.cuda.Event | None = None
+    """After the device's work that was queued when the load began."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while blocks are written."""
+    is_cancelled: bool = False
+    """Set under the lock: no block is written from then on."""
+    has_timed_out: bool = False
+    is_new: bool = True
+    """Started in this step: a finished request with its id is an earlier one."""
+    has_acquired: bool = False
+    """The producer knows of this consumer, and notices the end of its connection."""
+    num_arrived: int = 0
+    error: str = ""
+
+    def should_stop(self) -> bool:
+        return self.is_cancelled
+
+
+class Peers:
+    """Reference-counted connections to other engines' transfer agents. After a failed read a peer is disconnected when
+    its last user releases it, and reconnected by the next: agents cannot repair a connection."""
+
+    def __init__(self, agent: TransferAgent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._num_users: dict[str, int] = {}
+        self._broken: set[str] = set()
+
+    def acquire(self, metadata: bytes) -> str:
+        """
+        Raises:
+            TransferError: the peer cannot be reached.
+        """
+        with self._lock:
+            peer = self._agent.connect(metadata)
+            if peer in self._broken:
+                raise TransferError(f"other reads from {peer} have just failed")
+            self._num_users[peer] = self._num_users.get(peer, 0) + 1
+            return peer
+
+    def release(self, peer: str, *, is_broken: bool) -> None:
+        with self._lock:
+            self._num_users[peer] -= 1
+            if is_broken:
+                self._broken.add(peer)
+            if self._num_users[peer] == 0:
+                del self._num_users[peer]
+                if peer in self._broken:
+                    self._broken.discard(peer)
+                    self._agent.disconnect(peer)
+
+
+class BlockReader:
+    """Reads blocks from producers. Methods may be called by several threads at once.
+
+    Args:
+        rank: of this worker, which reads from the same rank of the other engine.
+    """
+
+    def __init__(self, agent: TransferAgent, buffers: ReceiveBuffers, identity: Identity, rank: int) -> None:
+        self._agent = agent
+        self._buffers = buffers
+        self._identity = identity
+        self._rank = rank
+        self._peers = Peers(agent)
+
+    def read(self, load: Load) -> None:
+        """Read all blocks of a load, and check that they were held until the last was read.
+
+        Raises:
+            RuntimeError: a step has failed; the contents of the blocks are undefined.
+        """
+        spec = load.spec
+        channel = SideChannel(spec.source.addresses[self._rank], load.should_stop)
+        try:
+            welcome = channel.hello(self._identity, spec.source.engine_id)
+            held = channel.acquire(spec.source.lease)
+            load.has_acquired = True
+            count = len(spec.block_ids)
+            block_ids = held[spec.first : spec.first + count]
+            if len(block_ids) != count:
+                last = spec.first + count - 1
+                raise RefusedError(f"blocks {spec.first} to {last} are needed, and {len(held)} are held")
+            if not all(0 <= block_id < welcome.num_blocks for block_id in held):
+                raise RefusedError(f"block ids beyond the producer's {welcome.num_blocks} blocks are held")
+            self._read_blocks(welcome, block_ids, load)
+            channel.finish(spec.source.lease)
+        finally:
+            channel.close()
+
+    def _read_blocks(self, welcome: Welcome, block_ids: Sequence[int], load: Load) -> None:
+        buffer = self._buffers.acquire(load.should_stop)
+        transfer, peer, is_broken = None, None, True
+        try:
+            peer = self._peers.acquire(welcome.agent)
+            for begin in range(0, len(block_ids), buffer.num_rows):
+                chunk = block_ids[begin : begin + buffer.num_rows]
+                remote = buffer.remote_regions(welcome.layers, chunk)
+                transfer = self._agent.read(peer, remote, buffer.local_regions(len(chunk)), welcome.device)
+                while not transfer.poll():
+                    if load.should_stop():
+                        raise StoppedError("the load was given up")
+                    transfer.wait(_READ_POLL_SECONDS)
+                transfer.release()
+                transfer = None
+                self._write(buffer, load, begin, len(chunk))
+            is_broken = False
+        except StoppedError:
+            is_broken = load.has_timed_out  # else the peer responds, and a read under way will end
+            raise
+        finally:
+            if peer is not None:
+                self._peers.release(peer, is_broken=is_broken)
+            self._buffers.release(buffer, transfer)
+
+    def _write(self, buffer: ReceiveBuffer, load: Load, begin: int, count: int) -> None:
+        """Copy what has arrived into KV blocks, unless the load was given up."""
+        with load.lock:
+            if load.is_cancelled:
+                raise StoppedError("the load was given up")
+            buffer.scatter(load.spec.block_ids[begin : begin + count], load.after)
+            load.num_arrived += count
+
+
+# --- all loads, in the worker's thread ------------------------------------------------------------------------------
+
+
+class Loads:
+    """Starts loads, gives up those that take too long, and reports each once.
+
+    Args:
+        jobs: run the reads.
+        decline_jobs: tell producers; separate, so that unresponsive producers delay no load.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        reader: BlockReader,
+        context: TransferContext,
+        counters: TransferCounters,
+        *,
+        jobs: Jobs,
+        decline_jobs: Jobs,
+        bytes_per_block: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._reader = reader
+        self._rank, self._num_ranks = context.rank, context.num_ranks
+        self._timeout = context.config.kv_transfer_timeout
+        self._counters = counters
+        self._jobs, self._decline_jobs = jobs, decline_jobs
+        self._bytes_per_block = bytes_per_block
+        self._clock = clock
+        self._loads: list[Load] = []
+        self._ended: queue.SimpleQueue[Load] = queue.SimpleQueue()
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def start(self, spec: LoadSpec, after: torch.cuda.Event | None) -> None:
+        """
+        Args:
+            after: after the device's work that is queued so far.
+        """
+        load = Load(spec, self._clock() + self._timeout, after)
+        self._loads.append(load)
+        if spec.refusal:
+            load.error = spec.refusal
+            self._ended.put(load)
+            self.decline(spec.source)
+        else:
+            self._jobs.submit(partial(self._run, load))
+
+    def decline(self, source: Source) -> None:
+        """Tell the producer's rank of the same number, and every ``num_ranks``-th after it."""
+        self._decline_jobs.submit(partial(decline, source.addresses[self._rank :: self._num_ranks], source.lease))
+
+    def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
+        """Add the loads that have ended to ``output``."""
+        for load in drain(self._ended):
+            if load not in self._loads:
+                continue  # it was given up before
+            if load.error:
+                self._give_up(load, TransferFailure(load.error), output)
+                continue
+            self._loads.remove(load)
+            output.loaded.add(load.spec.request_id)
+            self._counters.add("blocks_loaded", load.num_arrived)
+            self._counters.add("bytes_loaded", load.num_arrived * self._bytes_per_block)
+        now = self._clock()
+        for load in list(self._loads):
+            if load.spec.request_id in finished_req_ids and not load.is_new:
+                self._give_up(load, TransferFailure("the request has ended before its KV arrived"), output)
+            elif now >= load.deadline:
+                self._give_up(load, self._timed_out(load), output)
+            load.is_new = False
+
+    def wait(self, seconds: float) -> None:
+        """Return when a load may have ended, or after ``seconds``; at once without loads."""
+        if self._loads:
+            with contextlib.suppress(queue.Empty):
+                self._ended.put(self._ended.get(timeout=seconds))
+
+    def close(self) -> None:
+        """Give all loads up."""
+        for load in self._loads:
+            with load.lock:
+                load.is_cancelled = True
+        self._loads.clear()
+
+    def _run(self, load: Load) -> None:
+        """In a thread."""
+        try:
+            if not load.is_cancelled:
+                self._reader.read(load)
+        except Exception as error:  # any error must end the load
+            load.error = str(error) or type(error).__name__
+        self._ended.put(load)
+        if not load.has_acquired:
+            with contextlib.suppress(RuntimeError):  # the threads were stopped by shutdown
+                self.decline(load.spec.source)
+
+    def _give_up(self, load: Load, failure: TransferFailure, output: KVConnectorOutput) -> None:
+        with load.lock:  # waits for a copy that has begun; no other follows
+            load.is_cancelled, load.has_timed_out = True, failure.timed_out
+        self._loads.remove(load)
+        output.failed[load.spec.request_id] = failure
+        self._counters.add("loads_failed")
+
+    def _timed_out(self, load: Load) -> TransferFailure:
+        count = len(load.spec.block_ids)
+        return TransferFailure(
+            f"{count - load.num_arrived} of {count} KV blocks had not come from engine "
+            f"{load.spec.source.engine_id!r} after {self._timeout:g} s (kv_transfer_timeout)",
+            timed_out=True,
+        )
