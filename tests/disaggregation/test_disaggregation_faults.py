@@ -30,6 +30,7 @@ from tests.helpers.prefill_decode import (
     prefilled,
     settle,
 )
+from tests.helpers.streams import async_test
 
 from fleetfoot import AsyncLLM, LLMEngine
 from fleetfoot.config.engine import EngineConfig
@@ -181,36 +182,30 @@ async def reading(consumer: EngineProcess, lent: dict[str, Any]) -> AsyncIterato
 
 
 @RUNNERS
-def test_a_consumer_killed_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
+@async_test
+async def test_a_consumer_killed_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
     """Its connection is lost, so the blocks come back at once."""
     consumer = processes("kv_consumer", runner=runner)
     producer = make("kv_producer", runner=runner, clock=Clock())
-
-    async def everything() -> None:
-        async with reading(consumer, prefilled(producer, ["long"])["long"]):
-            consumer.kill()
-            assert settle(producer) == {"sends_lost": 1}
-
-    asyncio.run(everything())
+    async with reading(consumer, prefilled(producer, ["long"])["long"]):
+        consumer.kill()
+        assert settle(producer) == {"sends_lost": 1}
 
 
 @RUNNERS
-def test_a_consumer_that_hangs_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
+@async_test
+async def test_a_consumer_that_hangs_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
     """It keeps its connection and says nothing any more: the blocks come back when their time is over."""
     consumer = processes("kv_consumer", runner=runner)
     producer = make("kv_producer", runner=runner, clock=(clock := Clock()))
-
-    async def everything() -> None:
-        async with reading(consumer, prefilled(producer, ["long"])["long"]):
-            os.kill(consumer.pid, signal.SIGSTOP)
-            clock.now += 479
-            producer.step()
-            assert producer.stats().transfers.num_lent_blocks == 10
-            clock.now += 1
-            assert settle(producer) == {"sends_expired": 1}
-            consumer.kill()
-
-    asyncio.run(everything())
+    async with reading(consumer, prefilled(producer, ["long"])["long"]):
+        os.kill(consumer.pid, signal.SIGSTOP)
+        clock.now += 479
+        producer.step()
+        assert producer.stats().transfers.num_lent_blocks == 10
+        clock.now += 1
+        assert settle(producer) == {"sends_expired": 1}
+        consumer.kill()
 
 
 @RUNNERS
@@ -330,87 +325,77 @@ def test_engines_that_are_unlike(
 
 
 @RUNNERS
-def test_a_proxy_whose_prefill_engine_dies(
+@async_test
+async def test_a_proxy_whose_prefill_engine_dies(
     runner: str, text_model: Path, processes: StartEngine, expected: Outputs
 ) -> None:
     """Before a request, and while it computes one: the decode engine computes prompts itself."""
     prefill = processes("kv_producer", runner=runner)
-
-    async def everything() -> None:
-        settings = engine_settings(text_model, "kv_consumer", runner=runner)
-        async with AsyncLLM(**settings) as llm:
-            with Line(prefill.wait_until_ready()) as line:
-                proxy = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm))
-                assert await ask(proxy, "alone") == tokens(expected["alone"])
-                os.kill(prefill.pid, signal.SIGSTOP)
-                line.asked.clear()
-                request = asyncio.ensure_future(ask(proxy, "long"))
-                assert await asyncio.to_thread(line.asked.wait, 30)
-                assert not request.done()
-                prefill.kill()
-                assert await request == tokens(expected["long"])
-            assert await ask(proxy, "two") == tokens(expected["two"])
-            assert proxy.counts == ProxyStats(num_requests=3, num_prefilled=1, num_prefills_failed=2)
-            await LocalEngine(llm).drain()
-            assert llm.stats().transfers.loads_done == 1
-
-    asyncio.run(everything())
+    settings = engine_settings(text_model, "kv_consumer", runner=runner)
+    async with AsyncLLM(**settings) as llm:
+        with Line(prefill.wait_until_ready()) as line:
+            proxy = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm))
+            assert await ask(proxy, "alone") == tokens(expected["alone"])
+            os.kill(prefill.pid, signal.SIGSTOP)
+            line.asked.clear()
+            request = asyncio.ensure_future(ask(proxy, "long"))
+            assert await asyncio.to_thread(line.asked.wait, 30)
+            assert not request.done()
+            prefill.kill()
+            assert await request == tokens(expected["long"])
+        assert await ask(proxy, "two") == tokens(expected["two"])
+        assert proxy.counts == ProxyStats(num_requests=3, num_prefilled=1, num_prefills_failed=2)
+        await LocalEngine(llm).drain()
+        assert llm.stats().transfers.loads_done == 1
 
 
-def test_a_proxy_whose_prefill_engine_takes_too_long(
+@async_test
+async def test_a_proxy_whose_prefill_engine_takes_too_long(
     text_model: Path, processes: StartEngine, expected: Outputs
 ) -> None:
     prefill = processes("kv_producer", runner="v2")
     address = prefill.wait_until_ready()
+    async with AsyncLLM(**engine_settings(text_model, "kv_consumer", runner="v2")) as llm:
+        os.kill(prefill.pid, signal.SIGSTOP)
+        proxy = DisaggregatedLLM(EngineClient(address), LocalEngine(llm), prefill_timeout=0.0)
+        assert await ask(proxy, "long") == tokens(expected["long"])
+        assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
+        prefill.kill()
 
-    async def everything() -> None:
-        async with AsyncLLM(**engine_settings(text_model, "kv_consumer", runner="v2")) as llm:
-            os.kill(prefill.pid, signal.SIGSTOP)
-            proxy = DisaggregatedLLM(EngineClient(address), LocalEngine(llm), prefill_timeout=0.0)
+
+@async_test
+async def test_a_proxy_whose_prefill_engine_refuses(
+    text_model: Path, processes: StartEngine, expected: Outputs
+) -> None:
+    """It has another role, or no connector at all."""
+    settings = engine_settings(text_model, "kv_consumer", runner="v2")
+    async with AsyncLLM(**settings) as llm, AsyncLLM(**{**settings, "kv_transfer_config": None}) as plain:
+        for prefill in (llm, plain):
+            proxy = DisaggregatedLLM(LocalEngine(prefill), LocalEngine(llm))
             assert await ask(proxy, "long") == tokens(expected["long"])
             assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
-            prefill.kill()
-
-    asyncio.run(everything())
 
 
-def test_a_proxy_whose_prefill_engine_refuses(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
-    """It has another role, or no connector at all."""
-
-    async def everything() -> None:
-        settings = engine_settings(text_model, "kv_consumer", runner="v2")
-        async with AsyncLLM(**settings) as llm, AsyncLLM(**{**settings, "kv_transfer_config": None}) as plain:
-            for prefill in (llm, plain):
-                proxy = DisaggregatedLLM(LocalEngine(prefill), LocalEngine(llm))
-                assert await ask(proxy, "long") == tokens(expected["long"])
-                assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
-
-    asyncio.run(everything())
-
-
-def test_a_proxy_whose_decode_engine_dies(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
+@async_test
+async def test_a_proxy_whose_decode_engine_dies(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
     """Whoever waits for its tokens hears of it, and so do whoever asks later and the prefill engine."""
     decode = processes("kv_consumer", runner="v2", **SIZE)
-
-    async def everything() -> None:
-        async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
-            proxy = DisaggregatedLLM(LocalEngine(llm), EngineClient(decode.wait_until_ready()))
-            assert await ask(proxy, "alone") == tokens(expected["alone"])
-            await LocalEngine(llm).drain()
-            os.kill(decode.pid, signal.SIGSTOP)
-            with Line(decode.wait_until_ready()) as line:
-                through_line = DisaggregatedLLM(LocalEngine(llm), EngineClient(line.address))
-                request = asyncio.ensure_future(ask(through_line, "one"))
-                assert await asyncio.to_thread(line.asked.wait, 30)
-                decode.kill()
-                with pytest.raises(EngineUnreachableError, match="has gone away"):
-                    await request
-            with pytest.raises(EngineUnreachableError, match="cannot be reached"):
-                await ask(proxy, "two")
-            stats = await LocalEngine(llm).drain()  # what was lent for them has come back
-            assert stats["scheduler"]["transfers"]["counters"]["sends_declined"] == 2
-
-    asyncio.run(everything())
+    async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
+        proxy = DisaggregatedLLM(LocalEngine(llm), EngineClient(decode.wait_until_ready()))
+        assert await ask(proxy, "alone") == tokens(expected["alone"])
+        await LocalEngine(llm).drain()
+        os.kill(decode.pid, signal.SIGSTOP)
+        with Line(decode.wait_until_ready()) as line:
+            through_line = DisaggregatedLLM(LocalEngine(llm), EngineClient(line.address))
+            request = asyncio.ensure_future(ask(through_line, "one"))
+            assert await asyncio.to_thread(line.asked.wait, 30)
+            decode.kill()
+            with pytest.raises(EngineUnreachableError, match="has gone away"):
+                await request
+        with pytest.raises(EngineUnreachableError, match="cannot be reached"):
+            await ask(proxy, "two")
+        stats = await LocalEngine(llm).drain()  # what was lent for them has come back
+        assert stats["scheduler"]["transfers"]["counters"]["sends_declined"] == 2
 
 
 def test_an_engine_that_cannot_start(processes: StartEngine, capfd: pytest.CaptureFixture[str]) -> None:

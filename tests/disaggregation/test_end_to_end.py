@@ -13,6 +13,7 @@ from tests.helpers.engine_pairs import ask, ask_all, last_output, start
 from tests.helpers.engines import prompt_of
 from tests.helpers.kv_pair import skip_without
 from tests.helpers.prefill_decode import PARAMS, PROMPTS, SIZE, VOCAB
+from tests.helpers.streams import async_test
 
 from fleetfoot import SamplingParams
 from fleetfoot.records.outputs import RequestOutput
@@ -68,153 +69,128 @@ def assert_same(output: RequestOutput, other: RequestOutput) -> None:
             assert (entry.rank, entry.decoded_token) == (others[token].rank, others[token].decoded_token)
 
 
-def test_several_requests_at_once(pair: Pair, expected: Outputs) -> None:
+@async_test
+async def test_several_requests_at_once(pair: Pair, expected: Outputs) -> None:
     """Greedy and seeded, with penalties and logprobs."""
-
-    async def everything() -> None:
-        proxy = pair.proxy()
-        outputs = await ask_all(proxy)
-        for name, output in outputs.items():
-            assert_same(output, expected[name])
-        assert proxy.counts == ProxyStats(num_requests=5, num_prefilled=4)
-        sent, loaded = await pair.settled()
-        # a request whose beginning another one has loaded meanwhile reads less, or nothing
-        assert 3 <= loaded["loads_done"] <= 4 and loaded["loads_failed"] == 0
-        counters = sent["counters"]
-        assert counters["sends_sent"] == loaded["loads_done"]
-        assert counters["sends_sent"] + counters.get("sends_declined", 0) == 4
-        assert loaded["tokens_loaded"] == 4 * loaded["counters"]["blocks_loaded"]
-        assert loaded["counters"]["bytes_loaded"] == 2048 * loaded["counters"]["blocks_loaded"]
-
-    asyncio.run(everything())
+    proxy = pair.proxy()
+    outputs = await ask_all(proxy)
+    for name, output in outputs.items():
+        assert_same(output, expected[name])
+    assert proxy.counts == ProxyStats(num_requests=5, num_prefilled=4)
+    sent, loaded = await pair.settled()
+    # a request whose beginning another one has loaded meanwhile reads less, or nothing
+    assert 3 <= loaded["loads_done"] <= 4 and loaded["loads_failed"] == 0
+    counters = sent["counters"]
+    assert counters["sends_sent"] == loaded["loads_done"]
+    assert counters["sends_sent"] + counters.get("sends_declined", 0) == 4
+    assert loaded["tokens_loaded"] == 4 * loaded["counters"]["blocks_loaded"]
+    assert loaded["counters"]["bytes_loaded"] == 2048 * loaded["counters"]["blocks_loaded"]
 
 
-def test_what_the_decode_engine_has_is_not_sent_again(pair: Pair) -> None:
+@async_test
+async def test_what_the_decode_engine_has_is_not_sent_again(pair: Pair) -> None:
     """A conversation: each turn begins with all that was said before."""
-
-    async def everything() -> None:
-        proxy = pair.proxy()
-        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-        _, before = await pair.settled()
-        first = await last_output(proxy, prompt_of(20, VOCAB, seed=77), params, "first")
-        _, after_first = await pair.settled()
-        follow_up = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7, 8, 9, 10]  # 33, of which 28 were there
-        second = await last_output(proxy, follow_up, params, "second")
-        _, after_second = await pair.settled()
-        again = await last_output(proxy, follow_up, params, "again")
-        sent, after_third = await pair.settled()
-        blocks = [content["counters"].get("blocks_loaded", 0) for content in (before, after_first, after_second)]
-        assert after_first["loads_done"] > before["loads_done"] and blocks[1] > blocks[0]
-        assert blocks[2] == blocks[1] + 1  # the eighth block; the seven before it were computed here
-        assert (second.num_cached_tokens, again.num_cached_tokens) == (32, 32)
-        assert after_third["counters"]["blocks_loaded"] == blocks[2]
-        assert sent["counters"]["sends_declined"] > 0
-        assert second.outputs[0].token_ids == again.outputs[0].token_ids
-        alone = await last_output(pair.decode, follow_up, params, "alone")
-        assert alone.outputs[0].token_ids == second.outputs[0].token_ids
-
-    asyncio.run(everything())
+    proxy = pair.proxy()
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    _, before = await pair.settled()
+    first = await last_output(proxy, prompt_of(20, VOCAB, seed=77), params, "first")
+    _, after_first = await pair.settled()
+    follow_up = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7, 8, 9, 10]  # 33, of which 28 were there
+    second = await last_output(proxy, follow_up, params, "second")
+    _, after_second = await pair.settled()
+    again = await last_output(proxy, follow_up, params, "again")
+    sent, after_third = await pair.settled()
+    blocks = [content["counters"].get("blocks_loaded", 0) for content in (before, after_first, after_second)]
+    assert after_first["loads_done"] > before["loads_done"] and blocks[1] > blocks[0]
+    assert blocks[2] == blocks[1] + 1  # the eighth block; the seven before it were computed here
+    assert (second.num_cached_tokens, again.num_cached_tokens) == (32, 32)
+    assert after_third["counters"]["blocks_loaded"] == blocks[2]
+    assert sent["counters"]["sends_declined"] > 0
+    assert second.outputs[0].token_ids == again.outputs[0].token_ids
+    alone = await last_output(pair.decode, follow_up, params, "alone")
+    assert alone.outputs[0].token_ids == second.outputs[0].token_ids
 
 
-def test_a_proxy_behind_a_port(pair: Pair, expected: Outputs) -> None:
+@async_test
+async def test_a_proxy_behind_a_port(pair: Pair, expected: Outputs) -> None:
     """Its clients ask it as they would ask an engine."""
-
-    async def everything() -> None:
-        server = EngineServer(pair.proxy())
-        await server.start(reserve())
-        client = EngineClient(server.address)
-        outputs = await ask_all(client)
-        for name, output in outputs.items():
-            assert_same(output, expected[name])
-        assert await client.drain() == {"num_requests": 5, "num_prefilled": 4, "num_prefills_failed": 0}
-        await server.close()
-
-    asyncio.run(everything())
+    server = EngineServer(pair.proxy())
+    await server.start(reserve())
+    client = EngineClient(server.address)
+    outputs = await ask_all(client)
+    for name, output in outputs.items():
+        assert_same(output, expected[name])
+    assert await client.drain() == {"num_requests": 5, "num_prefilled": 4, "num_prefills_failed": 0}
+    await server.close()
 
 
-def test_text_as_it_comes(pair: Pair) -> None:
-    async def everything() -> None:
-        params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, output_kind=RequestOutputKind.DELTA)
-        prompt = "Once upon a time there was a little house in the woods, and in it lived"
-        alone = await last_output(
-            pair.decode, prompt, replace(params, output_kind=RequestOutputKind.CUMULATIVE), "alone"
-        )
-        pieces = [output.outputs[0] async for output in pair.proxy().generate(prompt, params, "r")]
-        assert "".join(piece.text for piece in pieces) == alone.outputs[0].text
-        assert [token for piece in pieces for token in piece.token_ids] == alone.outputs[0].token_ids
-        await pair.settled()
-
-    asyncio.run(everything())
+@async_test
+async def test_text_as_it_comes(pair: Pair) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, output_kind=RequestOutputKind.DELTA)
+    prompt = "Once upon a time there was a little house in the woods, and in it lived"
+    alone = await last_output(pair.decode, prompt, replace(params, output_kind=RequestOutputKind.CUMULATIVE), "alone")
+    pieces = [output.outputs[0] async for output in pair.proxy().generate(prompt, params, "r")]
+    assert "".join(piece.text for piece in pieces) == alone.outputs[0].text
+    assert [token for piece in pieces for token in piece.token_ids] == alone.outputs[0].token_ids
+    await pair.settled()
 
 
-def test_requests_that_go_without_prefill(pair: Pair, expected: Outputs) -> None:
+@async_test
+async def test_requests_that_go_without_prefill(pair: Pair, expected: Outputs) -> None:
     """Several sequences, or logprobs of the prompt: they are computed on the decode engine alone."""
-
-    async def everything() -> None:
-        proxy = pair.proxy()
-        params = replace(PARAMS["long"], n=2)
-        several = await last_output(proxy, PROMPTS["long"], params, "n")
-        alone = await last_output(pair.decode, PROMPTS["long"], params, "alone")
-        assert [entry.token_ids for entry in several.outputs] == [entry.token_ids for entry in alone.outputs]
-        assert len(several.outputs) == 2
-        with_logprobs = await last_output(proxy, PROMPTS["one"], replace(PARAMS["one"], prompt_logprobs=1), "p")
-        assert with_logprobs.outputs[0].token_ids == expected["one"].outputs[0].token_ids
-        assert with_logprobs.prompt_logprobs is not None and len(with_logprobs.prompt_logprobs) == 30
-        assert proxy.counts == ProxyStats(num_requests=2)
-        await pair.settled()
-
-    asyncio.run(everything())
+    proxy = pair.proxy()
+    params = replace(PARAMS["long"], n=2)
+    several = await last_output(proxy, PROMPTS["long"], params, "n")
+    alone = await last_output(pair.decode, PROMPTS["long"], params, "alone")
+    assert [entry.token_ids for entry in several.outputs] == [entry.token_ids for entry in alone.outputs]
+    assert len(several.outputs) == 2
+    with_logprobs = await last_output(proxy, PROMPTS["one"], replace(PARAMS["one"], prompt_logprobs=1), "p")
+    assert with_logprobs.outputs[0].token_ids == expected["one"].outputs[0].token_ids
+    assert with_logprobs.prompt_logprobs is not None and len(with_logprobs.prompt_logprobs) == 30
+    assert proxy.counts == ProxyStats(num_requests=2)
+    await pair.settled()
 
 
-def test_requests_that_are_wrong(pair: Pair, expected: Outputs) -> None:
+@async_test
+async def test_requests_that_are_wrong(pair: Pair, expected: Outputs) -> None:
     """The decode engine says what is wrong with them; others go on."""
-
-    async def everything() -> None:
-        proxy = pair.proxy()
-        good = asyncio.ensure_future(ask(proxy, "long"))
-        with pytest.raises(ValueError, match="prompt"):
-            await last_output(proxy, [], PARAMS["alone"], "empty")
-        with pytest.raises(ValueError, match="300 tokens"):
-            await last_output(proxy, [7] * 300, SamplingParams(), "too long")
-        with pytest.raises(ValueError, match="do_remote_decode is true, but kv_role is 'kv_consumer'"):
-            wrong = SamplingParams(extra_args={"kv_transfer_params": {"do_remote_decode": True}})
-            await last_output(pair.decode, PROMPTS["long"], wrong, "wrong")
-        assert await good == expected["long"].outputs[0].token_ids
-        await pair.settled()
-
-    asyncio.run(everything())
+    proxy = pair.proxy()
+    good = asyncio.ensure_future(ask(proxy, "long"))
+    with pytest.raises(ValueError, match="prompt"):
+        await last_output(proxy, [], PARAMS["alone"], "empty")
+    with pytest.raises(ValueError, match="300 tokens"):
+        await last_output(proxy, [7] * 300, SamplingParams(), "too long")
+    with pytest.raises(ValueError, match="do_remote_decode is true, but kv_role is 'kv_consumer'"):
+        wrong = SamplingParams(extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+        await last_output(pair.decode, PROMPTS["long"], wrong, "wrong")
+    assert await good == expected["long"].outputs[0].token_ids
+    await pair.settled()
 
 
-def test_clients_that_leave(pair: Pair, expected: Outputs) -> None:
+@async_test
+async def test_clients_that_leave(pair: Pair, expected: Outputs) -> None:
     """In the middle of their output, and while the prompt is computed."""
-
-    async def everything() -> None:
-        proxy = pair.proxy()
-        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        outputs = proxy.generate(PROMPTS["long"], params, "leaves")
-        async for output in outputs:
-            assert not output.finished
-            break
-        await outputs.aclose()
-        early = asyncio.ensure_future(last_output(proxy, PROMPTS["alone"], params, "leaves early"))
-        await asyncio.sleep(0)  # it has begun
-        early.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await early
-        assert await ask(proxy, "two") == expected["two"].outputs[0].token_ids
-        await pair.settled()
-
-    asyncio.run(everything())
+    proxy = pair.proxy()
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    outputs = proxy.generate(PROMPTS["long"], params, "leaves")
+    async for output in outputs:
+        assert not output.finished
+        break
+    await outputs.aclose()
+    early = asyncio.ensure_future(last_output(proxy, PROMPTS["alone"], params, "leaves early"))
+    await asyncio.sleep(0)  # it has begun
+    early.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await early
+    assert await ask(proxy, "two") == expected["two"].outputs[0].token_ids
+    await pair.settled()
 
 
-def test_one_engine_after_the_other_with_the_same_request_id(pair: Pair, expected: Outputs) -> None:
+@async_test
+async def test_one_engine_after_the_other_with_the_same_request_id(pair: Pair, expected: Outputs) -> None:
     """The prefill engine may still lend KV of a request of that id."""
-
-    async def everything() -> None:
-        proxy = pair.proxy()
-        for _ in range(3):
-            assert await ask(proxy, "one") == expected["one"].outputs[0].token_ids
-        assert proxy.counts == ProxyStats(num_requests=3, num_prefilled=3)
-        await pair.settled()
-
-    asyncio.run(everything())
+    proxy = pair.proxy()
+    for _ in range(3):
+        assert await ask(proxy, "one") == expected["one"].outputs[0].token_ids
+    assert proxy.counts == ProxyStats(num_requests=3, num_prefilled=3)
+    await pair.settled()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
 from tests.helpers.gate import HANG
+from tests.helpers.streams import ask, assert_idle, async_test, run, tokens_of
 
 from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
@@ -18,7 +19,6 @@ from fleetfoot.async_llm import LONG_TEXT, _is_long
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
-T = TypeVar("T")
 PROMPT = [5, 6]
 LONG = "a" * LONG_TEXT
 """The tokenizer of these tests makes few tokens of it."""
@@ -64,13 +64,7 @@ class Setting:
 
     def ask(self, request_id: str, prompt: Any, max_tokens: int = 5) -> asyncio.Task[list[RequestOutput]]:
         params = SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA)
-        return asyncio.ensure_future(collect(self.llm.generate(prompt, params, request_id)))
-
-    def run(self, coroutine: Awaitable[T]) -> T:
-        async def limited() -> T:
-            return await asyncio.wait_for(coroutine, HANG)
-
-        return asyncio.run(limited())
+        return ask(self.llm, prompt, params, request_id)
 
 
 @pytest.fixture
@@ -81,54 +75,38 @@ def setting() -> Iterator[Setting]:
     finally:
         setting.tokenizer.may_end.set()
         setting.llm.shutdown()
-    assert setting.llm._result_queues == {}
-    assert not setting.llm._engine.has_unfinished_requests()
-    setting.llm._engine.core.scheduler.check_idle()
+    assert_idle(setting.llm)
 
 
-async def collect(stream: AsyncGenerator[RequestOutput, None]) -> list[RequestOutput]:
-    return [output async for output in stream]
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[int]:
-    return [token for output in outputs for token in output.outputs[0].token_ids]
-
-
-def test_steps_go_on_while_a_long_prompt_is_tokenized(setting: Setting) -> None:
-    async def main() -> None:
-        running = setting.ask("running", PROMPT, 60)
-        long = setting.ask("long", LONG)
-        await setting.tokenizer.beginning()
-        assert tokens_of(await running) == list(range(10, 70))  # to its very end
-        assert not long.done()
-        assert setting.entered == ["running"]
-        setting.tokenizer.may_end.set()
-        outputs = await long
-        assert tokens_of(outputs) == list(range(10, 15))
-        assert (outputs[-1].prompt, outputs[-1].prompt_token_ids) == (LONG, [7, 8, 9])
-
-    setting.run(main())
+@async_test
+async def test_steps_go_on_while_a_long_prompt_is_tokenized(setting: Setting) -> None:
+    running = setting.ask("running", PROMPT, 60)
+    long = setting.ask("long", LONG)
+    await setting.tokenizer.beginning()
+    assert tokens_of(await running) == list(range(10, 70))  # to its very end
+    assert not long.done()
+    assert setting.entered == ["running"]
+    setting.tokenizer.may_end.set()
+    outputs = await long
+    assert tokens_of(outputs) == list(range(10, 15))
+    assert (outputs[-1].prompt, outputs[-1].prompt_token_ids) == (LONG, [7, 8, 9])
     assert setting.tokenizer.threads["a"] not in (setting.llm._thread, threading.main_thread())
 
 
-def test_a_short_prompt_is_tokenized_on_the_spot(setting: Setting) -> None:
-    async def main() -> None:
-        assert len(tokens_of(await setting.ask("r", "Once upon"))) == 5
-        assert len(tokens_of(await setting.ask("s", {"prompt": "The fox"}))) == 5
-
-    setting.run(main())
+@async_test
+async def test_a_short_prompt_is_tokenized_on_the_spot(setting: Setting) -> None:
+    assert len(tokens_of(await setting.ask("r", "Once upon"))) == 5
+    assert len(tokens_of(await setting.ask("s", {"prompt": "The fox"}))) == 5
     assert list(setting.tokenizer.threads.values()) == [threading.main_thread()] * 2
 
 
-def test_who_comes_behind_a_long_prompt_waits_for_it(setting: Setting) -> None:
-    async def main() -> None:
-        tasks = [setting.ask("first", LONG), setting.ask("second", PROMPT), setting.ask("third", {"prompt": LONG})]
-        await setting.tokenizer.beginning()
-        assert not any(task.done() for task in tasks)
-        setting.tokenizer.may_end.set()
-        assert [tokens_of(outputs) for outputs in await asyncio.gather(*tasks)] == [list(range(10, 15))] * 3
-
-    setting.run(main())
+@async_test
+async def test_who_comes_behind_a_long_prompt_waits_for_it(setting: Setting) -> None:
+    tasks = [setting.ask("first", LONG), setting.ask("second", PROMPT), setting.ask("third", {"prompt": LONG})]
+    await setting.tokenizer.beginning()
+    assert not any(task.done() for task in tasks)
+    setting.tokenizer.may_end.set()
+    assert [tokens_of(outputs) for outputs in await asyncio.gather(*tasks)] == [list(range(10, 15))] * 3
     assert setting.entered == ["first", "second", "third"]
 
 
@@ -143,105 +121,91 @@ def test_what_is_long() -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_with_a_long_prompt_hurts_only_itself(setting: Setting) -> None:
-    async def main() -> None:
-        setting.tokenizer.may_end.set()
-        good = setting.ask("good", PROMPT, 60)
-        with pytest.raises(ValueError, match="cache_salt is ''"):
-            await setting.ask("bad", {"prompt": LONG, "cache_salt": ""})
-        setting.tokenizer.failure = ValueError("no UTF-8 form")
-        with pytest.raises(ValueError, match="no UTF-8 form"):
-            await setting.ask("bad", LONG)
-        assert len(tokens_of(await good)) == 60
-
-    setting.run(main())
+@async_test
+async def test_what_is_wrong_with_a_long_prompt_hurts_only_itself(setting: Setting) -> None:
+    setting.tokenizer.may_end.set()
+    good = setting.ask("good", PROMPT, 60)
+    with pytest.raises(ValueError, match="cache_salt is ''"):
+        await setting.ask("bad", {"prompt": LONG, "cache_salt": ""})
+    setting.tokenizer.failure = ValueError("no UTF-8 form")
+    with pytest.raises(ValueError, match="no UTF-8 form"):
+        await setting.ask("bad", LONG)
+    assert len(tokens_of(await good)) == 60
 
 
-def test_an_id_in_use_is_the_first_thing_that_is_wrong(setting: Setting) -> None:
-    async def main() -> None:
-        setting.tokenizer.failure = ValueError("no UTF-8 form")
-        first = setting.ask("id", LONG)  # keeps its place, and fails
-        second = setting.ask("other", PROMPT, 100)
-        third = setting.ask("other", [99999])
-        await setting.tokenizer.beginning()  # all three stand in line
-        setting.tokenizer.may_end.set()
-        with pytest.raises(ValueError, match="no UTF-8 form"):
-            await first
-        with pytest.raises(ValueError, match="request id 'other' is in use"):
-            await third
-        assert len(tokens_of(await second)) == 100
-
-    setting.run(main())
+@async_test
+async def test_an_id_in_use_is_the_first_thing_that_is_wrong(setting: Setting) -> None:
+    setting.tokenizer.failure = ValueError("no UTF-8 form")
+    first = setting.ask("id", LONG)  # keeps its place, and fails
+    second = setting.ask("other", PROMPT, 100)
+    third = setting.ask("other", [99999])
+    await setting.tokenizer.beginning()  # all three stand in line
+    setting.tokenizer.may_end.set()
+    with pytest.raises(ValueError, match="no UTF-8 form"):
+        await first
+    with pytest.raises(ValueError, match="request id 'other' is in use"):
+        await third
+    assert len(tokens_of(await second)) == 100
 
 
-def test_a_panic_of_the_tokenizer_leaves_nobody_behind_it_waiting(setting: Setting) -> None:
+@async_test
+async def test_a_panic_of_the_tokenizer_leaves_nobody_behind_it_waiting(setting: Setting) -> None:
     class PanicError(BaseException):
         """What the `tokenizers` library raises is no Exception."""
 
-    async def main() -> None:
-        setting.tokenizer.failure = PanicError("index out of bounds")
-        panicking, behind = setting.ask("panicking", LONG), setting.ask("behind", PROMPT)
-        setting.tokenizer.may_end.set()
-        with pytest.raises(PanicError, match="index out of bounds"):
-            await panicking
-        assert len(tokens_of(await behind)) == 5
-
-    setting.run(main())
+    setting.tokenizer.failure = PanicError("index out of bounds")
+    panicking, behind = setting.ask("panicking", LONG), setting.ask("behind", PROMPT)
+    setting.tokenizer.may_end.set()
+    with pytest.raises(PanicError, match="index out of bounds"):
+        await panicking
+    assert len(tokens_of(await behind)) == 5
 
 
 # --- leaving --------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_is_aborted_while_it_is_tokenized(setting: Setting) -> None:
-    async def main() -> None:
-        aborted = setting.ask("aborted", LONG, 100)
-        await setting.tokenizer.beginning()
-        await setting.llm.abort("aborted")
-        setting.tokenizer.may_end.set()
-        (output,) = await aborted
-        assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
-
-    setting.run(main())
+@async_test
+async def test_a_request_that_is_aborted_while_it_is_tokenized(setting: Setting) -> None:
+    aborted = setting.ask("aborted", LONG, 100)
+    await setting.tokenizer.beginning()
+    await setting.llm.abort("aborted")
+    setting.tokenizer.may_end.set()
+    (output,) = await aborted
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
     assert setting.entered == []
 
 
-def test_a_request_that_is_cancelled_while_it_is_tokenized(setting: Setting) -> None:
-    async def main() -> None:
-        cancelled = setting.ask("cancelled", LONG, 100)
-        await setting.tokenizer.beginning()
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        behind = setting.ask("cancelled", PROMPT)  # the id is free again when its turn comes
-        setting.tokenizer.may_end.set()
-        assert len(tokens_of(await behind)) == 5
-
-    setting.run(main())
+@async_test
+async def test_a_request_that_is_cancelled_while_it_is_tokenized(setting: Setting) -> None:
+    cancelled = setting.ask("cancelled", LONG, 100)
+    await setting.tokenizer.beginning()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    behind = setting.ask("cancelled", PROMPT)  # the id is free again when its turn comes
+    setting.tokenizer.may_end.set()
+    assert len(tokens_of(await behind)) == 5
     assert setting.llm.stats().num_finished == {"abort": 1, "length": 1}
 
 
-def test_a_shutdown_does_not_wait_for_a_tokenizer(setting: Setting) -> None:
-    async def main() -> None:
-        long = setting.ask("long", LONG)
-        await setting.tokenizer.beginning()
-        await asyncio.to_thread(setting.llm.shutdown)
-        with pytest.raises(EngineDeadError, match="the engine was shut down"):
-            await long
-        with pytest.raises(EngineDeadError, match="the engine was shut down"):
-            await setting.ask("late", [99999])
-        setting.tokenizer.may_end.set()
-
-    setting.run(main())
+@async_test
+async def test_a_shutdown_does_not_wait_for_a_tokenizer(setting: Setting) -> None:
+    long = setting.ask("long", LONG)
+    await setting.tokenizer.beginning()
+    await asyncio.to_thread(setting.llm.shutdown)
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        await long
+    with pytest.raises(EngineDeadError, match="the engine was shut down"):
+        await setting.ask("late", [99999])
+    setting.tokenizer.may_end.set()
     assert setting.entered == []
 
 
-def test_a_loop_that_has_no_threads_any_more(setting: Setting) -> None:
-    async def main() -> None:
-        setting.tokenizer.may_end.set()
-        await asyncio.get_running_loop().shutdown_default_executor()
-        assert len(tokens_of(await setting.ask("long", LONG))) == 5
-
-    setting.run(main())
+@async_test
+async def test_a_loop_that_has_no_threads_any_more(setting: Setting) -> None:
+    setting.tokenizer.may_end.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert len(tokens_of(await setting.ask("long", LONG))) == 5
     assert setting.tokenizer.threads["a"] is threading.main_thread()
 
 
@@ -251,8 +215,8 @@ def test_a_loop_that_ends_in_between_leaves_nobody_behind_it_waiting(setting: Se
         await setting.tokenizer.beginning()
         setting.tokenizer.may_end.set()
 
-    setting.run(leave())
-    assert len(tokens_of(setting.run(_one(setting)))) == 5
+    run(leave())
+    assert len(tokens_of(run(_one(setting)))) == 5
 
 
 async def _one(setting: Setting) -> list[RequestOutput]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, make_engine, prompt_of, scripted_engine
-from tests.helpers.gate import HANG
+from tests.helpers.engines import TEXT_MODEL, make_engine, prompt_of
+from tests.helpers.streams import async_test, gated
 
-from fleetfoot import AsyncLLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +55,15 @@ def test_what_a_user_does_to_an_output_changes_no_later_one(engine: LLMEngine) -
     assert 0 < last.metrics.queued_ts <= last.metrics.first_token_ts < last.metrics.last_token_ts
 
 
-def test_streams_too() -> None:
-    async def main(llm: AsyncLLM) -> None:
-        params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.CUMULATIVE)
-        kept: list[RequestOutput] = []
-        as_they_came: list[RequestOutput] = []
+@async_test
+async def test_streams_too() -> None:
+    params = SamplingParams(max_tokens=50, output_kind=RequestOutputKind.CUMULATIVE)
+    kept: list[RequestOutput] = []
+    as_they_came: list[RequestOutput] = []
+    with gated() as (llm, gate):
+        gate.open()
         async for output in llm.generate([5, 6], params, "r"):
             kept.append(output)
             as_they_came.append(copy.deepcopy(output))
-        assert kept == as_they_came
-        assert all(output.metrics.num_generation_tokens == len(output.outputs[0].token_ids) for output in kept)
-
-    llm = AsyncLLM.from_engine(scripted_engine(ScriptedExecutor()))
-    try:
-        asyncio.run(asyncio.wait_for(main(llm), HANG))
-    finally:
-        llm.shutdown()
+    assert kept == as_they_came
+    assert all(output.metrics.num_generation_tokens == len(output.outputs[0].token_ids) for output in kept)

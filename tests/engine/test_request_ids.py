@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.engines import ScriptedExecutor, drain, scripted_engine
-from tests.helpers.gate import HANG, Gate
+from tests.helpers.streams import ask, async_test, gated
 
-from fleetfoot import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot import RequestOutputKind, SamplingParams
 from fleetfoot.engine.input_processor import COPY_MARK
 
 PROMPT = [5, 6]
@@ -70,45 +69,28 @@ def test_no_two_sequences_have_one_id(requests: dict[str, int]) -> None:
     assert {output.request_id: len(output.outputs) for output in outputs} == requests
 
 
-async def last(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    return [output async for output in stream][-1]
-
-
-def test_streams_with_such_ids_get_what_is_theirs() -> None:
-    async def main(llm: AsyncLLM) -> list[RequestOutput]:
-        streams = [llm.generate(PROMPT, params(2 if name == "r" else 1), name) for name in LOOKALIKES]
-        outputs = await asyncio.gather(*map(last, streams))
+@async_test
+async def test_streams_with_such_ids_get_what_is_theirs() -> None:
+    with gated() as (llm, gate):
+        gate.open()
+        tasks = [ask(llm, PROMPT, params(2 if name == "r" else 1), name) for name in LOOKALIKES]
+        outputs = [outputs[-1] for outputs in await asyncio.gather(*tasks)]
         with pytest.raises(ValueError, match="must not hold the character"):
-            await last(llm.generate(PROMPT, params(1), f"r{COPY_MARK}0"))
-        return outputs
-
-    llm = AsyncLLM.from_engine(scripted_engine(ScriptedExecutor()))
-    try:
-        outputs = asyncio.run(asyncio.wait_for(main(llm), HANG))
-    finally:
-        llm.shutdown()
+            await ask(llm, PROMPT, params(1), f"r{COPY_MARK}0")
     assert [output.request_id for output in outputs] == LOOKALIKES
     assert [len(output.outputs) for output in outputs] == [2, 1, 1, 1, 1, 1]
     assert all(completion.token_ids == TOKENS for output in outputs for completion in output.outputs)
 
 
 @pytest.mark.parametrize("aborted", ["r", "0_r"])
-def test_an_abort_of_a_stream_ends_one_and_not_the_other(aborted: str) -> None:
-    async def main(llm: AsyncLLM) -> list[RequestOutput]:
-        requests = [("r", 2), ("0_r", 1)]
-        tasks = [asyncio.ensure_future(last(llm.generate(PROMPT, params(n), name))) for name, n in requests]
+@async_test
+async def test_an_abort_of_a_stream_ends_one_and_not_the_other(aborted: str) -> None:
+    with gated() as (llm, gate):
+        tasks = [ask(llm, PROMPT, params(n), name) for name, n in (("r", 2), ("0_r", 1))]
         await gate.arrival()  # the first step has begun
         await llm.abort(aborted)
         gate.open()
-        return await asyncio.gather(*tasks)
-
-    gate = Gate()
-    llm = AsyncLLM.from_engine(scripted_engine(ScriptedExecutor(before_step=gate)))
-    try:
-        outputs = asyncio.run(asyncio.wait_for(main(llm), HANG))
-    finally:
-        gate.open()
-        llm.shutdown()
+        outputs = [outputs[-1] for outputs in await asyncio.gather(*tasks)]
     reasons = {output.request_id: [completion.finish_reason for completion in output.outputs] for output in outputs}
     expected = {"r": ["length"] * 2, "0_r": ["length"]}
     assert reasons == {**expected, aborted: ["abort"] * len(expected[aborted])}
