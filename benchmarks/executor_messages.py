@@ -14,6 +14,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,7 @@ def with_a_prompt(num_requests: int) -> tuple[SchedulerOutput, ModelRunnerOutput
         NewRequest(
             request_id="a-request-with-a-name",
             row=row,
-            token_ids=[100_000 + position for position in range(PROMPT_LEN)],
+            token_ids=array("i", range(100_000, 100_000 + PROMPT_LEN)),
             num_prompt_tokens=PROMPT_LEN,
             num_computed_tokens=0,
             block_ids=[30_000 + block for block in range(-(-PROMPT_LEN // BLOCK_SIZE))],

@@ -31,7 +31,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.attention import WantedTokens
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
@@ -86,7 +86,7 @@ def build(
         )
     runner.load_model()
     num_blocks = requests * (max_model_len // BLOCK_SIZE + 1)
-    runner.initialize_kv_cache(KVLayout(num_blocks, BLOCK_SIZE, "float32", (LayerGroup(1, 1, 16),)))
+    runner.initialize_kv_cache(KVLayout(num_blocks, BLOCK_SIZE, "float32", (KVCacheSpec(1, 16),)))
     limits = SchedulerConfig(num_blocks, BLOCK_SIZE, requests, budget, enable_prefix_caching=enable_prefix_caching)
     input_processor = InputProcessor(
         vocab_size=PROMPT_VOCAB_SIZE,

@@ -258,13 +258,13 @@ def pipelines(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Name
                 leaving.hidden_states.fill_(-1)
             else:
                 packet = torch.full((num_tokens, 2), step, dtype=torch.int32, device=shape.device)
-                pipeline.send_packet(packet)
+                pipeline.send_sampled_tokens(packet)
                 packet.fill_(-1)
         end.record()
         if not pipeline.is_last_rank:
             for step in range(num_steps):
                 packet = torch.empty((num_tokens, 2), dtype=torch.int32, device=shape.device)
-                pipeline.receive_packet(packet)
+                pipeline.receive_sampled_tokens(packet)
                 wrong.append((packet != step).sum())
         torch.cuda.synchronize()
         assert int(sum(int(count) for count in wrong)) == 0, "a step did not arrive whole"

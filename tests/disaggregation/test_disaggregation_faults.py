@@ -202,7 +202,7 @@ async def test_a_consumer_that_hangs_while_it_reads(runner: str, make: MakeEngin
         os.kill(consumer.pid, signal.SIGSTOP)
         clock.now += 479
         producer.step()
-        assert producer.stats().transfers.num_lent_blocks == 10
+        assert producer.stats().transfers.num_held_blocks == 10
         clock.now += 1
         assert settle(producer) == {"sends_expired": 1}
         consumer.kill()

@@ -38,7 +38,7 @@ class Pair:
         both = await self.prefill.drain(), await self.decode.drain()
         transfers = [stats["scheduler"]["transfers"] for stats in both]
         for content in transfers:
-            assert content["num_loading"] == content["num_lent_blocks"] == 0
+            assert content["num_loading"] == content["num_held_blocks"] == 0
         for stats in both:  # blocks of the prefix cache are not in use
             assert stats["scheduler"]["kv_cache_usage"] == 0
         return transfers[0], transfers[1]

@@ -1,4 +1,4 @@
-"""Groups that communicate: sums, gathers, pipelines and packets over gloo, and the one-shot sum between processes."""
+"""Groups that communicate: sums, gathers, pipelines and sampled tokens over gloo; the custom all-reduce."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ import torch
 import torch.distributed as dist
 from tests.distributed.world import run_world
 
-from fleetfoot.distributed.custom_all_reduce import MAX_ROWS, OneShotSum, can_sum, one_shot_words
+from fleetfoot.distributed.custom_all_reduce import (
+    MAX_ROWS,
+    CustomAllReduce,
+    can_all_reduce,
+    custom_all_reduce_words,
+)
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP
-from fleetfoot.distributed.p2p_channel import PeerLane, can_pass, lane_words
+from fleetfoot.distributed.p2p_channel import P2PChannel, can_send, p2p_channel_words
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
 from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch
@@ -45,11 +50,11 @@ def test_alone_nothing_is_communicated() -> None:
     assert SINGLE_TENSOR_GROUP.is_first_rank and SINGLE_TENSOR_GROUP.is_last_rank
     assert SINGLE_PIPELINE_GROUP.is_first_rank and SINGLE_PIPELINE_GROUP.is_last_rank
     assert SINGLE_PIPELINE_GROUP.receive(3) is None
-    SINGLE_PIPELINE_GROUP.send_packet(torch.zeros(1, dtype=torch.int32))
+    SINGLE_PIPELINE_GROUP.send_sampled_tokens(torch.zeros(1, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="nobody to send to"):
         SINGLE_PIPELINE_GROUP.send(IntermediateTensors(x, x))
     with pytest.raises(RuntimeError, match="sends no packets"):
-        SINGLE_PIPELINE_GROUP.receive_packet(torch.zeros(1, dtype=torch.int32))
+        SINGLE_PIPELINE_GROUP.receive_sampled_tokens(torch.zeros(1, dtype=torch.int32))
 
 
 # --- four ranks -----------------------------------------------------------------------------------------------------
@@ -66,7 +71,7 @@ def work_of_four(rank: int) -> dict[str, Any]:
     found["nothing"] = (whole.all_reduce(torch.empty(0, 8)), whole.all_gather(torch.empty(0, 6), 20))
     found["cut"] = [whole.all_gather(part_of(rank, rows, 6), 17) for rows in (1, 3)]
     assert whole.reducing(add_rms_norm_torch) is add_rms_norm_torch  # exact: everything was gathered before
-    whole.is_exact = False
+    whole.bitwise_reproducible = False
     norm = whole.reducing(add_rms_norm_torch)
     parts = part_of(rank, 3, 2, 8)  # three partial sums of a linear layer
     found["norm"] = norm(parts, part_of(9, 2, 8, dtype=torch.bfloat16), part_of(8, 8, dtype=torch.bfloat16), 1e-5)
@@ -115,14 +120,14 @@ def run_packets(pipeline: Any) -> list[torch.Tensor]:
     if pipeline.is_last_rank:
         for step, size in enumerate(sizes):
             packet = torch.full(size, step, dtype=torch.int32)
-            pipeline.send_packet(packet)
+            pipeline.send_sampled_tokens(packet)
             packet.fill_(-1)
         dist.barrier()
         return []
     received = []
     for size in sizes:
         packet = torch.full(size, -2, dtype=torch.int32)
-        pipeline.receive_packet(packet)
+        pipeline.receive_sampled_tokens(packet)
         received.append(packet)
     dist.barrier()
     return received
@@ -134,8 +139,8 @@ def errors_of(pipeline: Any) -> list[str]:
     for call in (
         lambda: pipeline.receive(17),
         lambda: pipeline.send(IntermediateTensors(wrong, wrong)),
-        lambda: pipeline.send_packet(torch.zeros(1)),
-        lambda: pipeline.receive_packet(torch.zeros(2, 2, dtype=torch.int32).t()),
+        lambda: pipeline.send_sampled_tokens(torch.zeros(1)),
+        lambda: pipeline.receive_sampled_tokens(torch.zeros(2, 2, dtype=torch.int32).t()),
         lambda: make_groups(3, 1, SHAPE),
     ):
         try:
@@ -217,14 +222,14 @@ def test_packets_arrive_in_order_on_every_earlier_rank(four: list[dict[str, Any]
 
 def test_what_does_not_fit_is_refused(four: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(four):
-        receive, send, send_packet, receive_packet, groups = found["errors"]
+        receive, send, send_sampled_tokens, receive_sampled_tokens, groups = found["errors"]
         too_long = (
             "a step of 17 tokens does not fit in a pipeline's buffers, which are made for max_num_batched_tokens 16"
         )
         assert receive == ("" if rank == 0 else too_long)
         assert send == ("the last rank of a pipeline has nobody to send to" if rank == 3 else too_long)
-        assert send_packet == "a packet is of torch.float32; it must be of int32"
-        assert "it must be contiguous" in receive_packet
+        assert send_sampled_tokens == "a packet is of torch.float32; it must be of int32"
+        assert "it must be contiguous" in receive_sampled_tokens
         assert "4 processes are in the world" in groups
 
 
@@ -238,24 +243,24 @@ def sum_in_one_shot(rank: int, folder: Path) -> list[Any]:
     mend_interpreter()
     results = []
     for number, (dtype, hidden_size) in enumerate(ONE_SHOT_CASES):
-        num_words = one_shot_words(hidden_size, dtype, 2)
+        num_words = custom_all_reduce_words(hidden_size, dtype, 2)
         maps = [
             torch.from_file(str(folder / f"{number}-{peer}"), shared=True, size=num_words, dtype=torch.int64)
             for peer in range(2)
         ]
         dist.barrier()
         memory = PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]))
-        one_shot = OneShotSum(memory, rank, 2, hidden_size, dtype, CPU)
+        custom = CustomAllReduce(memory, rank, 2, hidden_size, dtype, CPU)
         norm = part_of(7, hidden_size, dtype=dtype)
         for call, rows in enumerate(ONE_SHOT_ROWS):
             x = part_of(rank, rows, hidden_size, dtype=dtype, seed=call)
             residual = part_of(9, rows, hidden_size, dtype=dtype, seed=call)
             parts = part_of(rank, 2, rows, hidden_size, seed=call)
-            results.append(one_shot.all_reduce(x))
-            results.append(one_shot.all_reduce(x[:, :20]))  # a narrower model's, such as a drafter's
-            results.append(one_shot.add_rms_norm(x, residual, norm, 1e-5))
-            results.append(one_shot.add_rms_norm(parts, residual, norm, 1e-5))
-        results.append([one_shot.fits(torch.empty(shape, dtype=dtype)) for shape in SHAPES_TO_FIT])
+            results.append(custom.all_reduce(x))
+            results.append(custom.all_reduce(x[:, :20]))  # a narrower model's, such as a drafter's
+            results.append(custom.add_rms_norm(x, residual, norm, 1e-5))
+            results.append(custom.add_rms_norm(parts, residual, norm, 1e-5))
+        results.append([custom.fits(torch.empty(shape, dtype=dtype)) for shape in SHAPES_TO_FIT])
     return results
 
 
@@ -302,17 +307,17 @@ def test_what_goes_through_peers_memory_compiles_for_a_gpu(tmp_path: Path) -> No
     """The interpreter forgives what the compiler does not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    arguments = [sys.executable, "-m", "tests.distributed.compile_one_shot"]
+    arguments = [sys.executable, "-m", "tests.distributed.compile_transport_kernels"]
     result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     names = [line.split(":")[0] for line in result.stdout.splitlines()]
-    assert names == [*["_one_shot_kernel"] * 4, "_push_kernel", "_say_kernel", "_pull_kernel", "_say_kernel"]
+    assert names == [*["_all_reduce_kernel"] * 4, "_push_kernel", "_say_kernel", "_pull_kernel", "_say_kernel"]
 
 
-# --- the lane of a pipeline -----------------------------------------------------------------------------------------
+# --- the P2P channel of a pipeline ------------------------------------------------------------------------------------
 
-LANE_STEPS = ((1, torch.bfloat16), (16, torch.bfloat16), (3, torch.float32), (5, torch.bfloat16))
-LANE_WIDTH = 600  # so that a full step takes more than one tile
+CHANNEL_STEPS = ((1, torch.bfloat16), (16, torch.bfloat16), (3, torch.float32), (5, torch.bfloat16))
+CHANNEL_WIDTH = 600  # so that a full step takes more than one tile
 
 
 def pass_along(rank: int, folder: Path) -> list[torch.Tensor]:
@@ -320,44 +325,48 @@ def pass_along(rank: int, folder: Path) -> list[torch.Tensor]:
     from tests.helpers.interpreter import mend_interpreter
 
     mend_interpreter()
-    num_words = lane_words(16, LANE_WIDTH, torch.float32)
+    num_words = p2p_channel_words(16, CHANNEL_WIDTH, torch.float32)
     maps = [
         torch.from_file(str(folder / str(peer)), shared=True, size=num_words, dtype=torch.int64) for peer in range(3)
     ]
     dist.barrier()
-    lane = PeerLane(PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps])), rank)
+    channel = P2PChannel(PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps])), rank)
     found = []
-    for step, (num_tokens, dtype) in enumerate(LANE_STEPS):
-        hidden = part_of(0, num_tokens, LANE_WIDTH, dtype=dtype, seed=step)
+    for step, (num_tokens, dtype) in enumerate(CHANNEL_STEPS):
+        hidden = part_of(0, num_tokens, CHANNEL_WIDTH, dtype=dtype, seed=step)
         tensors = IntermediateTensors(hidden, torch.zeros_like(hidden))
         if rank > 0:
             tensors = tensors.empty_like()
-            lane.receive(tensors)
+            channel.receive(tensors)
             found.append(torch.stack((tensors.hidden_states, tensors.residual)))
         if rank < 2:
-            lane.send(IntermediateTensors(tensors.hidden_states, tensors.residual + 1))
+            channel.send(IntermediateTensors(tensors.hidden_states, tensors.residual + 1))
     return found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")
 def test_steps_go_through_the_receivers_memory(tmp_path: Path) -> None:
     _, second, third = run_world(tmp_path, 3, pass_along, tmp_path, TRITON_INTERPRET="1")
-    for step, (num_tokens, dtype) in enumerate(LANE_STEPS):
-        hidden = part_of(0, num_tokens, LANE_WIDTH, dtype=dtype, seed=step)
+    for step, (num_tokens, dtype) in enumerate(CHANNEL_STEPS):
+        hidden = part_of(0, num_tokens, CHANNEL_WIDTH, dtype=dtype, seed=step)
         for added, found in ((1, second[step]), (2, third[step])):
             assert torch.equal(found[0], hidden)
             assert torch.equal(found[1], torch.full_like(hidden, added))
 
 
 def test_what_a_lane_can_pass() -> None:
-    assert can_pass(4096, torch.bfloat16) and can_pass(6, torch.float32)
-    assert not can_pass(6, torch.bfloat16)
-    assert lane_words(16, 4096, torch.bfloat16) == 2 * 16 * 1024 + 16
+    assert can_send(4096, torch.bfloat16) and can_send(6, torch.float32)
+    assert not can_send(6, torch.bfloat16)
+    assert p2p_channel_words(16, 4096, torch.bfloat16) == 2 * 16 * 1024 + 16
 
 
 def test_which_rows_can_be_summed_in_one_shot() -> None:
-    assert can_sum(4096, torch.bfloat16) and can_sum(5, torch.float32) and can_sum(16384, torch.float16)
-    assert not can_sum(5, torch.bfloat16)  # half a word
-    assert not can_sum(16385, torch.float32)
-    assert not can_sum(64, torch.float64)
-    assert one_shot_words(4096, torch.bfloat16, 2) == 2 * 2 * MAX_ROWS * 2048
+    assert (
+        can_all_reduce(4096, torch.bfloat16)
+        and can_all_reduce(5, torch.float32)
+        and can_all_reduce(16384, torch.float16)
+    )
+    assert not can_all_reduce(5, torch.bfloat16)  # half a word
+    assert not can_all_reduce(16385, torch.float32)
+    assert not can_all_reduce(64, torch.float64)
+    assert custom_all_reduce_words(4096, torch.bfloat16, 2) == 2 * 2 * MAX_ROWS * 2048

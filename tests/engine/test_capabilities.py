@@ -153,7 +153,7 @@ def run_v2(folder: Path, device: RecordingDevice) -> list[int]:
     while (output := scheduler.schedule()) is not None:
         runner.execute_model(output)
         scheduler.update(output, runner.sample_tokens(None).get())
-    return request.token_ids[len(PROMPT) :]
+    return request.output_token_ids
 
 
 def async_scheduling(subject: Subject) -> None:

@@ -4,6 +4,7 @@ against the whole list of what happens, on both runners, with drafts and without
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP
 from fleetfoot.kernels.select import select_ops
 from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput
@@ -26,8 +27,7 @@ from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.shape import PLAIN
-from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
-from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
 
 # --- what happens, written down -------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class RecordingDrafter:
     def __init__(self, log: Log) -> None:
         self.num_drafts = NUM_DRAFTS
         self.reads_hidden = False
-        self.kv_groups: tuple[LayerGroup, ...] = (LayerGroup(1, 1, 2),)
+        self.kv_specs: tuple[KVCacheSpec, ...] = (KVCacheSpec(1, 2),)
         self._log = log
 
     def load_model(self, target: CausalLM) -> None:
@@ -172,7 +172,7 @@ class Rank:
 
         self.runner: ModelRunner = make_runner(
             kind,
-            Speculation(NUM_DRAFTS, drafter=drafter) if drafts else NO_SPECULATION,
+            DraftSettings(NUM_DRAFTS, drafter=drafter) if drafts else NO_DRAFTING,
             device=device,
             connector=StepConnector(self.connector),
             pipeline=pipeline,
@@ -193,7 +193,7 @@ class Rank:
 def prefill() -> SchedulerOutput:
     """A prompt of five tokens in block 0; who runs before it has ended."""
     request = NewRequest(
-        "r0", 0, [5, 6, 7, 8, 9], 5, 0, [0, 1, 2], SamplingParams(temperature=0.9), 1, frozenset(), [], 60
+        "r0", 0, array("i", [5, 6, 7, 8, 9]), 5, 0, [0, 1, 2], SamplingParams(temperature=0.9), 1, frozenset(), [], 60
     )
     return SchedulerOutput(
         0,

@@ -354,7 +354,7 @@ def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path,
     assert output.finished and output.outputs[0].finish_reason == "abort"
     assert not engine.has_unfinished_requests()
     assert engine.has_transfers()
-    assert engine.stats().transfers.num_lent_blocks == 10
+    assert engine.stats().transfers.num_held_blocks == 10
     with pytest.raises(ValueError, match="is still being transferred"):
         engine.add_request("long", *REQUESTS["long"])
     faults.released.set()
@@ -368,7 +368,7 @@ def test_blocks_that_are_lent_come_back(runner: str, text_model: Path, expected:
     engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
     assert tokens_of(run_requests(engine, REQUESTS)) == expected
     assert not engine.has_unfinished_requests() and engine.has_transfers()
-    assert engine.stats().transfers.num_lent_blocks > 30
+    assert engine.stats().transfers.num_held_blocks > 30
     faults.released.set()
     close(engine)
 
@@ -396,7 +396,7 @@ def test_statistics_since_a_moment() -> None:
     before = TransferStats(loads_started=3, loads_done=1, loads_failed=2, loads_timed_out=1, counters={"a": 5})
     now = TransferStats(
         num_loading=1,
-        num_lent_blocks=4,
+        num_held_blocks=4,
         loads_started=9,
         loads_done=5,
         loads_failed=3,
@@ -406,7 +406,7 @@ def test_statistics_since_a_moment() -> None:
     )
     assert now.since(before) == TransferStats(
         num_loading=1,
-        num_lent_blocks=4,
+        num_held_blocks=4,
         loads_started=6,
         loads_done=4,
         loads_failed=1,

@@ -141,7 +141,7 @@ def test_requests_do_not_wait_for_blocks_of_others_to_be_sent() -> None:
         engine.add_request(str(number), [5, 6], params())
         while engine.has_unfinished_requests():
             engine.step()
-    assert (executor.num_idle, engine.stats().transfers.num_lent_blocks) == (0, 3)
+    assert (executor.num_idle, engine.stats().transfers.num_held_blocks) == (0, 3)
 
 
 def test_a_request_waits_for_lent_blocks_where_there_are_no_others() -> None:
@@ -173,7 +173,7 @@ def test_the_asynchronous_engine_steps_on_while_blocks_are_lent_and_then_sleeps(
     finally:
         llm.shutdown()
     assert executor.num_idle == 5  # not one more than there was a reason for
-    assert llm.stats().transfers.num_lent_blocks == 0
+    assert llm.stats().transfers.num_held_blocks == 0
 
 
 def test_shutting_down_ends_workers_and_connector_with_blocks_still_lent() -> None:

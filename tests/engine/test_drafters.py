@@ -25,9 +25,9 @@ from fleetfoot.scheduler.drafting import ConstantDrafts
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.draft_model import DraftModel
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings, NgramSettings
 from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import find_drafter
-from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.weights.model_loader import ModelLoader
 
@@ -55,29 +55,29 @@ class Kind:
 
 
 def make_runner(kind: Kind, *, num_blocks: int = 128, device: RecordingDevice | None = None) -> ModelRunnerV2:
-    speculation = make_speculation(
+    draft_settings = make_speculation(
         kind, load_model_config(kind.target), runner_lives.make_context(device, max_model_len=MAX_MODEL_LEN)
     )
     runner = runner_lives.make_runner(
-        "v2", speculation, device=device, folder=kind.target, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN
+        "v2", draft_settings, device=device, folder=kind.target, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN
     )
     assert isinstance(runner, ModelRunnerV2)
     return runner
 
 
-def make_speculation(kind: Kind, target: ModelConfig, context: ModelContext) -> Speculation:
+def make_speculation(kind: Kind, target: ModelConfig, context: ModelContext) -> DraftSettings:
     if not kind.drafter:
-        return NO_SPECULATION
+        return NO_DRAFTING
     if kind.drafter == "ngram":
-        return Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1))
+        return DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
     if kind.drafter == "eagle":
         wish = {"method": "eagle", "num_speculative_tokens": NUM_DRAFTS}
         found = find_drafter(EngineConfig(speculative_config=wish), target)  # type: ignore[arg-type]
         assert found is not None
-        return Speculation(NUM_DRAFTS, drafter=EagleDrafter(found, context, NUM_DRAFTS))
+        return DraftSettings(NUM_DRAFTS, drafter=EagleDrafter(found, context, NUM_DRAFTS))
     folder = kind.target if kind.drafter == "self" else SMALL
     loader = ModelLoader(load_model_config(folder), context, folder)
-    return Speculation(NUM_DRAFTS, drafter=DraftModel(loader, NUM_DRAFTS))
+    return DraftSettings(NUM_DRAFTS, drafter=DraftModel(loader, NUM_DRAFTS))
 
 
 @pytest.fixture(scope="module")

@@ -172,10 +172,10 @@ def test_blocks_that_nobody_reads_come_back(runner: str, text_model: Path, make:
     producer = make(text_model, runner=runner, kv_transfer_config=clocked(nixl("kv_producer"), clock), **ROOMY)
     prefilled(producer)
     # each prompt's blocks, with the last that is not full; "one" and "two" begin with the same five
-    assert producer.stats().transfers.num_lent_blocks == 5 + 8 + 7 + 10 - 5
+    assert producer.stats().transfers.num_held_blocks == 5 + 8 + 7 + 10 - 5
     clock.now += 479
     producer.step()
-    assert producer.stats().transfers.num_lent_blocks == 25
+    assert producer.stats().transfers.num_held_blocks == 25
     clock.now += 1
     assert settle(producer) == {"sends_expired": 4}
 

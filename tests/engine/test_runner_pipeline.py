@@ -33,7 +33,7 @@ from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings, NgramSettings
 
 REQUESTS = [wishes(number) for number in range(10)]
 PLAIN = [SamplingParams(max_tokens=12 + 5 * n, temperature=0.5 * (n % 3), ignore_eos=True) for n in range(9)]
@@ -46,13 +46,13 @@ def expected() -> dict[str, Life]:
     return live(in_one_runner(make_runner("v1")), REQUESTS)
 
 
-def make_pipeline(kinds: tuple[str, str], speculation: Speculation = NO_SPECULATION) -> LocalPipeline:
+def make_pipeline(kinds: tuple[str, str], draft_settings: DraftSettings = NO_DRAFTING) -> LocalPipeline:
     """Of two ranks, a layer each; the drafter is on the last."""
     first, last = local_pipeline(2)
-    only_their_number = Speculation(speculation.num_drafts)
+    only_their_number = DraftSettings(draft_settings.num_drafts)
     runners: list[ModelRunner] = [
         make_runner(kinds[0], only_their_number, pipeline=first, layers=range(1)),
-        make_runner(kinds[1], speculation, pipeline=last, layers=range(1, 2)),
+        make_runner(kinds[1], draft_settings, pipeline=last, layers=range(1, 2)),
     ]
     return LocalPipeline(runners)
 
@@ -72,7 +72,7 @@ def test_drafts_change_no_token(
     expected: dict[str, Life], kinds: tuple[str, str], depth: int, share_of_errors: float
 ) -> None:
     drafter = ScriptedDrafter(share_of_errors=share_of_errors)
-    pipeline = make_pipeline(kinds, Speculation(NUM_DRAFTS, drafter=drafter))
+    pipeline = make_pipeline(kinds, DraftSettings(NUM_DRAFTS, drafter=drafter))
     got = live(
         pipeline.execute,
         REQUESTS,
@@ -91,12 +91,12 @@ def test_three_ranks(kind: str) -> None:
     folder = DRAFT.parent / "story-qwen3"
     expected = live(in_one_runner(make_runner(kind, folder=folder)), REQUESTS)
     drafter = ScriptedDrafter()
-    speculations = [Speculation(NUM_DRAFTS)] * 2 + [Speculation(NUM_DRAFTS, drafter=drafter)]
+    speculations = [DraftSettings(NUM_DRAFTS)] * 2 + [DraftSettings(NUM_DRAFTS, drafter=drafter)]
     config = load_model_config(folder)
     pipeline = LocalPipeline(
         [
-            make_runner(kind, speculation, pipeline=group, layers=pipeline_layers(config, rank, 3), folder=folder)
-            for rank, (speculation, group) in enumerate(zip(speculations, local_pipeline(3), strict=True))
+            make_runner(kind, draft_settings, pipeline=group, layers=pipeline_layers(config, rank, 3), folder=folder)
+            for rank, (draft_settings, group) in enumerate(zip(speculations, local_pipeline(3), strict=True))
         ]
     )
     got = live(
@@ -131,15 +131,15 @@ def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], dr
     config = load_model_config(folder)
     expected = live(in_one_runner(make_runner("v2", folder=folder)), requests)
     drafter = ScriptedDrafter(share_of_errors=0.0 if drafts == "right" else 0.5)
-    speculation = {"none": NO_SPECULATION, "ngram": Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1))}.get(
-        drafts, Speculation(NUM_DRAFTS, drafter=drafter)
+    draft_settings = {"none": NO_DRAFTING, "ngram": DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))}.get(
+        drafts, DraftSettings(NUM_DRAFTS, drafter=drafter)
     )
-    num_drafts = speculation.num_drafts
-    device = StrictDevice if speculation.drafter is None else RecordingDevice  # the drafter looks at everything
+    num_drafts = draft_settings.num_drafts
+    device = StrictDevice if draft_settings.drafter is None else RecordingDevice  # the drafter looks at everything
     runners = [
         make_runner(
             "v2",
-            speculation if group.is_last_rank else Speculation(num_drafts),
+            draft_settings if group.is_last_rank else DraftSettings(num_drafts),
             pipeline=group,
             layers=pipeline_layers(config, rank, 3),
             folder=folder,
@@ -168,7 +168,7 @@ def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], dr
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_n_grams_change_no_token(expected: dict[str, Life], kind: str) -> None:
-    pipeline = make_pipeline((kind, kind), Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1)))
+    pipeline = make_pipeline((kind, kind), DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1)))
     assert_same(live(pipeline.execute, REQUESTS, num_drafts=NUM_DRAFTS, depth=2, num_stages=2), expected)
 
 
@@ -180,7 +180,7 @@ def test_drafting_may_pause(expected: dict[str, Life], kinds: tuple[str, str], s
     config = SchedulerConfig(64, 8, MAX_NUM_SEQS, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS, num_stages=2)
     scheduler = Scheduler(config, controller=Whims(seed))
     got = live(
-        make_pipeline(kinds, Speculation(NUM_DRAFTS, drafter=drafter)).execute,
+        make_pipeline(kinds, DraftSettings(NUM_DRAFTS, drafter=drafter)).execute,
         REQUESTS,
         scripts={name: life.token_ids for name, life in expected.items()},
         drafter=drafter,
@@ -200,7 +200,7 @@ def test_nobody_goes_on_beyond_the_end(kind: str, seed: int) -> None:
     drafter = ScriptedDrafter(share_of_errors=0.0)
     config = SchedulerConfig(64, 8, 1, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS, num_stages=2)
     got = live(
-        make_pipeline((kind, kind), Speculation(NUM_DRAFTS, drafter=drafter)).execute,
+        make_pipeline((kind, kind), DraftSettings(NUM_DRAFTS, drafter=drafter)).execute,
         params,
         scripts={name: life.token_ids for name, life in expected.items()},
         drafter=drafter,

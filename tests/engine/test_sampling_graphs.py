@@ -35,7 +35,7 @@ from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.shape import LIST_CAPACITY, SamplingVariant
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 
 pytestmark = pytest.mark.skipif(
     not native_available()[0], reason="torch's attention rounds otherwise in other batches, and here bits count"
@@ -97,8 +97,10 @@ def params_of(*wishes: dict[str, Any]) -> list[SamplingParams]:
     return [SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **wish}) for wish in wishes]
 
 
-def captured_runner(speculation: Speculation = NO_SPECULATION, device: RecordingDevice | None = None) -> ModelRunnerV2:
-    runner = make_runner("v2", speculation, device=device or StrictDevice(), ops=unwatched(select_ops("cpu")))
+def captured_runner(
+    draft_settings: DraftSettings = NO_DRAFTING, device: RecordingDevice | None = None
+) -> ModelRunnerV2:
+    runner = make_runner("v2", draft_settings, device=device or StrictDevice(), ops=unwatched(select_ops("cpu")))
     assert isinstance(runner, ModelRunnerV2)
     return runner
 
@@ -175,7 +177,7 @@ def test_features_with_drafts(share_of_errors: float) -> None:
     params = params_of(*PLAIN_ONES, *FEATURES.values(), *PLAIN_ONES)
     expected = lives_in("v2", params)
     drafter = ScriptedDrafter(share_of_errors=share_of_errors)
-    runner = captured_runner(Speculation(NUM_DRAFTS, drafter=drafter), RecordingDevice(has_graphs=True))
+    runner = captured_runner(DraftSettings(NUM_DRAFTS, drafter=drafter), RecordingDevice(has_graphs=True))
     scripts = {name: life.token_ids for name, life in expected.items()}
     got = live(in_one_runner(runner), params, num_drafts=NUM_DRAFTS, scripts=scripts, drafter=drafter)
     assert_same(got, expected, tolerance=0.0)

@@ -34,13 +34,13 @@ class RunsExecutor(ScriptedExecutor):
         result = ModelRunnerOutput([])
         for index, row in enumerate(step.rows[: step.num_sampled]):
             request = self._rows[row]
-            room = request.max_tokens_in_all - len(request.token_ids)
+            room = request.max_total_tokens - len(request.token_ids)
             most = 1 + step.num_drafts if index < step.num_decodes else 1
             count = min(room, self.rng.randint(1, most))
             done = len(request.token_ids) - request.num_prompt_tokens
             script = [*self.script[request.request_id], *[0] * 100]
             new = script[done : done + count]
-            request.token_ids += new
+            request.token_ids.extend(new)
             result.sampled_token_ids.append(new)
             if request.params.logprobs is not None:
                 result.logprobs[index] = [RowLogprobs([token], [-0.5 * token], 1) for token in new]

@@ -27,8 +27,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.speculative.speculation import NgramSettings, Speculation
-from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch, DraftSettings, NgramSettings
 
 REQUESTS = [wishes(number) for number in range(10)]
 
@@ -56,7 +55,7 @@ def test_drafts_change_no_token(
     expected: dict[str, Life], kind: str, share_of_errors: float, depth: int, budget: int
 ) -> None:
     drafter = ScriptedDrafter(share_of_errors=share_of_errors)
-    runner = make_runner(kind, Speculation(NUM_DRAFTS, drafter=drafter))
+    runner = make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter))
     got = live(
         in_one_runner(runner),
         REQUESTS,
@@ -73,7 +72,7 @@ def test_drafts_change_no_token(
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 @pytest.mark.parametrize("depth", [0, 1], ids=["lockstep", "overlapped"])
 def test_n_grams_change_no_token(expected: dict[str, Life], kind: str, depth: int) -> None:
-    runner = make_runner(kind, Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1)))
+    runner = make_runner(kind, DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1)))
     got = live(in_one_runner(runner), REQUESTS, num_drafts=NUM_DRAFTS, depth=depth)
     assert_same(got, expected)
 
@@ -84,7 +83,7 @@ def test_right_drafts_save_steps(kind: str) -> None:
     expected = live(in_one_runner(make_runner(kind)), params)
     drafter = ScriptedDrafter(share_of_errors=0.0)
     steps = []
-    execute = in_one_runner(make_runner(kind, Speculation(NUM_DRAFTS, drafter=drafter)))
+    execute = in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter)))
 
     def counted(output: SchedulerOutput) -> ModelRunnerOutput:
         steps.append(execute(output).get())
@@ -103,7 +102,7 @@ def test_drafting_may_pause(expected: dict[str, Life], kind: str, depth: int) ->
     config = SchedulerConfig(64, 8, MAX_NUM_SEQS, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS)
     scheduler = Scheduler(config, controller=Whims(0))
     got = live(
-        in_one_runner(make_runner(kind, Speculation(NUM_DRAFTS, drafter=drafter))),
+        in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter))),
         REQUESTS,
         scripts={name: life.token_ids for name, life in expected.items()},
         drafter=drafter,
@@ -120,7 +119,7 @@ def test_a_request_that_has_ended_gets_nothing(kind: str) -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     expected = live(in_one_runner(make_runner(kind)), [params])["r0"].token_ids
     drafter = ScriptedDrafter(share_of_errors=0.0, scripts={0: expected})
-    execute = in_one_runner(make_runner(kind, Speculation(NUM_DRAFTS, drafter=drafter)))
+    execute = in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter)))
     scheduler = Scheduler(SchedulerConfig(64, 8, 1, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS))
     request = Request("r0", expected[:3], params, max_tokens=4, seed=0)
     scheduler.add_request(request)
@@ -135,7 +134,7 @@ def test_what_is_told_of_a_step(kind: str) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0, logprobs=1)
     expected = live(in_one_runner(make_runner(kind)), [params, params])
     drafter = ScriptedDrafter(share_of_errors=0.0)
-    execute = in_one_runner(make_runner(kind, Speculation(NUM_DRAFTS, drafter=drafter)))
+    execute = in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter)))
     scheduler = Scheduler(SchedulerConfig(64, 8, 2, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS))
     for number in range(2):
         tokens = expected[f"r{number}"].token_ids
@@ -194,7 +193,7 @@ def test_a_drafter_is_told_the_same_by_both(expected: dict[str, Life]) -> None:
         drafters.append(CuriousDrafter())
         config = SchedulerConfig(64, 8, MAX_NUM_SEQS, 24, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS)
         live(
-            in_one_runner(make_runner(kind, Speculation(NUM_DRAFTS, drafter=drafters[-1]))),
+            in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafters[-1]))),
             REQUESTS,
             scripts={name: life.token_ids for name, life in expected.items()},
             drafter=drafters[-1],

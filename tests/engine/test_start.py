@@ -24,7 +24,7 @@ from fleetfoot.plan.backends import Backends
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.speculative.speculation import NO_SPECULATION
+from fleetfoot.speculative.drafter import NO_DRAFTING
 
 MAX_LEN = TEXT_MODEL["max_position_embeddings"]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -232,7 +232,7 @@ DIFFERENCES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     ),
     "drafter": (
         "fleetfoot.speculative.build.build_speculation",
-        lambda *_: NO_SPECULATION,
+        lambda *_: NO_DRAFTING,
         NGRAM,
         "drafter is 'none', and the plan names 'ngram'",
     ),

@@ -29,7 +29,7 @@ from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.draft_model import DraftModel
-from fleetfoot.speculative.speculation import Speculation
+from fleetfoot.speculative.drafter import DraftSettings
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from fleetfoot.weights.model_loader import ModelLoader
 
@@ -55,7 +55,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     drafter = DraftModel(ModelLoader(load_model_config(DRAFT), context, DRAFT), NUM_DRAFTS)
     config = SchedulerConfig(num_blocks, 8, MAX_NUM_SEQS, budget, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS)
     scheduler = Scheduler(config)
-    runner = make_runner("v1", Speculation(NUM_DRAFTS, drafter=drafter))
+    runner = make_runner("v1", DraftSettings(NUM_DRAFTS, drafter=drafter))
     assert_same(live(in_one_runner(runner), params, scheduler=scheduler, depth=depth), expected)
     stats = scheduler.stats()
     assert (stats.num_preemptions > 0) == (num_blocks < 64)

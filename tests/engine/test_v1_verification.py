@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import numpy as np
 import pytest
@@ -29,11 +30,11 @@ def make_step(rng: random.Random, num_decodes: int, num_ending: int) -> tuple[Ho
         length = rng.randint(5, 30)
         computed = length - 1 if index < num_decodes else 0
         blocks = list(range(row * 11, row * 11 + 11))
-        tokens = [rng.randint(1, 3) for _ in range(length)]
+        tokens = array("i", [rng.randint(1, 3) for _ in range(length)])
         most = length + (rng.randint(0, 5) if index < num_decodes else 9)
         requests.append(
             NewRequest(
-                str(row), row, tokens, 2, computed, blocks, SamplingParams(), 0, frozenset(), [], max_tokens_in_all=most
+                str(row), row, tokens, 2, computed, blocks, SamplingParams(), 0, frozenset(), [], max_total_tokens=most
             )
         )
     counts = [1 + NUM_DRAFTS] * num_decodes + [len(r.token_ids) for r in requests[num_decodes:]]

@@ -111,13 +111,13 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
         if len(requests) < 12 and rng.random() < 0.5:
             wishes = rng.choice([{}, {"top_k": 5}, {"logprobs": 2}, {"presence_penalty": 1.0}, {"temperature": 0.0}])
             requests.append(add(scheduler, f"r{len(requests)}", rng.randint(1, 50), **wishes))
-            requests[-1].max_tokens_in_all = requests[-1].num_prompt_tokens + rng.randint(1, 20)
+            requests[-1].max_total_tokens = requests[-1].num_prompt_tokens + rng.randint(1, 20)
         output = scheduler.schedule()
         if output is not None:
             runner.execute_model(output)
             scheduler.update(output, runner.sample_tokens(None).get())
     scheduler.check_idle()
-    return {request.request_id: request.token_ids for request in requests}
+    return {request.request_id: request.token_ids.tolist() for request in requests}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -146,7 +146,7 @@ def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> No
         taken: list[TakenStep] = []
         for sizes in ((75, 122), (60, 37), (60, 36)):  # 100 tokens, then 97 and a decode; 97; 96
             for number, size in enumerate(sizes):
-                add(scheduler, f"r{number}", size, **wishes).max_tokens_in_all = size + 3
+                add(scheduler, f"r{number}", size, **wishes).max_total_tokens = size + 3
             taken += run_steps(scheduler, in_one_runner(runner))
         scheduler.check_idle()
         runs.append(taken)
@@ -246,7 +246,7 @@ def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler = make_scheduler()
         request = add(scheduler, "a", 20, temperature=1.0)
         take_steps(scheduler, in_one_runner(runner), 10)
-        tokens.append(request.token_ids)
+        tokens.append(request.token_ids.tolist())
     assert tokens[0] == tokens[1]
 
 

@@ -19,7 +19,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.speculative.speculation import Speculation
+from fleetfoot.speculative.drafter import DraftSettings
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -30,7 +30,7 @@ def test_captured_steps_verify_and_draft(greedy: bool) -> None:
     ]
     expected = live(in_one_runner(make_runner("v2")), params)
     drafter = ScriptedDrafter()
-    runner = make_runner("v2", Speculation(NUM_DRAFTS, drafter=drafter), device=RecordingDevice(has_graphs=True))
+    runner = make_runner("v2", DraftSettings(NUM_DRAFTS, drafter=drafter), device=RecordingDevice(has_graphs=True))
     scripts = {name: life.token_ids for name, life in expected.items()}
     got = live(in_one_runner(runner), params, num_drafts=NUM_DRAFTS, scripts=scripts, drafter=drafter, depth=1)
     assert_same(got, expected)
@@ -41,7 +41,7 @@ def test_captured_steps_verify_and_draft(greedy: bool) -> None:
 def test_a_steady_step_with_drafts_is_one_copy_in_one_copy_out_and_no_wait() -> None:
     device = RecordingDevice(has_graphs=True)
     drafter = ScriptedDrafter(share_of_errors=1.0)
-    runner = make_runner("v2", Speculation(NUM_DRAFTS, drafter=drafter), device=device)
+    runner = make_runner("v2", DraftSettings(NUM_DRAFTS, drafter=drafter), device=device)
     config = SchedulerConfig(64, 8, MAX_NUM_SEQS, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS)
     scheduler = Scheduler(config)
     for number in range(3):

@@ -9,16 +9,16 @@ import torch
 from tests.helpers.kv_bench import Bench, same, transfer_config
 
 from fleetfoot.kv_transfer.base.block_copies import CudaBlockCopies, HostMemory, block_copies
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.runner.kv_cache import allocate_kv_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 GPU = torch.device("cuda")
 SHAPES = {
-    "plain": KVLayout(64, 16, "bfloat16", (LayerGroup(8, 8, 128),)),
-    "with-drafter": KVLayout(64, 4, "float16", (LayerGroup(3, 2, 64), LayerGroup(1, 1, 32))),
-    "odd": KVLayout(16, 1, "float16", (LayerGroup(2, 1, 3),)),
+    "plain": KVLayout(64, 16, "bfloat16", (KVCacheSpec(8, 128),) * 8),
+    "with-drafter": KVLayout(64, 4, "float16", (*[KVCacheSpec(2, 64)] * 3, KVCacheSpec(1, 32))),
+    "odd": KVLayout(16, 1, "float16", (KVCacheSpec(1, 3),) * 2),
 }
 
 

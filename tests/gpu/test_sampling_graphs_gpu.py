@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
         request = NewRequest(
             request_id=str(row),
             row=row,
-            token_ids=tokens,
+            token_ids=array("i", tokens),
             num_prompt_tokens=10 + row,
             num_computed_tokens=0,
             block_ids=list(range(8 * row, 8 * row + 8)),

@@ -34,7 +34,7 @@ from fleetfoot.config.model import ModelConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
 from fleetfoot.distributed import torch_groups  # noqa: E402
-from fleetfoot.distributed.custom_all_reduce import OneShotSum, one_shot_words  # noqa: E402
+from fleetfoot.distributed.custom_all_reduce import CustomAllReduce, custom_all_reduce_words  # noqa: E402
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP  # noqa: E402
 from fleetfoot.distributed.peer_memory import PeerMemory  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
@@ -48,9 +48,9 @@ from fleetfoot.runner.capture_table import CaptureTable, GraphKey  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
 from fleetfoot.runner.v2.warm_up import KernelCompiler, warm_up_steps  # noqa: E402
 from fleetfoot.speculative.draft_model import DraftModel  # noqa: E402
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings, NgramSettings  # noqa: E402
 from fleetfoot.speculative.eagle import EagleDrafter  # noqa: E402
 from fleetfoot.speculative.find import DrafterModel  # noqa: E402
-from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation  # noqa: E402
 from fleetfoot.weights.model_loader import ModelLoader  # noqa: E402
 from tests.helpers.local_pipeline import MAX_NUM_TOKENS, local_pipeline  # noqa: E402
 from tests.helpers.recording_device import RecordingDevice  # noqa: E402
@@ -153,42 +153,42 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
         max_model_len=MAX_MODEL_LEN,
         capture_table=table,
         device=RecordingDevice(has_graphs=True),
-        speculation=make_speculation(kind, config, context, is_last=pipeline.is_last_rank),
+        draft_settings=make_speculation(kind, config, context, is_last=pipeline.is_last_rank),
         pipeline=pipeline,
     )
     runner.load_model()
     name = str(kind.dtype).removeprefix("torch.")
     layout = KVLayout.of(config, 40, 16, name, tensor_parallel_size=kind.tensor_size, layers=layers)
-    if runner._speculation.drafter is not None:
-        layout = layout.with_groups(runner._speculation.drafter.kv_groups)
+    if runner._draft_settings.drafter is not None:
+        layout = layout.with_layers(runner._draft_settings.drafter.kv_specs)
     runner.initialize_kv_cache(layout)
     return runner
 
 
-def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, is_last: bool) -> Speculation:
+def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, is_last: bool) -> DraftSettings:
     if kind.method is None:
-        return NO_SPECULATION
+        return NO_DRAFTING
     if not is_last:
-        return Speculation(NUM_DRAFTS)
+        return DraftSettings(NUM_DRAFTS)
     if kind.method == "ngram":
-        return Speculation(NUM_DRAFTS, ngram=NgramSettings(3, 1))
+        return DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP)
     small = replace(config, num_layers=1, layer_windows=(None,))
     if kind.method == "eagle":
         found = DrafterModel("eagle", "head", embedded_model_path(), small)
-        return Speculation(NUM_DRAFTS, drafter=EagleDrafter(found, alone, NUM_DRAFTS, "dummy"))
+        return DraftSettings(NUM_DRAFTS, drafter=EagleDrafter(found, alone, NUM_DRAFTS, "dummy"))
     small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
-    return Speculation(NUM_DRAFTS, drafter=DraftModel(ModelLoader(small, alone, None, "dummy"), NUM_DRAFTS))
+    return DraftSettings(NUM_DRAFTS, drafter=DraftModel(ModelLoader(small, alone, None, "dummy"), NUM_DRAFTS))
 
 
 def make_tensor_group(kind: Kind, config: ModelConfig) -> torch_groups.CudaTensorGroup:
     """A rank whose peers are not there: gathering with them is an error."""
-    size, one_shot = kind.tensor_size, None
+    size, custom_all_reduce = kind.tensor_size, None
     if kind.has_peer_memory:
-        num_words = one_shot_words(config.hidden_size, kind.dtype, size)
+        num_words = custom_all_reduce_words(config.hidden_size, kind.dtype, size)
         memory = PeerMemory(torch.zeros(num_words, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
-        one_shot = OneShotSum(memory, 0, size, config.hidden_size, kind.dtype, CPU)
-    group = torch_groups.CudaTensorGroup(dist.group.WORLD, one_shot)
+        custom_all_reduce = CustomAllReduce(memory, 0, size, config.hidden_size, kind.dtype, CPU)
+    group = torch_groups.CudaTensorGroup(dist.group.WORLD, custom_all_reduce)
     group.size = size
     return group
 

@@ -67,14 +67,14 @@ class FakeSchedulerConnector(SchedulerConnector):
     def _blocks(self, request: Request, first: int, last: int) -> list[Block]:
         size = self.block_size
         blocks = [
-            (request.block_ids[i], request.block_hashes[i], request.token_ids[i * size : (i + 1) * size])
+            (request.block_ids[i], request.block_hashes[i], request.token_ids[i * size : (i + 1) * size].tolist())
             for i in range(first, last)
         ]
         assert all(len(tokens) == size for _, _, tokens in blocks), "a block counts as full whose tokens are not known"
         return blocks
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        assert not request.wants_prompt_logprobs
+        assert not request.has_prompt_logprobs
         first = num_computed_tokens // self.block_size
         usable = request.block_hashes[first : (request.num_tokens - 1) // self.block_size]
         assert len(usable) == (request.num_tokens - 1) // self.block_size - first

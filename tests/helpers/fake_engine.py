@@ -161,10 +161,10 @@ class FakeEngine:
 
     def settle(self) -> None:
         """Step until nothing is in flight, lent or pending."""
-        while self.in_flight or self.scheduler.has_unfinished or self.scheduler.transfers.is_pending:
+        while self.in_flight or self.scheduler.has_unfinished or self.scheduler.transfers.has_pending:
             self.step()
         self.scheduler.check_idle()
-        assert self.scheduler.transfers.num_lent_blocks == 0
+        assert self.scheduler.transfers.num_held_blocks == 0
         assert self.scheduler.pool.num_free == self.config.num_blocks
 
 
@@ -172,7 +172,7 @@ def expected_output(request: Request) -> list[int]:
     """What the fake model gives the request alone."""
     return reference(
         request.token_ids[: request.num_prompt_tokens],
-        request.max_tokens_in_all - request.num_prompt_tokens,
+        request.max_total_tokens - request.num_prompt_tokens,
         request.stop_token_ids,
         request.params.min_tokens,
         VOCAB,

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.block_pool import BlockPool
 
 
-def next_token(token_ids: list[int], vocab_size: int) -> int:
+def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
     """The fake model: any function of the whole sequence, so that a wrong token anywhere shows in all that follow."""
-    digest = hashlib.blake2b(repr(token_ids).encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(repr(list(token_ids)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % vocab_size
 
 
-def reference(prompt: list[int], max_tokens: int, stops: frozenset[int], min_tokens: int, vocab_size: int) -> list[int]:
+def reference(
+    prompt: Sequence[int], max_tokens: int, stops: frozenset[int], min_tokens: int, vocab_size: int
+) -> list[int]:
     """The output of the fake model for a request that runs alone."""
     token_ids = list(prompt)
     while len(token_ids) - len(prompt) < max_tokens:
@@ -95,7 +98,7 @@ class FakeRunner:
                 assert begin == len(self.rows[row].token_ids) - 1, "a decode has more than one known token to compute"
                 self._write(row, begin, [self.rows[row].token_ids[-1], *self.drafts_of(row, width - 1)])
             else:
-                self._write(row, begin, self.rows[row].token_ids[begin : begin + count])
+                self._write(row, begin, self.rows[row].token_ids[begin : begin + count].tolist())
                 self.computed[row] = begin + count
         for request in output.new_requests:
             for position in range(request.num_computed_tokens):
@@ -104,7 +107,7 @@ class FakeRunner:
         result = ModelRunnerOutput([])
         for index, row in enumerate(output.rows):
             request, computed = self.rows[row], self.computed[row]
-            assert [self.slots[self._slot(row, p)] for p in range(computed)] == request.token_ids[:computed], (
+            assert [self.slots[self._slot(row, p)] for p in range(computed)] == list(request.token_ids[:computed]), (
                 "a KV block holds other tokens than its request's"
             )
             if index < output.num_decodes:
@@ -129,10 +132,10 @@ class FakeRunner:
     def _sample(self, row: int, most: int) -> list[int]:
         """Up to ``most`` of the model's own tokens."""
         request = self.rows[row]
-        most = min(most, request.max_tokens_in_all - len(request.token_ids))
+        most = min(most, request.max_total_tokens - len(request.token_ids))
         for _ in range(most):
             request.token_ids.append(next_token(request.token_ids, self.vocab_size))
-        return request.token_ids[len(request.token_ids) - most :] if most else []
+        return request.token_ids[len(request.token_ids) - most :].tolist() if most else []
 
     def _verify(self, row: int, num_drafts: int) -> list[int]:
         new: list[int] = []
@@ -154,7 +157,7 @@ class FakeRunner:
         self.drafts[row] = guess[len(request.token_ids) :]
         if self.has_draft_kv:
             position = len(request.token_ids) - 1
-            for behind in range(position, min(position + num_drafts, request.max_tokens_in_all - 1)):
+            for behind in range(position, min(position + num_drafts, request.max_total_tokens - 1)):
                 self._check_block(self._slot(row, behind))
 
     def _check_groups(self, output: SchedulerOutput) -> None:
@@ -172,7 +175,7 @@ class FakeRunner:
 
     def _write(self, row: int, begin: int, token_ids: list[int]) -> None:
         """Those that are an input; from the last token on nothing is."""
-        last = self.rows[row].max_tokens_in_all - 1
+        last = self.rows[row].max_total_tokens - 1
         self.oldest[row] = min(self.oldest[row], self.weights)
         for position, token in enumerate(token_ids[: max(0, last - begin)], start=begin):
             slot = self._slot(row, position)
@@ -182,4 +185,4 @@ class FakeRunner:
 
     def _check_block(self, slot: int) -> None:
         if self.pool is not None:
-            assert self.pool.state(slot // self.block_size) in ("FILLING", "READY", "LENT"), "written to a free block"
+            assert self.pool.state(slot // self.block_size) in ("FILLING", "READY", "HELD"), "written to a free block"

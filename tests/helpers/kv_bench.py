@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,16 +15,16 @@ from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.base.block_copies import CopyEvent, CpuBlockCopies
 from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.step_connector import StepConnector
-from fleetfoot.scheduler.block_hash import extend_chain, root_hash
+from fleetfoot.scheduler.request_blocks import extend_chain, root_hash
 
 BLOCK_SIZE = 4
-LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (LayerGroup(2, 2, 6), LayerGroup(1, 1, 4)))
+LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(1, 4)))
 """Of a rank: two layers of a model, and a drafter's, which is of another shape."""
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -121,7 +122,7 @@ class Bench:
     def request(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int] = ()) -> Request:
         """A request whose hashes are known, and whose blocks are these."""
         request = Request(request_id, list(tokens), SamplingParams(), max_tokens=8, seed=0)
-        request.block_hashes = extend_chain(root_hash(None), tokens, 0, len(tokens), BLOCK_SIZE)
+        request.block_hashes = extend_chain(root_hash(None), array("i", tokens), 0, len(tokens), BLOCK_SIZE)
         request.block_ids = list(block_ids)
         return request
 

@@ -233,8 +233,8 @@ class Engine(Bench):
         self.scheduler.check_request(request)
         request.token_ids.append(99)
         request.status = RequestStatus.FINISHED_LENGTH
-        is_lent, params = self.scheduler.request_finished(request)
-        assert is_lent == (params is not None)
+        is_held, params = self.scheduler.request_finished(request)
+        assert is_held == (params is not None)
         if tells:
             self.step(idle=True)
         return params

@@ -8,7 +8,7 @@ import torch
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.records.intermediate import IntermediateTensors
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, without_token_ids
 from fleetfoot.runner.contract import ModelRunner, PendingOutput
 
 MAX_NUM_TOKENS = 64
@@ -64,13 +64,13 @@ class LocalPipelineGroup(PipelineGroup):
     def send(self, tensors: IntermediateTensors) -> None:
         self._ways[self.rank].append(IntermediateTensors(tensors.hidden_states.clone(), tensors.residual.clone()))
 
-    def send_packet(self, packet: torch.Tensor) -> None:
+    def send_sampled_tokens(self, packet: torch.Tensor) -> None:
         assert self.is_last_rank
         assert packet.dtype is torch.int32
         for queue in self._packets:
             queue.append(packet.clone())
 
-    def receive_packet(self, packet: torch.Tensor) -> None:
+    def receive_sampled_tokens(self, packet: torch.Tensor) -> None:
         assert self._packets[self.rank], "a rank waits for a packet that was not sent yet"
         packet.copy_(self._packets[self.rank].popleft())  # of the same shape, or it raises
 
@@ -115,7 +115,8 @@ class LocalPipeline:
         """The other ranks' parts of the oldest step."""
         output, waiting = self._behind.popleft()
         for runner in self._runners[1:]:
-            assert runner.execute_model(output) is None
+            is_last = runner is self._runners[-1]
+            assert runner.execute_model(output if is_last else without_token_ids(output)) is None
             waiting.pending = runner.sample_tokens(None)
 
     def wait_for(self, waiting: _Waiting) -> None:

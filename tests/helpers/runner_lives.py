@@ -19,7 +19,7 @@ from fleetfoot.kernels.opset import OpSet
 from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
@@ -31,8 +31,7 @@ from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
-from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
 from fleetfoot.weights.model_loader import ModelLoader
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.steps import Execute, run_steps
@@ -52,7 +51,7 @@ class ScriptedDrafter:
 
     num_drafts: int = NUM_DRAFTS
     share_of_errors: float = 0.3
-    kv_groups: tuple[LayerGroup, ...] = ()
+    kv_specs: tuple[KVCacheSpec, ...] = ()
     reads_hidden = True
     scripts: dict[int, list[int]] = field(default_factory=dict)
     """Row -> all tokens of its request, as they come without drafts."""
@@ -63,7 +62,7 @@ class ScriptedDrafter:
         assert target.is_last
 
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        assert len(kv_caches) == sum(group.num_layers for group in self.kv_groups)
+        assert len(kv_caches) == len(self.kv_specs)
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         if not num_drafts:
@@ -137,7 +136,7 @@ def make_context(
 
 def make_runner(
     kind: str,
-    speculation: Speculation = NO_SPECULATION,
+    draft_settings: DraftSettings = NO_DRAFTING,
     *,
     device: RecordingDevice | None = None,
     connector: StepConnector | None = None,
@@ -168,7 +167,7 @@ def make_runner(
             loader,
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=max_model_len,
-            speculation=speculation,
+            draft_settings=draft_settings,
             connector=connector,
             pipeline=pipeline,
         )
@@ -183,17 +182,17 @@ def make_runner(
                 enforce_eager=not (device is not None and device.has_graphs),
                 max_num_seqs=MAX_NUM_SEQS,
                 max_num_batched_tokens=64,
-                num_drafts=speculation.num_drafts,
+                num_drafts=draft_settings.num_drafts,
             ),
             device=device,
-            speculation=speculation,
+            draft_settings=draft_settings,
             connector=connector,
             pipeline=pipeline,
         )
     runner.load_model()
     layout = KVLayout.of(config, num_blocks, BLOCK_SIZE, "float32", layers=layers)
-    if speculation.drafter is not None:
-        layout = layout.with_groups(speculation.drafter.kv_groups)
+    if draft_settings.drafter is not None:
+        layout = layout.with_layers(draft_settings.drafter.kv_specs)
     runner.initialize_kv_cache(layout)
     return runner
 

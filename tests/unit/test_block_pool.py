@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetfoot.scheduler.block_hash import extend_chain, root_hash
 from fleetfoot.scheduler.block_pool import BlockPool, OutOfBlocksError
+from fleetfoot.scheduler.request_blocks import extend_chain, root_hash
 
 
 def digest(name: object) -> bytes:
@@ -29,40 +30,47 @@ def lookup(pool: BlockPool, *names: str) -> list[int]:
     return pool.lookup([digest(name) for name in names])
 
 
-def test_blocks_are_given_and_taken_back() -> None:
+def states(pool: BlockPool, blocks: list[int]) -> set[str]:
+    return {pool.state(block) for block in blocks}
+
+
+def test_blocks_are_taken_and_freed() -> None:
     pool = BlockPool(5, 4)
     assert (pool.num_free, pool.usage) == (5, 0.0)
     first, second = pool.take(2), pool.take(3)
     assert sorted(first + second) == [0, 1, 2, 3, 4]
     assert (pool.num_free, pool.usage) == (0, 1.0)
-    assert {pool.state(block) for block in first + second} == {"FILLING"}
+    assert states(pool, first + second) == {"FILLING"}
     pool.check_integrity([first, second])
     pool.free(first)
     assert pool.num_free == 2
-    assert {pool.state(block) for block in first} == {"FREE"}
+    assert states(pool, first) == {"FREE"}
     pool.check_integrity([second])
     assert sorted(pool.take(2)) == sorted(first)
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (-1, 16), (4, 0)])
-def test_no_pool_of_nothing(num_blocks: int, block_size: int) -> None:
+def test_an_empty_pool_is_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match=f"not {num_blocks} of {block_size}"):
         BlockPool(num_blocks, block_size)
 
 
-def test_asking_for_too_many_takes_none() -> None:
+def test_errors() -> None:
     pool = BlockPool(3, 4)
-    pool.take(1)
-    with pytest.raises(OutOfBlocksError, match="3 KV blocks asked for, 2 of 3 free"):
+    blocks = pool.take(1)
+    with pytest.raises(OutOfBlocksError, match="3 KV blocks requested, 2 of 3 free"):
         pool.take(3)
     assert pool.num_free == 2
     assert pool.take(0) == []
-
-
-def test_freeing_twice_is_an_error() -> None:
-    pool = BlockPool(3, 4)
-    blocks = pool.take(1)
-    pool.free(blocks)
+    with pytest.raises(RuntimeError, match="KV block 0 is not held and cannot be released"):
+        pool.release(blocks)
+    pool.hold(blocks)
+    with pytest.raises(RuntimeError, match="KV block 0 was freed twice"):
+        pool.free(blocks)
+    with pytest.raises(RuntimeError, match="block 0 has 1 holds, 0 holders"):
+        pool.check_integrity([blocks])
+    pool.release(blocks)
+    pool.check_integrity([])
     with pytest.raises(RuntimeError, match=f"KV block {blocks[0]} was freed twice"):
         pool.free(blocks)
 
@@ -70,20 +78,20 @@ def test_freeing_twice_is_an_error() -> None:
 def test_a_published_block_is_hit_while_in_use_and_after() -> None:
     pool = BlockPool(4, 4)
     blocks = published(pool, "a", "b")
-    assert {pool.state(block) for block in blocks} == {"READY"}
+    assert states(pool, blocks) == {"READY"}
     assert lookup(pool, "a", "b", "c") == blocks
-    assert lookup(pool, "x", "a") == []  # a chain ends at the first block that is not there
-    assert pool.num_idle(blocks) == 0
+    assert lookup(pool, "x", "a") == []  # a chain ends at the first missing block
+    assert pool.num_unreferenced(blocks) == 0
     pool.share(blocks)
     pool.check_integrity([blocks, blocks])
     pool.free(blocks)
-    assert pool.num_free == 2  # one of two owners has gone
+    assert pool.num_free == 2  # the second owner remains
     pool.free(blocks)
     assert pool.num_free == 4
     assert lookup(pool, "a", "b") == blocks
-    assert pool.num_idle(blocks) == 2
+    assert pool.num_unreferenced(blocks) == 2
     pool.share(blocks)
-    assert {pool.state(block) for block in blocks} == {"READY"}
+    assert states(pool, blocks) == {"READY"}
     assert pool.num_free == 2
     pool.check_integrity([blocks])
 
@@ -95,7 +103,7 @@ def test_plain_blocks_go_first_then_the_least_recently_used() -> None:
     pool.free(old)
     pool.free(new)
     pool.free(plain)
-    assert pool.take(2) == plain  # the last block of a list is put back first, so its first one is taken first
+    assert pool.take(2) == plain  # the last block of a list is freed first, so its first one is taken first
     pool.share(lookup(pool, "old1"))  # a hit makes it the most recently used once it is free again
     pool.free(old[:1])
     assert pool.take(1) == [old[1]]  # of one prefix, the tail before the head
@@ -106,22 +114,15 @@ def test_plain_blocks_go_first_then_the_least_recently_used() -> None:
     assert lookup(pool, "old1") == []
 
 
-def test_of_two_equal_blocks_the_first_is_cached() -> None:
+def test_of_two_equal_blocks_the_first_is_cached_under_its_first_hash() -> None:
     pool = BlockPool(3, 4)
     first, second = published(pool, "a"), published(pool, "a")
-    assert lookup(pool, "a") == first
+    pool.publish(first[0], digest("b"))
+    assert (lookup(pool, "a"), lookup(pool, "b")) == (first, [])
     pool.free(second)
     assert lookup(pool, "a") == first
     pool.check_integrity([first])
-    assert pool.take(2)[0] == second[0]  # it holds nothing that anybody could hit
-
-
-def test_a_block_keeps_its_first_name() -> None:
-    pool = BlockPool(2, 4)
-    (block,) = published(pool, "a")
-    pool.publish(block, digest("b"))
-    assert lookup(pool, "a") == [block]
-    assert lookup(pool, "b") == []
+    assert pool.take(2)[0] == second[0]  # it holds no cached prefix
 
 
 def test_without_caching_nothing_is_found() -> None:
@@ -132,74 +133,60 @@ def test_without_caching_nothing_is_found() -> None:
     pool.check_integrity([])
 
 
-def test_lent_blocks_wait_for_their_end() -> None:
+def test_held_blocks_are_not_free_until_they_are_released() -> None:
     pool = BlockPool(4, 4)
     alone, shared = pool.take(2), published(pool, "s")
     pool.share(shared)
-    pool.lend(alone + shared)
-    assert {pool.state(block) for block in alone} == {"LENT"}
-    assert pool.state(shared[0]) == "READY"  # somebody else still owns it
+    pool.hold(alone + shared)
+    assert states(pool, alone) == {"HELD"}
+    assert states(pool, shared) == {"READY"}  # it has another owner
     assert pool.num_free == 1
     pool.check_integrity([alone + shared, shared], [alone + shared])
-    pool.take_back(alone + shared)
+    pool.release(alone + shared)
     assert pool.num_free == 3
     pool.check_integrity([shared])
 
 
-def test_a_lent_block_that_is_hit_has_an_owner_again() -> None:
+def test_a_held_block_that_is_hit_has_an_owner_again() -> None:
     pool = BlockPool(2, 4)
     blocks = published(pool, "a")
-    pool.lend(blocks)
-    assert pool.state(blocks[0]) == "LENT"
+    pool.hold(blocks)
+    assert states(pool, blocks) == {"HELD"}
     pool.share(lookup(pool, "a"))
-    assert pool.state(blocks[0]) == "READY"
-    pool.take_back(blocks)  # the step has retired
-    assert (pool.state(blocks[0]), pool.num_free) == ("READY", 1)
+    assert states(pool, blocks) == {"READY"}
+    pool.release(blocks)  # the step has retired
+    assert (states(pool, blocks), pool.num_free) == ({"READY"}, 1)
     pool.check_integrity([blocks])
 
 
-def test_blocks_are_lent_to_several_borrowers() -> None:
+def test_blocks_have_several_holds() -> None:
     pool = BlockPool(3, 4)
     blocks = published(pool, "a", "b")
-    pool.lend_more(blocks)  # a connector reads them,
-    assert {pool.state(block) for block in blocks} == {"READY"}
-    pool.lend(blocks)  # and then their request goes, with a step in flight
-    assert {pool.state(block) for block in blocks} == {"LENT"}
+    pool.hold(blocks, add_reference=True)  # a connector reads them,
+    assert states(pool, blocks) == {"READY"}
+    pool.hold(blocks)  # then their request ends, with a step in flight
+    assert states(pool, blocks) == {"HELD"}
     pool.check_integrity([blocks, blocks], [blocks, blocks])
-    pool.take_back(blocks)
-    assert {pool.state(block) for block in blocks} == {"LENT"}
+    pool.release(blocks)
+    assert states(pool, blocks) == {"HELD"}
     pool.share(blocks[:1])
-    assert [pool.state(block) for block in blocks] == ["READY", "LENT"]
+    assert [pool.state(block) for block in blocks] == ["READY", "HELD"]
     pool.free(blocks[:1])
-    assert {pool.state(block) for block in blocks} == {"LENT"}
+    assert states(pool, blocks) == {"HELD"}
     pool.publish(blocks[0], digest("c"))
-    assert pool.state(blocks[0]) == "LENT"
+    assert pool.state(blocks[0]) == "HELD"
     assert pool.num_free == 1
-    pool.take_back(blocks)
+    pool.release(blocks)
     assert pool.num_free == 3
     assert lookup(pool, "a", "b") == blocks
     pool.check_integrity([])
 
 
-def test_lent_blocks_can_neither_be_freed_nor_taken_back_twice() -> None:
-    pool = BlockPool(2, 4)
-    blocks = pool.take(1)
-    with pytest.raises(RuntimeError, match="KV block 0 is not lent and cannot be taken back"):
-        pool.take_back(blocks)
-    pool.lend(blocks)
-    with pytest.raises(RuntimeError, match="KV block 0 was freed twice"):
-        pool.free(blocks)
-    with pytest.raises(RuntimeError, match="block 0 is lent 1 times, 0 borrowers"):
-        pool.check_integrity([blocks])
-    pool.take_back(blocks)
-    pool.check_integrity([])
-
-
-def test_forgetting_keeps_blocks_in_use() -> None:
+def test_clearing_the_cache_keeps_blocks_in_use() -> None:
     pool = BlockPool(4, 4)
     used, idle = published(pool, "used"), published(pool, "idle")
     pool.free(idle)
-    pool.forget()
+    pool.clear_cache()
     assert lookup(pool, "used") == lookup(pool, "idle") == []
     assert pool.num_free == 3
     pool.check_integrity([used])
@@ -223,36 +210,24 @@ def test_wrong_owners_are_found(owners: list[list[int]], message: str) -> None:
         pool.check_integrity(owners)
 
 
-def _double_free(pool: BlockPool) -> None:
-    pool._plain.append(pool._plain[0])
-
-
-def _lose(pool: BlockPool) -> None:
-    pool._plain.pop()
-
-
-def _wrong_state(pool: BlockPool) -> None:
-    pool._states[2] = 1
-
-
-def _wrong_hash(pool: BlockPool) -> None:
-    pool._hashes = [None] * 4
-
-
 @pytest.mark.parametrize(
-    ("tear", "message"),
+    ("corrupt", "message"),
     [
-        (_double_free, "is free twice"),
-        (_lose, "is FREE with 0 references"),
-        (_wrong_state, "block 2 is FILLING with 0 references"),
-        (_wrong_hash, "kept for a cached prefix that it does not hold.*the hash of block 0 stands elsewhere"),
+        (lambda pool: pool._plain.append(pool._plain[0]), "is free twice"),
+        (lambda pool: pool._plain.pop(), "is FREE with 0 references"),
+        (lambda pool: pool._states.__setitem__(2, 1), "block 2 is FILLING with 0 references"),
+        (
+            lambda pool: pool._hashes.__setitem__(slice(None), [None] * 4),
+            "kept for a cached prefix that it does not hold.*the hash of block 0 maps elsewhere",
+        ),
     ],
+    ids=["double free", "lost", "wrong state", "wrong hash"],
 )
-def test_torn_books_are_found(tear: Callable[[BlockPool], None], message: str) -> None:
+def test_a_corrupt_pool_is_found(corrupt: Callable[[BlockPool], None], message: str) -> None:
     pool = BlockPool(4, 4)
     pool.free(published(pool, "a"))
     pool.check_integrity([])
-    tear(pool)
+    corrupt(pool)
     with pytest.raises(RuntimeError, match=message):
         pool.check_integrity([])
 
@@ -266,7 +241,7 @@ def test_against_a_plain_model(seed: int, num_blocks: int, caching: bool) -> Non
     owners: list[list[int]] = []
     contents: dict[int, str] = {}  # block -> what was last published in it, until it is given away
     for _ in range(60):
-        action = rng.choice(["take", "share", "publish", "free", "forget"])
+        action = rng.choice(["take", "share", "publish", "free", "clear"])
         if action == "take":
             count = rng.randint(0, num_blocks)
             if count <= pool.num_free:
@@ -291,9 +266,9 @@ def test_against_a_plain_model(seed: int, num_blocks: int, caching: bool) -> Non
                 pool.publish(block, digest(contents[block]))
         elif action == "free" and owners:
             pool.free(owners.pop(rng.randrange(len(owners))))
-        elif action == "forget" and rng.random() < 0.2:
-            pool.forget()
-            contents = dict.fromkeys(contents, "forgotten")
+        elif action == "clear" and rng.random() < 0.2:
+            pool.clear_cache()
+            contents = dict.fromkeys(contents, "cleared")
         for name in "abcd":
             found = lookup(pool, name)
             assert caching or not found
@@ -308,18 +283,20 @@ def test_against_a_plain_model(seed: int, num_blocks: int, caching: bool) -> Non
 # --- block hashes ---------------------------------------------------------------------------------------------------
 
 
-def test_hashes_depend_on_all_that_came_before() -> None:
+def chain(parent: bytes, tokens: list[int], start: int, stop: int, block_size: int = 4) -> list[bytes]:
+    return extend_chain(parent, array("i", tokens), start, stop, block_size)
+
+
+def test_hashes_depend_on_all_tokens_before() -> None:
     tokens = list(range(12))
     root = root_hash(None)
-    hashes = extend_chain(root, tokens, 0, 12, 4)
+    hashes = chain(root, tokens, 0, 12)
     assert len(set(hashes)) == 3
-    assert extend_chain(root, tokens, 0, 11, 4) == hashes[:2]  # the rest of a block is left out
-    assert extend_chain(hashes[0], tokens, 4, 12, 4) == hashes[1:]  # in pieces or at once
-    changed = [99, *tokens[1:]]
-    assert not set(extend_chain(root, changed, 0, 12, 4)) & set(hashes)
-    swapped = tokens[4:8] + tokens[:4]
-    assert not set(extend_chain(root, swapped, 0, 8, 4)) & set(hashes)
-    assert extend_chain(root, tokens, 0, 3, 4) == []
+    assert chain(root, tokens, 0, 11) == hashes[:2]  # the rest of a block is left out
+    assert chain(hashes[0], tokens, 4, 12) == hashes[1:]  # in pieces or at once
+    assert not set(chain(root, [99, *tokens[1:]], 0, 12)) & set(hashes)
+    assert not set(chain(root, tokens[4:8] + tokens[:4], 0, 8)) & set(hashes)
+    assert chain(root, tokens, 0, 3) == []
 
 
 def test_salts_give_other_chains() -> None:
@@ -328,8 +305,7 @@ def test_salts_give_other_chains() -> None:
     assert root_hash("a") == roots[1]
 
 
-def test_token_ids_are_no_strings_of_bytes() -> None:
-    """256 is not (0, 1): every token has a place of its own."""
+@pytest.mark.parametrize(("first", "second"), [([256, 0], [0, 1]), ([2**31 - 1, 0], [0, 2**31 - 1])])
+def test_every_token_has_its_own_bytes(first: list[int], second: list[int]) -> None:
     root = root_hash(None)
-    assert extend_chain(root, [256, 0], 0, 2, 2) != extend_chain(root, [0, 1], 0, 2, 2)
-    assert extend_chain(root, [2**31, 0], 0, 2, 2) != extend_chain(root, [0, 2**31], 0, 2, 2)
+    assert chain(root, first, 0, 2, 2) != chain(root, second, 0, 2, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from array import array
 
 import pytest
 
@@ -27,7 +28,7 @@ from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput, without_token_ids
 
 IDLE = SchedulerOutput(3, [], [], 0, 0, 0)
 FULL = SchedulerOutput(
@@ -41,7 +42,7 @@ FULL = SchedulerOutput(
         NewRequest(
             request_id="näme",
             row=0,
-            token_ids=[1, 2**31 - 1],
+            token_ids=array("i", [1, 2**31 - 1]),
             num_prompt_tokens=1,
             num_computed_tokens=0,
             block_ids=[7],
@@ -78,6 +79,13 @@ def test_a_step_arrives_as_it_was_sent(step: SchedulerOutput, grammar: object) -
     assert arrived.grammar_output == grammar
     for field in dataclasses.fields(SchedulerOutput):
         assert getattr(arrived.scheduler_output, field.name) == getattr(step, field.name), field.name
+
+
+def test_ranks_that_do_not_read_tokens_get_none() -> None:
+    (new,) = without_token_ids(FULL).new_requests
+    assert (new.token_ids, new.num_tokens) == (array("i"), 2)
+    assert dataclasses.replace(new, token_ids=FULL.new_requests[0].token_ids) == FULL.new_requests[0]
+    assert without_token_ids(IDLE) is IDLE
 
 
 def test_a_plain_step_is_not_pickled() -> None:

@@ -72,14 +72,14 @@ def test_token_ids(prompt: Any) -> None:
     assert (request.prompt, request.prompt_token_ids) == (None, [5, 6, 7])
     assert all(type(token) is int for token in request.prompt_token_ids)
     (sequence,) = processor.make_requests(request)
-    assert (sequence.request_id, sequence.token_ids, sequence.num_prompt_tokens) == ("r", [5, 6, 7], 3)
+    assert (sequence.request_id, sequence.token_ids.tolist(), sequence.num_prompt_tokens) == ("r", [5, 6, 7], 3)
     assert (request.arrival_time, sequence.cache_salt, sequence.priority) == (123.0, None, 0)
 
 
 def test_a_prompt_is_packed_as_it_is_kept() -> None:
     (sequence,) = sequences([*range(3, 90)], truncate_prompt_tokens=4)
-    assert sequence.packed_prompt is not None
-    assert np.frombuffer(sequence.packed_prompt, np.int32).tolist() == sequence.token_ids == [86, 87, 88, 89]
+    assert sequence.token_ids.itemsize == 4
+    assert sequence.token_ids.tolist() == [86, 87, 88, 89]
 
 
 def test_the_tokens_0_and_1_are_tokens() -> None:
@@ -160,7 +160,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model() -> None:
 )
 def test_max_tokens_end_at_the_models_length(prompt: int, max_tokens: int | None, in_all: int) -> None:
     (sequence,) = sequences([5] * prompt, max_tokens=max_tokens)
-    assert sequence.max_tokens_in_all == in_all
+    assert sequence.max_total_tokens == in_all
 
 
 @pytest.mark.parametrize(("wanted", "kept"), [(1, [39]), (4, [36, 37, 38, 39]), (-1, list(range(9, 40)))])
@@ -178,7 +178,7 @@ def test_min_tokens_must_have_room() -> None:
     with pytest.raises(ValueError, match=r"min_tokens is 10, but a prompt of 25 tokens leaves room for 7 \("):
         process([5] * 25, min_tokens=10)
     (sequence,) = sequences([5] * 25, min_tokens=7)
-    assert sequence.min_tokens_in_all == 32
+    assert sequence.min_total_tokens == 32
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetfoot.kv_transfer.base.block_copies import CpuBlockCopies, HostMemory, LayerRows, block_copies
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 
 if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
     from tests.helpers.interpreter import mend_interpreter
@@ -23,9 +23,9 @@ interpreted = pytest.mark.skipif(
     reason="needs Triton's interpreter; on a GPU, tests/gpu runs such cases compiled",
 )
 LAYOUTS = {
-    "plain": KVLayout(9, 4, "float32", (LayerGroup(2, 2, 6),)),
-    "drafter": KVLayout(9, 4, "bfloat16", (LayerGroup(2, 2, 300), LayerGroup(1, 1, 4))),
-    "odd": KVLayout(9, 1, "float16", (LayerGroup(2, 1, 3),)),
+    "plain": KVLayout(9, 4, "float32", (KVCacheSpec(2, 6),) * 2),
+    "drafter": KVLayout(9, 4, "bfloat16", (*[KVCacheSpec(2, 300)] * 2, KVCacheSpec(1, 4))),
+    "odd": KVLayout(9, 1, "float16", (KVCacheSpec(1, 3),) * 2),
 }
 
 

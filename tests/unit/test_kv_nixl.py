@@ -15,7 +15,7 @@ from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, skip_wi
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.producer import DECLINED, LeaseError, Leases
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import RequestStatus
 
 MakeEngine = Callable[..., Engine]
@@ -71,7 +71,7 @@ def test_through_a_buffer_that_holds_a_block(make: MakeEngine, backend: str) -> 
 
 
 def test_a_cache_of_another_size(make: MakeEngine, backend: str) -> None:
-    small = KVLayout(13, LAYOUT.block_size, LAYOUT.dtype, LAYOUT.groups)
+    small = KVLayout(13, LAYOUT.block_size, LAYOUT.dtype, LAYOUT.layers)
     lender, reader = make(backend=backend), make(backend=backend, layout=small)
     assert reader.load(reader.wants(lender.lend("p"))).loaded == {"r"}
     assert same(reader.contents(TAKEN), lender.contents(LENT))
@@ -144,7 +144,7 @@ def test_other_settings_are_refused(make: MakeEngine, name: str, value: Any) -> 
 
 def test_other_layouts_are_refused_by_the_lender(make: MakeEngine) -> None:
     """Two engines that call themselves the same, and are not."""
-    other = KVLayout(16, BLOCK_SIZE, "float32", (LayerGroup(2, 2, 6), LayerGroup(1, 2, 4)))
+    other = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(2, 4)))
     lender, reader = make(), make(layout=other)
     request = reader.wants(lender.lend("p"))
     reason = reader.load(request).failed["r"].reason

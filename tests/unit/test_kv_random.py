@@ -23,7 +23,7 @@ from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.blockstore import file_store, worker
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
@@ -76,7 +76,7 @@ class Engine:
         self, config: SchedulerConfig, transfer: KVTransferConfig, num_ranks: int, jobs: list[LateJobs]
     ) -> None:
         self.jobs = jobs
-        layout = KVLayout(config.num_blocks, BLOCK_SIZE, "float32", (LayerGroup(2, 1, 3), LayerGroup(1, 2, 1)))
+        layout = KVLayout(config.num_blocks, BLOCK_SIZE, "float32", (*[KVCacheSpec(1, 3)] * 2, KVCacheSpec(2, 1)))
         contexts = [
             TransferContext(transfer, BLOCK_SIZE, "f" * 32, "e", num_ranks, rank, num_ranks)
             for rank in range(num_ranks)
@@ -143,7 +143,7 @@ def play(engine: Engine, rng: random.Random, depth: int, faults: Faults, folder:
     scheduler, alive, everyone = engine.scheduler, dict[str, Request](), list[Request]()
     in_flight: deque[Any] = deque()
     num_requests = rng.randint(1, 10)
-    while len(everyone) < num_requests or scheduler.has_unfinished or in_flight or scheduler.transfers.is_pending:
+    while len(everyone) < num_requests or scheduler.has_unfinished or in_flight or scheduler.transfers.has_pending:
         if len(everyone) < num_requests and (not alive or rng.random() < 0.5):
             request = make_request(rng, f"r{len(everyone)}", scheduler.config)
             everyone.append(request)
@@ -237,7 +237,7 @@ def test_tokens_do_not_depend_on_transfers(
 def check(request: Request, policy: str) -> None:
     prompt = request.token_ids[: request.num_prompt_tokens]
     expected = reference(
-        prompt, request.max_tokens_in_all - len(prompt), request.stop_token_ids, request.params.min_tokens, VOCAB
+        prompt, request.max_total_tokens - len(prompt), request.stop_token_ids, request.params.min_tokens, VOCAB
     )
     got = request.output_token_ids
     if request.status == RequestStatus.FINISHED_LENGTH:

@@ -15,7 +15,7 @@ from fleetfoot.cli.plan import plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import vocab_rows
-from fleetfoot.distributed.custom_all_reduce import one_shot_words
+from fleetfoot.distributed.custom_all_reduce import custom_all_reduce_words
 from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.select import select_attention, select_ops
@@ -38,7 +38,7 @@ from fleetfoot.plan.machine import Machine, has_triton
 from fleetfoot.plan.memory import GIB, MemoryPlan
 from fleetfoot.plan.report import plan_report
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.records.kv_layout import KVLayout, LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.input_batch import InputBuffers
@@ -215,19 +215,19 @@ def test_weights_of_a_rank_are_what_it_holds(tensor_size: int, pipeline_size: in
         lookup = (model.hidden_size * 4 + model.vocab_size * 8) * (tensor_size > 1 and has_embedding)
         assert weight_bytes(stage) == held + padding + lookup
         layout = KVLayout.of(model, 1, 16, "float32", tensor_parallel_size=tensor_size, layers=stage.layers)
-        assert layout.groups == (LayerGroup(len(part.layers), part.heads.num_kv_heads, part.heads.head_dim),)
+        assert layout.layers == (KVCacheSpec(part.heads.num_kv_heads, part.heads.head_dim),) * len(part.layers)
         assert kv_block_bytes(stage) == layout.bytes_per_block
 
 
 def test_a_drafter_is_with_the_last_rank() -> None:
-    groups = (LayerGroup(1, 2, 64), LayerGroup(3, 4, 32))
-    drafter = DrafterShape(num_drafts=4, weight_bytes=1000, layer_groups=groups)
+    specs = (KVCacheSpec(2, 64), *[KVCacheSpec(4, 32)] * 3)
+    drafter = DrafterShape(num_drafts=4, weight_bytes=1000, kv_specs=specs)
     plain = shape_of(LLAMA_8B, "cuda", EngineConfig(pipeline_parallel_size=2))
     first, last = dataclasses.replace(plain, drafter=drafter).stages()
     plain_first, plain_last = plain.stages()
     assert (kv_block_bytes(first), weight_bytes(first)) == (kv_block_bytes(plain_first), weight_bytes(plain_first))
     assert weight_bytes(last) == weight_bytes(plain_last) + 1000
-    layout = KVLayout(1, 16, "bfloat16", (LayerGroup(15, 8, 128), *groups))
+    layout = KVLayout(1, 16, "bfloat16", (*[KVCacheSpec(8, 128)] * 15, *specs))
     assert kv_block_bytes(last) == layout.bytes_per_block > kv_block_bytes(plain_last)
     assert Footprint.of(last).rotary_table - Footprint.of(plain_last).rotary_table == 4 * 128 * 4
     assert Footprint.of(last).sampling_scratch > Footprint.of(plain_last).sampling_scratch
@@ -236,7 +236,7 @@ def test_a_drafter_is_with_the_last_rank() -> None:
 
 def test_buffers_between_ranks() -> None:
     tensor = shape_of(LLAMA_8B, "cuda", EngineConfig(tensor_parallel_size=2))
-    words = one_shot_words(LLAMA_8B.hidden_size, torch.bfloat16, 2)
+    words = custom_all_reduce_words(LLAMA_8B.hidden_size, torch.bfloat16, 2)
     assert communication_bytes(tensor) - words * 8 == 752 << 20  # NCCL's own
     step = 2 * 2048 * 48 * 4
     pipeline = shape_of(SMALL, "cpu", EngineConfig(pipeline_parallel_size=3))

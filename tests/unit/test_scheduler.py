@@ -276,7 +276,7 @@ def test_the_last_to_come_is_preempted_and_comes_back_with_all_its_tokens() -> N
         assert drive.step() == {"a": 1}
     output = drive.schedule()
     (described,) = output.new_requests
-    assert described.token_ids == [*b.token_ids[:7], 7, 7]
+    assert described.token_ids.tolist() == [*b.token_ids[:7], 7, 7]
     assert (described.num_prompt_tokens, described.num_computed_tokens) == (7, 0)
     assert drive.batch(output) == {"b": 9}
     drive.update(output)
@@ -335,7 +335,7 @@ def test_what_is_in_flight_when_a_request_stops_is_thrown_away() -> None:
     (result,) = drive.update(outputs[0])
     assert (result.new_token_ids, a.finish_reason) == ([7], "stop")
     # the step in flight still writes to its blocks, so nobody else may have them
-    assert {drive.scheduler.pool.state(block) for block in blocks} == {"LENT"}
+    assert {drive.scheduler.pool.state(block) for block in blocks} == {"HELD"}
     with pytest.raises(RuntimeError, match="blocks and 1 rows are not free"):
         drive.scheduler.check_idle()
     assert drive.update(outputs[1]) == []
@@ -443,7 +443,7 @@ def test_failures_and_ends_from_outside_at_any_time(seed: int, depth: int) -> No
     scheduler.check_idle()
     for request in requests:
         prompt = request.token_ids[: request.num_prompt_tokens]
-        expected = reference(prompt, request.max_tokens_in_all - len(prompt), frozenset(), 0, VOCAB)
+        expected = reference(prompt, request.max_total_tokens - len(prompt), frozenset(), 0, VOCAB)
         bad = poison.get(request.request_id, len(expected) + 1)
         if request.request_id in stopped:
             assert request.finish_reason == "stop"

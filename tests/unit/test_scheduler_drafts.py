@@ -70,7 +70,7 @@ def test_what_one_step_proposes_the_next_verifies() -> None:
     scheduler.add_request(request_of("a"))
     output = schedule(scheduler)
     assert (output.num_drafts, output.num_to_propose) == (0, 3)
-    assert output.new_requests[0].max_tokens_in_all == 25
+    assert output.new_requests[0].max_total_tokens == 25
     update(scheduler, output, [7])
     output = schedule(scheduler)
     assert (output.num_drafts, output.num_to_propose, output.num_scheduled_tokens) == (3, 3, [4])

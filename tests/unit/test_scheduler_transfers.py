@@ -226,7 +226,7 @@ def test_prompt_logprobs_need_the_prompt_computed() -> None:
 def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
     scheduler = world(Scripted({"a": matched}))
     scheduler.add_request(request_of("a", 12))
-    with pytest.raises(RuntimeError, match=rf"connector Scripted matches {matched} tokens behind 0 .* of 12"):
+    with pytest.raises(RuntimeError, match=rf"connector Scripted matches {matched} tokens after 0 .* of 12"):
         scheduler.schedule()
 
 
@@ -276,10 +276,10 @@ def test_aborted_while_loading(ending: dict[str, Any]) -> None:
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     assert connector.of("finished") == [("a", "abort", 3)]
     assert not scheduler.has_unfinished
-    assert {scheduler.pool.state(block) for block in a.block_ids} == {"LENT"}
+    assert {scheduler.pool.state(block) for block in a.block_ids} == {"HELD"}
     scheduler.check_integrity()
     scheduler.check_idle()
-    assert scheduler.stats().transfers.num_lent_blocks == 3
+    assert scheduler.stats().transfers.num_held_blocks == 3
     with pytest.raises(ValueError, match="'a' is in use: KV of a request that had it is still being transferred"):
         scheduler.add_request(request_of("a"))
     update(scheduler, output)
@@ -396,7 +396,7 @@ def test_blocks_stay_lent_until_they_are_sent() -> None:
     assert not scheduler.has_unfinished
     scheduler.check_idle()
     assert scheduler.pool.num_free == 13
-    assert scheduler.stats().transfers.num_lent_blocks == 3
+    assert scheduler.stats().transfers.num_held_blocks == 3
     output, _ = step(scheduler)
     assert output.is_idle
     assert [name for name, _ in output.finished] == ["a"]  # its row is free, its blocks are not
@@ -418,7 +418,7 @@ def test_sent_while_a_step_in_flight_still_holds_the_request() -> None:
     scheduler.finish("a", RequestStatus.FINISHED_STOPPED, "text")
     scheduler.check_integrity()
     update(scheduler, outputs[1], sent={"a"})
-    assert {scheduler.pool.state(block) for block in a.block_ids} == {"LENT"}
+    assert {scheduler.pool.state(block) for block in a.block_ids} == {"HELD"}
     update(scheduler, outputs[2])
     assert scheduler.pool.num_free == 16
 

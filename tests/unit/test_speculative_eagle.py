@@ -18,9 +18,9 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightError
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.speculative.draft_steps import DraftSteps
+from fleetfoot.speculative.drafter import DraftBatch
 from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import DrafterModel
-from fleetfoot.speculative.speculator import DraftBatch
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",

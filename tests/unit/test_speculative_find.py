@@ -15,7 +15,7 @@ from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.records.kv_layout import LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec
 from fleetfoot.speculative.find import DrafterModel, find_drafter
 from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape, drafter_shape
 from fleetfoot.weights.checkpoint import Checkpoint
@@ -102,7 +102,7 @@ def test_a_heads_memory() -> None:
     with Checkpoint(embedded_eagle_path()) as checkpoint:
         values = sum(checkpoint.tensor(name).numel() for name in checkpoint.names())
     assert shape.num_drafts == 3
-    assert shape.layer_groups == (LayerGroup(1, 2, 32),)
+    assert shape.kv_specs == (KVCacheSpec(2, 32),)
     rotary = (256 + 3) * 32 * 4
     assert 0 <= shape.weight_bytes - rotary - 2 * values <= 2 * 2 * 192  # a norm and a bias that it does not have
 
@@ -112,7 +112,7 @@ def test_a_draft_models_memory() -> None:
     shape = shape_of(config, TARGET, "float32", "cuda")
     draft = load_model_config(DRAFT)
     assert shape.weight_bytes == 4 * draft.num_parameters + (256 + 3) * 32 * 4
-    assert shape.layer_groups == (LayerGroup(2, 1, 32),)
+    assert shape.kv_specs == (KVCacheSpec(1, 32),) * 2
     on_cpu = shape_of(config, TARGET, "float32", "cpu")
     assert on_cpu.weight_bytes - shape.weight_bytes == 4 * 2048 * 64  # the packed head
     untied = dataclasses.replace(TARGET, tie_word_embeddings=False)

@@ -8,7 +8,7 @@ from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.kernels.sampling.sample import sample_torch
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
-from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch
 
 BLOCK_SIZE = 4
 

@@ -30,12 +30,12 @@ _MAX_TILE = 16384
 _NUM_SETS = 2
 
 
-def one_shot_words(hidden_size: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """64-bit words of each rank's memory that `OneShotSum` needs."""
+def custom_all_reduce_words(hidden_size: int, dtype: torch.dtype, num_ranks: int) -> int:
+    """64-bit words of each rank's memory that `CustomAllReduce` needs."""
     return _NUM_SETS * num_ranks * MAX_ROWS * _words_per_row(hidden_size, dtype)
 
 
-def can_sum(hidden_size: int, dtype: torch.dtype) -> bool:
+def can_all_reduce(hidden_size: int, dtype: torch.dtype) -> bool:
     """Whether rows of this kind can be cut into words, and are held by one program."""
     return hidden_size * dtype.itemsize % 4 == 0 and hidden_size <= _MAX_TILE and dtype.itemsize in (2, 4)
 
@@ -44,11 +44,11 @@ def _words_per_row(hidden_size: int, dtype: torch.dtype) -> int:
     return hidden_size * dtype.itemsize // 4
 
 
-class OneShotSum:
+class CustomAllReduce:
     """Sums of ``[n, size]`` over the ranks, ``n`` at most `MAX_ROWS` and ``size`` at most ``hidden_size``.
 
     Args:
-        memory: of `one_shot_words`, on every rank.
+        memory: of `custom_all_reduce_words`, on every rank.
         rank, num_ranks: of the tensor group.
         hidden_size: of the widest model that is shared by the group; a drafter's may be less.
     """
@@ -67,7 +67,7 @@ class OneShotSum:
         """Whether ``x`` is of the shape and dtype that can be summed."""
         if x.ndim != 2 or x.dtype is not self._dtype or not 0 < x.shape[0] <= MAX_ROWS:
             return False
-        return 0 < x.shape[1] <= self._hidden_size and can_sum(x.shape[1], self._dtype)
+        return 0 < x.shape[1] <= self._hidden_size and can_all_reduce(x.shape[1], self._dtype)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, size]`` -> its sum, computed in float32 and rounded once."""
@@ -102,7 +102,7 @@ class OneShotSum:
         num_rows, size = output.shape
         tile = next_power_of_2(size)
         overlap = can_overlap(x.device)
-        _one_shot_kernel[(num_rows,)](
+        _all_reduce_kernel[(num_rows,)](
             output,
             total,
             x,
@@ -129,7 +129,7 @@ class OneShotSum:
 
 
 @triton_kernel(unspecialized=("num_rows", "rank"))
-def _one_shot_kernel(
+def _all_reduce_kernel(
     output_ptr,
     total_ptr,
     x_ptr,

@@ -20,7 +20,7 @@ class TensorGroup:
 
     rank = 0
     size = 1
-    is_exact = False
+    bitwise_reproducible = False
     """Whether layers gather where they could sum, so that what they make has the bits that one rank would get."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class TensorGroup:
         the residual sum and the norm. Alone there is nothing to sum, nor where it was gathered: it is the operation
         itself.
         """
-        if self.size == 1 or self.is_exact:
+        if self.size == 1 or self.bitwise_reproducible:
             return add_rms_norm
 
         def reduce_add_rms_norm(
@@ -87,10 +87,10 @@ class PipelineGroup:
         """Queue the sending to the next rank; the tensors may be written over once the device has passed it."""
         raise RuntimeError("the last rank of a pipeline has nobody to send to")
 
-    def send_packet(self, packet: torch.Tensor) -> None:
-        """From the last rank to all earlier ones: a step's sampled tokens, int32; see `SampledPacket`."""
+    def send_sampled_tokens(self, packet: torch.Tensor) -> None:
+        """From the last rank to all earlier ones: a step's sampled tokens, int32; see `SampledTokenSync`."""
 
-    def receive_packet(self, packet: torch.Tensor) -> None:
+    def receive_sampled_tokens(self, packet: torch.Tensor) -> None:
         """On an earlier rank: the oldest packet that has not been received yet, into ``packet``."""
         raise RuntimeError("a pipeline of one rank sends no packets")
 

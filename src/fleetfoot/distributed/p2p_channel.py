@@ -25,21 +25,21 @@ _TILE = 1024
 _MOST_PROGRAMS = 128
 
 
-def lane_words(max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """64-bit words of each rank's memory that `PeerLane` needs."""
+def p2p_channel_words(max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """64-bit words of each rank's memory that `P2PChannel` needs."""
     return _DATA + 2 * (max_num_tokens * hidden_size * dtype.itemsize // 8)
 
 
-def can_pass(hidden_size: int, dtype: torch.dtype) -> bool:
+def can_send(hidden_size: int, dtype: torch.dtype) -> bool:
     """Whether hidden states are whole words."""
     return hidden_size * dtype.itemsize % 8 == 0
 
 
-class PeerLane:
+class P2PChannel:
     """Steps go from rank to rank in order, one `send` for each `receive` of the next rank. The host never waits.
 
     Args:
-        memory: of `lane_words`, on every rank of the pipeline.
+        memory: of `p2p_channel_words`, on every rank of the pipeline.
         rank: this one.
     """
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.config import env
-from fleetfoot.distributed.custom_all_reduce import OneShotSum, can_sum, one_shot_words
+from fleetfoot.distributed.custom_all_reduce import CustomAllReduce, can_all_reduce, custom_all_reduce_words
 from fleetfoot.distributed.groups import (
     SINGLE_PIPELINE_GROUP,
     SINGLE_TENSOR_GROUP,
@@ -23,7 +23,7 @@ from fleetfoot.distributed.groups import (
     TensorGroup,
     WorkerGroups,
 )
-from fleetfoot.distributed.p2p_channel import PeerLane, can_pass, lane_words
+from fleetfoot.distributed.p2p_channel import P2PChannel, can_send, p2p_channel_words
 from fleetfoot.distributed.peer_memory import share_memory
 from fleetfoot.kernels.norm.rms_norm import sum_parts
 from fleetfoot.kernels.opset import AddRMSNorm
@@ -65,9 +65,9 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
             tensor = _tensor_group(_own_group(by_pipeline_rank.tolist(), shape.device), shape)
         pipeline = SINGLE_PIPELINE_GROUP
         if pipeline_size > 1:
-            lanes = by_pipeline_rank.t().tolist()
-            activations, packets = _own_group(lanes, shape.device), _own_group(lanes, shape.device)
-            pipeline = TorchPipelineGroup(activations, packets, shape, _lane(activations, shape))
+            columns = by_pipeline_rank.t().tolist()
+            activations, token_group = _own_group(columns, shape.device), _own_group(columns, shape.device)
+            pipeline = TorchPipelineGroup(activations, token_group, shape, _channel(activations, shape))
     return WorkerGroups(tensor, pipeline)
 
 
@@ -92,22 +92,22 @@ def _tensor_group(group: dist.ProcessGroup, shape: StepShape) -> TensorGroup:
     if shape.device.type != "cuda":
         return TorchTensorGroup(group)
     dist.all_reduce(torch.zeros(1, device=shape.device), group=group)
-    one_shot = None
-    if can_sum(shape.hidden_size, shape.dtype):
+    custom_all_reduce = None
+    if can_all_reduce(shape.hidden_size, shape.dtype):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        num_words = one_shot_words(shape.hidden_size, shape.dtype, size)
+        num_words = custom_all_reduce_words(shape.hidden_size, shape.dtype, size)
         memory = share_memory(group, num_words, shape.device, "small sums take")
         if memory is not None:
-            one_shot = OneShotSum(memory, rank, size, shape.hidden_size, shape.dtype, shape.device)
-    return CudaTensorGroup(group, one_shot)
+            custom_all_reduce = CustomAllReduce(memory, rank, size, shape.hidden_size, shape.dtype, shape.device)
+    return CudaTensorGroup(group, custom_all_reduce)
 
 
-def _lane(group: dist.ProcessGroup, shape: StepShape) -> PeerLane | None:
-    if shape.device.type != "cuda" or not can_pass(shape.hidden_size, shape.dtype):
+def _channel(group: dist.ProcessGroup, shape: StepShape) -> P2PChannel | None:
+    if shape.device.type != "cuda" or not can_send(shape.hidden_size, shape.dtype):
         return None
-    num_words = lane_words(shape.max_num_tokens, shape.hidden_size, shape.dtype)
+    num_words = p2p_channel_words(shape.max_num_tokens, shape.hidden_size, shape.dtype)
     memory = share_memory(group, num_words, shape.device, "what a pipeline passes on takes")
-    return None if memory is None else PeerLane(memory, dist.get_rank(group))
+    return None if memory is None else P2PChannel(memory, dist.get_rank(group))
 
 
 class TorchTensorGroup(TensorGroup):
@@ -117,7 +117,7 @@ class TorchTensorGroup(TensorGroup):
     nor on how the backend would have gone about it, and are the same on all ranks.
     """
 
-    is_exact = True
+    bitwise_reproducible = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
@@ -156,15 +156,15 @@ class CudaTensorGroup(TorchTensorGroup):
     NCCL computes each element of a sum once and copies it, so it too has the same bits on all ranks.
     """
 
-    is_exact = False
+    bitwise_reproducible = False
 
-    def __init__(self, group: dist.ProcessGroup, one_shot: OneShotSum | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, custom_all_reduce: CustomAllReduce | None) -> None:
         super().__init__(group)
-        self._one_shot = one_shot
+        self._custom_all_reduce = custom_all_reduce
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self._one_shot is not None and self._one_shot.fits(x):
-            return self._one_shot.all_reduce(x)
+        if self._custom_all_reduce is not None and self._custom_all_reduce.fits(x):
+            return self._custom_all_reduce.all_reduce(x)
         if x.numel() > 0:
             x = x.contiguous()
             dist.all_reduce(x, group=self.process_group)
@@ -174,8 +174,8 @@ class CudaTensorGroup(TorchTensorGroup):
         def reduce_add_rms_norm(
             x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            if self._one_shot is not None and self._one_shot.fits(residual):
-                return self._one_shot.add_rms_norm(x, residual, weight, eps)
+            if self._custom_all_reduce is not None and self._custom_all_reduce.fits(residual):
+                return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
             return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, weight, eps)
 
         return reduce_add_rms_norm
@@ -188,26 +188,30 @@ class TorchPipelineGroup(PipelineGroup):
     compute others. Whoever is a step ahead waits: on a GPU the device, not the host.
 
     Args:
-        activations, packets: groups of the same ranks, in pipeline order.
+        activations, token_group: groups of the same ranks, in pipeline order.
         shape: of a step.
-        lane: of GPUs that reach each other's memory; None: through ``activations``.
+        channel: between GPUs that access each other's memory; None: hidden states go through ``activations``.
     """
 
     def __init__(
-        self, activations: dist.ProcessGroup, packets: dist.ProcessGroup, shape: StepShape, lane: PeerLane | None = None
+        self,
+        activations: dist.ProcessGroup,
+        token_group: dist.ProcessGroup,
+        shape: StepShape,
+        channel: P2PChannel | None = None,
     ) -> None:
         self.rank = dist.get_rank(activations)
         self.size = dist.get_world_size(activations)
         self._activations = activations
-        self._packets = packets
-        self._lane = lane
+        self._token_group = token_group
+        self._channel = channel
         self._max_num_tokens = shape.max_num_tokens
 
         def buffer() -> torch.Tensor:
             sizes = (2, shape.max_num_tokens, shape.hidden_size)
             return torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
 
-        self._outgoing = None if self.is_last_rank or lane is not None else buffer()  # on its way to the next rank
+        self._outgoing = None if self.is_last_rank or channel is not None else buffer()  # on its way to the next rank
         self._received = None if self.is_first_rank else buffer()  # what this rank's step reads
         self._sending: list[Any] = []
         self._packets_on_their_way: deque[tuple[torch.Tensor, list[Any]]] = deque()
@@ -222,8 +226,8 @@ class TorchPipelineGroup(PipelineGroup):
         tensors = self.buffers(num_tokens)
         if tensors is None:
             return None
-        if self._lane is not None:
-            self._lane.receive(tensors)
+        if self._channel is not None:
+            self._channel.receive(tensors)
         else:
             # Not before the device has come to this step: what waits there beside the step before is in its way.
             for tensor in (tensors.hidden_states, tensors.residual):
@@ -236,9 +240,9 @@ class TorchPipelineGroup(PipelineGroup):
     def send(self, tensors: IntermediateTensors) -> None:
         if self.is_last_rank:
             raise RuntimeError("the last rank of a pipeline has nobody to send to")
-        if self._lane is not None:
+        if self._channel is not None:
             self._check_num_tokens(tensors.hidden_states.shape[0])
-            self._lane.send(tensors)
+            self._channel.send(tensors)
             return
         assert self._outgoing is not None
         outgoing = self._of_step(self._outgoing, tensors.hidden_states.shape[0])
@@ -249,8 +253,8 @@ class TorchPipelineGroup(PipelineGroup):
             own.copy_(leaving)
             self._sending.append(dist.isend(own, group=self._activations, group_dst=self.rank + 1))
 
-    def send_packet(self, packet: torch.Tensor) -> None:
-        """See `PipelineGroup.send_packet`. Never waits: earlier ranks take packets when they need them.
+    def send_sampled_tokens(self, packet: torch.Tensor) -> None:
+        """See `PipelineGroup.send_sampled_tokens`. Never waits: earlier ranks take packets when they need them.
 
         Raises:
             ValueError: the packet is not int32.
@@ -261,11 +265,11 @@ class TorchPipelineGroup(PipelineGroup):
         if packet.numel() == 0:
             return
         own = packet.clone(memory_format=torch.contiguous_format)
-        works = [dist.isend(own, group=self._packets, group_dst=rank) for rank in range(self.size - 1)]
+        works = [dist.isend(own, group=self._token_group, group_dst=rank) for rank in range(self.size - 1)]
         self._packets_on_their_way.append((own, works))
 
-    def receive_packet(self, packet: torch.Tensor) -> None:
-        """See `PipelineGroup.receive_packet`. ``packet`` has the shape in which it was sent.
+    def receive_sampled_tokens(self, packet: torch.Tensor) -> None:
+        """See `PipelineGroup.receive_sampled_tokens`. ``packet`` has the shape in which it was sent.
 
         Raises:
             ValueError: the packet is not int32, or not contiguous.
@@ -274,7 +278,7 @@ class TorchPipelineGroup(PipelineGroup):
         if not packet.is_contiguous():
             raise ValueError(f"a packet of strides {packet.stride()} cannot be received into; it must be contiguous")
         if packet.numel() > 0:
-            dist.recv(packet, group=self._packets, group_src=self.size - 1)
+            dist.recv(packet, group=self._token_group, group_src=self.size - 1)
 
     def _of_step(self, buffer: torch.Tensor, num_tokens: int) -> IntermediateTensors:
         """The first tokens of a buffer ``[2, max_num_tokens, hidden_size]``."""
@@ -295,10 +299,10 @@ class TorchPipelineGroup(PipelineGroup):
             dist.recv(token, group=self._activations, group_src=self.rank - 1)
         if not self.is_last_rank:
             dist.send(token, group=self._activations, group_dst=self.rank + 1)
-            dist.recv(token, group=self._packets, group_src=self.size - 1)
+            dist.recv(token, group=self._token_group, group_src=self.size - 1)
         else:
             for rank in range(self.size - 1):
-                dist.send(token, group=self._packets, group_dst=rank)
+                dist.send(token, group=self._token_group, group_dst=rank)
 
 
 def _check_packet(packet: torch.Tensor) -> None:

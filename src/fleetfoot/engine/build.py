@@ -88,7 +88,7 @@ def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
             enable_chunked_prefill=config.enable_chunked_prefill,
             priority=config.scheduling_policy == "priority",
             num_drafts=num_drafts,
-            num_lookahead=num_drafts if plan.drafter.layer_groups else 0,  # for a drafter that keeps KV too
+            num_lookahead=num_drafts if plan.drafter.kv_specs else 0,  # for a drafter that keeps KV too
             num_stages=config.pipeline_parallel_size,
             kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
         ),

@@ -171,7 +171,7 @@ class InputProcessor:
         return [
             Request(
                 request.request_id if params.n == 1 else f"{request.request_id}{COPY_MARK}{index}",
-                request.prompt_token_ids,
+                array("i", request.packed_prompt),
                 params,
                 max_tokens=request.max_tokens,
                 seed=request_seed(seed, index, self._seed, number),
@@ -180,7 +180,6 @@ class InputProcessor:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 kv_transfer_params=request.kv_transfer_params,
-                packed_prompt=request.packed_prompt,
             )
             for index in range(params.n)
         ]

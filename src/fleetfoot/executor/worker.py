@@ -22,7 +22,7 @@ from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.weights.model_loader import ModelLoader
 
 logger = logging.getLogger(__name__)
@@ -63,30 +63,30 @@ class Worker:
         loader = ModelLoader(
             plan.model, context, plan.model_path, plan.config.load_format, plan.config.seed, self._layers
         )
-        speculation, connector = self._make_speculation(context), make_connector(plan, rank)
-        self.runner = self._make_runner(loader, speculation, connector)
+        draft_settings, connector = self._make_speculation(context), make_connector(plan, rank)
+        self.runner = self._make_runner(loader, draft_settings, connector)
         self.build = WorkerBuild(
             runner=self.runner.name,
             ops=context.ops.name,
             attention=context.attention.name,
             kv_layout=KVLayout.name,
             connector="none" if plan.connector is None else qualified_name(plan.connector.connector_class),
-            drafter=_drafter_name(speculation),
+            drafter=_drafter_name(draft_settings),
             num_ranks=self.groups.tensor.size * self.groups.pipeline.size,
         )
 
-    def _make_speculation(self, context: ModelContext) -> Speculation:
+    def _make_speculation(self, context: ModelContext) -> DraftSettings:
         """The drafter runs on the last pipeline stage; other stages receive its drafts."""
         plan = self.plan
         if plan.drafter.num_drafts == 0:
-            return NO_SPECULATION
+            return NO_DRAFTING
         if not self.groups.pipeline.is_last_rank:
-            return Speculation(num_drafts=plan.drafter.num_drafts)
+            return DraftSettings(num_drafts=plan.drafter.num_drafts)
         from fleetfoot.speculative.build import build_speculation
 
         return build_speculation(plan.config, plan.drafter.model, plan.max_model_len, context)
 
-    def _make_runner(self, loader: ModelLoader, speculation: Speculation, connector: StepConnector) -> ModelRunner:
+    def _make_runner(self, loader: ModelLoader, draft_settings: DraftSettings, connector: StepConnector) -> ModelRunner:
         plan = self.plan
         if plan.runner == "v2":
             return ModelRunnerV2(
@@ -95,7 +95,7 @@ class Worker:
                 max_num_batched_tokens=plan.max_num_batched_tokens,
                 max_model_len=plan.max_model_len,
                 capture_table=plan.capture_table,
-                speculation=speculation,
+                draft_settings=draft_settings,
                 connector=connector,
                 pipeline=self.groups.pipeline,
             )
@@ -103,7 +103,7 @@ class Worker:
             loader,
             max_num_seqs=plan.config.max_num_seqs,
             max_model_len=plan.max_model_len,
-            speculation=speculation,
+            draft_settings=draft_settings,
             connector=connector,
             pipeline=self.groups.pipeline,
         )
@@ -138,7 +138,7 @@ class Worker:
             tensor_parallel_size=self.groups.tensor.size,
             layers=self._layers,
         )
-        return layout.with_groups(plan.drafter.layer_groups) if self.groups.pipeline.is_last_rank else layout
+        return layout.with_layers(plan.drafter.kv_specs) if self.groups.pipeline.is_last_rank else layout
 
     def _num_blocks(self) -> int:
         """KV blocks that fit on all ranks."""
@@ -192,10 +192,10 @@ def make_connector(plan: EnginePlan, rank: int) -> StepConnector:
     return StepConnector(plan.connector.connector_class.worker_side(transfer_context(plan, rank=rank)))
 
 
-def _drafter_name(speculation: Speculation) -> str:
-    if speculation.ngram is not None:
+def _drafter_name(draft_settings: DraftSettings) -> str:
+    if draft_settings.ngram is not None:
         return "ngram"
-    return "none" if speculation.drafter is None else speculation.drafter.method
+    return "none" if draft_settings.drafter is None else draft_settings.drafter.method
 
 
 @contextmanager

@@ -21,7 +21,7 @@ class ResidualLinear:
     Over a tensor group each rank has a part of the inputs, and there are two ways to go on. Split by inputs, every rank
     makes a part of a sum: one message in all, and rounding that depends on the number of ranks. Split by outputs, the
     inputs are gathered before and the outputs behind: two messages, and the bits that one rank alone would get. The
-    group says which (`TensorGroup.is_exact`).
+    group says which (`TensorGroup.bitwise_reproducible`).
     """
 
     __slots__ = (
@@ -41,7 +41,7 @@ class ResidualLinear:
         """``inputs``: those of ``in_features`` that this rank has."""
         group = self._group = context.tensor_group
         self._in_features, self._out_features = in_features, out_features
-        self._is_gathered = group.is_exact and group.size > 1
+        self._is_gathered = group.bitwise_reproducible and group.size > 1
         parts = ((name, out_features),)
         self._accumulate: Callable[[torch.Tensor, torch.Tensor], bool] | None = None
         self._join: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], PendingNorm | None] | None = None

@@ -127,7 +127,7 @@ def _drafter(plan: EnginePlan) -> dict[str, Any] | None:
         "prompt_lookup_min": config.prompt_lookup_min,
         "disable_by_batch_size": config.disable_by_batch_size,
         "adaptive": config.adaptive,
-        "num_layers": sum(group.num_layers for group in drafter.layer_groups),
+        "num_layers": len(drafter.kv_specs),
         "weights": drafter.weight_bytes,
         "bytes_per_block": per_block,
         "kv_cache": memory.num_blocks * per_block,

@@ -14,7 +14,7 @@ from typing import Any
 from fleetfoot.config.model import DTYPE_BYTES
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.records.kv_layout import LayerGroup
+from fleetfoot.records.kv_layout import kv_cache_specs
 
 _DIGEST_BYTES = 16
 _SAMPLE_BYTES = 512
@@ -64,8 +64,8 @@ def _context(plan: EnginePlan, *, fingerprint: str, rank: int) -> TransferContex
 def _bytes_per_block(plan: EnginePlan) -> int:
     """K and V of all layers on all ranks. If there are more ranks than KV heads, each rank holds one head."""
     model, ranks = plan.model, plan.config.tensor_parallel_size
-    groups = LayerGroup(model.num_layers, model.num_kv_heads, model.head_dim), *plan.drafter.layer_groups
-    elements = sum(group.num_layers * max(group.num_kv_heads, ranks) * group.head_dim for group in groups)
+    specs = *kv_cache_specs(model), *plan.drafter.kv_specs
+    elements = sum(max(spec.num_kv_heads, ranks) * spec.head_dim for spec in specs)
     return 2 * elements * plan.config.block_size * DTYPE_BYTES[plan.dtype]
 
 
@@ -88,7 +88,7 @@ def engine_fingerprint(plan: EnginePlan) -> str:
     if drafter is not None:
         content["drafter"] = {
             "method": drafter.method,
-            "layers": [asdict(group) for group in plan.drafter.layer_groups],
+            "layers": [asdict(spec) for spec in plan.drafter.kv_specs],
             "weights": weights_identity(drafter.folder, plan.config.load_format, plan.config.seed),
         }
     text = json.dumps(content, sort_keys=True, default=str)

@@ -1,4 +1,4 @@
-"""The shape of the KV cache in memory: what kernels index, what is counted and moved. No torch."""
+"""The shape of the KV cache in memory, for attention, memory plans and connectors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,36 @@ from fleetfoot.config.sharding import num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers whose KV has the same shape: those of the model, or of a drafter beside it."""
+class KVCacheSpec:
+    """The KV of one layer on one rank."""
 
-    num_layers: int
     num_kv_heads: int
-    """On this rank."""
     head_dim: int
+    window: int | None = None
+    """Tokens that attention reads, the current one included; None: all."""
+
+
+def kv_cache_specs(
+    model: ModelConfig, *, tensor_parallel_size: int = 1, layers: range | None = None
+) -> tuple[KVCacheSpec, ...]:
+    """A spec for each layer of a model on one rank.
+
+    Args:
+        model: the whole model.
+        tensor_parallel_size: ranks of the tensor group.
+        layers: the layers on this rank of a pipeline; None: all.
+    """
+    heads, windows = num_kv_heads(model, tensor_parallel_size), model.layer_windows
+    specs = {window: KVCacheSpec(heads, model.head_dim, window) for window in windows}
+    return tuple(specs[windows[layer]] for layer in (range(model.num_layers) if layers is None else layers))
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One tensor a layer, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``: K at 0, V at 1 of dimension 1.
+    """One tensor per layer, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; index 0 of dim 1 is K, 1 is V.
 
-    A block of a layer is one contiguous piece, and within it the tokens of a head lie side by side, which is what
-    attention reads. A block id means the same block in every layer, a drafter's included.
+    A block of a layer is contiguous, and within it so are the tokens of a head, in the order in which attention reads
+    them. A block id means the same block in every layer, including those of a drafter.
     """
 
     name: ClassVar[str] = "block-contiguous-hnd"
@@ -34,7 +49,7 @@ class KVLayout:
     num_blocks: int
     block_size: int
     dtype: str
-    groups: tuple[LayerGroup, ...]
+    layers: tuple[KVCacheSpec, ...]
     """The model's layers on this rank first, then a drafter's."""
 
     @classmethod
@@ -48,31 +63,26 @@ class KVLayout:
         tensor_parallel_size: int = 1,
         layers: range | None = None,
     ) -> KVLayout:
-        """Of a model on one rank of a tensor group that has ``layers`` of it; None: all."""
-        num_layers = model.num_layers if layers is None else len(layers)
-        group = LayerGroup(num_layers, num_kv_heads(model, tensor_parallel_size), model.head_dim)
-        return cls(num_blocks, block_size, dtype, (group,))
+        """The layout of a model on one rank; see `kv_cache_specs` for ``tensor_parallel_size`` and ``layers``."""
+        specs = kv_cache_specs(model, tensor_parallel_size=tensor_parallel_size, layers=layers)
+        return cls(num_blocks, block_size, dtype, specs)
 
-    def with_groups(self, groups: tuple[LayerGroup, ...]) -> KVLayout:
-        """With further layers behind those that there are."""
-        return replace(self, groups=(*self.groups, *groups))
+    def with_layers(self, layers: tuple[KVCacheSpec, ...]) -> KVLayout:
+        """With more layers after the present ones."""
+        return replace(self, layers=(*self.layers, *layers))
 
     @property
     def num_layers(self) -> int:
-        return sum(group.num_layers for group in self.groups)
+        return len(self.layers)
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int, int, int]]:
-        """Of every layer's tensor, in order."""
-        return [
-            (self.num_blocks, 2, group.num_kv_heads, self.block_size, group.head_dim)
-            for group in self.groups
-            for _ in range(group.num_layers)
-        ]
+        """The shape of each layer's tensor."""
+        return [(self.num_blocks, 2, spec.num_kv_heads, self.block_size, spec.head_dim) for spec in self.layers]
 
     @property
     def layer_block_bytes(self) -> list[int]:
-        """Bytes of one block of each layer: the stride from block to block, and a piece that can be moved at once."""
+        """Bytes of one block of each layer: contiguous, and the stride between blocks."""
         return [math.prod(shape[1:]) * DTYPE_BYTES[self.dtype] for shape in self.layer_shapes]
 
     @property
@@ -86,6 +96,6 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that are equal where a block of one cache can be copied to another: all but ``num_blocks``."""
-        text = repr((self.block_size, self.dtype, [(g.num_layers, g.num_kv_heads, g.head_dim) for g in self.groups]))
+        """16 hex digits. Blocks can be copied between caches with equal fingerprints; ``num_blocks`` may differ."""
+        text = repr((self.block_size, self.dtype, [(s.num_kv_heads, s.head_dim, s.window) for s in self.layers]))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,8 +1,10 @@
-"""A request as the scheduler sees it: token counts, blocks, and when it ends."""
+"""A request as the scheduler tracks it: tokens, blocks, and its status."""
 
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +12,14 @@ from fleetfoot.records.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. Everything from FINISHED_STOPPED on has ended."""
+    """The state of a request. Values from FINISHED_STOPPED on mean that it has ended."""
 
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2
-    """Waiting again: its blocks were given away, and its tokens will be computed once more."""
+    """Waiting again: its blocks were freed, and its tokens will be computed again."""
     LOADING = 3
-    """Holding blocks that a KV connector fills; it has no row, and no step touches it."""
+    """A KV connector fills its blocks; it has no row, and is in no step."""
     FINISHED_STOPPED = 4
     FINISHED_LENGTH = 5
     FINISHED_ABORTED = 6
@@ -33,11 +35,11 @@ FINISH_REASONS = {
 
 
 class Request:
-    """One sequence to generate. Plain slots, because the scheduler touches each one every step.
+    """One sequence to generate.
 
-    Counts are in tokens. ``token_ids`` are prompt and output as far as they are known; ``num_computed`` are those whose
-    KV has been queued, and so may run ahead of them. Where steps in flight verify drafts it is an upper bound: all
-    drafts count as accepted until it is known how many were.
+    Counts are in tokens. ``token_ids`` holds the known tokens. ``num_computed`` counts tokens whose KV is written by
+    steps queued so far, so it may run ahead of ``token_ids``. While steps in flight verify drafts it is an upper bound:
+    all drafts count as accepted until the result is known.
     """
 
     __slots__ = (
@@ -45,14 +47,15 @@ class Request:
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "can_load",
         "capacity",
-        "is_lent",
+        "has_prompt_logprobs",
+        "is_held",
         "kv_transfer_output",
         "kv_transfer_params",
-        "last_step",
-        "max_tokens_in_all",
-        "may_load",
-        "min_tokens_in_all",
+        "last_sampled_step",
+        "max_total_tokens",
+        "min_total_tokens",
         "num_accepted",
         "num_cached_tokens",
         "num_computed",
@@ -64,7 +67,6 @@ class Request:
         "num_prompt_tokens",
         "num_proposed",
         "num_published",
-        "packed_prompt",
         "params",
         "priority",
         "request_id",
@@ -76,13 +78,12 @@ class Request:
         "stop_reason",
         "stop_token_ids",
         "token_ids",
-        "wants_prompt_logprobs",
     )
 
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Iterable[int],
         params: SamplingParams,
         *,
         max_tokens: int,
@@ -92,14 +93,19 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
-        packed_prompt: bytes | None = None,
     ) -> None:
-        """Args:
-        max_tokens: most output tokens, already resolved against the model's length.
-        seed: 64 bits for this sequence alone.
-        eos_token_ids: the model's end tokens; left out where the request ignores them.
-        kv_transfer_params: what the user's request says to the KV connector.
-        packed_prompt: ``prompt_token_ids`` as int32, if they are there in that form.
+        """
+        Args:
+            request_id: unique among requests that have not ended.
+            prompt_token_ids: copied; an int32 ``array`` is copied fastest.
+            params: of sampling.
+            max_tokens: most output tokens, already limited by the model's length.
+            seed: 64 bits for this sequence alone.
+            eos_token_ids: the model's end tokens; empty if the request ignores them.
+            bad_words_token_ids: token sequences that must not be generated.
+            priority: lower runs sooner.
+            cache_salt: requests with different salts share no cached prefix.
+            kv_transfer_params: the user's parameters for the KV connector.
         """
         self.request_id = request_id
         self.params = params
@@ -107,23 +113,22 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.kv_transfer_params = kv_transfer_params
-        self.kv_transfer_output: dict[str, Any] | None = None  # what the KV connector says at its end
-        self.token_ids = list(prompt_token_ids)
-        self.packed_prompt = packed_prompt
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_tokens_in_all = self.num_prompt_tokens + max_tokens
-        self.min_tokens_in_all = self.num_prompt_tokens + params.min_tokens
+        self.kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
+        self.token_ids = array("i", prompt_token_ids)  # int32
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_total_tokens = self.num_prompt_tokens + max_tokens
+        self.min_total_tokens = self.num_prompt_tokens + params.min_tokens
         self.stop_token_ids = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(
             params.stop_token_ids or ()
         )
         self.bad_words_token_ids = bad_words_token_ids or []
-        self.wants_prompt_logprobs = params.prompt_logprobs is not None
+        self.has_prompt_logprobs = params.prompt_logprobs is not None
         self.status = RequestStatus.WAITING
         self.stop_reason: int | str | None = None
         self.sequence_number = 0  # order of arrival, set by the scheduler
         self.row = -1  # of the runner's state, while running
         self.scheduled_ts = 0.0  # when it was first scheduled, by the engine's clock
-        self.num_prefill = 0  # those that were known when it got its row: it decodes once they are computed
+        self.num_prefill = 0  # known tokens when it got its row: it decodes once they are computed
         self.num_computed = 0
         self.num_in_flight = 0  # steps queued and not yet retired that hold this request
         self.num_cached_tokens = -1  # prefix cache hits of the first admission; -1: not admitted yet
@@ -133,26 +138,26 @@ class Request:
         self.block_ids: list[int] = []
         self.capacity = 0  # tokens that block_ids have room for
         self.block_hashes: list[bytes] = []
-        self.num_published = 0  # blocks that the pool knows as full
-        self.is_lent = False  # preempted or ended, while a step in flight or a load still uses its blocks
-        self.may_load = True  # False: loading its KV has failed, and is not tried again
+        self.num_published = 0  # full blocks that the pool has hashes of
+        self.is_held = False  # preempted or ended, while a step in flight or a load still uses its blocks
+        self.can_load = True  # False: a load of its KV has failed and is not retried
         self.num_loaded = 0  # tokens whose KV a connector loads or has loaded, since it got its blocks
-        self.last_step = -1  # the last step that sampled for it, and what it proposed: kept for pipelines alone
-        self.num_proposed = 0
+        self.last_sampled_step = -1  # the last step that sampled for it, and how many drafts that step proposed:
+        self.num_proposed = 0  # both are set in pipelines only
 
     @property
     def is_finished(self) -> bool:
         return self.status >= RequestStatus.FINISHED_STOPPED
 
     @property
-    def has_certainly_ended(self) -> bool:
-        """Whether the steps in flight reach its length even if they accept no draft: there is nothing more to do."""
-        most = self.max_tokens_in_all
+    def reaches_limit_in_flight(self) -> bool:
+        """Whether the steps in flight reach its length even if they accept no draft: no further step is needed."""
+        most = self.max_total_tokens
         return self.num_computed + 1 >= most and len(self.token_ids) + self.num_in_flight >= most
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and output."""
+        """Known tokens: prompt and output."""
         return len(self.token_ids)
 
     @property
@@ -161,22 +166,22 @@ class Request:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     @property
     def finish_reason(self) -> str | None:
         return FINISH_REASONS.get(self.status)
 
     def __lt__(self, other: Request) -> bool:
-        """Heap order: priority first (lower is sooner), then arrival."""
+        """Scheduling order: priority (lower first), then arrival."""
         return (self.priority, self.sequence_number) < (other.priority, other.sequence_number)
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one request got out of a step."""
+    """The result of a step for one request."""
 
     request: Request
     new_token_ids: list[int]
     index: int
-    """Its place in the batch, to find its logprobs; -1: the step did not compute it, but ended it."""
+    """Its batch index, to find its logprobs; -1: the step ended the request without computing it."""

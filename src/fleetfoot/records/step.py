@@ -1,9 +1,10 @@
-"""What the scheduler tells the runner in a step, and what comes back. Small records that travel between processes."""
+"""A step: what the scheduler sends to the runner, and what the runner returns. Small records that cross processes."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from array import array
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fleetfoot.records.kv_output import KVConnectorOutput
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class NewRequest:
-    """A request that takes a row of the runner's state: new, or back from a preemption."""
+    """A request that gets a row of the runner's state: new, or resumed after a preemption."""
 
     request_id: str
     row: int
     """The row that it keeps until it is named in `SchedulerOutput.finished`."""
-    token_ids: list[int]
-    """All tokens known so far: the prompt, and after a preemption the output too."""
+    token_ids: array[int]
+    """All known tokens, int32: the prompt, and after a preemption the output too. Empty on ranks that do not read
+    tokens; see `without_token_ids`."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """Tokens whose KV is already in its blocks (prefix cache hits)."""
@@ -30,22 +32,24 @@ class NewRequest:
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
-    """End tokens and the request's own; held back until min_tokens."""
+    """The model's end tokens and the request's own; suppressed until ``min_tokens``."""
     bad_words_token_ids: list[list[int]]
-    max_tokens_in_all: int = sys.maxsize
-    """Most tokens of prompt and output together. With drafts, a query may reach beyond the last position that is ever
-    an input, ``max_tokens_in_all - 2``: what lies there is computed for nothing and must be written nowhere."""
-    packed_prompt: bytes | None = None
-    """The first ``num_prompt_tokens`` of ``token_ids`` as int32, if they are there in that form: a list of thousands of
-    ints takes long to convert, and admission had to do so."""
+    max_total_tokens: int = sys.maxsize
+    """Most tokens of prompt and output together. The last position that is ever an input is ``max_total_tokens - 2``.
+    Drafts may extend past it: results there are discarded, and no KV is written."""
+    num_tokens: int = 0
+    """How many tokens are known; 0: as many as ``token_ids`` holds."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or len(self.token_ids)
 
     @classmethod
     def of(cls, request: Request) -> NewRequest:
-        """A request that has just got its row and blocks."""
+        """The record of a request that has just got its row and blocks."""
         return cls(
             request_id=request.request_id,
             row=request.row,
-            token_ids=list(request.token_ids),
+            token_ids=request.token_ids[:],
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed,
             block_ids=list(request.block_ids),
@@ -53,75 +57,86 @@ class NewRequest:
             seed=request.seed,
             stop_token_ids=request.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
-            max_tokens_in_all=request.max_tokens_in_all,
-            packed_prompt=request.packed_prompt,
+            max_total_tokens=request.max_total_tokens,
         )
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step. Three groups of requests stand in batch order: decodes, prefills that end, prefills that go on.
+    """One step. Its requests stand in batch order: decodes, prefills that reach their end, other prefill chunks.
 
-    A decode has one token to compute, and ``num_drafts`` more to verify; the first ``num_sampled`` rows (decodes, and
-    prefills that reach the end of their known tokens) each yield a token, or several if drafts are accepted. A step
-    without rows is idle: it only carries what the KV connector has to do, and rows that were given back.
+    A decode computes one token and verifies ``num_drafts`` more. Each of the first ``num_sampled`` requests (decodes,
+    and prefills that reach the end of their known tokens) samples a token, or several if drafts are accepted. A step
+    without requests is idle: it carries work for the KV connector, and freed rows.
     """
 
     step: int
     rows: list[int]
-    """Batch order, as rows of the runner's state."""
+    """The requests of the step, in batch order, as rows of the runner's state."""
     num_scheduled_tokens: list[int]
-    """Tokens to compute, for each of ``rows``."""
+    """Tokens to compute for each of ``rows``."""
     num_decodes: int
     num_sampled: int
     total_num_scheduled_tokens: int
     new_requests: list[NewRequest] = field(default_factory=list)
-    """They may be named in ``rows`` of this very step."""
+    """Requests that get a row. ``rows`` of this step may include it."""
     new_block_ids: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    """(row, blocks that it has, block ids to append), for rows taken in an earlier step."""
+    """(row, number of blocks it has, block ids to append), for rows of earlier steps."""
     finished: list[tuple[str, int]] = field(default_factory=list)
-    """(request id, row) of rows given back since the last step: ended, or preempted. Apply before ``new_requests``."""
+    """(request id, row) of rows freed since the last step: ended or preempted. Apply before ``new_requests``."""
     finished_req_ids: set[str] = field(default_factory=set)
-    """Requests that ended (preempted ones did not), for connectors."""
+    """Requests that ended since the last step (preempted ones did not), for connectors."""
     num_drafts: int = 0
-    """Draft tokens that every decode verifies in this step, behind the token sampled last; 0: none."""
+    """Draft tokens that each decode verifies after its last sampled token; 0: none."""
     num_to_propose: int = 0
-    """Draft tokens to propose at the end of this step for each request that samples; 0: none, though a drafter with a
-    KV cache of its own still fills it."""
+    """Draft tokens to propose at the end of this step for each request that samples; 0: none, but a drafter with a KV
+    cache still fills it."""
     awaited_step: int = -1
-    """What a rank that is not last in its pipeline must have heard before it makes this step's inputs: what was sampled
-    in all steps up to this one. It is the newest step that sampled for one of ``rows``, or, if that is later, the
-    newest whose result the host had seen (which costs no waiting, and keeps the steps of a row's last owner from its
-    new one). -1: nothing, and always where there is no pipeline."""
+    """Ranks that are not last in their pipeline must apply the sampled tokens of all steps up to this one before they
+    prepare inputs. It is the newest step that sampled for one of ``rows``, or the newest step whose result the host had
+    seen, if that is later: those cost no waiting, and keep the steps of a row's previous owner away from its new one.
+    -1: none, and always so without a pipeline."""
     longest_decode: int = 0
-    """Tokens that the decode with the most of them attends to, its own too, in a step that holds prefills; else 0."""
+    """Context length of the longest decode, its new tokens included, in a step that also holds prefills; else 0."""
     kv_connector_metadata: object | None = None
-    """What the scheduler's side of the KV connector tells the workers' side."""
+    """From the scheduler's side of the KV connector to the workers' side."""
 
     @property
     def is_idle(self) -> bool:
         return not self.rows
 
 
+def without_token_ids(output: SchedulerOutput) -> SchedulerOutput:
+    """``output`` as a middle rank of a pipeline needs it, without the tokens of new requests.
+
+    The first rank embeds tokens. The last rank keeps them for penalties, bad words, prompt logprobs and drafts, also
+    where no request uses those yet: a later request may share the prefix. Other ranks read hidden states only.
+    """
+    if not output.new_requests:
+        return output
+    return replace(output, new_requests=[replace(new, token_ids=array("i")) for new in output.new_requests])
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What a step yielded, in the order of `SchedulerOutput.rows`."""
+    """The results of a step, in the order of `SchedulerOutput.rows`."""
 
     sampled_token_ids: list[list[int]]
-    """For each of the first ``num_sampled`` rows, the new tokens: one, or more with accepted drafts; none where the
-    request had reached its length before (only the device knew). Empty on ranks that do not sample."""
+    """The new tokens of each of the first ``num_sampled`` requests: one, or more with accepted drafts; none if the
+    device knew that the request had already reached its length. Empty on ranks that do not sample."""
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
-    """Batch index -> an entry for each new token, for requests that asked for logprobs."""
+    """Batch index -> an entry for each new token, for requests with logprobs."""
     prompt_logprobs: dict[int, tuple[int, list[RowLogprobs]]] = field(default_factory=dict)
-    """Batch index -> (position of the first of them in the prompt, entries for the prompt tokens that this chunk
-    predicts). The prompt's first token has none; after a preemption the same ones come again."""
+    """Batch index -> (position in the prompt of the first entry, entries for the prompt tokens that this chunk
+    predicts). The prompt's first token has none. After a preemption the same entries are repeated."""
     invalid: dict[int, str] = field(default_factory=dict)
-    """Batch index -> why the last of its new tokens means nothing (logits that are not numbers); those before it do."""
+    """Batch index -> why the last of its new tokens is invalid (non-finite logits); earlier ones are valid."""
     num_drafted: list[int] = field(default_factory=list)
-    """For each decode, how many of the ``num_drafts`` were real proposals (n-gram lookup may have found fewer); empty
-    where there were none. Accepted are ``len(sampled_token_ids[i]) - 1``."""
+    """For each decode, how many of the ``num_drafts`` were real proposals (n-gram lookup may find fewer); empty if
+    there were none. ``len(sampled_token_ids[i]) - 1`` of them were accepted."""
     kv_connector_output: KVConnectorOutput | None = None
+    """Transfers that have ended."""
 
     def get(self) -> ModelRunnerOutput:
-        """It is here already; an asynchronous output waits for the device instead."""
+        """This output. An asynchronous output waits for the device here."""
         return self

@@ -138,7 +138,9 @@ class PromptLogprobs:
                     self._prefills[row] = (request, num, begin + num_tokens)
                 count = min(num_tokens, request.num_prompt_tokens - 1 - begin)
                 if count > 0:
-                    targets = torch.tensor(request.token_ids[begin + 1 : begin + 1 + count], device=hidden.device)
+                    targets = torch.tensor(
+                        request.token_ids[begin + 1 : begin + 1 + count].tolist(), device=hidden.device
+                    )
                     states = hidden[first : first + count]
                     yield index, begin + 1, prompt_logprobs(states, targets, num, *self._model)
             first += num_tokens

@@ -1,35 +1,35 @@
-"""The KV blocks: who owns each one, what is cached in it, and which to give away next."""
+"""The pool of KV blocks: owner states, reference counts and the prefix cache."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-FREE, FILLING, READY, LENT = range(4)
+FREE, FILLING, READY, HELD = range(4)
 """The owner states of a block.
 
-FREE: nobody may read or write it, though it may still hold a cached prefix. FILLING: its requests are writing it.
-READY: it is full, its contents are final in the order of queued steps, and its hash is known. LENT: its requests have
-gone, but a step in flight or a connector may still read or write it; it cannot be reused.
+FREE: not in use, though it may still hold a cached prefix. FILLING: its requests are writing it. READY: it is full, its
+contents are final in the order of queued steps, and its hash is known. HELD: its requests have ended or were preempted,
+but a step in flight or a connector may still read or write it, so it cannot be reused.
 """
-STATE_NAMES = ("FREE", "FILLING", "READY", "LENT")
+STATE_NAMES = ("FREE", "FILLING", "READY", "HELD")
 
 
 class OutOfBlocksError(RuntimeError):
-    """More blocks were asked for than are free. The scheduler asks first, so a user never meets this."""
+    """More blocks were requested than are free. The scheduler checks first, so users never see this."""
 
 
 class BlockPool:
     """A fixed number of KV blocks with reference counts and a prefix cache.
 
-    A block whose last reference goes is free at once, but keeps its contents and its hash until it is given to
-    someone else, so a prefix can be hit again. Blocks without a cached prefix are given away first (the last freed
-    first: it is the warmest in the CPU's caches), then cached ones, the least recently used first.
+    A block is free as soon as its last reference is dropped, but keeps its contents and its hash until it is reused, so
+    that its prefix can be hit again. Blocks without a cached prefix are reused first (the last freed first: it is the
+    warmest in the CPU's caches), then cached ones, least recently used first.
 
     Args:
-        num_blocks: how many blocks there are; ids are 0 .. num_blocks - 1.
+        num_blocks: number of blocks; ids are 0 .. num_blocks - 1.
         block_size: tokens in a block.
-        enable_caching: False makes `publish` and `lookup` find nothing.
+        enable_caching: False makes `lookup` find nothing.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
@@ -38,10 +38,10 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_caching = enable_caching
-        self._plain = list(range(num_blocks - 1, -1, -1))  # free, nothing cached: a stack
+        self._plain = list(range(num_blocks - 1, -1, -1))  # free, without a cached prefix: a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, with a cached prefix: least recently used first
         self._references = [0] * num_blocks
-        self._loans = [0] * num_blocks  # how many of the references are lent
+        self._holds = [0] * num_blocks  # how many of the references are holds
         self._states = bytearray(num_blocks)
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -52,21 +52,21 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that are not free, 0 to 1."""
+        """Fraction of the blocks that are not free, 0 to 1."""
         return 1.0 - self.num_free / self.num_blocks
 
     def state(self, block: int) -> str:
-        """FREE, FILLING, READY or LENT."""
+        """FREE, FILLING, READY or HELD."""
         return STATE_NAMES[self._states[block]]
 
     def take(self, count: int) -> list[int]:
-        """Give away `count` free blocks, each with one reference, FILLING.
+        """Allocate ``count`` free blocks, each with one reference, in state FILLING.
 
         Raises:
             OutOfBlocksError: fewer are free.
         """
         if count > self.num_free:
-            raise OutOfBlocksError(f"{count} KV blocks asked for, {self.num_free} of {self.num_blocks} free")
+            raise OutOfBlocksError(f"{count} KV blocks requested, {self.num_free} of {self.num_blocks} free")
         plain, references, states = self._plain, self._references, self._states
         taken = []
         for _ in range(count):
@@ -87,59 +87,58 @@ class BlockPool:
             found.append(block)
         return found
 
-    def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are free: sharing them takes that many out of the free ones."""
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` are free: `share` takes that many from the free blocks."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference to each of `blocks`, which `lookup` found."""
+        """Add a reference to each of ``blocks``, which `lookup` found."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
-            self._states[block] = READY  # also if it was only lent: it has an owner again
+            self._states[block] = READY  # a block that was HELD has an owner again
             self._references[block] += 1
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Say that `block` is full of the tokens that `digest` stands for; from now on it can be hit.
+        """Mark ``block`` as full of the tokens that ``digest`` stands for, so that it can be hit.
 
-        Where another block already has that hash, the earlier one stays the cached one.
+        If another block has the same hash, that earlier one stays the cached one.
         """
-        if self._references[block] > self._loans[block]:
+        if self._references[block] > self._holds[block]:
             self._states[block] = READY
         if self.enable_caching and self._hashes[block] is None and digest not in self._by_hash:
             self._hashes[block] = digest
             self._by_hash[digest] = block
 
-    def lend(self, blocks: Iterable[int]) -> None:
-        """Their request has gone, but something still uses them: its reference to each is lent, until `take_back`."""
-        for block in blocks:
-            self._loans[block] += 1
-            if self._loans[block] == self._references[block]:
-                self._states[block] = LENT
+    def hold(self, blocks: Iterable[int], *, add_reference: bool = False) -> None:
+        """Hold each of ``blocks`` until `release`.
 
-    def lend_more(self, blocks: Iterable[int]) -> None:
-        """Lend blocks to one more borrower, whose `take_back` is its own."""
+        Args:
+            add_reference: False turns the owner's reference into the hold; True adds a reference for it.
+        """
         for block in blocks:
-            self._references[block] += 1
-        self.lend(blocks)
+            self._references[block] += add_reference
+            self._holds[block] += 1
+            if self._holds[block] == self._references[block]:
+                self._states[block] = HELD
 
-    def take_back(self, blocks: Sequence[int]) -> None:
-        """What was lent is not used any more."""
+    def release(self, blocks: Sequence[int]) -> None:
+        """End one hold of each of ``blocks``."""
         for block in blocks:
-            if not self._loans[block]:
-                raise RuntimeError(f"KV block {block} is not lent and cannot be taken back")
-            self._loans[block] -= 1
+            if not self._holds[block]:
+                raise RuntimeError(f"KV block {block} is not held and cannot be released")
+            self._holds[block] -= 1
         self.free(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each of a request's blocks.
+        """Drop one reference of each of a request's blocks.
 
-        They are put back last block first, so that of one prefix the tail is reused before the head.
+        The last block is freed first, so that the tail of a prefix is reused before its head.
         """
-        references, loans, states, hashes = self._references, self._loans, self._states, self._hashes
+        references, holds, states, hashes = self._references, self._holds, self._states, self._hashes
         for block in reversed(blocks):
             left = references[block] - 1
-            if left < loans[block]:
+            if left < holds[block]:
                 raise RuntimeError(f"KV block {block} was freed twice")
             references[block] = left
             if left == 0:
@@ -148,11 +147,11 @@ class BlockPool:
                     self._plain.append(block)
                 else:
                     self._cached[block] = None
-            elif left == loans[block]:
-                states[block] = LENT
+            elif left == holds[block]:
+                states[block] = HELD
 
-    def forget(self) -> None:
-        """Drop every cached prefix, as after new weights; blocks in use stay in use."""
+    def clear_cache(self) -> None:
+        """Drop every cached prefix, for example because the weights have changed. Blocks in use stay in use."""
         self._plain.extend(self._cached)
         self._cached.clear()
         self._by_hash.clear()
@@ -166,42 +165,39 @@ class BlockPool:
         self._hashes[block] = None
         return block
 
-    def check_integrity(self, owners: Iterable[Sequence[int]], loans: Iterable[Sequence[int]] = ()) -> None:
-        """Compare the pool with the block lists of all who hold blocks.
+    def check_integrity(self, owners: Iterable[Sequence[int]], holds: Iterable[Sequence[int]] = ()) -> None:
+        """Compare the pool with the block lists of all owners and holders.
 
         Args:
-            owners: every list of blocks that holds references, lent ones included.
-            loans: those that are lent.
+            owners: every list of blocks that has references, the held ones included.
+            holds: the held ones.
 
         Raises:
-            RuntimeError: a block is lost, owned twice, free and used, or its hash points elsewhere; all are named.
+            RuntimeError: a block is lost, owned twice, both free and in use, or its hash maps to another block. The
+                message lists up to ten problems.
         """
-        counted, lent = [0] * self.num_blocks, [0] * self.num_blocks
-        for counts, lists in ((counted, owners), (lent, loans)):
+        num_owners, num_holds = [0] * self.num_blocks, [0] * self.num_blocks
+        for counts, lists in ((num_owners, owners), (num_holds, holds)):
             for blocks in lists:
                 for block in blocks:
                     counts[block] += 1
         free = [*self._plain, *self._cached]
-        wrong = (
-            [f"block {b} is free twice" for b in {b for b in free if free.count(b) > 1}]
-            if len(free) != len(set(free))
-            else []
-        )
         free_set = set(free)
+        wrong = []
+        if len(free) != len(free_set):
+            wrong += [f"block {block} is free twice" for block in free_set if free.count(block) > 1]
         for block in range(self.num_blocks):
-            references, state = self._references[block], self._states[block]
-            if references != counted[block]:
-                wrong.append(f"block {block} has {references} references, {counted[block]} owners")
-            if self._loans[block] != lent[block]:
-                wrong.append(f"block {block} is lent {self._loans[block]} times, {lent[block]} borrowers")
-            if (state == LENT) != (references == lent[block] > 0):
-                wrong.append(
-                    f"block {block} is {STATE_NAMES[state]} with {lent[block]} of {references} references lent"
-                )
-            if (references == 0) != (block in free_set) or (references == 0) != (state == FREE):
-                wrong.append(f"block {block} is {STATE_NAMES[state]} with {references} references")
+            references, held, name = self._references[block], num_holds[block], self.state(block)
+            if references != num_owners[block]:
+                wrong.append(f"block {block} has {references} references, {num_owners[block]} owners")
+            if self._holds[block] != held:
+                wrong.append(f"block {block} has {self._holds[block]} holds, {held} holders")
+            if (name == "HELD") != (references == held > 0):
+                wrong.append(f"block {block} is {name} with {held} of {references} references held")
+            if (references == 0) != (block in free_set) or (references == 0) != (name == "FREE"):
+                wrong.append(f"block {block} is {name} with {references} references")
             if (block in self._cached) and self._hashes[block] is None:
                 wrong.append(f"block {block} is kept for a cached prefix that it does not hold")
-        wrong += [f"the hash of block {b} stands elsewhere" for h, b in self._by_hash.items() if self._hashes[b] != h]
+        wrong += [f"the hash of block {b} maps elsewhere" for h, b in self._by_hash.items() if self._hashes[b] != h]
         if wrong:
             raise RuntimeError("the KV blocks are not consistent: " + "; ".join(wrong[:10]))

@@ -10,25 +10,31 @@ class SchedulerConfig:
     """Limits of a scheduler; sizes in tokens, requests and blocks.
 
     Raises:
-        ValueError: they do not go together.
+        ValueError: the limits contradict each other.
     """
 
     num_blocks: int
+    """KV blocks of the cache."""
     block_size: int
+    """Tokens in a KV block."""
     max_num_seqs: int
+    """Most requests that run at the same time."""
     max_num_batched_tokens: int
+    """Most tokens in a step, drafts included."""
     enable_prefix_caching: bool = True
+    """Whether requests share the blocks of equal prefixes."""
     enable_chunked_prefill: bool = True
+    """Whether prompts may be split over several steps."""
     priority: bool = False
-    """False: first come, first served, whatever the requests' priorities."""
+    """Whether requests are ordered by priority; False: first come, first served."""
     num_drafts: int = 0
-    """Draft tokens of each decode in a step that has drafts; 0: there is no speculative decoding."""
+    """Draft tokens of each decode in a step that verifies drafts; 0: no speculative decoding."""
     num_lookahead: int = 0
-    """Positions behind a step's tokens that need KV too: the drafts, where the drafter has a KV cache of its own."""
+    """Positions after a step's tokens that need KV too: the drafts, if the drafter has a KV cache of its own."""
     num_stages: int = 1
-    """Of the pipeline: the decodes are dealt out to as many steps, which are then of different requests."""
+    """Pipeline stages: the decodes are spread over as many steps in flight."""
     kv_load_failure_policy: str = "recompute"
-    """What becomes of a request whose KV could not be loaded: ``recompute`` or ``fail``."""
+    """What happens to a request whose KV could not be loaded: ``recompute`` or ``fail``."""
 
     def __post_init__(self) -> None:
         width = 1 + self.num_drafts

@@ -1,4 +1,4 @@
-"""Draft tokens as the scheduler sees them: how many are worth proposing, and what became of them. No torch."""
+"""Draft tokens in the scheduler: how many each step proposes, and how many were accepted."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from fleetfoot.scheduler.stats import DraftStats
 
 
 class DraftController(Protocol):
-    """Decides, step by step, whether drafting pays."""
+    """Decides step by step whether to propose drafts."""
 
     @property
     def off_reason(self) -> str:
-        """Why the last `choose` gave 0, in a few words, for statistics; empty where it did not."""
+        """Why the last `choose` returned 0, in a few words, for statistics; empty if it did not."""
         ...
 
     def choose(self, num_decodes: int) -> int:
-        """How many drafts to propose for a step of ``num_decodes`` decodes: 0, or as many as were configured."""
+        """How many drafts to propose for a step of ``num_decodes`` decodes: 0, or the configured number."""
         ...
 
     def observe(
         self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
     ) -> None:
-        """A step has ended. Called for every step that computed something, also for those without drafts.
+        """Record a step that has ended. Called for every step that computed something, with drafts or without.
 
         Args:
-            num_decodes: its decodes.
-            num_drafts: drafts that each of them verified; 0, or as many as were configured.
-            num_drafted: drafts that were really proposed, of all decodes together.
+            num_decodes: decodes of the step.
+            num_drafts: drafts that each decode verified; 0, or the configured number.
+            num_drafted: drafts that were really proposed, over all decodes.
             num_accepted: how many of those were accepted.
-            num_tokens: tokens computed, of decodes and prefills: ``num_decodes * (1 + num_drafts)`` in a step of
+            num_tokens: tokens computed for decodes and prefills: ``num_decodes * (1 + num_drafts)`` in a step of
                 decodes alone.
-            seconds: since the step before ended, or since this one began if that was later.
+            seconds: since the previous step ended, or since this one began if that was later.
         """
         ...
 
 
 class ConstantDrafts:
-    """As many whatever happens; 0: never any.
+    """A `DraftController` that always proposes the same number of drafts.
 
     Args:
-        num_drafts: how many.
-        max_num_decodes: larger batches go without; None: none do.
+        num_drafts: the number; 0: no drafts.
+        max_num_decodes: larger batches propose none; None: no limit.
     """
 
     def __init__(self, num_drafts: int = 0, max_num_decodes: int | None = None) -> None:
@@ -62,29 +62,29 @@ class ConstantDrafts:
 
 
 def too_many_decodes(num_decodes: int, max_num_decodes: int | None) -> str:
-    """Why a batch of this size is not drafted for; empty: it is."""
+    """Why a batch of this size gets no drafts; empty if it gets them."""
     if max_num_decodes is None or num_decodes <= max_num_decodes:
         return ""
     return f"more than {max_num_decodes} request{'s' * (max_num_decodes != 1)}"
 
 
 class Drafting:
-    """The bookkeeping of drafts. Where there are none, every call does next to nothing.
+    """Draft counts and statistics of a scheduler. Without speculative decoding every call is a cheap no-op.
 
     Args:
-        num_drafts: of each decode in a step that has drafts; 0: there is no speculative decoding.
+        num_drafts: of each decode in a step that verifies drafts; 0: no speculative decoding.
         controller: decides which steps propose.
     """
 
     def __init__(self, num_drafts: int, controller: DraftController) -> None:
         self.num_drafts = num_drafts
-        self.num_proposed = 0  # by the last step that sampled, for each request that sampled
-        self.last_drafted = 0  # of the step that was updated last, likewise below
+        self.num_proposed = 0  # by the last step that sampled, for each of its requests
+        self.last_drafted = 0  # in the step that was updated last
         self.last_accepted = 0
         self._controller = controller
         self._num_steps = 0
         self._num_drafted = 0
-        self._lengths = [0] * (1 + num_drafts)  # by the number of drafts accepted: how often a request had that many
+        self._lengths = [0] * (1 + num_drafts)  # index: number of accepted drafts; value: how often
         self._off: dict[str, int] = {}
         self._off_reason = ""
 
@@ -99,10 +99,10 @@ class Drafting:
             self._off[reason] = self._off.get(reason, 0) + 1
         return self.num_proposed
 
-    def take_back(self, output: SchedulerOutput, batch: list[Request], result: ModelRunnerOutput) -> None:
-        """Every decode was counted with all its drafts accepted: take back what was not, and count what was.
+    def update(self, output: SchedulerOutput, batch: list[Request], result: ModelRunnerOutput) -> None:
+        """Subtract rejected drafts from ``num_computed``, which counted all drafts as accepted, and update statistics.
 
-        What a step in flight brings a request that has ended counts nowhere.
+        Results for requests that have already ended are not counted.
         """
         self.last_drafted = self.last_accepted = 0
         if not output.num_drafts:
@@ -122,7 +122,7 @@ class Drafting:
         self._num_drafted += self.last_drafted
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
-        """Tell the controller how the step went that was updated last."""
+        """Report the step that was updated last to the controller."""
         if self.num_drafts and output.rows:
             self._controller.observe(
                 output.num_decodes,

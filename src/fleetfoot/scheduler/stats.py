@@ -1,4 +1,4 @@
-"""What the scheduler counts. All counters are since its start."""
+"""Statistics of the scheduler. Counters start at 0 with the engine."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class DraftStats:
-    """What became of draft tokens."""
+    """Statistics of speculative decoding."""
 
     num_steps: int = 0
     """Steps that verified drafts."""
     num_rows: int = 0
-    """Times that a request had drafts verified."""
+    """How often a request had drafts verified, summed over steps."""
     num_drafted: int = 0
     """Tokens proposed."""
     num_accepted: int = 0
     """Tokens accepted."""
     accepted_at: tuple[int, ...] = ()
-    """For each place among a step's drafts, the first one first: how often a draft was accepted there."""
+    """For each draft position, first one first: how often a draft was accepted there."""
     off: dict[str, int] = field(default_factory=dict)
-    """Why drafting was off -> steps that proposed nothing for that reason."""
+    """Reason -> steps that proposed no drafts for that reason."""
     off_reason: str = ""
-    """Why the latest step proposed nothing; empty: it did, or there are no drafts at all."""
+    """Why the latest step proposed no drafts; empty if it did, or without speculative decoding."""
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the drafts that were accepted, 0 to 1; 0 before there was any."""
+        """Fraction of the drafts that were accepted, 0 to 1; 0 before the first draft."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a request gets, on average, in a step in which it has drafts, the target's own included: at least
-        1; 0 before there was any."""
+        """Mean tokens per request of a step that verifies drafts, the target's own token included: at least 1; 0 before
+        the first draft."""
         return 1 + self.num_accepted / self.num_rows if self.num_rows else 0.0
 
     @property
     def acceptance_rates(self) -> tuple[float, ...]:
-        """For each place, the share of ``num_rows`` in which a draft was accepted there: with those before it, so it
-        falls from place to place. Their sum and 1 are the mean acceptance length."""
+        """For each draft position, the fraction of ``num_rows`` with a draft accepted there. A draft is accepted only
+        with all drafts before it, so the rates fall. Their sum plus 1 is `mean_acceptance_length`."""
         return tuple(count / self.num_rows for count in self.accepted_at) if self.num_rows else ()
 
     def since(self, before: DraftStats) -> DraftStats:
-        """What was counted after ``before``, an earlier moment of the same engine."""
+        """The difference from ``before``, earlier statistics of the same engine."""
         earlier = before.accepted_at or (0,) * len(self.accepted_at)
         return DraftStats(
             num_steps=self.num_steps - before.num_steps,
@@ -61,27 +61,27 @@ class DraftStats:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What the KV connector did."""
+    """Statistics of the KV connector."""
 
     num_loading: int = 0
-    """Requests whose KV is under way or has just come: a moment's figure, as the next."""
-    num_lent_blocks: int = 0
-    """Blocks of requests that have ended which a transfer still uses."""
+    """Requests whose KV is being loaded or has just been loaded, at this moment."""
+    num_held_blocks: int = 0
+    """Blocks of ended requests that a transfer still uses, at this moment."""
     loads_started: int = 0
     loads_done: int = 0
     loads_failed: int = 0
-    """Timed out ones included."""
+    """Including those that timed out."""
     loads_timed_out: int = 0
     tokens_loaded: int = 0
-    """Tokens that were not computed because their KV came from elsewhere."""
+    """Tokens that were not computed because their KV was loaded."""
     counters: dict[str, int] = field(default_factory=dict)
-    """The connector's own, of all workers together: ``blocks_saved``, ``bytes_loaded``, ..."""
+    """The connector's own counters, summed over all workers: ``blocks_saved``, ``bytes_loaded``, ..."""
 
     def since(self, before: TransferStats) -> TransferStats:
-        """What was counted after ``before``, an earlier moment of the same engine; what is under way is as it is."""
+        """The difference from ``before``, earlier statistics of the same engine; current values are kept."""
         return TransferStats(
             num_loading=self.num_loading,
-            num_lent_blocks=self.num_lent_blocks,
+            num_held_blocks=self.num_held_blocks,
             loads_started=self.loads_started - before.loads_started,
             loads_done=self.loads_done - before.loads_done,
             loads_failed=self.loads_failed - before.loads_failed,
@@ -93,15 +93,15 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A moment of the scheduler."""
+    """The scheduler's state at one moment, and its counters."""
 
     num_running: int
     num_waiting: int
     kv_cache_usage: float
     num_preemptions: int
     prefix_cache_queries: int
-    """Prompt tokens looked up."""
+    """Prompt tokens looked up in the prefix cache."""
     prefix_cache_hits: int
-    """Prompt tokens found."""
+    """Prompt tokens found there."""
     drafts: DraftStats = field(default_factory=DraftStats)
     transfers: TransferStats = field(default_factory=TransferStats)

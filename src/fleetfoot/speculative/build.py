@@ -11,13 +11,12 @@ from fleetfoot.speculative.find import DrafterModel
 
 if TYPE_CHECKING:  # a plan can be made where there is no torch
     from fleetfoot.layers.context import ModelContext
-    from fleetfoot.speculative.speculation import Speculation
-    from fleetfoot.speculative.speculator import Speculator
+    from fleetfoot.speculative.drafter import Drafter, DraftSettings
 
 
 def build_speculation(
     config: EngineConfig, found: DrafterModel | None, max_model_len: int, context: ModelContext
-) -> Speculation:
+) -> DraftSettings:
     """The drafter of the last rank of a pipeline. Nothing is loaded yet.
 
     Args:
@@ -26,17 +25,17 @@ def build_speculation(
         context: of the target on this rank. Over a tensor group each rank has the whole drafter: a drafter is small,
             and sharing its layers would put two sums over the ranks into each of its short passes.
     """
-    from fleetfoot.speculative.speculation import NO_SPECULATION, NgramSettings, Speculation
+    from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings, NgramSettings
 
     speculative = config.speculative_config
     if speculative is None:
-        return NO_SPECULATION
+        return NO_DRAFTING
     if found is None:
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         assert longest is not None and shortest is not None  # filled in by the config
-        return Speculation(speculative.num_speculative_tokens, ngram=NgramSettings(longest, shortest))
+        return DraftSettings(speculative.num_speculative_tokens, ngram=NgramSettings(longest, shortest))
     drafter = _build_drafter(config, speculative, found, max_model_len, context)
-    return Speculation(speculative.num_speculative_tokens, drafter=drafter)
+    return DraftSettings(speculative.num_speculative_tokens, drafter=drafter)
 
 
 def _build_drafter(
@@ -45,7 +44,7 @@ def _build_drafter(
     found: DrafterModel,
     max_model_len: int,
     context: ModelContext,
-) -> Speculator:
+) -> Drafter:
     from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP
 
     num_drafts = speculative.num_speculative_tokens

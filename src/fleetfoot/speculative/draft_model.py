@@ -8,14 +8,14 @@ import torch
 
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.kv_layout import LayerGroup
+from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
-from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch
 from fleetfoot.weights.model_loader import ModelLoader
 
 
 class DraftModel:
-    """Implements `Speculator`. Each rank of a tensor group runs the whole of it, and gets the same drafts.
+    """Implements `Drafter`. Each rank of a tensor group runs the whole of it, and gets the same drafts.
 
     Args:
         loader: of the draft model, for a single rank.
@@ -28,7 +28,7 @@ class DraftModel:
     def __init__(self, loader: ModelLoader, num_drafts: int) -> None:
         config = loader.config
         self.num_drafts = num_drafts
-        self.kv_groups: tuple[LayerGroup, ...] = (LayerGroup(config.num_layers, config.num_kv_heads, config.head_dim),)
+        self.kv_specs = kv_cache_specs(config)
         self._loader = loader
         self._model: CausalLM | None = None
         self._kv_caches: Sequence[torch.Tensor] = ()

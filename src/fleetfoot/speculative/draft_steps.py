@@ -11,7 +11,7 @@ import torch
 from fleetfoot.kernels.opset import Sample
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch
 
 
 class DraftSteps:

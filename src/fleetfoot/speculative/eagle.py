@@ -10,17 +10,17 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightError
 from fleetfoot.models.eagle import FC_WEIGHT, EagleHead, not_of_the_head, plain_name
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.kv_layout import LayerGroup
+from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
+from fleetfoot.speculative.drafter import DraftBatch
 from fleetfoot.speculative.find import DrafterModel
-from fleetfoot.speculative.speculator import DraftBatch
 from fleetfoot.weights.checkpoint import Checkpoint
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.safetensors_loader import load_safetensors
 
 
 class EagleDrafter:
-    """Implements `Speculator`.
+    """Implements `Drafter`.
 
     The head's entry for the token at position i lies at that token's slot. It was made of the token at i + 1 too: where
     a cached prefix ends and another token follows than followed then, one entry is not what it would have been. That
@@ -44,7 +44,7 @@ class EagleDrafter:
     ) -> None:
         config = model.config
         self.num_drafts = num_drafts
-        self.kv_groups: tuple[LayerGroup, ...] = (LayerGroup(config.num_layers, config.num_kv_heads, config.head_dim),)
+        self.kv_specs = kv_cache_specs(config)
         self._found = model
         self._context = context
         self._load_format = load_format

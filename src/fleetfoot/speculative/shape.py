@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import layer_parameters
-from fleetfoot.records.kv_layout import LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.speculative.find import DrafterModel
 
 _FLOAT32 = 4
@@ -33,13 +33,9 @@ def drafter_shape(
     return DrafterShape(
         speculative.num_speculative_tokens,
         parameters * DTYPE_BYTES[dtype] + rotary_table,
-        _layer_groups(found),
+        kv_cache_specs(found.config),
         found,
     )
-
-
-def _layer_groups(found: DrafterModel) -> tuple[LayerGroup, ...]:
-    return (LayerGroup(found.config.num_layers, found.config.num_kv_heads, found.config.head_dim),)
 
 
 def _num_parameters(found: DrafterModel, target: ModelConfig, device: str, *, has_embedding: bool) -> int:
@@ -67,14 +63,14 @@ class DrafterShape:
     """Tokens in a step for each decode, besides one."""
     weight_bytes: int = 0
     """Of its model on one rank; 0: it has none."""
-    layer_groups: tuple[LayerGroup, ...] = ()
+    kv_specs: tuple[KVCacheSpec, ...] = ()
     """Its layers in the KV cache, with one rank's heads."""
     model: DrafterModel | None = None
     """None: n-grams, or no speculative decoding."""
 
     def kv_block_bytes(self, dtype: str, block_size: int) -> int:
         """Bytes of its layers in one KV block."""
-        elements = sum(group.num_layers * group.num_kv_heads * group.head_dim for group in self.layer_groups)
+        elements = sum(spec.num_kv_heads * spec.head_dim for spec in self.kv_specs)
         return 2 * elements * DTYPE_BYTES[dtype] * block_size
 
 

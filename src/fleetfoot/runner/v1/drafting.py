@@ -9,9 +9,8 @@ from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs
 from fleetfoot.sampling.verification import HostSamples
+from fleetfoot.speculative.drafter import DraftBatch, DraftSettings
 from fleetfoot.speculative.ngram import propose_ngrams
-from fleetfoot.speculative.speculation import Speculation
-from fleetfoot.speculative.speculator import DraftBatch
 
 
 class Drafting:
@@ -21,10 +20,10 @@ class Drafting:
         max_model_len: most tokens of a request.
     """
 
-    def __init__(self, speculation: Speculation, host: HostState, max_model_len: int) -> None:
-        self._speculation = speculation
+    def __init__(self, draft_settings: DraftSettings, host: HostState, max_model_len: int) -> None:
+        self._draft_settings = draft_settings
         self._host = host
-        self._max_seq_len = max_model_len + speculation.num_drafts
+        self._max_seq_len = max_model_len + draft_settings.num_drafts
 
     def propose(
         self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden: torch.Tensor, new: HostSamples
@@ -34,18 +33,18 @@ class Drafting:
         Args:
             hidden: ``[num_tokens, hidden_size]``, in batch order.
         """
-        speculation, host = self._speculation, self._host
-        if not speculation.is_on:
+        draft_settings, host = self._draft_settings, self._host
+        if not draft_settings.is_on:
             return
         wanted = scheduler_output.num_to_propose
         rows = inputs.rows[: scheduler_output.num_sampled]
         host.drafts[rows] = -1  # nobody is to verify what was proposed for an earlier step
-        if speculation.drafter is not None:  # if nothing is wanted, it only fills its KV cache
-            drafts = speculation.drafter.propose(self._draft_batch(scheduler_output, inputs, hidden, new), wanted)
+        if draft_settings.drafter is not None:  # if nothing is wanted, it only fills its KV cache
+            drafts = draft_settings.drafter.propose(self._draft_batch(scheduler_output, inputs, hidden, new), wanted)
             if drafts is not None:
                 host.drafts[rows] = drafts.cpu().numpy()
-        elif speculation.ngram is not None and wanted:
-            longest, shortest = speculation.ngram.max_ngram, speculation.ngram.min_ngram
+        elif draft_settings.ngram is not None and wanted:
+            longest, shortest = draft_settings.ngram.max_ngram, draft_settings.ngram.min_ngram
             for row in rows.tolist():
                 known = host.token_ids[row, : host.num_tokens[row]]
                 host.drafts[row] = propose_ngrams(known, wanted, longest, shortest)

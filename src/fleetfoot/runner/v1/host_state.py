@@ -48,9 +48,9 @@ class HostState:
         row = request.row
         self.requests[row] = request
         self.token_ids[row, : len(request.token_ids)] = request.token_ids
-        self.num_tokens[row] = len(request.token_ids)
+        self.num_tokens[row] = request.num_tokens
         self.num_computed[row] = request.num_computed_tokens
-        self.limits[row] = request.max_tokens_in_all - 1
+        self.limits[row] = request.max_total_tokens - 1
         self.drafts[row] = -1
         self.temperatures[row] = request.params.temperature
         self.seeds[row : row + 1].view(np.uint64)[0] = request.seed & 0xFFFFFFFFFFFFFFFF
@@ -77,7 +77,7 @@ class HostState:
         self.token_ids[np.repeat(rows, counts), places] = list(chain.from_iterable(new_token_ids))
         self.num_tokens[rows] = behind
         for row, token_ids in zip(rows.tolist(), new_token_ids, strict=True):
-            self.request(row).token_ids += token_ids
+            self.request(row).token_ids.extend(token_ids)
 
     def request(self, row: int) -> NewRequest:
         request = self.requests[row]

@@ -26,7 +26,7 @@ class _Awaited:
     """``[n]`` int64: of the requests that sample, in batch order."""
 
 
-class Packets:
+class SampledTokenSync:
     """A packet is ``[n, 2 + k]`` int32: the newest token, the number of rejected tokens of the query or -1 if the
     request got nothing, and k drafts for the next step. Model Runner V2 has the same.
 
@@ -52,7 +52,7 @@ class Packets:
         packet[:, 0] = host.token_ids[rows, host.num_tokens[rows] - 1]
         packet[:, 1] = np.where([bool(got) for got in new.token_ids], new.num_rejected, -1)
         packet[:, 2:] = host.drafts[rows]
-        self._pipeline.send_packet(torch.from_numpy(packet).to(self._device))
+        self._pipeline.send_sampled_tokens(torch.from_numpy(packet).to(self._device))
 
     def expect(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
         """On an earlier rank, after its part of a step."""
@@ -66,7 +66,7 @@ class Packets:
             awaited = self._awaited.popleft()
             shape = len(awaited.rows), 2 + self._host.drafts.shape[1]
             packet = torch.empty(shape, dtype=torch.int32, device=self._device)
-            self._pipeline.receive_packet(packet)
+            self._pipeline.receive_sampled_tokens(packet)
             self._apply(awaited, packet.cpu().numpy())
 
     def _apply(self, awaited: _Awaited, packet: np.ndarray) -> None:

@@ -21,10 +21,10 @@ from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.drafting import Drafting
 from fleetfoot.runner.v1.host_state import HostState
 from fleetfoot.runner.v1.inputs import StepInputs, logits_indices, prepare_inputs
-from fleetfoot.runner.v1.pipeline import Packets
+from fleetfoot.runner.v1.pipeline import SampledTokenSync
 from fleetfoot.sampling.sampler_v1 import Sampler
 from fleetfoot.sampling.verification import NO_SAMPLES, HostSamples
-from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.weights.model_loader import ModelLoader
 
 
@@ -35,7 +35,7 @@ class ModelRunnerV1:
         loader: builds the model, or a pipeline's part of it, when `load_model` is called.
         max_num_seqs: most requests in a step.
         max_model_len: most tokens of a request.
-        speculation: who makes drafts; on the last rank alone, but for their number.
+        draft_settings: who makes drafts; on the last rank alone, but for their number.
         connector: moves KV; None: nobody does.
         pipeline: the ranks that the layers are spread over.
     """
@@ -48,7 +48,7 @@ class ModelRunnerV1:
         *,
         max_num_seqs: int,
         max_model_len: int,
-        speculation: Speculation = NO_SPECULATION,
+        draft_settings: DraftSettings = NO_DRAFTING,
         connector: StepConnector | None = None,
         pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     ) -> None:
@@ -56,7 +56,7 @@ class ModelRunnerV1:
         self._loader = loader
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self._speculation = speculation
+        self._draft_settings = draft_settings
         self._connector = connector or NoConnector()
         self._pipeline = pipeline
         self._model: CausalLM | None = None
@@ -68,8 +68,8 @@ class ModelRunnerV1:
 
     def load_model(self) -> None:
         self._model = self._loader.load()
-        if self._speculation.drafter is not None:
-            self._speculation.drafter.load_model(self._model)
+        if self._draft_settings.drafter is not None:
+            self._draft_settings.drafter.load_model(self._model)
 
     def initialize_kv_cache(self, layout: KVLayout) -> None:
         if self._model is None:
@@ -77,15 +77,15 @@ class ModelRunnerV1:
         kv_caches = allocate_kv_cache(layout, self.device)
         num_layers = len(self._model.layers)
         self._kv_caches = kv_caches[:num_layers]
-        if self._speculation.drafter is not None:
-            self._speculation.drafter.bind_kv_caches(kv_caches[num_layers:])
+        if self._draft_settings.drafter is not None:
+            self._draft_settings.drafter.bind_kv_caches(kv_caches[num_layers:])
         self._connector.register_kv_caches(kv_caches, layout)
-        num_drafts = self._speculation.num_drafts
+        num_drafts = self._draft_settings.num_drafts
         self._host = HostState(self._max_num_seqs, self._max_model_len, layout.block_size, num_drafts)
         model = self._model
         self._sampler = Sampler(self._loader.context.ops, model.compute_logits, model.config.vocab_size)
-        self._drafting = Drafting(self._speculation, self._host, self._max_model_len)
-        self._packets = Packets(self._pipeline, self._host, self.device)
+        self._drafting = Drafting(self._draft_settings, self._host, self._max_model_len)
+        self._token_sync = SampledTokenSync(self._pipeline, self._host, self.device)
 
     def warm_up(self) -> None:
         """Nothing to do: every operation runs as it is."""
@@ -147,7 +147,7 @@ class ModelRunnerV1:
         self, model: CausalLM, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None
     ) -> IntermediateTensors | None:
         """Run this rank's layers; what it returns, if anything, the caller has to hand on."""
-        self._packets.receive_for(scheduler_output)
+        self._token_sync.receive_for(scheduler_output)
         self._update_rows(scheduler_output)
         inputs = prepare_inputs(self._host, scheduler_output, self.device)
         self._host.num_computed[inputs.rows] += inputs.query_lens
@@ -157,7 +157,7 @@ class ModelRunnerV1:
             finished = scheduler_output.finished_req_ids
             self._pending = ExecuteModelState(scheduler_output, hidden, finished, inputs)
             return None
-        self._packets.expect(inputs, scheduler_output)
+        self._token_sync.expect(inputs, scheduler_output)
         if self._pipeline.size == 1:
             return hidden
         self._pipeline.send(hidden)
@@ -177,7 +177,7 @@ class ModelRunnerV1:
             self._host.append_tokens(rows, new.token_ids)
             self._host.num_computed[rows] -= new.num_rejected
         self._drafting.propose(scheduler_output, inputs, hidden, new)
-        self._packets.send(inputs, new)
+        self._token_sync.send(inputs, new)
         output.sampled_token_ids, output.num_drafted = new.token_ids, new.num_drafted
         output.invalid, output.logprobs = new.invalid, new.logprobs
         return output

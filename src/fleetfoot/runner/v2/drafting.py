@@ -8,8 +8,7 @@ from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.sampling.verification import DeviceSamples
-from fleetfoot.speculative.speculation import Speculation
-from fleetfoot.speculative.speculator import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch, DraftSettings
 
 
 class Drafting:
@@ -19,20 +18,20 @@ class Drafting:
         max_model_len: most tokens of a request.
     """
 
-    def __init__(self, speculation: Speculation, state: DeviceState, max_model_len: int) -> None:
-        self._speculation = speculation
+    def __init__(self, draft_settings: DraftSettings, state: DeviceState, max_model_len: int) -> None:
+        self._draft_settings = draft_settings
         self._state = state
-        self._max_seq_len = max_model_len + speculation.num_drafts
+        self._max_seq_len = max_model_len + draft_settings.num_drafts
 
     @property
     def reads_hidden(self) -> bool:
         """Whether `propose` reads the hidden states of all tokens."""
-        drafter = self._speculation.drafter
+        drafter = self._draft_settings.drafter
         return drafter is not None and drafter.reads_hidden
 
     def wanted(self, scheduler_output: SchedulerOutput) -> int | None:
         """How many drafts to propose at a step's end; 0: none, but a drafter fills its cache; None: nothing to do."""
-        if scheduler_output.num_to_propose or self._speculation.drafter is not None:
+        if scheduler_output.num_to_propose or self._draft_settings.drafter is not None:
             return scheduler_output.num_to_propose
         return None
 
@@ -50,10 +49,10 @@ class Drafting:
         """
         if num_to_propose is None:
             return None
-        speculation, requests = self._speculation, self._state.requests
+        draft_settings, requests = self._draft_settings, self._state.requests
         num_sampled = 0 if new is None else len(new.token_ids)
         rows = batch.idx_mapping[:num_sampled]
-        if speculation.ngram is not None:
+        if draft_settings.ngram is not None:
             if not num_to_propose or not num_sampled:
                 return None
             from fleetfoot.speculative.ngram import propose_ngrams_paged
@@ -66,14 +65,14 @@ class Drafting:
                 requests.token_pages,
                 self._state.block_tables.tensor,
                 self._state.block_size,
-                speculation.ngram.max_ngram,
-                speculation.ngram.min_ngram,
+                draft_settings.ngram.max_ngram,
+                draft_settings.ngram.min_ngram,
                 draft_tokens=requests.draft_tokens,
             )
             return requests.draft_tokens.index_select(0, safe_rows)
-        if speculation.drafter is None:
+        if draft_settings.drafter is None:
             return None
-        drafts = speculation.drafter.propose(self._draft_batch(batch, hidden, new), num_to_propose)
+        drafts = draft_settings.drafter.propose(self._draft_batch(batch, hidden, new), num_to_propose)
         if drafts is None or not num_sampled:
             return None
         scratch = requests.draft_tokens.shape[0] - 1  # what padding requests write

@@ -27,7 +27,7 @@ class _Awaited:
     """Tokens of each decode's query."""
 
 
-class Packets:
+class SampledTokenSync:
     """A packet is ``[n, 2 + k]`` int32: the newest token, the number of rejected tokens of the query or -1 if the
     request got nothing, and k drafts for the next step.
 
@@ -60,7 +60,7 @@ class Packets:
     def send(self, packet: torch.Tensor | None) -> None:
         """On the last rank, what `pack` has made, without padding."""
         if packet is not None:
-            self._pipeline.send_packet(packet)
+            self._pipeline.send_sampled_tokens(packet)
 
     def expect(self, batch: InputBatch) -> None:
         """On an earlier rank, after its part of a step."""
@@ -88,7 +88,7 @@ class Packets:
         awaited = self._awaited.popleft()
         idx_mapping = awaited.idx_mapping
         packet = torch.empty((len(idx_mapping), self._width), dtype=torch.int32, device=idx_mapping.device)
-        self._pipeline.receive_packet(packet)
+        self._pipeline.receive_sampled_tokens(packet)
         self._apply(idx_mapping, packet, awaited.query_len)
 
     def _apply(self, rows: torch.Tensor, packet: torch.Tensor, query_len: int) -> None:

@@ -44,8 +44,8 @@ class RequestState:
 
     def stage(self, request: NewRequest, buffer: StagingBuffer) -> None:
         """Fill a request's row."""
-        limit = min(request.max_tokens_in_all - 1, _NO_LIMIT)
-        values = [request.num_computed_tokens, len(request.token_ids), request.num_prompt_tokens, limit]
+        limit = min(request.max_total_tokens - 1, _NO_LIMIT)
+        values = [request.num_computed_tokens, request.num_tokens, request.num_prompt_tokens, limit]
         buffer.write(self._indices + request.row, values, NUM_FIELDS)
 
     def post_update(self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, new: DeviceSamples | None) -> None:
@@ -72,19 +72,13 @@ class RequestState:
             block_ids: ``[num_blocks]``, those of the request.
         """
         size, end = self._block_size, len(request.token_ids)
+        if not end:
+            return  # this rank does not read tokens
         begin = first // size * size  # of the first block that is written to
         # pages lie in the arena as blocks do in the KV cache: [num_blocks that are written to, block_size]
         places = self._pages.base + (block_ids[begin // size :, np.newaxis] * size + self._offsets)
-        buffer.write(places.reshape(-1)[first - begin : end - begin], _packed_tokens(request)[first:], end - first)
-
-
-def _packed_tokens(request: NewRequest) -> np.ndarray:
-    """``[num_tokens]`` int32: all tokens known."""
-    if request.packed_prompt is None:
-        return np.array(request.token_ids, np.int32)
-    prompt = np.frombuffer(request.packed_prompt, np.int32)
-    behind = request.token_ids[request.num_prompt_tokens :]  # what it had generated when it was preempted
-    return np.concatenate((prompt, np.array(behind, np.int32))) if behind else prompt
+        tokens = np.frombuffer(request.token_ids, np.int32)[first:]  # [end - first]
+        buffer.write(places.reshape(-1)[first - begin : end - begin], tokens, end - first)
 
 
 class BlockTables:

@@ -36,14 +36,14 @@ from fleetfoot.runner.v2.drafting import Drafting
 from fleetfoot.runner.v2.graphs import GraphManager
 from fleetfoot.runner.v2.input_batch import BatchShape, InputBatch, InputBuffers
 from fleetfoot.runner.v2.logits import logits_batch, wanted_tokens
-from fleetfoot.runner.v2.pipeline import Packets
+from fleetfoot.runner.v2.pipeline import SampledTokenSync
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.sampler_v2 import Sampler
 from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
-from fleetfoot.speculative.speculation import NO_SPECULATION, Speculation
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.weights.model_loader import ModelLoader
 
 
@@ -73,7 +73,7 @@ class ModelRunnerV2:
         max_model_len: most tokens of a request.
         capture_table: the shapes to capture as graphs, from the plan.
         device: copies and events; None: those of the loader's device.
-        speculation: who makes drafts; on the last rank alone, but for their number.
+        draft_settings: who makes drafts; on the last rank alone, but for their number.
         connector: moves KV; None: nobody does.
         pipeline: the ranks that the layers are spread over.
     """
@@ -89,7 +89,7 @@ class ModelRunnerV2:
         max_model_len: int,
         capture_table: CaptureTable | None = None,
         device: Device | None = None,
-        speculation: Speculation = NO_SPECULATION,
+        draft_settings: DraftSettings = NO_DRAFTING,
         connector: StepConnector | None = None,
         pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     ) -> None:
@@ -102,7 +102,7 @@ class ModelRunnerV2:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._speculation = speculation
+        self._draft_settings = draft_settings
         self._connector = connector or NoConnector()
         self._pipeline = pipeline
         self._model: CausalLM | None = None
@@ -115,8 +115,8 @@ class ModelRunnerV2:
 
     def load_model(self) -> None:
         self._model = self._loader.load()
-        if self._speculation.drafter is not None:
-            self._speculation.drafter.load_model(self._model)
+        if self._draft_settings.drafter is not None:
+            self._draft_settings.drafter.load_model(self._model)
 
     def initialize_kv_cache(self, layout: KVLayout) -> None:
         if self._model is None:
@@ -124,8 +124,8 @@ class ModelRunnerV2:
         kv_caches = allocate_kv_cache(layout, self.device.torch_device)
         num_layers = len(self._model.layers)
         self._kv_caches = kv_caches[:num_layers]
-        if self._speculation.drafter is not None:
-            self._speculation.drafter.bind_kv_caches(kv_caches[num_layers:])
+        if self._draft_settings.drafter is not None:
+            self._draft_settings.drafter.bind_kv_caches(kv_caches[num_layers:])
         self._connector.register_kv_caches(kv_caches, layout)
         state = DeviceState(
             self.device,
@@ -135,7 +135,7 @@ class ModelRunnerV2:
             block_size=layout.block_size,
             max_num_batched_tokens=self._max_num_batched_tokens,
             vocab_size=self._model.config.vocab_size,
-            num_draft=self._speculation.num_drafts,
+            num_draft=self._draft_settings.num_drafts,
             stages_all_tokens=self._connector.fills_blocks,
         )
         self._state = state
@@ -145,8 +145,8 @@ class ModelRunnerV2:
         model, ops = self._model, self._loader.context.ops
         self._sampler = Sampler(state.sampling, verification, ops, model.compute_logits, model.config.vocab_size)
         self._iota = torch.arange(self._max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
-        self._drafting = Drafting(self._speculation, state, self._max_model_len)
-        self._packets = Packets(self._pipeline, state)
+        self._drafting = Drafting(self._draft_settings, state, self._max_model_len)
+        self._token_sync = SampledTokenSync(self._pipeline, state)
 
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
@@ -159,7 +159,7 @@ class ModelRunnerV2:
             if self._pending is not None:
                 self._sample().get()
         self._sampler.remove(0)
-        self._packets.receive_all()
+        self._token_sync.receive_all()
         with torch.inference_mode():
             self.graphs.capture_first()
         self.graphs.num_steps.clear()
@@ -189,7 +189,7 @@ class ModelRunnerV2:
 
     def _later_shapes(self) -> list[GraphKey]:
         """Each rank of a tensor group begins with others: it finds in the cache what the others have compiled."""
-        shapes = later_shapes(self.graphs.keys, self._speculation.num_drafts, self._max_num_batched_tokens)
+        shapes = later_shapes(self.graphs.keys, self._draft_settings.num_drafts, self._max_num_batched_tokens)
         group = self._loader.context.tensor_group
         begin = len(shapes) * group.rank // group.size
         return shapes[begin:] + shapes[:begin]
@@ -232,7 +232,7 @@ class ModelRunnerV2:
     ) -> IntermediateTensors | None:
         if self._model is None or not self._kv_caches:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
-        self._packets.receive_for(scheduler_output)
+        self._token_sync.receive_for(scheduler_output)
         self._note(scheduler_output)
         sampling = self._sampler.variant if self._sampler.fits_graph else None
         drafting = self._drafting.wanted(scheduler_output)
@@ -273,7 +273,7 @@ class ModelRunnerV2:
 
     def _pass_on(self, hidden: IntermediateTensors, batch: InputBatch) -> IntermediateTensors | None:
         """The end of a step on a rank that is not the last of its pipeline."""
-        self._packets.expect(batch)
+        self._token_sync.expect(batch)
         if self._pipeline.size == 1:
             return hidden
         self._pipeline.send(hidden)
@@ -293,7 +293,7 @@ class ModelRunnerV2:
             if done.logprobs is not None:
                 logprobs = LogprobsTensors(done.logprobs.packed[: shape.num_logits].clone())
                 self._send_logprobs(batch, logprobs, output)
-            self._packets.send(None if done.packet is None else done.packet[: shape.num_sampled])
+            self._token_sync.send(None if done.packet is None else done.packet[: shape.num_sampled])
             return output
         for index, position, tensors in self._sampler.prompt_logprobs.collect(done.hidden, scheduler_output):
             output.send_prompt_logprobs(index, position, tensors)
@@ -304,7 +304,7 @@ class ModelRunnerV2:
         self._state.requests.post_update(batch.idx_mapping, batch.query_start_loc, new)
         self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
         if new is not None:
-            self._packets.send(self._packets.pack(batch, new))
+            self._token_sync.send(self._token_sync.pack(batch, new))
         return output
 
     def _sample_logits(self, batch: InputBatch, done: StepTensors, output: AsyncOutput) -> DeviceSamples:
@@ -388,7 +388,7 @@ class ModelRunnerV2:
             packed = new.packed()
             self._state.requests.post_update(batch.idx_mapping, batch.query_start_loc, new)
             self._drafting.propose(batch, done.hidden, new, key.drafting)
-            return StepTensors(done.hidden, rows, packed, sampled.logprobs, self._packets.pack(batch, new))
+            return StepTensors(done.hidden, rows, packed, sampled.logprobs, self._token_sync.pack(batch, new))
 
         return work
 

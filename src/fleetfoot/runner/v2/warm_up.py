@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -38,7 +39,7 @@ def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: i
     request = NewRequest(
         request_id=NAME,
         row=0,
-        token_ids=[0] * length,
+        token_ids=array("i", [0] * length),
         num_prompt_tokens=length,
         num_computed_tokens=0,
         block_ids=[0],

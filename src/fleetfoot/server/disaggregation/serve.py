@@ -171,7 +171,7 @@ class LocalEngine:
     def _is_drained(self) -> bool:
         scheduler, transfers = self._llm.stats().scheduler, self._llm.stats().transfers
         return not (
-            scheduler.num_running or scheduler.num_waiting or transfers.num_loading or transfers.num_lent_blocks
+            scheduler.num_running or scheduler.num_waiting or transfers.num_loading or transfers.num_held_blocks
         )
 
 

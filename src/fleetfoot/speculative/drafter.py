@@ -10,7 +10,7 @@ import torch
 
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.kv_layout import LayerGroup
+from fleetfoot.records.kv_layout import KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class DraftBatch:
     """Of the whole step: slots of tokens beyond a request's length are -1."""
     hidden: torch.Tensor
     """``[T, hidden_size]``: the target's hidden states after its final norm, as its logits head reads them; only for a
-    drafter that `Speculator.reads_hidden`."""
+    drafter that `Drafter.reads_hidden`."""
     next_ids: torch.Tensor
     """``[T]`` int64: the token behind each of ``input_ids`` in its sequence as it is known now: the next one of the
     query or prompt, and for a request's last valid token the one that was sampled last. Behind that: anything."""
@@ -54,7 +54,7 @@ class DraftBatch:
     """A bound on ``p + m + k``."""
 
 
-class Speculator(Protocol):
+class Drafter(Protocol):
     """Proposes drafts from a model of its own, with a KV cache that shares the target's block tables.
 
     A draft for position ``i`` is drawn with the same random numbers as the target's token for position ``i``
@@ -64,7 +64,7 @@ class Speculator(Protocol):
 
     num_drafts: int
     """``k``."""
-    kv_groups: tuple[LayerGroup, ...]
+    kv_specs: tuple[KVCacheSpec, ...]
     """Layers that it wants behind the target's in the KV cache."""
     method: str
     """``draft_model`` or ``eagle``."""
@@ -86,3 +86,30 @@ class Speculator(Protocol):
         captured in a graph where ``batch.is_decode``.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSettings:
+    """Prompt lookup decoding (Saxena 2023): the tokens behind the last occurrence of the sequence's last n-gram."""
+
+    max_ngram: int
+    """Tokens of the longest n-gram that is looked for; it is tried first."""
+    min_ngram: int
+    """Tokens of the shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """How drafts are made: by n-gram lookup, by a model, or not at all."""
+
+    num_drafts: int = 0
+    """``k``, in each step that drafts; 0: there is no speculative decoding."""
+    ngram: NgramSettings | None = None
+    drafter: Drafter | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.num_drafts > 0
+
+
+NO_DRAFTING = DraftSettings()

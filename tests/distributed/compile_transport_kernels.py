@@ -1,4 +1,4 @@
-"""Compiles the one-shot sum and the lane of a pipeline for an H100, on any machine: run as a module, without
+"""Compiles the custom all-reduce and the P2P channel for an H100, on any machine: run as a module, without
 ``TRITON_INTERPRET``."""
 
 from __future__ import annotations
@@ -8,25 +8,27 @@ from unittest.mock import patch
 import torch
 from tests.helpers.compile_op_kernels import compile_instead
 
-from fleetfoot.distributed import custom_all_reduce as one_shot
-from fleetfoot.distributed.p2p_channel import PeerLane
+from fleetfoot.distributed import custom_all_reduce
+from fleetfoot.distributed.p2p_channel import P2PChannel
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.records.intermediate import IntermediateTensors
 
 
 def main() -> None:
-    one_shot.can_overlap = lambda device: True  # type: ignore[assignment]
+    custom_all_reduce.can_overlap = lambda device: True  # type: ignore[assignment]
     for num_ranks, dtype in ((2, torch.bfloat16), (4, torch.float32)):
         words = torch.zeros(8, dtype=torch.int64)
-        sums = one_shot.OneShotSum(PeerMemory(words, words), 0, num_ranks, 1024, dtype, torch.device("cpu"))
+        sums = custom_all_reduce.CustomAllReduce(
+            PeerMemory(words, words), 0, num_ranks, 1024, dtype, torch.device("cpu")
+        )
         rows, norm = torch.empty(4, 1024, dtype=dtype), torch.empty(1024, dtype=dtype)
         sums.all_reduce(rows)
         sums.add_rms_norm(torch.empty(3, 4, 1024), rows, norm, 1e-5)
     tensors = IntermediateTensors(torch.empty(4, 1024), torch.empty(4, 1024))
-    lane = PeerLane(PeerMemory(words, words), 1)
-    lane.send(tensors)
-    lane.receive(tensors)
+    channel = P2PChannel(PeerMemory(words, words), 1)
+    channel.send(tensors)
+    channel.receive(tensors)
 
 
 if __name__ == "__main__":

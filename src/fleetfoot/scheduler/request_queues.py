@@ -1,0 +1,109 @@
+"""Which requests come next: the waiting queue, and the microbatches of a pipeline."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import SchedulerOutput
+
+
+class WaitingQueue:
+    """A heap of requests, ordered by priority and arrival.
+
+    A request that ends while it waits stays in the heap until it reaches the front, but is no longer counted.
+    """
+
+    def __init__(self) -> None:
+        # the sort key stands beside each request: tuples of ints compare faster than `Request.__lt__`
+        self._heap: list[tuple[int, int, Request]] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        """The counted requests, in no particular order."""
+        return (request for _, _, request in self._heap if not request.is_finished)
+
+    def push(self, request: Request) -> None:
+        heappush(self._heap, (request.priority, request.sequence_number, request))
+        self._size += 1
+
+    def discard_finished(self) -> None:
+        """Stop counting one request, which has ended while it was waiting."""
+        self._size -= 1
+
+    @property
+    def first(self) -> Request:
+        """The next request to run. The queue must not be empty."""
+        while self._heap[0][2].is_finished:
+            heappop(self._heap)
+        return self._heap[0][2]
+
+    def pop(self) -> None:
+        """Remove `first`."""
+        heappop(self._heap)
+        self._size -= 1
+
+
+def select_microbatch(running: list[Request], num_stages: int, step: int) -> list[Request]:
+    """The running requests, in their order, that may join a step of a pipeline.
+
+    The steps in flight hold different decodes, so that every stage is busy. Prefills always join: their chunks need no
+    token that is still in flight. Of the decodes, at most one in ``num_stages`` (rounded up) joins, least recently
+    sampled first. Decodes that one of the last ``num_stages - 1`` steps sampled would stall the first stage, and join
+    only if there are no others.
+
+    Args:
+        running: the running requests.
+        num_stages: pipeline stages.
+        step: the number of the step that is being scheduled.
+    """
+    last_steps = sorted(
+        request.last_sampled_step
+        for request in running
+        if request.num_computed >= request.num_prefill and not request.reaches_limit_in_flight
+    )
+    share = -(-len(last_steps) // num_stages)
+    num_rested = bisect_right(last_steps, step - num_stages)
+    share = min(share, num_rested or share)
+    newest = last_steps[share - 1] if share else -1
+    num_ties = share - bisect_left(last_steps, newest)  # how many of the requests last sampled in step `newest` join
+    microbatch = []
+    for request in running:
+        if request.num_computed >= request.num_prefill:
+            if request.last_sampled_step > newest or request.reaches_limit_in_flight:
+                continue
+            if request.last_sampled_step == newest:
+                if not num_ties:
+                    continue
+                num_ties -= 1
+        microbatch.append(request)
+    return microbatch
+
+
+def num_microbatch_drafts(microbatch: list[Request]) -> int:
+    """Drafts that each decode of a microbatch verifies: as many as were proposed when it was last sampled."""
+    return max((request.num_proposed for request in microbatch), default=0)
+
+
+def record_microbatch(output: SchedulerOutput, batch: list[Request], newest_updated: int) -> None:
+    """Record which step samples each request, and set ``output.awaited_step``.
+
+    Results that the host has seen cost the earlier ranks no waiting, so they are always awaited: the row of a new
+    request is then never changed by a step of the row's previous owner.
+
+    Args:
+        output: the step.
+        batch: its requests, in batch order.
+        newest_updated: the newest step whose result the host has seen.
+    """
+    decodes = batch[: output.num_decodes]
+    output.awaited_step = max((request.last_sampled_step for request in decodes), default=-1)
+    output.awaited_step = max(output.awaited_step, newest_updated)
+    for request in batch[: output.num_sampled]:
+        request.last_sampled_step = output.step
+        request.num_proposed = output.num_to_propose
