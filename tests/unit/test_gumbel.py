@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling import gumbel
 from fleetfoot.kernels.sampling.gumbel import (
     NOISE_MAX,
@@ -99,7 +100,7 @@ def test_noise_is_the_same_alone_chunked_and_scattered(monkeypatch):
         assert torch.equal(gumbel_noise(seeds[i : i + 1], positions[i : i + 1], 1003)[0], noise[i])
     rows, token_ids = torch.randint(0, 9, (501,)), torch.randint(0, 1003, (501,))
     assert torch.equal(gumbel_noise_at(seeds[rows], positions[rows], token_ids), noise[rows, token_ids])
-    monkeypatch.setitem(gumbel._MAX_ELEMENTS, "cpu", 2048)
+    monkeypatch.setitem(sampling.MAX_ELEMENTS, "cpu", 2048)
     assert torch.equal(gumbel_noise(seeds, positions, 1003), noise)
 
 

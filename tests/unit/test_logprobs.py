@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from fleetfoot.kernels.sampling import gumbel
+from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch
 from fleetfoot.kernels.sampling.token_logprobs_triton import select_logprobs
 from fleetfoot.records.logprobs import Logprob, logprob_dict
@@ -65,7 +65,7 @@ def test_no_rows():
 
 
 def test_prompt_logprobs_make_few_logits_at_a_time(monkeypatch):
-    monkeypatch.setitem(gumbel._MAX_ELEMENTS, "cpu", 100)
+    monkeypatch.setitem(sampling.MAX_ELEMENTS, "cpu", 100)
     hidden, head = torch.randn(17, 4), torch.randn(30, 4)
     sizes = []
 

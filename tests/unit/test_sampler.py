@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetfoot.kernels.sampling import filters, gumbel
+from fleetfoot.kernels import sampling
+from fleetfoot.kernels.sampling import filters
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
@@ -345,7 +346,7 @@ def sampling_rows(draw_from):
 def test_a_row_is_the_same_alone_and_among_any_neighbours(rows, seed, dtype, chunk):
     logits = (torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(gumbel._MAX_ELEMENTS, "cpu", chunk)
+        patch.setitem(sampling.MAX_ELEMENTS, "cpu", chunk)
         metadata = SamplingMetadata.build(rows, CPU)
         together = sample(logits, metadata)
     processed = process_logits(logits, metadata)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import layer_parameters, num_kv_heads, pipeline_layers, vocab_rows
+from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
 from fleetfoot.plan.backends import Backends
 from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.sampling.shape import row_size
 from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape
 
 if TYPE_CHECKING:
@@ -23,14 +25,8 @@ DRIVER_BYTES = 832 * MIB
 """What a GPU's driver, torch's context, cuBLAS workspaces and compiled kernels take before anything is allocated."""
 
 _INT32, _INT64, _FLOAT32 = 4, 8, 4
-_STATE_FIELDS = 19
-"""int32 in a row of V2's RequestState that the host writes: seventeen fields and a seed of two."""
-_LISTED_TOKENS = 4 * 512
-"""int32 in a row of what requests have listed: biases, bad words and stop tokens (`kernels.sampling.records`)."""
-_SCRATCH_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits that sampling works on at once (`fleetfoot.kernels.sampling.gumbel.rows_per_chunk`)."""
-_SCRATCH_BYTES_PER_ELEMENT = 48
-"""Of a chunk: sorted values, their indices, sums and masks, or the integers that noise is made of."""
+_STATE_FIELDS = 4
+"""int32 in a row of V2's RequestState that the host writes."""
 _SDPA_GATHERED, _SDPA_MASK = 1 << 22, 1 << 21
 """Most elements that the torch attention backend gathers of K for decodes, and of a piece of a prefill's mask."""
 _GRAPH_BYTES_PER_LAYER = 96 * 1024
@@ -186,9 +182,8 @@ def runner_state_bytes(shape: EngineShape) -> int:
         return table + inputs
     # and the last sampled token, and drafts
     rows = reqs * (_STATE_FIELDS + 1) * _INT32 + (reqs + 1) * shape.drafter.num_drafts * _INT32
-    listed = _LISTED_TOKENS + -(-shape.model.vocab_size // 32)  # and a bit for each token that may be allowed
     staging = (2 * reqs + 1) * _INT32  # what is staged behind that stays on the host
-    return 2 * table + inputs + rows + reqs * listed * _INT32 + staging
+    return 2 * table + inputs + rows + reqs * row_size(shape.model.vocab_size) * _INT32 + staging
 
 
 def activation_bytes(shape: EngineShape) -> int:
@@ -209,8 +204,8 @@ def activation_bytes(shape: EngineShape) -> int:
 def sampling_scratch_bytes(shape: EngineShape) -> int:
     """What sampling computes in, and the temporaries of rows that are worked on at once (a GPU sorts for very many
     logprobs alone)."""
-    at_once = min(_num_logits(shape), max(_SCRATCH_ELEMENTS[shape.device], shape.model.vocab_size))
-    return _sampling_bytes(shape) + at_once * _SCRATCH_BYTES_PER_ELEMENT
+    at_once = min(_num_logits(shape), max(MAX_ELEMENTS[shape.device], shape.model.vocab_size))
+    return _sampling_bytes(shape) + at_once * CHUNK_BYTES_PER_ELEMENT
 
 
 def _num_logits(shape: EngineShape) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.kernels.opset import TokenLogprobs
-from fleetfoot.kernels.sampling.gumbel import rows_per_chunk
+from fleetfoot.kernels.sampling import rows_per_chunk
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.step import NewRequest, SchedulerOutput

@@ -21,6 +21,8 @@ so one Philox call serves four neighbouring vocabulary indices, and tokens that 
 
 import torch
 
+from fleetfoot.kernels.sampling import rows_per_chunk
+
 NOISE_MIN, NOISE_MAX = -2.8116, 16.6356
 """Bounds of the noise, rounded outwards: ``uniform`` lies in [2**-24, 1 - 2**-24]."""
 
@@ -29,17 +31,10 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of counter words 0 and 2
 _KEY_BUMPS = (0x9E3779B9, 0xBB67AE85)  # added to the key after each round
 _SPAN = NOISE_MAX - NOISE_MIN + 0.01  # the hundredth covers the rounding of sums near the bounds
-_MAX_ELEMENTS = {"cpu": 1 << 20}  # noise computed at once: fits the cache
-_MAX_ELEMENTS_ELSEWHERE = 1 << 24  # 64 MiB of float32, and twice as much in integers
 # Noise for one token in this many costs as much as for all: neighbours share a Philox call, scattered tokens do not.
 _SPARSE_FRACTION = 16
 
 Word = torch.Tensor | int
-
-
-def rows_per_chunk(vocab_size: int, device: torch.device) -> int:
-    """Number of rows of logits to process at once, so that temporaries are bounded for every batch size."""
-    return max(1, _MAX_ELEMENTS.get(device.type, _MAX_ELEMENTS_ELSEWHERE) // vocab_size)
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fleetfoot.kernels.sampling import rows_per_chunk
 from fleetfoot.kernels.sampling.filters import RowFilters
-from fleetfoot.kernels.sampling.gumbel import gumbel_argmax, rows_per_chunk
+from fleetfoot.kernels.sampling.gumbel import gumbel_argmax
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from fleetfoot.kernels.runtime.triton_support import cdiv
-from fleetfoot.kernels.sampling.gumbel import rows_per_chunk
+from fleetfoot.kernels.sampling import rows_per_chunk
 
 MAX_SELECTED = 256
 """Up to this many top tokens are selected one by one on a GPU; more are sorted."""
