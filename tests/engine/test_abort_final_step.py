@@ -14,21 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.helpers.engines import EOS, ScriptedExecutor
+from tests.helpers.engines import EOS, ScriptedExecutor, scripted_engine
 from tests.helpers.gate import HANG
+from tests.helpers.streams import ask, async_test
 
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.engine.core import EngineCore
-from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.input_processor import InputProcessor
-from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 PROMPT = [50, 60, 70]
@@ -108,143 +104,113 @@ class World:
 
     def __init__(self, ending: str, place: str, step: int, depth: int, connector: CountingConnector | None) -> None:
         self.executor = HeldExecutor({"r": TOKENS[ending]}, place, step)
-        scheduler = Scheduler(SchedulerConfig(32, 4, 4, 32), connector=connector)
-        input_processor = InputProcessor(
-            vocab_size=2048, max_model_len=64, eos_token_ids=[EOS], tokenizer=TOKENIZER, max_logprobs=0, seed=0
-        )
-        core = EngineCore(scheduler, self.executor, StatsCollector(), depth=depth)
-        self.llm = AsyncLLM.from_engine(LLMEngine(core, input_processor, TOKENIZER))
+        self.connector = connector
+        self.engine = scripted_engine(self.executor, tokenizer=TOKENIZER, depth=depth, connector=connector)
+        self.llm = AsyncLLM.from_engine(self.engine)
         self.params = PARAMS[ending]
 
-    async def ask(self, request_id: str = "r") -> list[RequestOutput]:
-        outputs = self.llm.generate({"prompt_token_ids": PROMPT}, self.params, request_id)
-        return [output async for output in outputs]
+    def ask(self) -> asyncio.Task[list[RequestOutput]]:
+        return ask(self.llm, {"prompt_token_ids": PROMPT}, self.params, "r")
 
-    async def held(self) -> None:
+    async def outputs(self, while_held: Callable[[asyncio.Task[list[RequestOutput]]], Any]) -> list[RequestOutput]:
+        """Outputs of the request; ``while_held`` runs while the executor is held."""
+        task = self.ask()
         assert await asyncio.to_thread(self.executor.is_held.wait, HANG)
-
-
-def run(world: World, while_held: Callable[[asyncio.Task[list[RequestOutput]]], Any]) -> list[RequestOutput]:
-    """Outputs of the request; ``while_held`` runs when the executor stands still."""
-
-    async def main() -> list[RequestOutput]:
-        task = asyncio.ensure_future(world.ask())
-        await world.held()
         await while_held(task)
-        world.executor.go_on.set()
+        self.executor.go_on.set()
         return await asyncio.wait_for(task, HANG)
 
-    return asyncio.run(main())
+    async def check_end(self) -> None:
+        """Shut down; the connector must have been told of the abort, once."""
+        await self.llm.check_integrity()
+        await asyncio.to_thread(self.llm.shutdown)
+        if self.connector is not None:
+            assert self.connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
+            assert self.executor.reported == {"r": 1}
 
 
 CASES = list(itertools.product(TOKENS, ("execute", "result"), (0, 1), (False, True)))
 
 
 @pytest.mark.parametrize(("ending", "place", "depth", "has_connector"), CASES)
-def test_aborted_in_its_final_step(ending: str, place: str, depth: int, has_connector: bool) -> None:
-    connector = CountingConnector() if has_connector else None
-    world = World(ending, place, NUM_TOKENS - 1, depth, connector)
-    outputs = run(world, lambda _: world.llm.abort("r"))
+@async_test
+async def test_aborted_in_its_final_step(ending: str, place: str, depth: int, has_connector: bool) -> None:
+    world = World(ending, place, NUM_TOKENS - 1, depth, CountingConnector() if has_connector else None)
+    outputs = await world.outputs(lambda _: world.llm.abort("r"))
     assert [output.finished for output in outputs].count(True) == 1
     final = outputs[-1].outputs[0]
     assert (final.finish_reason, final.stop_reason) == ("abort", None)
     num_known = NUM_TOKENS - 1 - (depth if place == "execute" else 0)
     assert final.token_ids == TOKENS[ending][:num_known]
     assert world.llm.stats().num_finished == {"abort": 1}
-    asyncio.run(world.llm.check_integrity())
-    world.llm.shutdown()
-    if connector is not None:
-        assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
-        assert world.executor.reported == {"r": 1}
+    await world.check_end()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("place", ["execute", "result"])
 @pytest.mark.parametrize("step", range(NUM_TOKENS))
-def test_aborted_in_any_step(place: str, step: int, depth: int) -> None:
-    connector = CountingConnector()
-    world = World("length", place, step, depth, connector)
-    outputs = run(world, lambda _: world.llm.abort(["unknown", "r"]))
+@async_test
+async def test_aborted_in_any_step(place: str, step: int, depth: int) -> None:
+    world = World("length", place, step, depth, CountingConnector())
+    outputs = await world.outputs(lambda _: world.llm.abort(["unknown", "r"]))
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert len(outputs[-1].outputs[0].token_ids) <= step
-    world.llm.shutdown()
-    assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
-    assert world.executor.reported == {"r": 1}
+    await world.check_end()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("place", ["execute", "result"])
-def test_a_client_that_leaves_in_the_final_step(place: str, depth: int) -> None:
-    connector = CountingConnector()
-    world = World("length", place, NUM_TOKENS - 1, depth, connector)
+@async_test
+async def test_a_client_that_leaves_in_the_final_step(place: str, depth: int) -> None:
+    world = World("length", place, NUM_TOKENS - 1, depth, CountingConnector())
 
     async def leave(task: asyncio.Task[list[RequestOutput]]) -> None:
         task.cancel()
         await asyncio.wait([task])
 
     with pytest.raises(asyncio.CancelledError):
-        run(world, leave)
-    world.executor.go_on.set()
-    asyncio.run(world.llm.check_integrity())
-    world.llm.shutdown()
-    assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]
-    assert world.executor.reported == {"r": 1}
+        await world.outputs(leave)
+    await world.check_end()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_aborted_and_asked_again_under_the_same_id_within_one_step(depth: int) -> None:
+@async_test
+async def test_aborted_and_asked_again_under_the_same_id_within_one_step(depth: int) -> None:
     world = World("length", "result", NUM_TOKENS - 1, depth, CountingConnector())
     second: list[asyncio.Task[list[RequestOutput]]] = []
 
     async def abort_and_ask(_: object) -> None:
         await world.llm.abort("r")
-        second.append(asyncio.ensure_future(world.ask()))
+        second.append(world.ask())
         await asyncio.sleep(0)  # the generator submits its request
 
-    async def main() -> tuple[list[RequestOutput], list[RequestOutput]]:
-        first = asyncio.ensure_future(world.ask())
-        await world.held()
-        await abort_and_ask(first)
-        world.executor.go_on.set()
-        return await asyncio.wait_for(first, HANG), await asyncio.wait_for(second[0], HANG)
-
-    first, again = asyncio.run(main())
+    first, again = await world.outputs(abort_and_ask), await second[0]
     assert (first[-1].outputs[0].finish_reason, again[-1].outputs[0].finish_reason) == ("abort", "length")
     assert again[-1].outputs[0].token_ids == TOKENS["length"]
-    world.llm.shutdown()
+    await asyncio.to_thread(world.llm.shutdown)
 
 
-def test_a_connector_that_raises_when_an_abort_reaches_it_ends_the_engine_with_that() -> None:
+@async_test
+async def test_a_connector_that_raises_when_an_abort_reaches_it_ends_the_engine_with_that() -> None:
     class Broken(CountingConnector):
         def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
             raise OSError("the store is gone")
 
     world = World("length", "result", 1, 0, Broken())
     with pytest.raises(EngineDeadError, match="the store is gone"):
-        run(world, lambda _: world.llm.abort("r"))
-    world.llm.shutdown()
+        await world.outputs(lambda _: world.llm.abort("r"))
+    await asyncio.to_thread(world.llm.shutdown)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_synchronous_engine_takes_aborts_before_it_takes_in_a_result(depth: int) -> None:
-    executor, connector = ScriptedExecutor({"r": TOKENS["length"]}), CountingConnector()
-    scheduler = Scheduler(SchedulerConfig(32, 4, 4, 32), connector=connector)
-    input_processor = InputProcessor(
-        vocab_size=2048, max_model_len=64, eos_token_ids=[EOS], tokenizer=None, max_logprobs=0, seed=0
-    )
-    engine = LLMEngine(EngineCore(scheduler, executor, StatsCollector(), depth=depth), input_processor, None)
+    connector = CountingConnector()
+    engine = scripted_engine(ScriptedExecutor({"r": TOKENS["length"]}), depth=depth, connector=connector)
     engine.add_request("r", PROMPT, SamplingParams(max_tokens=NUM_TOKENS, detokenize=False))
-    results = 0
-
-    def abort_at_the_last() -> None:
-        nonlocal results
-        results += 1
-        if results == NUM_TOKENS:
-            engine.abort_request("r")
-
+    results = itertools.count(1)
     outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests():
-        outputs += engine.step(abort_at_the_last)
+        outputs += engine.step(lambda: next(results) == NUM_TOKENS and engine.abort_request("r"))
         engine.check_integrity()
     assert [output.outputs[0].finish_reason for output in outputs if output.finished] == ["abort"]
     assert connector.finished == [("r", RequestStatus.FINISHED_ABORTED)]

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.helpers.engines import ScriptedExecutor
+from tests.helpers.engines import ScriptedExecutor, scripted_engine
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector
 from tests.helpers.fake_engine import VOCAB, FakeDevice, expected_output
 from tests.helpers.gate import HANG
@@ -17,10 +17,9 @@ from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.executor.protocol import Executor
-from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
@@ -67,20 +66,9 @@ class TransferExecutor(ScriptedExecutor):
         return result
 
 
-def core_of(
-    executor: Executor, *, depth: int = 0, clock: Any = None, connector: SchedulerConnector | None = None, **config: Any
-) -> EngineCore:
-    defaults = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    scheduler = Scheduler(SchedulerConfig(**{**defaults, **config}), connector=connector or Lender())
-    more = {} if clock is None else {"clock": clock}
-    return EngineCore(scheduler, executor, StatsCollector(), depth=depth, **more)
-
-
 def engine_of(executor: Executor, **more: Any) -> LLMEngine:
-    processor = InputProcessor(
-        vocab_size=2048, max_model_len=64, eos_token_ids=[1], tokenizer=None, max_logprobs=0, seed=0
-    )
-    return LLMEngine(core_of(executor, **more), processor, None)
+    limits = {"num_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
+    return scripted_engine(executor, **{"connector": Lender(), **limits, **more})
 
 
 def params(max_tokens: int = 2) -> SamplingParams:

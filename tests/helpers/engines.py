@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
@@ -116,19 +118,21 @@ class ScriptedExecutor:
 
 
 def scripted_engine(
-    executor: ScriptedExecutor,
+    executor: Any,
     *,
     tokenizer: Tokenizer | None = None,
     vocab_size: int = 2048,
     max_model_len: int = 128,
     depth: int = 0,
+    connector: SchedulerConnector | None = None,
+    clock: Callable[[], float] = time.perf_counter,
     **limits: Any,
 ) -> LLMEngine:
-    """The whole engine above the executor, with limits as in `SchedulerConfig`; ``depth`` as in `EngineCore`."""
+    """The engine above an executor, with limits as in `SchedulerConfig`; ``depth`` and ``clock`` as in `EngineCore`."""
     config = SchedulerConfig(
         **{"num_blocks": 128, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}
     )
-    input_processor = InputProcessor(
+    processor = InputProcessor(
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=[EOS],
@@ -136,7 +140,9 @@ def scripted_engine(
         max_logprobs=20,
         seed=0,
     )
-    return LLMEngine(EngineCore(Scheduler(config), executor, StatsCollector(), depth=depth), input_processor, tokenizer)
+    scheduler = Scheduler(config, connector=connector)
+    core = EngineCore(scheduler, executor, StatsCollector(), depth=depth, clock=clock)
+    return LLMEngine(core, processor, tokenizer)
 
 
 def make_engine(folder: Path, **keywords: Any) -> LLMEngine:
