@@ -22,10 +22,9 @@ import torch
 from fleetfoot.kernels.attention.backend import AttentionBackend
 from fleetfoot.kernels.attention.native_backend import NativeBackend
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.native_ops import native_ops
-from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.kernels.sampling.sample import RandomRows
-from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.records.attention import AttentionMetadata
 
 BLOCK_SIZE = 16
@@ -65,7 +64,9 @@ BATCHES = {
 }
 
 
-def elementwise_cases(shape: Shape, dtype: torch.dtype, num_tokens: int, fast: OpSet, twin: OpSet) -> Iterator[Case]:
+def elementwise_cases(
+    shape: Shape, dtype: torch.dtype, num_tokens: int, fast: Kernels, twin: Kernels
+) -> Iterator[Case]:
     """Norms, the gate, and rotary embedding with the cache write."""
     x, residual = torch.randn(2, num_tokens, shape.hidden).to(dtype)
     weight, gate_up = torch.rand(shape.hidden).to(dtype), torch.randn(num_tokens, 2 * shape.intermediate).to(dtype)
@@ -74,7 +75,7 @@ def elementwise_cases(shape: Shape, dtype: torch.dtype, num_tokens: int, fast: O
     cache = torch.zeros(num_blocks, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype)
     cos_sin, places = torch.rand(num_tokens, shape.head_dim), torch.arange(num_tokens)
 
-    def both(name: str, run: Callable[[OpSet], object]) -> Case:
+    def both(name: str, run: Callable[[Kernels], object]) -> Case:
         return f"{name}, {num_tokens} tokens", lambda: run(fast), lambda: run(twin)
 
     yield both("rms_norm", lambda ops: ops.rms_norm(x, weight, 1e-5))
@@ -85,7 +86,7 @@ def elementwise_cases(shape: Shape, dtype: torch.dtype, num_tokens: int, fast: O
     yield both("rope_and_cache with q/k norm", lambda ops: ops.rope_and_cache(qkv, *rotary, norm, norm, 1e-6))
 
 
-def linear_cases(shape: Shape, dtype: torch.dtype, num_tokens: int, fast: OpSet, twin: OpSet) -> Iterator[Case]:
+def linear_cases(shape: Shape, dtype: torch.dtype, num_tokens: int, fast: Kernels, twin: Kernels) -> Iterator[Case]:
     """The four linear layers of a layer, each from as many weights as do not fit into the cache."""
     sizes = {
         "qkv": (shape.qkv, shape.hidden),
@@ -142,7 +143,7 @@ def attention_cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
         )
 
 
-def choice_cases(shape: Shape, dtype: torch.dtype, num_rows: int, fast: OpSet, twin: OpSet) -> Iterator[Case]:
+def choice_cases(shape: Shape, dtype: torch.dtype, num_rows: int, fast: Kernels, twin: Kernels) -> Iterator[Case]:
     """Greedy and random tokens from logits."""
     logits = torch.randn(num_rows, shape.vocab).to(dtype) * 3
     yield f"argmax, {num_rows} rows", lambda: fast.sample(logits), lambda: twin.sample(logits)
@@ -152,7 +153,7 @@ def choice_cases(shape: Shape, dtype: torch.dtype, num_rows: int, fast: OpSet, t
 
 
 def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
-    fast, twin = native_ops(), torch_ops()
+    fast, twin = (load_kernels(plan_kernels(DeviceFacts(name, has_native=True))) for name in ("cpu", "meta"))
     for num_tokens in (1, 8, 64, 512):
         yield from elementwise_cases(shape, dtype, num_tokens, fast, twin)
         yield from linear_cases(shape, dtype, num_tokens, fast, twin)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.gated import gated
 from fleetfoot.kernels.linear.linear import PlainLinear, PreparedLinear
-from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.kernels.sampling.sample import RandomRows
-from fleetfoot.kernels.triton_ops import triton_ops
 
 READ_BYTES_PER_US = 3.05e6  # of an H100 with HBM3, measured
 EPS = 1e-6
@@ -68,9 +68,9 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Prep
     return PlainLinear(weight, bias)
 
 
-def library_ops() -> OpSet:
+def library_ops() -> Kernels:
     """The Triton operations, but for the linear layers."""
-    ops = triton_ops()
+    ops = load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True)))
     return replace(
         ops,
         name="library",
@@ -98,7 +98,7 @@ class Weights:
 class Step:
     """One decode step of ``rows`` requests."""
 
-    def __init__(self, model: Model, weights: Weights, ops: OpSet, rows: int) -> None:
+    def __init__(self, model: Model, weights: Weights, ops: Kernels, rows: int) -> None:
         self.model, self.weights, self.ops, self.rows = model, weights, ops, rows
         self.layers = [
             {name: self._prepare(name)(stack[layer]) for name, stack in weights.linears.items()}
@@ -175,7 +175,10 @@ def measure_steps(models: list[Model], rows: list[int]) -> None:
         weights = Weights(model)
         floor = model.num_bytes() / READ_BYTES_PER_US
         for count in rows:
-            steps = [Step(model, weights, ops, count) for ops in (library_ops(), triton_ops())]
+            steps = [
+                Step(model, weights, ops, count)
+                for ops in (library_ops(), load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True))))
+            ]
             steps[1].x.copy_(steps[0].x)
             library, triton = (step.hidden_states().double() for step in steps)
             difference = float((library - triton).norm() / library.norm())
@@ -199,7 +202,7 @@ def measure_layers(models: list[Model], rows: list[int]) -> None:
             for count in rows:
                 x = random_weight((count, inputs))
                 times = []
-                for ops in (library_ops(), triton_ops()):
+                for ops in (library_ops(), load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True)))):
                     prepare = {
                         "gate_up": ops.prepare_gate_up,
                         "o": ops.prepare_residual_linear,

@@ -28,8 +28,9 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.select import select_ops
+from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.native.library import native_available
 from fleetfoot.records.attention import WantedTokens
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -74,7 +75,8 @@ def build(
     requests: int, max_model_len: int, runner_name: str, overlap: bool, enable_prefix_caching: bool = True
 ) -> tuple[LLMEngine, ModelRunnerV1 | ModelRunnerV2]:
     model = ModelConfig("LlamaForCausalLM", VOCAB_SIZE, 1, 1, 1, 1, 1, 16, max_model_len)
-    context = ModelContext(select_ops("cpu"), SDPABackend(), torch.float32, torch.device("cpu"))
+    kernels = load_kernels(plan_kernels(DeviceFacts("cpu", has_native=native_available()[0])))
+    context = ModelContext(kernels, SDPABackend(), torch.float32, torch.device("cpu"))
     loader = NullLoader(model, context, None)
     budget = max(8192, requests)
     runner: ModelRunnerV1 | ModelRunnerV2
@@ -117,7 +119,7 @@ class DeviceWork:
             (runner._buffers, "fill"),
             (runner, "_run_model"),
             (runner, "_sample_logits"),
-            (runner._state.requests, "post_update"),
+            (runner, "_post_update"),
         ):
             setattr(owner, name, self._timed(getattr(owner, name)))
 

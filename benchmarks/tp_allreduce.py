@@ -36,7 +36,7 @@ import torch.multiprocessing as mp
 from fleetfoot.config import env
 from fleetfoot.distributed.peer_memory import NO_MULTICAST
 from fleetfoot.distributed.torch_groups import CudaTensorGroup, StepShape, TorchPipelineGroup, make_groups
-from fleetfoot.kernels.triton_ops import triton_ops
+from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.records.intermediate import IntermediateTensors
 
 CALLS, REPLAYS, ROUNDS = 64, 10, 7
@@ -128,7 +128,10 @@ def ways_to_sum(group: CudaTensorGroup, shape: StepShape, most_rows: int) -> dic
 
 
 def ways_to_sum_and_norm(group: CudaTensorGroup, shape: StepShape) -> dict[str, Callable[..., Any]]:
-    ops, weight = triton_ops(), torch.ones(shape.hidden_size, dtype=DTYPE, device=shape.device)
+    ops, weight = (
+        load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True))),
+        torch.ones(shape.hidden_size, dtype=DTYPE, device=shape.device),
+    )
     fused = group.reducing(ops.add_rms_norm)
 
     def apart(x: torch.Tensor, residual: torch.Tensor) -> Any:
@@ -199,7 +202,7 @@ def gathers(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namesp
 
 
 def chains(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namespace) -> None:
-    ops, hidden = triton_ops(), shape.hidden_size
+    ops, hidden = load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True))), shape.hidden_size
 
     def weight(outputs: int, inputs: int) -> torch.Tensor:
         return torch.randn(outputs, inputs, dtype=DTYPE, device=shape.device) * 0.02

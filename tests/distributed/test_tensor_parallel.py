@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from tests.distributed.paged_steps import STEPS, kv_caches, run_steps, step_inputs, step_metadata
 from tests.distributed.world import run_world
+from tests.helpers.kernels import cpu_kernels
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.distributed.torch_groups import StepShape, TorchTensorGroup, make_groups
-from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.weights.loading import load_model, reload_weights
@@ -55,7 +55,7 @@ class SummingGroup(TorchTensorGroup):
 
 
 def context(group: TensorGroup) -> ModelContext:
-    return ModelContext(select_ops("cpu"), select_attention("cpu"), torch.float32, CPU, tensor_group=group)
+    return ModelContext(cpu_kernels(), cpu_kernels().attention, torch.float32, CPU, tensor_group=group)
 
 
 def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:

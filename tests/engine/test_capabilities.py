@@ -22,6 +22,7 @@ from tests.helpers.engines import (
     run_requests,
     scripted_engine,
 )
+from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice
 
 from fleetfoot import LLM, LLMEngine, SamplingParams
@@ -30,7 +31,6 @@ from fleetfoot.config.fields import ConfigError
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.features import CAPABILITIES
 from fleetfoot.plan.oracle import UnsupportedFeatureError
@@ -137,7 +137,7 @@ def run_v2(folder: Path, device: RecordingDevice) -> list[int]:
         is_capturable = True
 
     model = load_model_config(folder)
-    context = ModelContext(select_ops("cpu"), CapturableAttention(), torch.float32, torch.device("cpu"))
+    context = ModelContext(cpu_kernels(), CapturableAttention(), torch.float32, torch.device("cpu"))
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     table = CaptureTable.of(device="cuda", enforce_eager=False, **limits)
     runner = ModelRunnerV2(

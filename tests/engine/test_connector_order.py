@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.kernels import cpu_kernels
 from tests.helpers.local_pipeline import local_pipeline
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import NUM_DRAFTS, make_runner
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP
-from fleetfoot.kernels.select import select_ops
 from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
@@ -164,7 +164,7 @@ class Rank:
         self.log = Log()
         self.connector = RecordingConnector(self.log)
         drafter = RecordingDrafter(self.log) if drafts and pipeline.is_last_rank else None
-        ops = select_ops("cpu")
+        ops = cpu_kernels()
 
         def sample(*args: Any, **kwargs: Any) -> Any:
             self.log.note("sample")

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint, make_reference, reference_logits
+from tests.helpers.kernels import cpu_kernels, reference_kernels
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES, load_model_config
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.norm.pending_norm import PendingNorm
-from fleetfoot.kernels.select import select_ops
-from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM
@@ -143,7 +142,12 @@ def run(model: CausalLM, cache: PagedCache, new_tokens: dict[int, list[int]]) ->
 
 
 def context(**changes: Any) -> ModelContext:
-    defaults = {"ops": torch_ops(), "attention": SDPABackend(), "dtype": torch.float32, "device": torch.device("cpu")}
+    defaults = {
+        "ops": reference_kernels(),
+        "attention": SDPABackend(),
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
     return ModelContext(**{**defaults, **changes})
 
 
@@ -207,7 +211,7 @@ def test_ragged_batches_equal_single_requests(case: str, block_size: int, tmp_pa
     model_type, fields = CASES[case]
     reference = make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
-    model = load_model(config, context(ops=select_ops("cpu")), tmp_path)
+    model = load_model(config, context(ops=cpu_kernels()), tmp_path)
     cache = PagedCache(config, block_size)
     tokens = {request: prompt(length, seed=request) for request, length in enumerate((40, 9, 25, 33))}
     # Requests join, prefill in chunks and decode in the same steps; single tokens stand first in each.
@@ -299,7 +303,7 @@ def test_layers_that_add_to_the_residual_themselves(case: str, tmp_path: Path) -
     model_type, fields = CASES[case]
     reference = make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
-    ops = replace(torch_ops(), prepare_residual_linear=AddsToTheResidual)
+    ops = replace(reference_kernels(), prepare_residual_linear=AddsToTheResidual)
     whole = load_model(config, context(ops=ops), tmp_path)
     first = load_model(config, context(ops=ops), tmp_path, layers=range(1))
     last = load_model(config, context(ops=ops), tmp_path, layers=range(1, config.num_layers))
@@ -347,7 +351,7 @@ class GateBehindANorm(LeavesTheNormPending):
     """The same of a gate and its up."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch_ops().silu_and_mul(super().__call__(x))
+        return reference_kernels().silu_and_mul(super().__call__(x))
 
 
 @pytest.mark.parametrize("reads_in_mlp", [False, True])
@@ -357,7 +361,7 @@ def test_layers_with_a_norm_between_them(case: str, reads_in_mlp: bool, tmp_path
     reference = make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
     layer = LeavesTheNormPending
-    ops = replace(torch_ops(), prepare_linear=layer, prepare_residual_linear=layer)
+    ops = replace(reference_kernels(), prepare_linear=layer, prepare_residual_linear=layer)
     if reads_in_mlp:
         ops = replace(ops, prepare_gate_up=GateBehindANorm)
     whole = load_model(config, context(ops=ops), tmp_path)
@@ -404,7 +408,7 @@ def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "old", model_type, seed=1, **fields)
     reference = make_checkpoint(tmp_path / "new", model_type, seed=2, **fields)
     config = load_model_config(tmp_path / "old")
-    run_context = context(ops=select_ops("cpu"))
+    run_context = context(ops=cpu_kernels())
     model = load_model(config, run_context, tmp_path / "old")
     before = run(model, PagedCache(config, 16), {0: prompt(30)})[0]
     reload_weights(model, run_context, tmp_path / "new")
@@ -417,7 +421,7 @@ def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
 def test_one_reopened_slot_changes_that_tensor_alone(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "llama", attention_bias=True)
     config = load_model_config(tmp_path)
-    model = load_model(config, context(ops=select_ops("cpu")), tmp_path)
+    model = load_model(config, context(ops=cpu_kernels()), tmp_path)
     changed = ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.bias")
     with torch.no_grad():
         for slot in model.weight_slots():

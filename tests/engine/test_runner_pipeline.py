@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.engine.test_speculative_graphs import NoValues, unwatched
+from tests.engine.test_speculative_graphs import unwatched
+from tests.helpers.kernels import cpu_kernels
 from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
+from tests.helpers.no_values import NoValues
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import (
     DRAFT,
@@ -27,7 +29,6 @@ from tests.helpers.runner_lives import (
 
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
-from fleetfoot.kernels.select import select_ops
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.v2.runner import ModelRunnerV2
@@ -144,7 +145,7 @@ def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], dr
             layers=pipeline_layers(config, rank, 3),
             folder=folder,
             device=device(has_graphs=True),
-            ops=unwatched(select_ops("cpu")),
+            ops=unwatched(cpu_kernels()),
         )
         for rank, group in enumerate(local_pipeline(3, config.hidden_size))
     ]

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.engine.test_speculative_graphs import NoValues, unwatched
+from tests.engine.test_speculative_graphs import unwatched
 from tests.helpers import runner_lives
 from tests.helpers.engines import make_engine
+from tests.helpers.kernels import cpu_kernels
+from tests.helpers.no_values import NoValues
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import (
     MAX_NUM_SEQS,
@@ -26,7 +28,6 @@ from tests.helpers.schedules import live as live_in_engine
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
-from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.native.library import native_available
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.capture_table import CaptureTable
@@ -100,7 +101,7 @@ def params_of(*wishes: dict[str, Any]) -> list[SamplingParams]:
 def captured_runner(
     draft_settings: DraftSettings = NO_DRAFTING, device: RecordingDevice | None = None
 ) -> ModelRunnerV2:
-    runner = make_runner("v2", draft_settings, device=device or StrictDevice(), ops=unwatched(select_ops("cpu")))
+    runner = make_runner("v2", draft_settings, device=device or StrictDevice(), ops=unwatched(cpu_kernels()))
     assert isinstance(runner, ModelRunnerV2)
     return runner
 
@@ -108,7 +109,7 @@ def captured_runner(
 @pytest.fixture(autouse=True)
 def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose bits do not depend on padding, for a device that plays graphs by running their work again."""
-    attention = type(select_attention("cpu"))
+    attention = type(cpu_kernels().attention)
     monkeypatch.setattr(attention, "is_capturable", True)
     monkeypatch.setattr(runner_lives, "CapturableAttention", attention)
 
@@ -224,7 +225,7 @@ def test_random_lives_with_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     expected = live_alone(reference, lives)
     reference.shutdown()
     device = RecordingDevice(has_graphs=True)
-    monkeypatch.setattr(v2, "open_device", lambda _: device)
+    monkeypatch.setattr(v2, "open_device", lambda *_: device)
     shapes = CaptureTable.of(device="cuda", enforce_eager=False, max_num_seqs=6, max_num_batched_tokens=48)
     monkeypatch.setattr(CaptureTable, "of", lambda **_: shapes)
     engine = make_engine(embedded_model_path(), device="cpu", runner="v2", **settings, **limits)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.test_drafters import BLOCK_SIZE, MAX_NUM_SEQS, NUM_DRAFTS, SMALL, STORY, Kind, make_runner
+from tests.helpers.no_values import NoValues
 from tests.helpers.recording_device import RecordingDevice
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.capture_table import GraphKey
@@ -33,30 +34,8 @@ ONE_STEP = {"copy_in": 1, "replay": 1, "copy_out": 1}
 EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}, "logprobs": 2}
 OPENING = "Pip the mouse, Pip the mouse, Pip"
 
-ASKS_FOR_VALUES = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.repeat_interleave.Tensor,
-}
-"""What makes a host wait for its device: values, and shapes that depend on them."""
 
-
-class NoValues(TorchDispatchMode):
-    """Refuses operations that no graph can hold."""
-
-    num_operations = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in ASKS_FOR_VALUES, func
-        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
-            assert all(index is None or index.dtype is not torch.bool for index in args[1]), func
-        NoValues.num_operations += 1
-        return func(*args, **(kwargs or {}))
-
-
-def unwatched(ops: OpSet) -> OpSet:
+def unwatched(ops: Kernels) -> Kernels:
     """Draws under filters look at values on a CPU, where kernels that do not stand for them on a GPU."""
 
     def sample(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -17,10 +17,10 @@ from fleetfoot import LLM, AsyncLLM, SamplingParams
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import PlanMismatchError, WorkerBuild, check_builds
-from fleetfoot.kernels.select import KernelUnavailableError, ops_by_name
+from fleetfoot.kernels.interface import KernelPlan
+from fleetfoot.kernels.registry import DeviceFacts, KernelUnavailableError, load_kernels, plan_kernels
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.native import library, loading
-from fleetfoot.plan.backends import Backends
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
@@ -165,7 +165,7 @@ def unloadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A C library that is there and does not load."""
     (tmp_path / "libfleetfoot.so").write_bytes(b"not a library")
     monkeypatch.setattr(loading, "PATH", tmp_path / "libfleetfoot.so")
-    for cached in (loading.open_library, library.load_kernels, library.native_available):
+    for cached in (loading.open_library, library.load_library, library.native_available):
         cached.cache_clear()
 
 
@@ -174,7 +174,7 @@ def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     with monkeypatch.context() as patch:
         unloadable(tmp_path, patch)
         yield
-    for cached in (loading.open_library, library.load_kernels, library.native_available):
+    for cached in (loading.open_library, library.load_library, library.native_available):
         cached.cache_clear()
 
 
@@ -183,7 +183,7 @@ def test_without_the_c_library_the_plan_names_what_runs(
 ) -> None:
     with LLM(str(text_model), device="cpu", max_num_seqs=2) as llm:
         plan = llm.llm_engine.plan
-        assert plan.backends == Backends(attention="sdpa", ops="torch")
+        assert plan.kernels == plan_kernels(DeviceFacts("cpu"))
         llm.generate({"prompt_token_ids": [5, 6]}, GREEDY, use_tqdm=False)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len([text for text in warnings if "several times as long" in text and "does not load" in text]) == 1
@@ -191,10 +191,8 @@ def test_without_the_c_library_the_plan_names_what_runs(
 
 
 def test_a_plan_that_names_the_c_library_does_not_start_without_it(no_library: None, text_model: Path) -> None:
-    with pytest.raises(KernelUnavailableError, match=r"the plan names the operations 'native', .*does not load"):
+    with pytest.raises(KernelUnavailableError, match=r"the plan names 'native' for attention, .*does not load"):
         start_executor(plan_of(text_model, Machine(16 << 30, has_native=True)))
-    with pytest.raises(ValueError, match="operations: 'cutlass' is unknown; it can be native, triton, torch"):
-        ops_by_name("cutlass")
 
 
 def plan_of(text_model: Path, machine: Machine | None = None, **settings: Any) -> EnginePlan:
@@ -206,14 +204,14 @@ OFFLOADING: dict[str, Any] = {"kv_offloading_size": 0.01}
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 DIFFERENCES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "runner": ("fleetfoot.runner.v2.runner.ModelRunnerV2.name", "v9", {}, "runner is 'v9', and the plan names 'v2'"),
-    "ops": (
-        "fleetfoot.executor.worker.ops_by_name",
-        lambda name: dataclasses.replace(ops_by_name("torch"), name="odd"),
+    "kernels": (
+        "fleetfoot.executor.worker.load_kernels",
+        lambda plan: dataclasses.replace(load_kernels(plan), plan=KernelPlan((("rms_norm", "odd"),))),
         {},
-        "ops is 'odd', and the plan names 'torch'",
+        "kernels is 'odd: rms_norm', and the plan names 'torch: rms_norm",
     ),
     "attention": (
-        "fleetfoot.kernels.select.SDPABackend.name",
+        "fleetfoot.kernels.attention.sdpa_backend.SDPABackend.name",
         "odd",
         {},
         "attention is 'odd', and the plan names 'sdpa'",
@@ -275,5 +273,5 @@ def test_a_worker_process_reports_what_it_built(text_model: Path, monkeypatch: p
         "fleetfoot.executor.protocol.WorkerBuild.planned",
         classmethod(lambda cls, plan, rank: cls("v2", "odd", "sdpa", "block-contiguous-hnd", "none", "none", 1)),
     )
-    with pytest.raises(PlanMismatchError, match="worker 0: ops is 'torch', and the plan names 'odd'"):
+    with pytest.raises(PlanMismatchError, match=r"worker 0: kernels is .torch: rms_norm, .*names 'odd'"):
         start_executor(plan)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.engines import make_engine, run_requests
+from tests.helpers.kernels import cpu_kernels
 from tests.helpers.runner_lives import (
     DRAFT,
     MAX_MODEL_LEN,
@@ -21,7 +22,6 @@ from tests.helpers.runner_lives import (
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     ]
     expected = live(in_one_runner(make_runner("v1")), params)
     positions = MAX_MODEL_LEN + NUM_DRAFTS
-    context = ModelContext(select_ops("cpu"), select_attention("cpu"), torch.float32, torch.device("cpu"), positions)
+    context = ModelContext(cpu_kernels(), cpu_kernels().attention, torch.float32, torch.device("cpu"), positions)
     drafter = DraftModel(ModelLoader(load_model_config(DRAFT), context, DRAFT), NUM_DRAFTS)
     config = SchedulerConfig(num_blocks, 8, MAX_NUM_SEQS, budget, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS)
     scheduler = Scheduler(config)

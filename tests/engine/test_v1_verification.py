@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fleetfoot.kernels.prepare.accept_drafts import accept_drafts_cpu
+from fleetfoot.kernels.prepare.reference import accept_drafts_torch
+from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput
@@ -76,18 +77,21 @@ def test_as_on_the_device(seed: int) -> None:
     new = verify_drafts(chosen, flags, host.drafts[rows[:num_decodes]].tolist(), room, {})
 
     verified, width = num_decodes * (1 + NUM_DRAFTS), 1 + NUM_DRAFTS
-    taken, rejected, drafted = torch.zeros((3, num_decodes), dtype=torch.int32)
-    accept_drafts_cpu(
-        torch.tensor(output.rows[:num_decodes], dtype=torch.int32),
-        torch.tensor(chosen[:verified]).view(num_decodes, width),
-        torch.tensor(flags[:verified]).view(num_decodes, width),
-        torch.from_numpy(host.drafts),
-        torch.from_numpy(host.num_computed),
-        torch.from_numpy(host.limits),
-        num_sampled=taken,
-        num_rejected=rejected,
-        num_drafted=drafted,
+    unused = torch.zeros(0, dtype=torch.int32)
+    tables = RowTables(
+        num_computed=torch.from_numpy(host.num_computed),
+        prefill_lens=unused,
+        limits=torch.from_numpy(host.limits),
+        last_sampled=unused,
+        draft_tokens=torch.from_numpy(host.drafts),
+        block_table=unused,
+        token_pages=unused,
+        block_size=host.block_size,
     )
+    counts = torch.zeros((3, num_decodes), dtype=torch.int32)
+    decodes, *of_decodes = (torch.tensor(values) for values in (output.rows[:num_decodes], chosen, flags))
+    accept_drafts_torch(decodes, *(t[:verified].view(num_decodes, width) for t in of_decodes), tables, counts)
+    taken, rejected, drafted = counts
     assert [len(tokens) for tokens in new.token_ids] == taken.tolist() + [1] * num_ending
     assert new.num_rejected.tolist() == rejected.tolist() + [0] * num_ending
     assert new.num_drafted == drafted.tolist()

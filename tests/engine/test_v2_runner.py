@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import CapturableAttention, in_one_runner
 from tests.helpers.steps import TakenStep, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.kernels.select import select_attention, select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
@@ -36,8 +36,8 @@ def make_runner(
 ) -> ModelRunnerV2:
     config = load_model_config(folder)
     has_graphs = device is not None and device.has_graphs
-    attention = CapturableAttention() if has_graphs else select_attention("cpu")
-    context = ModelContext(select_ops("cpu"), attention, torch.float32, torch.device("cpu"))
+    attention = CapturableAttention() if has_graphs else cpu_kernels().attention
+    context = ModelContext(cpu_kernels(), attention, torch.float32, torch.device("cpu"))
     table = CaptureTable.of(
         device="cuda",
         enforce_eager=not has_graphs,

@@ -10,12 +10,11 @@ import torch
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.draft_matrix import METHODS, STORY
 from tests.helpers.engines import make_engine, run_requests
+from tests.helpers.kernels import cpu_kernels, reference_kernels
 
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.select import select_ops
-from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.attention import AttentionMetadata, WantedTokens
 from fleetfoot.records.sampling_params import SamplingParams
@@ -71,7 +70,7 @@ def wanted_tokens(indices: list[int], starts: list[int]) -> WantedTokens:
     )
 
 
-@pytest.mark.parametrize("ops", [torch_ops(), select_ops("cpu")], ids=["torch", "native"])
+@pytest.mark.parametrize("ops", [reference_kernels(), cpu_kernels()], ids=["torch", "native"])
 @pytest.mark.parametrize(
     ("model_type", "fields"), [("llama", {}), ("mistral", {"sliding_window": 7}), ("qwen3", {"num_hidden_layers": 1})]
 )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.helpers.prepare_cases import BATCHES, get_batch
-from tests.helpers.prepare_runs import CASES, OPS, GuardedOutputs, assert_same, run, token_inputs
+from tests.helpers.kernels import reference_kernels, triton_kernels
+from tests.helpers.prepare_cases import BATCHES, Request, get_batch, make_batch
+from tests.helpers.prepare_runs import CASES, OPS, GuardedOutputs, assert_same, run
 
-from fleetfoot.kernels.prepare.gather_block_tables import gather_block_tables
-from fleetfoot.kernels.prepare.slot_mapping import slot_mapping
-from fleetfoot.kernels.prepare.take_in_writes import take_in_writes
+from fleetfoot.kernels.interface import Kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,31 +20,31 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("kernels", [triton_kernels, reference_kernels])
 @pytest.mark.parametrize(("op", "batch"), CASES)
-def test_kernel_matches_twin(op: str, batch: str) -> None:
-    assert_same(run(OPS[op].dispatch, op, batch, "cuda"), run(OPS[op].dispatch, op, batch))
+def test_kernel_matches_loops(op: str, batch: str, kernels: Callable[[], Kernels]) -> None:
+    assert_same(run(kernels(), op, batch, "cuda"), OPS[op].expected(batch))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "take_in_writes"])
-def test_a_graph_replays_with_another_batch(op: str) -> None:
+@pytest.mark.parametrize("kernels", [triton_kernels, reference_kernels])
+@pytest.mark.parametrize("op", [op for op in OPS if op != "apply_staged_writes"])
+def test_a_graph_replays_with_another_batch(op: str, kernels: Callable[[], Kernels]) -> None:
     """Captured with a full batch, replayed with a padded one: no count came from the host."""
-    batch, tokens = get_batch("graph_full").to("cuda"), token_inputs("graph_full", "cuda")
-    OPS[op].call(OPS[op].dispatch, batch, tokens, GuardedOutputs("cuda"))  # compiles
+    batch, implementation = get_batch("graph_full").to("cuda"), getattr(kernels(), op)
+    OPS[op].call(implementation, batch, GuardedOutputs("cuda"))  # compiles
     graph, outputs = torch.cuda.CUDAGraph(), GuardedOutputs("cuda")
     with torch.cuda.graph(graph):
-        OPS[op].call(OPS[op].dispatch, batch, tokens, outputs)
+        OPS[op].call(implementation, batch, outputs)
 
     for name, tensor in get_batch("graph_padded").tensors().items():
         batch.tensors()[name].copy_(tensor)
-    for name, tensor in token_inputs("graph_padded", "cuda").items():
-        tokens[name].copy_(tensor)
     graph.replay()
     outputs.check_guards()
     assert_same({name: view.cpu() for name, view in outputs.views.items()}, OPS[op].expected("graph_padded"))
 
 
 def test_writes_are_taken_in_from_the_hosts_memory() -> None:
-    """Again and again out of one buffer, which the host changes once the kernel that reads it has run."""
+    """Repeatedly out of one buffer, which the host changes once the kernel that reads it has run."""
     staged = torch.zeros(1000, dtype=torch.int32, pin_memory=True)
     front = torch.zeros(100, dtype=torch.int32, device="cuda")
     target = torch.zeros(5000, dtype=torch.int32, device="cuda")
@@ -52,7 +53,7 @@ def test_writes_are_taken_in_from_the_hosts_memory() -> None:
         where = torch.randperm(5000)[:450].int()
         staged[:100] = step * 1000 + torch.arange(100)
         staged[100::2], staged[101::2] = where, step + torch.arange(450)
-        take_in_writes(staged, front, target, 400 + step)
+        triton_kernels().apply_staged_writes(staged, front, target, 400 + step)
         expected[where[: 400 + step].long()] = (step + torch.arange(400 + step)).int()
         assert torch.equal(front.cpu(), staged[:100])
         assert torch.equal(target.cpu(), expected)
@@ -66,12 +67,12 @@ def test_one_compilation_serves_every_size(monkeypatch: pytest.MonkeyPatch) -> N
     # One for each query length: warmed up like the graphs.
     ops = [op for op in OPS if op not in ("prepare_decode", "accept_drafts")]
     for op in ops:
-        run(OPS[op].dispatch, op, "one_decode", "cuda")
+        run(triton_kernels(), op, "one_decode", "cuda")
     compiled: list[Any] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **event: compiled.append(event["repr"]))
     for op in ops:
         for name in same_constants:
-            run(OPS[op].dispatch, op, name, "cuda")
+            run(triton_kernels(), op, name, "cuda")
     assert compiled == []
 
 
@@ -82,13 +83,11 @@ def test_block_tables_past_32_bits() -> None:
         pytest.skip(f"needs {5 * elements / 2**30:.0f} GiB of GPU memory")
     table = torch.empty(elements, dtype=torch.int32, device="cuda").as_strided((3, 64), (row_stride, 1))
     table[2] = torch.arange(100, 164, dtype=torch.int32, device="cuda")
-    idx_mapping, seq_lens = torch.tensor([[2], [1024]], dtype=torch.int32, device="cuda")
-    out = torch.zeros(1, 64, dtype=torch.int32, device="cuda")
-    gather_block_tables(table, idx_mapping, seq_lens, block_size, out=out)
-    assert out[0].tolist() == list(range(100, 164))
-
-    positions, batch_index = torch.tensor([1023], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
-    slots = torch.zeros(1, dtype=torch.int64, device="cuda")
-    limits = torch.full((3,), 2000, dtype=torch.int32, device="cuda")
-    slot_mapping(positions, batch_index, idx_mapping, limits, table, block_size, slots=slots)
-    assert slots.tolist() == [163 * block_size + 15]
+    batch = make_batch([Request(2, 1023, 1, 1023)], num_rows=3, max_blocks=64).to("cuda")
+    batch = replace(batch, block_table=table, token_pages=torch.zeros(164 * block_size, dtype=torch.int32).cuda())
+    batch = replace(batch, table_width=64)
+    for prepare in (triton_kernels().prepare_inputs, triton_kernels().prepare_decode):
+        outputs = GuardedOutputs("cuda")
+        OPS["prepare_inputs"].call(prepare, batch, outputs)
+        assert outputs.views["block_tables"][0].tolist() == list(range(100, 164))
+        assert outputs.views["slots"].tolist() == [163 * block_size + 15]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers.engines import make_engine
+from tests.helpers.kernels import triton_kernels
 from tests.helpers.logits_processor_cases import processor_case
 from tests.helpers.schedules import assert_agree, live, random_lives
 from tests.helpers.waits import waits_are_errors
@@ -21,7 +22,6 @@ from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch
 from fleetfoot.kernels.sampling.token_logprobs_triton import token_logprobs_triton
-from fleetfoot.kernels.select import select_ops
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest
@@ -83,7 +83,7 @@ PARAMS: list[dict[str, Any]] = [
 
 def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
     """Nine requests in their rows, in another order in the batch, behind which there is padding."""
-    device = open_device(torch.device("cuda"))
+    device = open_device(torch.device("cuda"), triton_kernels())
     state = DeviceState(
         device,
         max_num_seqs=16,
@@ -93,9 +93,8 @@ def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
         max_num_batched_tokens=2048,
         vocab_size=VOCAB,
     )
-    requests = state.requests
-    verification = DraftVerification(requests.draft_tokens, requests.num_computed, requests.limits)
-    sampler = Sampler(state.sampling, verification, select_ops("cuda"), lambda hidden: hidden, VOCAB)
+    verification = DraftVerification(state.tables, triton_kernels().accept_drafts)
+    sampler = Sampler(state.sampling, verification, triton_kernels(), lambda hidden: hidden, VOCAB)
     state.staging.begin()
     rng = np.random.default_rng(0)
     lengths = []
@@ -142,7 +141,7 @@ def test_a_graph_samples_what_an_eager_step_does_and_a_row_what_it_does_alone() 
     assert sampler.fits_graph
     assert sampler.variant == EVERYTHING
     logits = torch.randn(16, VOCAB, device="cuda").mul_(4).to(torch.bfloat16)
-    device = open_device(torch.device("cuda"))
+    device = open_device(torch.device("cuda"), triton_kernels())
     with torch.inference_mode():
         graph = device.capture(lambda: sampler.sample(logits, batch, EVERYTHING))
         for step in range(5):

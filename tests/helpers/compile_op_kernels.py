@@ -22,7 +22,7 @@ from fleetfoot.kernels.linear.tiled import TiledTiling
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.filters import RowFilters
 from fleetfoot.kernels.sampling.sample import RandomRows
-from fleetfoot.kernels.triton_ops import triton_ops
+from tests.helpers.kernels import triton_kernels
 
 _OPTIONS = ("num_warps", "launch_pdl", "enable_fp_fusion")
 
@@ -49,7 +49,7 @@ def compile_instead(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[...
 
 
 def main() -> None:
-    ops = triton_ops()
+    ops = triton_kernels()
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("fleetfoot.kernels.") and hasattr(module, "can_overlap"):
             module.can_overlap = lambda device: True  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.speculative.ngram import propose_ngrams_paged_triton
+from tests.helpers.kernels import triton_kernels
 from tests.helpers.prepare_runs import OPS, run
 
 
@@ -38,6 +39,6 @@ def compile_instead(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[...
 if __name__ == "__main__":
     with patch.object(TritonKernel, "__getitem__", compile_instead):
         for op in OPS:
-            run(OPS[op].triton, op, "one_decode_with_drafts")
+            run(triton_kernels(), op, "one_decode_with_drafts")
         one = torch.zeros(1, dtype=torch.int32)
         propose_ngrams_paged_triton(one, one, one, one, one[None], 16, 5, 1, draft_tokens=one.new_zeros((2, 3)))

@@ -40,7 +40,6 @@ from fleetfoot.distributed.peer_memory import PeerMemory  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
-from fleetfoot.kernels.triton_ops import triton_ops  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
 from fleetfoot.records.intermediate import IntermediateTensors  # noqa: E402
 from fleetfoot.records.kv_layout import KVLayout  # noqa: E402
@@ -52,6 +51,7 @@ from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings, NgramSetti
 from fleetfoot.speculative.eagle import EagleDrafter  # noqa: E402
 from fleetfoot.speculative.find import DrafterModel  # noqa: E402
 from fleetfoot.weights.model_loader import ModelLoader  # noqa: E402
+from tests.helpers.kernels import triton_kernels  # noqa: E402
 from tests.helpers.local_pipeline import MAX_NUM_TOKENS, local_pipeline  # noqa: E402
 from tests.helpers.recording_device import RecordingDevice  # noqa: E402
 from tests.helpers.warm_up_without_gpu import FakeDriver, launch_nothing  # noqa: E402
@@ -135,7 +135,7 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
             pipeline._buffers = IntermediateTensors(*torch.zeros(sizes, dtype=kind.dtype))  # type: ignore[attr-defined]
         layers = pipeline_layers(config, kind.pipeline_rank, 2)
     context = ModelContext(
-        triton_ops(), TritonBackend(), kind.dtype, CPU, max_positions=MAX_MODEL_LEN + 8, tensor_group=tensor_group
+        triton_kernels(), TritonBackend(), kind.dtype, CPU, max_positions=MAX_MODEL_LEN + 8, tensor_group=tensor_group
     )
     num_drafts = 0 if kind.method is None else NUM_DRAFTS
     num_tokens = 1024 if kind.pipeline_rank is None else MAX_NUM_TOKENS

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 
 from fleetfoot.kernels.linear.linear_triton import Tiling, TritonLinear
 from fleetfoot.kernels.sampling.sample import RandomRows
-from fleetfoot.kernels.torch_ops import torch_ops
-from fleetfoot.kernels.triton_ops import triton_ops
+from tests.helpers.kernels import reference_kernels, triton_kernels
 
-TRITON, TWINS = triton_ops(), torch_ops()
+TRITON, TWINS = triton_kernels(), reference_kernels()
 EPS = 1e-6
 
 

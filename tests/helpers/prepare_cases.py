@@ -22,7 +22,6 @@ class Request:
     num_computed: int
     query_len: int
     prefill_len: int
-    num_logits: int = 1
     limit: int = 10**6
     """Positions from here on are dead."""
 
@@ -36,8 +35,6 @@ class Batch:
     """T"""
     table_width: int
     """W"""
-    num_logits_entries: int
-    """L"""
     idx_mapping: torch.Tensor
     query_start_loc: torch.Tensor
     num_computed: torch.Tensor
@@ -47,9 +44,8 @@ class Batch:
     limits: torch.Tensor
     block_table: torch.Tensor
     token_pages: torch.Tensor
-    cu_num_logits: torch.Tensor
     sampled: torch.Tensor
-    chosen: torch.Tensor
+    target_tokens: torch.Tensor
     """``[n, k + 1]`` int64, mostly the drafts themselves, for `accept_drafts`."""
     invalid: torch.Tensor
     num_sampled: torch.Tensor
@@ -131,9 +127,6 @@ def make_batch(
         wide_table[request.row, :used] = int32(block_ids[first : first + used])
 
     sampling = requests[:num_sampling]
-    cu_num_logits = [0]
-    for request in sampling:
-        cu_num_logits.append(cu_num_logits[-1] + min(request.num_logits, request.query_len))
     num_sampled = [rng.randint(0, num_drafts + 1) for _ in sampling]
     arena_size, capacity, front_size = 1000, 300, rng.choice((9, 256, 521))
     pairs = [x for index in rng.sample(range(arena_size), capacity) for x in (index, rng.randrange(-(2**31), 2**31))]
@@ -143,20 +136,19 @@ def make_batch(
             0, 150_000, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(rng.randrange(2**31))
         )
 
-    draft_tokens = token_ids(num_rows, num_drafts)
+    draft_tokens = token_ids(num_rows + 1, num_drafts)
     for row in range(num_rows):
         if num_drafts and rng.random() < 0.3:
             draft_tokens[row, rng.randrange(num_drafts) :] = -1  # fewer were found
     rows = [request.row for request in requests]
-    chosen = torch.cat((draft_tokens[rows].long(), torch.zeros(len(rows), 1, dtype=torch.int64)), 1)
-    chosen[torch.tensor([[rng.random() < 0.2 for _ in range(num_drafts + 1)] for _ in rows])] = 7
+    target_tokens = torch.cat((draft_tokens[rows].long(), torch.zeros(len(rows), 1, dtype=torch.int64)), 1)
+    target_tokens[torch.tensor([[rng.random() < 0.2 for _ in range(num_drafts + 1)] for _ in rows])] = 7
     invalid = torch.tensor([[rng.random() < 0.1 for _ in range(num_drafts + 1)] for _ in rows])
 
     return Batch(
         block_size=block_size,
         num_tokens=starts[-1] + padding_tokens,
         table_width=min(most_blocks + spare_width, max_blocks),
-        num_logits_entries=starts[-1] + padding_tokens,
         idx_mapping=int32([request.row for request in requests]),
         query_start_loc=int32(starts),
         num_computed=int32(num_computed),
@@ -166,9 +158,8 @@ def make_batch(
         limits=int32(limits),
         block_table=wide_table[:, :max_blocks],
         token_pages=token_ids(num_blocks * block_size),
-        cu_num_logits=int32(cu_num_logits),
         sampled=token_ids(len(sampling), num_drafts + 1),
-        chosen=chosen,
+        target_tokens=target_tokens,
         invalid=invalid,
         num_sampled=int32(num_sampled),
         num_rejected=int32([rng.randint(0, request.query_len) for request in sampling]),
@@ -180,12 +171,12 @@ def make_batch(
 
 
 def decode(row: int, length: int, drafts: int = 0) -> Request:
-    return Request(row, length, 1 + drafts, prefill_len=max(length - 3, 1), num_logits=1 + drafts)
+    return Request(row, length, 1 + drafts, prefill_len=max(length - 3, 1))
 
 
 def prefill(row: int, begin: int, query_len: int, prompt_len: int | None = None) -> Request:
     prompt_len = prompt_len or begin + query_len
-    return Request(row, begin, query_len, prompt_len, num_logits=int(begin + query_len == prompt_len))
+    return Request(row, begin, query_len, prompt_len)
 
 
 def padding(query_len: int = 0) -> Request:
@@ -212,13 +203,11 @@ def random_batch(seed: int) -> Batch:
                     decode(row, length, drafts),
                     prefill(row, length, rng.randint(1, longest)),
                     prefill(row, length, rng.randint(1, longest), prompt_len=max_len),
-                    Request(row, length, 0, prefill_len=rng.randint(0, max_len), num_logits=0),
+                    Request(row, length, 0, prefill_len=rng.randint(0, max_len)),
                     # the known tokens end within the query
-                    Request(
-                        row, length, 1 + drafts, prefill_len=length + rng.randint(0, drafts), num_logits=1 + drafts
-                    ),
+                    Request(row, length, 1 + drafts, prefill_len=length + rng.randint(0, drafts)),
                     # the request's last positions, and some that it will never have
-                    Request(row, length, 1 + drafts, max(length - 3, 1), 1 + drafts, length + rng.randint(0, drafts)),
+                    Request(row, length, 1 + drafts, max(length - 3, 1), length + rng.randint(0, drafts)),
                 )
             )
         )
@@ -262,10 +251,10 @@ BATCHES: dict[str, Callable[[], Batch]] = {
     "longest": lambda: make_batch([decode(2, 127), decode(1, 123, drafts=4), prefill(0, 0, 128)], num_drafts=4),
     "longest_uniform": lambda: make_batch([decode(15, 123, drafts=4), decode(0, 123, drafts=4)], num_drafts=4),
     "empty_requests": lambda: make_batch(
-        [Request(r, 9, 0, 20, 0) if r in (0, 3, 4, 7) else prefill(r, 9, 5) for r in range(8)], padding_tokens=3
+        [Request(r, 9, 0, 20) if r in (0, 3, 4, 7) else prefill(r, 9, 5) for r in range(8)], padding_tokens=3
     ),
-    "all_empty": lambda: make_batch([Request(0, 9, 0, 20, 0), Request(1, 0, 0, 4, 0)]),
-    "all_empty_and_padded": lambda: make_batch([Request(0, 9, 0, 20, 0)], padding_tokens=7),
+    "all_empty": lambda: make_batch([Request(0, 9, 0, 20), Request(1, 0, 0, 4)]),
+    "all_empty_and_padded": lambda: make_batch([Request(0, 9, 0, 20)], padding_tokens=7),
     "padding_behind": lambda: make_batch([decode(3, 17), decode(4, 40), padding(), padding()], padding_tokens=2),
     "padding_with_tokens": lambda: make_batch([decode(3, 17), decode(4, 40), padding(1), padding(1)]),
     "padding_between": lambda: make_batch(
@@ -275,11 +264,11 @@ BATCHES: dict[str, Callable[[], Batch]] = {
         [padding(3), decode(3, 17, 2), padding(3), decode(15, 40, 2), padding(3)], num_drafts=2
     ),
     "limits_within_the_query": lambda: make_batch(
-        [Request(r, 10 + r, 4, 8, num_logits=4, limit=10 + r + r % 6 - 1) for r in range(12)], num_drafts=3
+        [Request(r, 10 + r, 4, 8, limit=10 + r + r % 6 - 1) for r in range(12)], num_drafts=3
     ),
     "all_padding": lambda: make_batch([padding(1)] * 4),
     "known_tokens_end_within_the_query": lambda: make_batch(
-        [Request(r, 10, 4, prefill_len=9 + r, num_logits=4) for r in range(7)], num_drafts=3
+        [Request(r, 10, 4, prefill_len=9 + r) for r in range(7)], num_drafts=3
     ),
     "decodes_fill_a_tile": lambda: make_batch([decode(r, r % 128) for r in range(256)], num_rows=256),
     "tokens_fill_a_tile": lambda: make_batch(

@@ -17,6 +17,7 @@ class RecordingDevice(CpuDevice):
 
     def __init__(self, *, has_graphs: bool = False) -> None:
         """``has_graphs``: "captured" work is run again at each replay, padding and all, as a graph would."""
+        super().__init__()
         self.has_graphs = has_graphs
         self.counts: Counter[str] = Counter()
         self.events: list[str] = []

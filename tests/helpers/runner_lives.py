@@ -15,8 +15,7 @@ import torch
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.opset import OpSet
-from fleetfoot.kernels.select import select_attention, select_ops
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
@@ -33,6 +32,7 @@ from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
 from fleetfoot.weights.model_loader import ModelLoader
+from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.steps import Execute, run_steps
 
@@ -125,13 +125,13 @@ class CapturableAttention(SDPABackend):
 
 
 def make_context(
-    device: RecordingDevice | None = None, ops: OpSet | None = None, *, max_model_len: int = MAX_MODEL_LEN
+    device: RecordingDevice | None = None, ops: Kernels | None = None, *, max_model_len: int = MAX_MODEL_LEN
 ) -> ModelContext:
     """What a model's layers run on: its attention can be captured where the device has graphs."""
     has_graphs = device is not None and device.has_graphs
-    attention = CapturableAttention() if has_graphs else select_attention("cpu")
+    attention = CapturableAttention() if has_graphs else cpu_kernels().attention
     positions = max_model_len + NUM_DRAFTS
-    return ModelContext(ops or select_ops("cpu"), attention, torch.float32, torch.device("cpu"), positions)
+    return ModelContext(ops or cpu_kernels(), attention, torch.float32, torch.device("cpu"), positions)
 
 
 def make_runner(
@@ -143,7 +143,7 @@ def make_runner(
     pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     layers: range | None = None,
     folder: Path = DRAFT,
-    ops: OpSet | None = None,
+    ops: Kernels | None = None,
     wrap: Callable[[CausalLM], CausalLM] = lambda model: model,
     num_blocks: int = 64,
     max_model_len: int = MAX_MODEL_LEN,

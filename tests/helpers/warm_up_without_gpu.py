@@ -21,7 +21,6 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
-from fleetfoot.kernels.triton_ops import triton_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.capture_table import CaptureTable, GraphKey
@@ -29,6 +28,7 @@ from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.warm_up import KernelCompiler
 from fleetfoot.weights.model_loader import ModelLoader
+from tests.helpers.kernels import triton_kernels
 from tests.helpers.recording_device import RecordingDevice
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
     ``failed_later``."""
     config = load_model_config(embedded_model_path())
     context = ModelContext(
-        ops=triton_ops(),
+        ops=triton_kernels(),
         attention=TritonBackend(),
         dtype=torch.bfloat16,
         device=torch.device("cpu"),

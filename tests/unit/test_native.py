@@ -12,22 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import MIXED, attend_64, make_batch
+from tests.helpers.kernels import native_kernels, reference_kernels
 
 from fleetfoot.kernels.attention.native_backend import NativeBackend
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_native import NativeLinear
-from fleetfoot.kernels.native_ops import native_ops
-from fleetfoot.kernels.opset import OpSet
 from fleetfoot.kernels.sampling.sample import RandomRows
-from fleetfoot.kernels.select import select_ops
-from fleetfoot.kernels.torch_ops import torch_ops
-from fleetfoot.native.library import load_kernels, native_available
+from fleetfoot.native.library import load_library, native_available
 from fleetfoot.native.loading import NativeUnavailableError, open_library, supported_variants
 
 AVAILABLE, REASON = native_available()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=REASON)
 
-TWINS = torch_ops()
+TWINS = reference_kernels()
 DTYPES = (torch.float32, torch.bfloat16)
 TILE = 256  # positions whose softmax the kernel takes at once: its borders are worth a visit
 
@@ -47,8 +45,8 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def ops(variant: str) -> OpSet:
-    return native_ops(variant)
+def ops(variant: str) -> Kernels:
+    return native_kernels(variant)
 
 
 def assert_equal_but_for_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -60,7 +58,7 @@ def assert_equal_but_for_rounding(actual: torch.Tensor, expected: torch.Tensor) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (1, 576), (3, 1024), (5, 67), (200, 100)])
-def test_norms(ops: OpSet, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_norms(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[1]).to(dtype)
     assert_equal_but_for_rounding(ops.rms_norm(x, weight, 1e-5), TWINS.rms_norm(x, weight, 1e-5))
@@ -71,7 +69,7 @@ def test_norms(ops: OpSet, dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_no_bit(ops: OpSet, dtype: torch.dtype) -> None:
+def test_threads_change_no_bit(ops: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(90, 400).to(dtype), torch.rand(400).to(dtype)
     logits, numbers = torch.randn(3, 50000).to(dtype), torch.arange(3)
@@ -85,7 +83,7 @@ def test_threads_change_no_bit(ops: OpSet, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_nan_is_nan(ops: OpSet, dtype: torch.dtype) -> None:
+def test_norm_of_nan_is_nan(ops: Kernels, dtype: torch.dtype) -> None:
     x = torch.ones(2, 40, dtype=dtype)
     x[1, 39] = float("nan")
     normed = ops.rms_norm(x, torch.ones(40, dtype=dtype), 1e-5)
@@ -95,14 +93,14 @@ def test_norm_of_nan_is_nan(ops: OpSet, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 8), (1, 2), (1, 3072), (3, 70), (64, 1000)])
-def test_silu_and_mul(ops: OpSet, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_silu_and_mul(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     gate_up = (torch.randn(shape) * 20).to(dtype)
     assert_equal_but_for_rounding(ops.silu_and_mul(gate_up), TWINS.silu_and_mul(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_of_extremes(ops: OpSet, dtype: torch.dtype) -> None:
+def test_silu_of_extremes(ops: Kernels, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-30, 88.0, 1e30, float("inf"), float("nan")], dtype=dtype)
     gate_up = torch.cat((gate, torch.ones_like(gate))).unsqueeze(0).repeat(1, 1)
     actual, expected = ops.silu_and_mul(gate_up), TWINS.silu_and_mul(gate_up)
@@ -113,7 +111,7 @@ def test_silu_of_extremes(ops: OpSet, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
 @pytest.mark.parametrize("num_tokens", [0, 1, 9, 120])
-def test_rope_and_cache(ops: OpSet, dtype: torch.dtype, norm: bool, head_dim: int, num_tokens: int) -> None:
+def test_rope_and_cache(ops: Kernels, dtype: torch.dtype, norm: bool, head_dim: int, num_tokens: int) -> None:
     torch.manual_seed(0)
     num_heads, num_kv_heads, block_size = 6, 2, 4
     width = (num_heads + 2 * num_kv_heads) * head_dim
@@ -136,7 +134,7 @@ def test_rope_and_cache(ops: OpSet, dtype: torch.dtype, norm: bool, head_dim: in
     assert_equal_but_for_rounding(cache[:, 0], cache_twin[:, 0])
 
 
-def test_wrong_tensors_are_refused(ops: OpSet) -> None:
+def test_wrong_tensors_are_refused(ops: Kernels) -> None:
     with pytest.raises(ValueError, match=r"rms_norm.*x \[2, 8\] torch.float32, weight \[7\]"):
         ops.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-5)
     with pytest.raises(ValueError, match="add_rms_norm"):
@@ -147,11 +145,11 @@ def test_wrong_tensors_are_refused(ops: OpSet) -> None:
         ops.rope_and_cache(torch.zeros(1, 47), cache, *arguments, None, None, 1e-6)
     for slot, position in ((8, 0), (0, 9), (0, -1)):
         places = (torch.tensor([slot]), torch.tensor([position]))
-        with pytest.raises(ValueError, match="rope_and_cache: the step's metadata is not sound"):
+        with pytest.raises(ValueError, match="rope_and_cache: the step's metadata is invalid"):
             ops.rope_and_cache(torch.zeros(1, 48), cache, *places, *arguments[2:], None, None, 1e-6)
 
 
-def test_float16_goes_to_the_twins(ops: OpSet) -> None:
+def test_float16_goes_to_the_twins(ops: Kernels) -> None:
     x = torch.randn(3, 32).half()
     assert torch.equal(ops.rms_norm(x, x[0], 1e-5), TWINS.rms_norm(x, x[0], 1e-5))
     assert torch.equal(ops.silu_and_mul(x), TWINS.silu_and_mul(x))
@@ -160,7 +158,7 @@ def test_float16_goes_to_the_twins(ops: OpSet) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 3, 64, 1000, 16384, 40007])
-def test_argmax(ops: OpSet, dtype: torch.dtype, vocab_size: int) -> None:
+def test_argmax(ops: Kernels, dtype: torch.dtype, vocab_size: int) -> None:
     torch.manual_seed(0)
     logits = torch.randn(7, vocab_size + 3).to(dtype)[:, :vocab_size]  # rows are not contiguous
     logits[1] = 0  # all equal: the lowest index
@@ -174,7 +172,7 @@ def test_argmax(ops: OpSet, dtype: torch.dtype, vocab_size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 37, 3000, 50001])
 @pytest.mark.parametrize("spread", [0.5, 4.0])
-def test_gumbel_draws_are_those_of_the_twin(ops: OpSet, dtype: torch.dtype, vocab_size: int, spread: float) -> None:
+def test_gumbel_draws_are_those_of_the_twin(ops: Kernels, dtype: torch.dtype, vocab_size: int, spread: float) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(24, vocab_size) * spread).to(dtype)
     temperatures = torch.tensor([0.0, 0.3, 1.0, 2.5]).repeat(6)
@@ -186,14 +184,14 @@ def test_gumbel_draws_are_those_of_the_twin(ops: OpSet, dtype: torch.dtype, voca
     assert chosen[::4].tolist() == logits[::4].argmax(dim=-1).tolist()
 
 
-def test_a_draw_from_a_row_without_a_highest_logit(ops: OpSet) -> None:
+def test_a_draw_from_a_row_without_a_highest_logit(ops: Kernels) -> None:
     logits = torch.zeros(3, 100)
     logits[0, 7], logits[1, 8], logits[2] = torch.nan, torch.inf, -torch.inf
     numbers = torch.arange(3)
     assert ops.sample(logits, RandomRows(torch.ones(3), numbers, numbers)).tolist() == [7, 8, 0]
 
 
-def test_draws_follow_the_softmax(ops: OpSet) -> None:
+def test_draws_follow_the_softmax(ops: Kernels) -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
     count = 4000
     numbers = torch.arange(count)
@@ -207,7 +205,7 @@ def test_draws_follow_the_softmax(ops: OpSet) -> None:
 
 
 def make_linear(variant: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
-    return NativeLinear(weight, bias, load_kernels(variant))
+    return NativeLinear(weight, bias, load_library(variant))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -268,7 +266,7 @@ def test_linear_refuses_what_does_not_fit(variant: str) -> None:
         make_linear(variant, torch.zeros(8, 4), torch.zeros(4))
 
 
-def test_prepare_linear_chooses(ops: OpSet) -> None:
+def test_prepare_linear_chooses(ops: Kernels) -> None:
     assert isinstance(ops.prepare_linear(torch.zeros(8, 4)), NativeLinear)
     odd, half = torch.randn(8, 5).bfloat16(), torch.randn(8, 4).half()
     for weight in (odd, half):  # and a bias that is a column of something
@@ -407,7 +405,7 @@ def test_metadata_that_points_outside_is_refused(variant: str) -> None:
     for name, row, value in (("block_tables", (0, 0), 99), ("seq_lens", 0, 1000), ("query_start_loc", 2, 9)):
         query, kv_cache, metadata = make_batch([(1, 5), (3, 7)])
         getattr(metadata, name)[row] = value
-        with pytest.raises(ValueError, match="paged_attention: the step's metadata is not sound"):
+        with pytest.raises(ValueError, match="paged_attention: the step's metadata is invalid"):
             backend.forward(query, kv_cache, metadata, 0.25, None)
 
 
@@ -427,13 +425,9 @@ def test_unserved_shapes_go_to_sdpa(variant: str) -> None:
 # --- the library ---------------------------------------------------------------------------------------------------
 
 
-def test_a_cpu_gets_native_operations() -> None:
-    assert select_ops("cpu").name == "native"
-
-
 def test_an_unknown_variant_is_refused() -> None:
     with pytest.raises(NativeUnavailableError, match="no kernels of variant v9"):
-        load_kernels("v9")
+        load_library("v9")
 
 
 def test_one_openmp_runtime() -> None:

@@ -7,12 +7,11 @@ import weakref
 
 import pytest
 import torch
+from tests.helpers.kernels import reference_kernels
 
 from fleetfoot.kernels.linear.linear import PackedLinear, PlainLinear, can_pack, prepare_linear_torch
-from fleetfoot.kernels.select import select_ops
-from fleetfoot.kernels.torch_ops import torch_ops
 
-OPS = torch_ops()
+OPS = reference_kernels()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -142,11 +141,3 @@ def test_packing_releases_the_plain_weight() -> None:
     gc.collect()
     assert isinstance(linear, PackedLinear)
     assert alive() is None
-
-
-def test_select_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetfoot.kernels.select.find_spec", lambda name: object() if name == "triton" else None)
-    assert select_ops("cuda").name == "triton"
-    monkeypatch.setattr("fleetfoot.kernels.select.find_spec", lambda name: None)
-    assert select_ops("cuda").name == "torch"
-    assert select_ops("cpu", native=False).name == "torch"

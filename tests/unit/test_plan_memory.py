@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.kernels import cpu_kernels
 
 from fleetfoot.cli.plan import plan_text
 from fleetfoot.config.engine import EngineConfig
@@ -18,10 +19,9 @@ from fleetfoot.config.sharding import vocab_rows
 from fleetfoot.distributed.custom_all_reduce import custom_all_reduce_words
 from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.executor.worker import Worker
-from fleetfoot.kernels.select import select_attention, select_ops
+from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.registry import model_class
-from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.fit import Device, MemoryPlanError, fit_engine
 from fleetfoot.plan.footprint import (
     EngineShape,
@@ -34,7 +34,7 @@ from fleetfoot.plan.footprint import (
     state_block_bytes,
     weight_bytes,
 )
-from fleetfoot.plan.machine import Machine, has_triton
+from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import GIB, MemoryPlan
 from fleetfoot.plan.report import plan_report
 from fleetfoot.plan.resolve import resolve_plan
@@ -78,7 +78,7 @@ def shape_of(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=tokens,
         ),
-        backends=choose_backends(device, Machine(0, has_native=True, has_triton=True)),
+        kernels=plan_kernels(DeviceFacts(device, has_native=True, has_triton=True)),
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
     )
@@ -113,9 +113,7 @@ def fitted(total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", **se
 )
 def test_weights_are_what_the_model_holds(changes: dict[str, Any], device: str) -> None:
     model = dataclasses.replace(SMALL, **changes)
-    context = ModelContext(
-        select_ops("cpu"), select_attention("cpu"), getattr(torch, model.dtype), torch.device("meta")
-    )
+    context = ModelContext(cpu_kernels(), cpu_kernels().attention, getattr(torch, model.dtype), torch.device("meta"))
     slots = list(model_class(model.architecture)(model, context).weight_slots())
     held = sum(slot.destination().nbytes for slot in slots)
     packed_again = SMALL.vocab_size * SMALL.hidden_size * DTYPE_BYTES[model.dtype] * model.tie_word_embeddings
@@ -136,7 +134,7 @@ def test_the_state_of_v2_is_what_it_allocates(seqs: int, tokens: int, length: in
         max_num_batched_tokens=tokens,
         vocab_size=SMALL.vocab_size,
     )
-    buffers = InputBuffers(state, seqs, tokens, length)
+    buffers = InputBuffers(state, cpu_kernels(), seqs, tokens, length)
     tensors = [state.arena.flat, state.requests.last_sampled, state.requests.draft_tokens, state.staging.on_device]
     tensors += [value for value in vars(buffers).values() if isinstance(value, torch.Tensor)]
     ones_and_zeros = 2 * 4 * seqs
@@ -200,8 +198,8 @@ def test_weights_of_a_rank_are_what_it_holds(tensor_size: int, pipeline_size: in
     settings = EngineConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=pipeline_size)
     for stage in shape_of(model, "cuda", settings).stages():
         context = ModelContext(
-            select_ops("cpu"),
-            select_attention("cpu"),
+            cpu_kernels(),
+            cpu_kernels().attention,
             torch.float32,
             torch.device("meta"),
             tensor_group=Rank(0, tensor_size),
@@ -374,20 +372,6 @@ def test_the_worker_takes_what_was_planned() -> None:
     layout = Worker(plan).start()
     assert layout.num_blocks == plan.memory.num_blocks == 4 * 128
     assert layout.num_bytes == plan.memory.kv_cache
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_plan_names_the_backends_that_are_taken(device: str) -> None:
-    """They are chosen by name in the plan, without torch, and as objects when the worker starts."""
-    here = Machine(0, has_triton=has_triton(), has_native=Machine.without_gpu().has_native)
-    chosen, attention = choose_backends(device, here), select_attention(device)
-    assert (chosen.attention, chosen.ops) == (attention.name, select_ops(device).name)
-    assert chosen.is_capturable == attention.is_capturable
-
-
-def test_backends_of_machines_that_lack_something() -> None:
-    assert choose_backends("cpu", Machine(0, has_native=False)).ops == "torch"
-    assert choose_backends("cuda", Machine(0, has_native=True, has_triton=False)).ops == "torch"
 
 
 # --- what would help ------------------------------------------------------------------------------------------------

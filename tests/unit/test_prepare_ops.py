@@ -1,4 +1,4 @@
-"""The preparation ops: CPU twins against plain loops, and Triton kernels, interpreted, against the twins."""
+"""The preparation operations: references against plain loops, and faster implementations against the references."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
+from tests.helpers.no_values import NoValues
 from tests.helpers.prepare_cases import get_batch, int32
-from tests.helpers.prepare_runs import CASES, OPS, assert_same, run
+from tests.helpers.prepare_runs import CASES, OPS, assert_same, row_tables, run
 
-from fleetfoot.kernels.prepare.post_update import post_update_cpu, post_update_triton
-from fleetfoot.kernels.prepare.prepare_decode import prepare_decode, prepare_decode_cpu
-from fleetfoot.kernels.prepare.slot_mapping import slot_mapping_cpu, slot_mapping_triton
+from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.prepare.reference import slots_of
+from fleetfoot.kernels.prepare.tables import StepBuffers
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -38,81 +41,71 @@ def run_python(*arguments: str) -> str:
     return result.stdout
 
 
-TWINS = {"post_update": post_update_cpu, "prepare_decode": prepare_decode_cpu}
-"""Of the ops that run in C on a CPU where the native library is there."""
-
-
 @pytest.mark.parametrize(("op", "batch"), CASES)
+def test_reference_matches_loops(op: str, batch: str) -> None:
+    """Without an operation that would wait for a GPU."""
+    assert_same(run(reference_kernels(), op, batch, mode=NoValues()), OPS[op].expected(batch))
+
+
+@pytest.mark.parametrize(("op", "batch"), [case for case in CASES if cpu_kernels().plan[case[0]] != "torch"])
 def test_what_a_cpu_runs_matches_loops(op: str, batch: str) -> None:
-    assert_same(run(OPS[op].dispatch, op, batch), OPS[op].expected(batch))
-
-
-@pytest.mark.parametrize(("op", "batch"), [(op, batch) for op, batch in CASES if op in TWINS])
-def test_twin_matches_loops(op: str, batch: str) -> None:
-    assert_same(run(TWINS[op], op, batch), OPS[op].expected(batch))
+    assert_same(run(cpu_kernels(), op, batch), OPS[op].expected(batch))
 
 
 @interpreted
 @pytest.mark.parametrize(("op", "batch"), CASES)
-def test_kernel_matches_twin(op: str, batch: str) -> None:
-    assert_same(run(OPS[op].triton, op, batch), run(OPS[op].dispatch, op, batch))
+def test_kernel_matches_reference(op: str, batch: str) -> None:
+    assert_same(run(triton_kernels(), op, batch), run(reference_kernels(), op, batch))
 
 
-@pytest.mark.parametrize("implementation", [slot_mapping_cpu, pytest.param(slot_mapping_triton, marks=interpreted)])
-def test_slots_may_exceed_32_bits(implementation: Callable[..., None]) -> None:
-    block_id, block_size = 2**30, 64
-    slots = torch.zeros(2, dtype=torch.int64)
-    positions, batch_index = torch.tensor([0, 63]), int32([0, 0])
-    implementation(positions, batch_index, int32([0]), int32([100]), int32([[block_id]]), block_size, slots=slots)
-    assert slots.tolist() == [block_id * block_size, block_id * block_size + 63]
+KERNELS = [reference_kernels, cpu_kernels, pytest.param(triton_kernels, marks=interpreted)]
 
 
-@pytest.mark.parametrize("implementation", [post_update_cpu, pytest.param(post_update_triton, marks=interpreted)])
-def test_sampled_tokens_may_be_int64(implementation: Callable[..., None]) -> None:
-    num_computed, last_sampled = int32([4, 5]), int32([0, 0])
-    implementation(
-        int32([1]),
-        int32([0, 1]),
-        torch.tensor([[151_935]]),
-        int32([1]),
-        int32([0]),
-        num_computed=num_computed,
-        last_sampled=last_sampled,
-    )
-    assert (num_computed.tolist(), last_sampled.tolist()) == ([4, 6], [0, 151_935])
+def test_slots_may_exceed_32_bits() -> None:
+    batch, block_id = get_batch("one_decode"), 2**30
+    rows = replace(row_tables(batch), block_table=int32([[block_id]]), limits=int32([100]), block_size=64)
+    expected, positions = [block_id * 64, block_id * 64 + 63], torch.tensor([0, 63])
+    assert slots_of(rows, int32([0, 0]), positions).tolist() == expected
 
 
+@interpreted
+def test_slots_of_the_kernel_may_exceed_32_bits() -> None:
+    from fleetfoot.kernels.prepare.triton_kernels import _slot_mapping_kernel
+
+    block_id, slots = 2**30, torch.zeros(2, dtype=torch.int64)
+    tokens, row = (torch.tensor([0, 63]), int32([0, 0])), int32([0])
+    _slot_mapping_kernel[(1,)](*tokens, row, int32([100]), int32([[block_id]]), slots, 2, 1, block_size=64, tile=256)
+    assert slots.tolist() == [block_id * 64, block_id * 64 + 63]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_sampled_tokens_may_be_int64(kernels: Callable[[], Kernels]) -> None:
+    rows = replace(row_tables(get_batch("one_decode")), num_computed=int32([4, 5]), last_sampled=int32([0, 0]))
+    kernels().post_update(int32([1]), int32([0, 1]), rows, torch.tensor([[151_935]]), int32([1]), int32([0]))
+    assert (rows.num_computed.tolist(), rows.last_sampled.tolist()) == ([4, 6], [0, 151_935])
+
+
+@pytest.mark.parametrize("kernels", [reference_kernels, cpu_kernels, triton_kernels])
 @pytest.mark.parametrize(("num_reqs", "num_tokens"), [(0, 0), (4, 0), (4, 6), (4, 12)])
-def test_prepare_decode_takes_uniform_batches_only(num_reqs: int, num_tokens: int) -> None:
+def test_prepare_decode_takes_uniform_batches_only(
+    kernels: Callable[[], Kernels], num_reqs: int, num_tokens: int
+) -> None:
     batch = get_batch("graph_full")
-    out32, out64 = torch.zeros(num_tokens, dtype=torch.int32), torch.zeros(num_tokens, dtype=torch.int64)
+    tokens, requests = torch.zeros(num_tokens, dtype=torch.int64), torch.zeros(num_reqs, dtype=torch.int32)
+    starts, tables = torch.zeros(num_reqs + 1, dtype=torch.int32), torch.zeros(num_reqs, 8, dtype=torch.int32)
+    step = StepBuffers(requests, starts, tokens, requests, tokens.int(), tokens, tokens, tables)
     with pytest.raises(ValueError, match=f"{num_tokens} tokens for {num_reqs} requests with up to 1 drafts"):
-        prepare_decode(
-            batch.idx_mapping[:num_reqs],
-            batch.num_computed,
-            batch.prefill_lens,
-            batch.last_sampled,
-            batch.draft_tokens[:, :1],
-            batch.limits,
-            batch.block_table,
-            batch.block_size,
-            token_pages=batch.token_pages,
-            positions=out64,
-            seq_lens=torch.zeros(num_reqs, dtype=torch.int32),
-            batch_index=out32,
-            slots=out64,
-            input_ids=out64,
-            block_tables=torch.zeros(num_reqs, 8, dtype=torch.int32),
-        )
+        kernels().prepare_decode(step, row_tables(batch, draft_tokens=batch.draft_tokens[:, :1]))
 
 
 def test_a_cpu_needs_no_triton() -> None:
     script = """
 import sys
 sys.modules["triton"] = None  # any import of it fails
+from tests.helpers.kernels import cpu_kernels
 from tests.helpers.prepare_runs import OPS, run
 for op in OPS:
-    run(OPS[op].dispatch, op, "one_decode")
+    run(cpu_kernels(), op, "one_decode")
 print("done")
 """
     assert run_python("-c", script) == "done\n"
@@ -123,7 +116,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = run_python("-m", "tests.helpers.compile_prepare_kernels").splitlines()
     names = {line.split(":")[0] for line in compiled}
-    assert len(names) == len(compiled) == len(OPS) + 1  # the last is the drafter's that reads the token pages
+    assert len(names) == len(compiled) == len(OPS) + 5  # five of `prepare_inputs`, and the n-gram drafter's
 
 
 @interpreted

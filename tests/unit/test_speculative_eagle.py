@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tests.helpers.kernels import cpu_kernels
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.select import select_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightError
 from fleetfoot.records.attention import AttentionMetadata
@@ -74,7 +74,7 @@ class Target:
 
 def make_drafter(folder: Path, tensors: dict[str, Any], target: Target | None = None) -> EagleDrafter:
     save_file(tensors, folder / "model.safetensors")
-    context = ModelContext(select_ops("cpu"), SDPABackend(), torch.float32, torch.device("cpu"))
+    context = ModelContext(cpu_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
     drafter = EagleDrafter(DrafterModel("eagle", "a/head", folder, CONFIG), context, NUM_DRAFTS)
     drafter.load_model(target or Target())  # type: ignore[arg-type]
     drafter.bind_kv_caches([torch.zeros(9, 2, 2, BLOCK_SIZE, 16)])

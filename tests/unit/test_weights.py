@@ -12,11 +12,11 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.helpers.kernels import reference_kernels
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.torch_ops import torch_ops
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightError, WeightSlot
 from fleetfoot.models.interface import CausalLM
@@ -27,7 +27,7 @@ from fleetfoot.weights.loading import load_model, reload_weights
 
 Tensors = dict[str, torch.Tensor]
 
-CONTEXT = ModelContext(torch_ops(), SDPABackend(), torch.float32, torch.device("cpu"))
+CONTEXT = ModelContext(reference_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 

@@ -79,8 +79,8 @@ class CustomAllReduce:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`OpSet.add_rms_norm` of the sum of ``x``, with roundings to the dtype where the steps apart have theirs: each
-        rank's ``x`` (which may be partial sums), their sum, and that with the residual."""
+        """`Kernels.add_rms_norm` of the sum of ``x``, with roundings to the dtype where the steps apart have theirs:
+        each rank's ``x`` (which may be partial sums), their sum, and that with the residual."""
         x, residual = x.contiguous(), residual.contiguous()
         output, total = torch.empty_like(residual), torch.empty_like(residual)
         num_parts = x.shape[0] if x.ndim > residual.ndim else 0

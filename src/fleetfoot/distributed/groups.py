@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.kernels.norm.rms_norm import sum_parts
-from fleetfoot.kernels.opset import AddRMSNorm
 from fleetfoot.records.intermediate import IntermediateTensors
 
 
@@ -32,7 +32,7 @@ class TensorGroup:
         return x
 
     def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
-        """`OpSet.add_rms_norm` for an ``x`` that is still to be summed over the ranks.
+        """`Kernels.add_rms_norm` for an ``x`` that is still to be summed over the ranks.
 
         Layers that are split by their inputs leave that sum to the norm behind them, where it can be one kernel with
         the residual sum and the norm. Alone there is nothing to sum, nor where it was gathered: it is the operation

@@ -69,7 +69,7 @@ def shared_facts(plan: EnginePlan) -> dict[str, str]:
         "device": plan.device,
         "dtype": plan.dtype,
         "runner": plan.runner,
-        "backends": repr(plan.backends),
+        "kernels": str(plan.kernels),
         "kv_layout": plan.kv_layout,
         "max_model_len": str(plan.max_model_len),
         "max_num_batched_tokens": str(plan.max_num_batched_tokens),

@@ -46,7 +46,8 @@ class WorkerBuild:
 
     runner: str
     """``v1`` or ``v2``."""
-    ops: str
+    kernels: str
+    """The `KernelPlan`, as text."""
     attention: str
     kv_layout: str
     connector: str
@@ -62,8 +63,8 @@ class WorkerBuild:
         drafts = speculative is not None and rank >= config.world_size - config.tensor_parallel_size
         return cls(
             runner=plan.runner,
-            ops=plan.backends.ops,
-            attention=plan.backends.attention,
+            kernels=str(plan.kernels),
+            attention=plan.kernels["attention"],
             kv_layout=plan.kv_layout,
             connector="none" if plan.connector is None else plan.connector.class_name,
             drafter=speculative.method if speculative is not None and drafts else "none",

@@ -12,7 +12,7 @@ import torch
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import WorkerGroups
 from fleetfoot.executor.protocol import WorkerBuild
-from fleetfoot.kernels.select import attention_by_name, ops_by_name
+from fleetfoot.kernels.registry import load_kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.connector import qualified_name
 from fleetfoot.plan.plan import EnginePlan
@@ -49,9 +49,10 @@ class Worker:
         if self.device.type == "cuda" and groups is not None:
             # with its number: threads that a connector starts have another current device
             self.device = torch.device("cuda", torch.cuda.current_device())
+        kernels = load_kernels(plan.kernels)
         context = ModelContext(
-            ops=ops_by_name(plan.backends.ops),
-            attention=attention_by_name(plan.backends.attention),
+            ops=kernels,
+            attention=kernels.attention,
             dtype=getattr(torch, plan.dtype),
             device=self.device,
             max_positions=plan.max_model_len + plan.drafter.num_drafts,  # drafts may lie beyond a request's end
@@ -67,7 +68,7 @@ class Worker:
         self.runner = self._make_runner(loader, draft_settings, connector)
         self.build = WorkerBuild(
             runner=self.runner.name,
-            ops=context.ops.name,
+            kernels=str(kernels.plan),
             attention=context.attention.name,
             kv_layout=KVLayout.name,
             connector="none" if plan.connector is None else qualified_name(plan.connector.connector_class),

@@ -8,14 +8,14 @@ import torch
 
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.kernels.attention.backend import AttentionBackend
-from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.interface import Kernels
 
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
     """Where and with what a model computes."""
 
-    ops: OpSet
+    ops: Kernels
     attention: AttentionBackend
     dtype: torch.dtype
     """Of weights and activations."""

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
+from fleetfoot.kernels.interface import PrepareLinear
 from fleetfoot.kernels.linear.linear import PreparedLinear, ReadsPendingNorm
 from fleetfoot.kernels.norm.pending_norm import PendingNorm
-from fleetfoot.kernels.opset import PrepareLinear
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.slots import WeightSlot
 
@@ -40,7 +40,7 @@ class Linear:
         in_features, parts: as in the checkpoint: the number of input features, and the name of each fused layer with
             its number of output features.
         prepare: the operation that makes the layer, which may give its result another form; None:
-            ``OpSet.prepare_linear``.
+            ``Kernels.prepare_linear``.
         rows: of each part, the outputs that this rank computes; None: all.
         columns: the inputs that this rank has; None: all. With fewer, its outputs are to be summed over the ranks, and
             one rank alone is to have the bias.

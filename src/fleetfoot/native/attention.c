@@ -1,9 +1,9 @@
 /* Causal attention over the paged KV cache: prefills, chunks of prefills and decodes in one call.
  *
  * The query rows of one request and one KV head are its (token, query head of the group) pairs in order of token; ROWS of
- * them share each key and value that is read. Such a piece of work, against a range of tiles of positions, is an item.
- * Threads take items, the heaviest first. One request's few rows against many tiles are cut into several items, whose
- * tiles are merged afterwards in the order in which a single item would have merged them.
+ * them share each key and value that is read. Such rows, with a range of tiles of positions, are a work item. Threads
+ * take items in order of falling cost. A request with few rows and many tiles is split into several items, whose tiles
+ * are merged afterwards in the order in which one item merges them.
  */
 #include <stdlib.h>
 
@@ -19,19 +19,19 @@ typedef struct {
     int64_t table_stride, table_width, num_blocks, num_tokens;
     int num_requests, num_heads, num_kv_heads, block_size, head_dim, window, dtype;
     float scale;  /* times log2(e): the softmax works in base 2 */
-    int *invalid; /* set where a block table names a block that is not there */
+    int *invalid; /* set if a block table has an id outside of the cache */
 } problem;
 
 typedef struct {
     int request, kv_head, row_begin, row_end, tile_begin, tile_end;
-    int64_t partial; /* where in the partial results the item's first tile goes, in floats; -1: straight to the output */
+    int64_t partial; /* offset of the item's first tile in the partial results, in floats; -1: written to the output */
     float cost;
 } item;
 
 typedef struct {
     item *items;
     int64_t num_items, capacity;
-    item *splits; /* what was cut: its tiles wait in the partial results, from `partial` on, to be merged */
+    item *splits; /* rows split into several items: their tiles are in the partial results from `partial` on */
     int64_t num_splits, split_capacity;
     int64_t partial_size; /* floats */
     int max_rows;
@@ -47,7 +47,7 @@ INLINE int64_t partial_row(const problem *p) { return p->head_dim + 2; }
 
 /* Reading a key and a value costs about as much as multiplying them with this many rows. */
 #define READ_COST 8.0f
-/* Below this much work (multiplications and additions, about 10 microseconds) a second thread does not pay. */
+/* With less work (in multiplications and additions, about 10 microseconds) one thread is faster than two. */
 #define SERIAL_WORK 3.0e5f
 #define ITEMS_PER_THREAD 4
 
@@ -80,7 +80,7 @@ static int append(item **list, int64_t *count, int64_t *capacity, item added) {
     return FF_OK;
 }
 
-/* Adds an item whole, or in pieces of about max_cost. */
+/* Adds one item, or several with a cost of about max_cost each. */
 static int add_item(const problem *p, schedule *s, item whole, float max_cost) {
     const int tiles = whole.tile_end - whole.tile_begin;
     const int pieces = smaller(tiles, whole.cost > max_cost ? (int)(whole.cost / max_cost) + 1 : 1);
@@ -105,7 +105,7 @@ static int by_falling_cost(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Adds the items whose cost lies in lightest <= cost < heaviest. */
+/* Adds the items with lightest <= cost < heaviest. */
 static int add_items(const problem *p, schedule *s, float lightest, float heaviest, float max_cost) {
     for (int request = 0; request < p->num_requests; request++) {
         const int rows = num_rows(p, request);
@@ -127,7 +127,7 @@ INLINE int is_sound(const problem *p, int request) {
            seq_len <= p->table_width * p->block_size;
 }
 
-/* Fills the schedule and lowers *num_threads where the work is too little. */
+/* Fills the schedule; lowers *num_threads to 1 if there is too little work for more. */
 static int plan(const problem *p, schedule *s, int *num_threads) {
     float total = 0.0f;
     for (int request = 0; request < p->num_requests; request++) {
@@ -139,7 +139,7 @@ static int plan(const problem *p, schedule *s, int *num_threads) {
     }
     if (total * (float)p->head_dim < SERIAL_WORK) *num_threads = 1;
     if (*num_threads == 1) return add_items(p, s, -INFINITY, INFINITY, INFINITY);
-    /* The heavy items are few, and in order of their cost; the light ones fill the gaps that they leave. */
+    /* The few heavy items run first, in order of cost; the light ones balance the load of the threads. */
     const float heavy = total / (float)(*num_threads * ITEMS_PER_THREAD);
     if (add_items(p, s, heavy, INFINITY, heavy)) return FF_NO_MEMORY;
     if (s->num_items) qsort(s->items, (size_t)s->num_items, sizeof(item), by_falling_cost);
@@ -148,7 +148,7 @@ static int plan(const problem *p, schedule *s, int *num_threads) {
 
 /* --- one item -------------------------------------------------------------------------------------------------- */
 
-/* The item's query rows, one after the other. */
+/* Copies the item's query rows. */
 INLINE void copy_query(const problem *p, const item *it, workspace *ws, int dtype) {
     const int group = p->num_heads / p->num_kv_heads;
     const int64_t units = units_of(p->head_dim, dtype), size = element_size(dtype);
@@ -164,7 +164,7 @@ INLINE void copy_query(const problem *p, const item *it, workspace *ws, int dtyp
     }
 }
 
-/* Which of a tile's positions each row sees, and where their keys lie. */
+/* The range of a tile's positions that each row attends to, and the addresses of their keys. */
 INLINE void place_tile(const problem *p, const item *it, int first, workspace *ws, int dtype) {
     const int group = p->num_heads / p->num_kv_heads, rows = it->row_end - it->row_begin;
     const int query_len = p->query_start_loc[it->request + 1] - p->query_start_loc[it->request];
@@ -188,7 +188,7 @@ INLINE void place_tile(const problem *p, const item *it, int first, workspace *w
         for (; offset < p->block_size && position < high; offset++, position++)
             ws->key_rows[position] = key + offset * p->token_stride * size;
     }
-    /* The chunks at both ends are read whole; what they hold beyond the ends counts for nothing. */
+    /* The chunks at both ends are read whole; their positions outside of the range are masked. */
     for (int position = round_down(low, CHUNK); position < low; position++) ws->key_rows[position] = ws->key_rows[low];
     for (int position = high; position < round_up(high, CHUNK); position++)
         ws->key_rows[position] = ws->key_rows[high - 1];
@@ -198,7 +198,7 @@ INLINE void write_row(const problem *p, const item *it, int row, const float *ou
     const int group = p->num_heads / p->num_kv_heads;
     const int64_t token = p->query_start_loc[it->request] + row / group;
     const int64_t head = (int64_t)it->kv_head * group + row % group;
-    const vf factor = splat(sum == 0.0f ? 0.0f : 1.0f / sum); /* 0: a padding request, of no positions */
+    const vf factor = splat(sum == 0.0f ? 0.0f : 1.0f / sum); /* 0: a padding request has no positions */
     for (int64_t d = 0; d < p->head_dim; d += VL)
         store(p->output, (token * p->num_heads + head) * p->head_dim + d, load_f32(output + d) * factor, dtype);
 }
@@ -231,7 +231,7 @@ INLINE void run_item(const problem *p, const item *it, workspace *ws, float *par
             write_row(p, it, it->row_begin + r, ws->output + r * head_dim, ws->sum[r], dtype);
 }
 
-/* Merges the tiles of an item that was cut. */
+/* Merges the tiles of rows that were split. */
 static void merge_split(const problem *p, const item *whole, workspace *ws, const float *partials) {
     const int rows = whole->row_end - whole->row_begin, tiles = whole->tile_end - whole->tile_begin;
     for (int r = 0; r < rows; r++) {
@@ -247,7 +247,7 @@ static void merge_split(const problem *p, const item *whole, workspace *ws, cons
 
 /* --- all of them ----------------------------------------------------------------------------------------------- */
 
-/* One thread's workspace in one piece of memory; NULL without memory. */
+/* One thread's workspace in one allocation; NULL if there is no memory. */
 static workspace *make_workspace(const problem *p, int rows) {
     const int64_t units = units_of(p->head_dim, p->dtype), head_dim = p->head_dim;
     const int64_t header = ((int64_t)sizeof(workspace) + 63) / 64 * 16; /* floats */
@@ -311,7 +311,7 @@ int EXPORT(paged_attention)(void *output, const void *query, int64_t query_strid
     if (!status && s.num_items) status = run(&p, &s, partials, num_threads);
     if (!status && invalid) status = FF_BAD_METADATA;
     const int64_t end = query_start_loc[num_requests];
-    if (!status && end < num_tokens) { /* tokens of no request */
+    if (!status && end < num_tokens) { /* tokens that belong to no request */
         const int64_t token = (int64_t)num_heads * head_dim * element_size(dtype);
         memset(p.output + end * token, 0, (size_t)((num_tokens - end) * token));
     }

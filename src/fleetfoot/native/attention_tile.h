@@ -1,10 +1,10 @@
 /* One tile of attention: ROWS query rows of one KV head against TILE positions of one request.
  *
- * A tile is the unit of the arithmetic. Its softmax is taken by itself (maximum, sum, weighted values), and the tiles of
- * a row are then merged in order of position (Milakov and Gimelshein 2018). Tiles begin at multiples of TILE counted
- * from the start of the sequence, and within one every score is one chain of sums over head_dim, every output one
- * chain of sums over positions. So a row's result depends neither on the rows that stand beside it, nor on the chunk
- * that its token came in, nor on the number of threads: prefill and decode give the same bits.
+ * Each tile has its own softmax (maximum, sum, weighted values), and the tiles of a row are then merged in order of
+ * position (Milakov and Gimelshein 2018). Tiles begin at multiples of TILE counted from the start of the sequence. Within
+ * a tile, every score is one chain of sums over head_dim, and every output one chain of sums over positions. A row's
+ * result therefore does not depend on other rows, on the chunking of its prompt, or on the number of threads: prefill and
+ * decode have the same bits.
  */
 #ifndef FLEETFOOT_ATTENTION_TILE_H
 #define FLEETFOOT_ATTENTION_TILE_H
@@ -14,40 +14,40 @@
 #include "simd.h"
 
 #define TILE 256  /* positions of one softmax */
-#define STRIP 64  /* positions whose keys are transposed at once; they stay in the first-level cache */
-#define CHUNK 16  /* positions come in groups of this many: a multiple of VL for every instruction set */
-#define ROWS 96    /* query rows of a tile: a multiple of BLOCK_ROWS, enough to pay for the transposition */
-#define BLOCK_ROWS 6 /* rows whose sums stand in registers together */
+#define STRIP 64  /* positions whose keys are transposed at once; they fit in the first-level cache */
+#define CHUNK 16  /* positions are processed in groups of this size: a multiple of VL for every instruction set */
+#define ROWS 96    /* query rows of a tile: a multiple of BLOCK_ROWS, enough to amortize the transposition */
+#define BLOCK_ROWS 6 /* rows whose sums are in registers at the same time */
 #define MAX_HEAD_DIM 256
 
-/* Vectors whose sums stand in registers together: BLOCK_ROWS * BLOCK_VECTORS of them, and some left for operands. */
+/* Vectors whose sums are in registers at the same time: BLOCK_ROWS * BLOCK_VECTORS, and some are left for operands. */
 #if VL == 16 || defined(__aarch64__)
 #define BLOCK_VECTORS 4
 #else
 #define BLOCK_VECTORS 2
 #endif
 
-/* Queries and keys in the form that scores are computed from: float32, or pairs of bfloat16 where the hardware
- * multiplies pairs. Either way a unit has 32 bits. */
+/* The format of queries and keys: float32, or pairs of bfloat16 if the hardware multiplies pairs. A unit has 32 bits in
+ * both. */
 INLINE int uses_pairs(int dtype) { return HAVE_BF16_DOT && dtype == FF_BFLOAT16; }
 INLINE int64_t units_of(int64_t head_dim, int dtype) { return uses_pairs(dtype) ? head_dim / 2 : head_dim; }
 
 typedef struct {
     float *query;   /* [rows, units] */
     float *keys;    /* [units, STRIP], transposed */
-    float *scores;  /* [rows, TILE], then the weights of the softmax in their place */
-    float *tile;    /* [rows, head_dim], what one tile gives */
+    float *scores;  /* [rows, TILE], replaced by the weights of the softmax */
+    float *tile;    /* [rows, head_dim], the result of one tile */
     float *output;  /* [rows, head_dim], merged over the tiles so far */
     float tile_max[ROWS], tile_sum[ROWS]; /* in base 2: weights are 2^(score * scale * log2(e) - max) */
     float max[ROWS], sum[ROWS];
-    int low[ROWS], high[ROWS];     /* positions low <= p < high of the tile that a row sees, counted from its begin */
-    const char *key_rows[TILE];    /* where each position's key lies; its value lies side_bytes further */
+    int low[ROWS], high[ROWS];     /* a row attends to positions low <= p < high of the tile */
+    const char *key_rows[TILE];    /* the address of each position's key; its value is side_bytes behind */
 } workspace;
 
 /* --- scores ---------------------------------------------------------------------------------------------------- */
 
-/* Asks for a cache line of VL rows before it is needed: the blocks of a request lie scattered, and with few query rows the
- * time goes into waiting for memory. */
+/* Prefetches a cache line of VL rows: the blocks of a request are scattered in memory, and with few query rows the kernel
+ * is bound by memory latency. */
 INLINE void prefetch_lines(const char *const *rows, int64_t offset) {
     UNROLL
     for (int i = 0; i < VL; i++) __builtin_prefetch(rows[i] + offset);
@@ -139,7 +139,7 @@ INLINE vi inside(int p, int low, int high) {
     return (position >= splat_int(low)) & (position < splat_int(high));
 }
 
-/* Scores of one row into weights; positions outside low .. high, as far as from .. to, become 0. */
+/* Turns the scores of one row into weights; positions from .. to outside of low .. high become 0. */
 INLINE void softmax_row(float *row, int low, int high, int from, int to, float scale, float *max, float *sum) {
     const vf minus_infinity = splat(-INFINITY);
     if (low >= high) {
@@ -217,7 +217,7 @@ INLINE int round_down(int x, int step) { return x / step * step; }
 INLINE int round_up(int x, int step) { return (x + step - 1) / step * step; }
 
 /* Scores, softmax and values of `rows` rows against one tile. ws holds the query, the rows' positions low .. high (both
- * never falling from row to row) and the key rows of CHUNKs that any of them touches. */
+ * non-decreasing over the rows) and the key rows of each CHUNK that any of them reads. */
 INLINE void attend_tile(workspace *ws, int rows, int64_t head_dim, int64_t side_bytes, float scale, int dtype) {
     const int64_t units = units_of(head_dim, dtype);
     const int tile_low = round_down(ws->low[0], CHUNK), tile_high = round_up(ws->high[rows - 1], CHUNK);
@@ -245,10 +245,10 @@ INLINE void attend_tile(workspace *ws, int rows, int64_t head_dim, int64_t side_
     }
 }
 
-/* Adds one tile's softmax (max, sum, values) to what a row has so far. Callers do so in order of position. */
+/* Merges one tile's softmax (max, sum, values) into a row. Tiles are merged in order of position. */
 INLINE void merge_row(float *output, float *max, float *sum, const float *tile, float tile_max, float tile_sum,
                       int64_t head_dim) {
-    if (tile_sum == 0.0f) return; /* the row sees nothing of this tile; otherwise its largest weight is 1 */
+    if (tile_sum == 0.0f) return; /* the row attends to no position of this tile; otherwise its largest weight is 1 */
     const float new_max = tile_max > *max ? tile_max : *max;
     const vf old_factor = exp2_float(splat(*max - new_max)), tile_factor = exp2_float(splat(tile_max - new_max));
     for (int64_t d = 0; d < head_dim; d += VL) {

@@ -1,4 +1,4 @@
-/* What this machine can run. The kernels of each instruction set are exported under its name; the caller picks. */
+/* The instruction sets that this machine supports. The kernels of each are exported under its name. */
 #include <string.h>
 
 #define EXPORTED __attribute__((visibility("default")))

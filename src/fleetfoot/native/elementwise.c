@@ -1,18 +1,18 @@
-/* Norms, the SwiGLU gate, and the rotary embedding with the KV cache write. Sums and products in float32, results rounded
- * once. Rows are independent of each other: threads share them out, and a row's bits do not depend on which got it. */
+/* Norms, the SwiGLU gate, and the rotary embedding with the KV cache write. Sums and products are in float32, and results are
+ * rounded once. Rows are independent and divided among the threads, so the bits of a row do not depend on their number. */
 #include <stddef.h>
 
 #include "simd.h"
 #include "variant.h"
 
-/* Fewer elements than this are done before a second thread has woken up. */
+/* With fewer elements one thread is faster than two. */
 #define SERIAL_ELEMENTS 16384
 
 INLINE int threads_for(int64_t elements, int num_threads) { return elements < SERIAL_ELEMENTS ? 1 : num_threads; }
 
 /* --- RMS norm -------------------------------------------------------------------------------------------------- */
 
-/* One vector of a row, with the residual added and the sum put into total where there is a residual. */
+/* One vector of a row; with a residual, that is added and the sum is written to total. */
 INLINE vf load_total(const char *x, const char *residual, char *total, int64_t i, int dtype) {
     if (!residual) return load(x, i, dtype);
     const vf sum = rounded(load(x, i, dtype) + load(residual, i, dtype), dtype);
@@ -20,7 +20,7 @@ INLINE vf load_total(const char *x, const char *residual, char *total, int64_t i
     return sum;
 }
 
-/* The sum of the squares of a row (of its sum with residual, which goes into total; both may be NULL). */
+/* The sum of the squares of a row (of its sum with residual, which is written to total; both may be NULL). */
 INLINE float sum_of_squares(const char *x, const char *residual, char *total, int64_t size, int dtype) {
     vf squares[4];
     float rest = 0.0f;

@@ -14,12 +14,12 @@ import torch
 from fleetfoot.native.loading import NativeUnavailableError, bind_functions, open_library, supported_variants
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""The dtypes that kernels serve, and their codes."""
+"""The dtypes that the kernels support, and their codes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
-    """The kernels of one variant. Arguments are as in the C sources; pointers are passed as integers."""
+class NativeLibrary:
+    """The kernels of one variant, with the arguments of the C sources; pointers are integers."""
 
     variant: str
     rms_norm: Callable[..., None]
@@ -37,8 +37,8 @@ class Kernels:
 
 
 @cache
-def load_kernels(variant: str | None = None) -> Kernels:
-    """The kernels of ``variant``; None: of the best one here.
+def load_library(variant: str | None = None) -> NativeLibrary:
+    """The kernels of ``variant``; None: of the best one for this processor.
 
     Raises:
         NativeUnavailableError: the library is missing, does not load, or has no such variant for this processor.
@@ -48,23 +48,23 @@ def load_kernels(variant: str | None = None) -> Kernels:
     if variant is not None and variant not in supported:
         raise NativeUnavailableError(f"no kernels of variant {variant} for this processor; there are {supported}")
     chosen = variant or supported[0]
-    return Kernels(variant=chosen, **bind_functions(library, chosen))
+    return NativeLibrary(variant=chosen, **bind_functions(library, chosen))
 
 
 def check_status(status: int, kernel: str) -> None:
-    """Raise what a kernel's return value stands for."""
+    """Raise the error of a kernel's return value."""
     if status == 1:
         raise MemoryError(f"{kernel}: no memory for the workspace")
     if status == 2:
         raise ValueError(
-            f"{kernel}: the step's metadata is not sound: a block id, slot, position or length is outside of its tensor"
+            f"{kernel}: the step's metadata is invalid: a block id, slot, position or length is outside of its tensor"
         )
 
 
-@cache  # asked at each step, and looking for a library that is not there costs a file access and an exception
+@cache
 def native_available() -> tuple[bool, str]:
-    """Whether the native operations can be used here, and why: the variant that would run, or what is missing."""
+    """Whether the library can be used here, and the variant that would run, or the reason why not."""
     try:
-        return True, f"native kernels, variant {load_kernels().variant}"
+        return True, f"native kernels, variant {load_library().variant}"
     except NativeUnavailableError as error:
         return False, str(error)

@@ -1,11 +1,11 @@
-/* Linear layers: y = x W^T + b, with the weight packed once into the order in which it is read.
+/* Linear layers: y = x W^T + b, with the weight packed once in the order in which it is read.
  *
- * Every output is one chain of multiplications and additions over the inputs, from first to last, held in a register
- * throughout. So a row of y has the same bits whatever number of rows it is computed with, and by however many threads;
- * libraries that choose another order for other batch sizes do not promise that.
+ * Every output is one chain of multiplications and additions over the inputs, from first to last, in a register. A row of
+ * y therefore has the same bits in every batch and with every number of threads, which libraries that choose an order by
+ * the batch size do not guarantee.
  *
- * A unit is 32 bits: one float32, or two neighbouring bfloat16 inputs. The packed weight is [panels][units][PANEL]: the
- * PANEL outputs of a panel side by side, zeros where there are no more outputs.
+ * A unit is 32 bits: one float32, or two neighbouring bfloat16 inputs. The packed weight is [panels][units][PANEL], with
+ * the PANEL outputs of a panel side by side, padded with zeros.
  */
 #include <stdlib.h>
 
@@ -14,9 +14,9 @@
 
 #define VECTORS 2 /* of one panel */
 #define PANEL (VECTORS * VL)
-#define WIDE 4 /* panels done together where there are few rows: enough chains to hide how long one step takes */
+#define WIDE 4 /* panels computed at the same time for few rows: enough chains to hide the latency of one step */
 
-/* How many sums the registers hold, with some left for operands. */
+/* Sums that are in registers at the same time; some are left for operands. */
 #if VL == 16 || defined(__aarch64__)
 #define MAX_SUMS 28
 #else
@@ -24,21 +24,21 @@
 #endif
 #define MAX_ROWS (MAX_SUMS / VECTORS)
 #define MAX_WIDE_ROWS (MAX_SUMS / (VECTORS * WIDE))
-#define BAND 12  /* blocks of rows that are taken through all panels together: their x stays in the second-level cache */
-#define SPAN 72  /* blocks whose rows of x are arranged at once: a bound on memory */
+#define BAND 12  /* blocks of rows that pass over all panels together: their x fits in the second-level cache */
+#define SPAN 72  /* blocks whose rows of x are rearranged at once: it bounds the memory */
 
-/* How much of a panel stays in the first-level cache while all rows of a band pass over it: more where there are many
- * rows, since sums are put aside in between; fewer where memory is what one waits for. In units. */
+/* Units of a panel that fit in the first-level cache while all rows of a band pass over it: more for many rows, because
+ * sums are stored in between; fewer when memory bound. */
 #define UNIT_BYTES (4 * PANEL)
 #define DEPTH_OF_MANY_BLOCKS (16384 / UNIT_BYTES)
 #define DEPTH_OF_FEW_BLOCKS (8192 / UNIT_BYTES)
 
-/* How long before its use the weight is asked for, in units. */
+/* Distance of the prefetch of the weight, in units. */
 #define AHEAD (16384 / UNIT_BYTES)
 #define WIDE_AHEAD (2048 / UNIT_BYTES)
 #define CACHE_LINE 64
 
-/* Keeps the compiler from gathering all factors of a step first, for which there are not registers enough. */
+/* Keeps the compiler from loading all factors of a step first, for which there are too few registers. */
 #if defined(__x86_64__)
 #define IN_ORDER(x) __asm__ volatile("" : "+v"(x))
 #elif defined(__aarch64__)
@@ -55,7 +55,7 @@ typedef struct {
     int64_t x_stride, num_rows, num_outputs, units, num_panels;
 } layer;
 
-/* A block of rows of x, arranged for reading: [units, rows], and each unit twice where bfloat16 is widened. */
+/* A block of rows of x, rearranged: [units, rows], with two values for each unit if bfloat16 is widened. */
 typedef struct {
     const uint32_t *x;
     int64_t row; /* of y */
@@ -66,7 +66,7 @@ INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* --- arithmetic ------------------------------------------------------------------------------------------------ */
 
-/* Without products of pairs in hardware, x comes as float32, two units for each unit of the weight. */
+/* Without products of pairs in hardware, x is float32, with two units for each unit of the weight. */
 INLINE int x_is_widened(int dtype) { return dtype == FF_BFLOAT16 && !HAVE_BF16_DOT; }
 
 /* A vector of the weight, or one half of its pairs as float32. */
@@ -132,7 +132,7 @@ INLINE void multiply_step(const layer *l, const uint32_t *x, const uint32_t *wei
 }
 
 /* One block of rows against units first .. last of `panels` panels from `panel` on. Between two parts of a panel the sums
- * wait in sums [rows, PANEL]; whole panels need none. */
+ * are stored in sums [rows, PANEL]; whole panels need none. */
 INLINE void multiply_block(const layer *l, const block *b, float *sums, int64_t panel, int64_t first, int64_t last,
                            int dtype, const int panels, const int rows) {
     vf sum[MAX_ROWS][WIDE * VECTORS];
@@ -227,7 +227,7 @@ INLINE void multiply_blocks(const layer *l, const block *blocks, int num_blocks,
 }
 
 #define CHUNKS_PER_THREAD 8
-#define SERIAL_WORK 20000 /* fewer products than this are done before a second thread has woken up */
+#define SERIAL_WORK 20000 /* with fewer products one thread is faster than two */
 
 INLINE int64_t arranged_units(const layer *l, int dtype) { return x_is_widened(dtype) ? 2 * l->units : l->units; }
 
@@ -239,7 +239,7 @@ static void multiply_span(const layer *l, int64_t first, int64_t last, uint32_t 
     const int64_t chunk = (share + WIDE - 1) / WIDE * WIDE;
     block blocks[SPAN];
     for (int64_t i = 0; i < num_blocks; i++) {
-        /* Blocks of even size: none with so few rows that reading a panel costs more than using it. */
+        /* Blocks of even size, so that none has so few rows that reading a panel costs more than computing with it. */
         const int64_t begin = rows * i / num_blocks, end = rows * (i + 1) / num_blocks;
         const uint32_t *x = arranged ? arranged + begin * arranged_units(l, dtype) : l->x + first * l->x_stride;
         blocks[i] = (block){.x = x, .row = first + begin, .rows = (int)(end - begin)};
@@ -265,7 +265,7 @@ static int multiply(const layer *l, int num_threads, int dtype) {
     const int64_t span = smallest(l->num_rows, SPAN * MAX_ROWS);
     const int threads = l->num_outputs * l->units * l->num_rows < SERIAL_WORK ? 1 : num_threads;
     uint32_t *arranged = NULL;
-    if (l->num_rows > 1 || x_is_widened(dtype)) { /* one row is arranged as it is */
+    if (l->num_rows > 1 || x_is_widened(dtype)) { /* one row needs no rearranging */
         arranged = malloc((size_t)(span * arranged_units(l, dtype)) * sizeof(uint32_t));
         if (!arranged) return FF_NO_MEMORY;
     }
@@ -285,7 +285,7 @@ int EXPORT(linear)(char *y, const uint32_t *x, int64_t x_stride, const uint32_t 
 
 /* --- packing --------------------------------------------------------------------------------------------------- */
 
-/* How many outputs stand side by side in a panel. */
+/* Outputs of a panel. */
 int EXPORT(panel_width)(void) { return PANEL; }
 
 /* weight [num_outputs, units], rows stride units apart, into packed [panels, units, PANEL]. */
@@ -313,7 +313,7 @@ void EXPORT(pack_linear)(uint32_t *packed, const uint32_t *weight, int64_t strid
     }
 }
 
-/* The way back: packed into weight [num_outputs, units], contiguous. */
+/* The inverse of pack_linear: packed to weight [num_outputs, units], contiguous. */
 void EXPORT(unpack_linear)(uint32_t *weight, const uint32_t *packed, int64_t num_outputs, int64_t units,
                            int num_threads) {
     (void)num_threads;

@@ -1,4 +1,4 @@
-"""Finds and opens the C library, and says why it cannot be used. No torch.
+"""Finds and opens the C library, and reports why it cannot be used. No torch.
 
 The library is not linked against an OpenMP runtime. It uses the one that torch loads, so its OpenMP functions can only
 be resolved in a process that has imported torch.
@@ -20,7 +20,7 @@ VARIANTS = ("v4_bf16", "v4", "v3", "v2", "generic")
 """Instruction sets, best first: x86-64-v4 with and without AVX512-BF16, v3 (AVX2), v2 (SSE4.2), anything else."""
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-# Argument types in the order of each C function, where the arguments are named.
+# Result and argument types of each C function, in the order of the C sources, which name the arguments.
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rms_norm": (None, (_P, _P, _P, _F, _L, _L, _I, _I)),
     "add_rms_norm": (None, (_P, _P, _P, _P, _P, _F, _L, _L, _I, _I)),
@@ -46,7 +46,7 @@ _OPENMP_SYMBOL = re.compile(r"undefined symbol: (GOMP|omp|__kmpc)_")
 
 
 class NativeUnavailableError(RuntimeError):
-    """The C library cannot be used; the message says why."""
+    """The C library cannot be used."""
 
 
 def native_problem() -> str:
@@ -152,5 +152,5 @@ def _expose_openmp() -> None:
     loaded = maps.read_text() if maps.exists() else ""
     runtimes = re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[^/\n]*\.so[^/\n]*)$", loaded, re.MULTILINE)
     if runtimes:
-        # other libraries of the process may have loaded their own; torch's threads are the ones that are awake
+        # other libraries may have loaded another runtime; the threads of torch's are already running
         ctypes.CDLL(max(runtimes, key=lambda path: "/torch/" in path), mode=ctypes.RTLD_GLOBAL)

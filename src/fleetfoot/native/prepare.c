@@ -1,5 +1,5 @@
-/* A decode step's inputs and what it leaves behind, on the rows of Model Runner V2: a few integers a request, where a
- * call of numpy or torch costs more than the work. One thread. Names and shapes are those of fleetfoot.kernels.prepare. */
+/* The inputs of a decode step of Model Runner V2, and the update of its rows: a few integers per request, for which a call
+ * of numpy or torch costs more than the work. One thread. Names and shapes are those of fleetfoot.kernels.prepare.tables. */
 #include <stdint.h>
 #include <string.h>
 

@@ -1,16 +1,16 @@
-/* Choosing tokens: the argmax of rows of logits, and Gumbel-max sampling with counter-based noise.
+/* Sampling: the argmax of rows of logits, and Gumbel-max sampling with counter-based noise.
  *
- * The noise is the one that fleetfoot/kernels/sampling/gumbel.py defines: the same integers, and logarithms that may
- * differ from torch's in the last bit. It is computed only where a token could still win, which changes no result. */
+ * The noise is defined in fleetfoot/kernels/sampling/gumbel.py: the same integers, and logarithms that may
+ * differ from torch's in the last bit. It is computed only for tokens that can still win, which changes no result. */
 #include <math.h>
 #include <stdlib.h>
 
 #include "simd.h"
 #include "variant.h"
 
-#define SPAN 16384  /* logits that one thread looks at in one go */
-#define BLOCK 1024  /* logits whose maximum is taken before anyone asks where it is; divides SPAN, multiple of 4 * VL */
-#define NOISE_MAX 16.65f /* -log(-log(u)) at the largest u, and some for the rounding of a sum */
+#define SPAN 16384  /* logits of one work item of a thread */
+#define BLOCK 1024  /* logits whose maximum is taken before its index is searched; divides SPAN, multiple of 4 * VL */
+#define NOISE_MAX 16.65f /* -log(-log(u)) at the largest u, and a margin for the rounding of a sum */
 
 typedef struct {
     float value;
@@ -19,7 +19,7 @@ typedef struct {
 
 INLINE int64_t smallest(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* NaN counts as the highest; of equals the lowest index wins. */
+/* NaN counts as the highest; among equals the lowest index wins. */
 INLINE best better(best a, best b) {
     const int a_nan = a.value != a.value, b_nan = b.value != b.value;
     if (a_nan || b_nan) return a_nan && (!b_nan || a.index < b.index) ? a : b;
@@ -75,7 +75,7 @@ INLINE best argmax_span(const char *row, int64_t begin, int64_t end, int dtype) 
 
 /* --- noise ----------------------------------------------------------------------------------------------------- */
 
-/* x * factor in 64 bits, cut in two words. Vectors multiply every other lane at a time. */
+/* x * factor in 64 bits, as two words. Vectors multiply every other lane at a time. */
 INLINE void multiply_words(vu x, uint32_t factor, vu *high, vu *low) {
 #if VL >= 8
     typedef uint64_t vl __attribute__((vector_size(4 * VL)));
@@ -161,7 +161,7 @@ typedef struct {
     uint64_t seed;
 } draw;
 
-/* The best of (logit - highest) / temperature + noise among begin .. end and what is found already. */
+/* The best of (logit - highest) / temperature + noise among begin .. end and the best found so far. */
 INLINE best gumbel_span(const char *row, int64_t begin, int64_t end, const draw *d, best found, int dtype) {
     const vf highest = splat(d->highest), temperature = splat(d->temperature);
     for (int64_t token = begin; token < end; token += 4 * VL) {
@@ -196,7 +196,7 @@ INLINE best gumbel_span(const char *row, int64_t begin, int64_t end, const draw 
     return found;
 }
 
-/* The best token's own noisy score: a bar that spares most of the others their noise. */
+/* The noisy score of the token with the best logit: a lower bound, below which no noise is computed. */
 INLINE best first_bar(const draw *d, best highest) {
     float noise[4 * VL];
     gumbel_noise(highest.index / 4 * 4, d->position, d->seed, noise);
@@ -224,7 +224,7 @@ INLINE best merged(const batch *b, int64_t row) {
     return result;
 }
 
-/* Greedy rows, and rows whose highest logit is no number to subtract, are done after the argmax. */
+/* Greedy rows, and rows whose highest logit is not finite, are complete after the argmax. */
 INLINE int is_random(const batch *b, int64_t row, best highest) {
     return b->temperatures && b->temperatures[row] > 0.0f && highest.value - highest.value == 0.0f;
 }

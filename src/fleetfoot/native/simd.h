@@ -1,8 +1,8 @@
-/* Vectors of VL floats, as wide as the instruction set that this file is compiled for.
+/* Vectors of VL floats, with the width of the instruction set that this file is compiled for.
  *
- * Everything here is written with the vector extensions of GCC and Clang; intrinsics stand only where those cannot say
- * what is meant. The compiler is told not to contract a * b + c (-ffp-contract=off): a sum is fused where it says multiply_add(),
- * so that the same arithmetic comes out of every place that a function is inlined into.
+ * The code uses the vector extensions of GCC and Clang, and intrinsics only for what those cannot express. It is compiled
+ * with -ffp-contract=off, which does not contract a * b + c: only multiply_add() is fused, so a function has the same
+ * arithmetic wherever it is inlined.
  */
 #ifndef FLEETFOOT_SIMD_H
 #define FLEETFOOT_SIMD_H
@@ -45,8 +45,8 @@ typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 
 enum { FF_FLOAT32 = 0, FF_BFLOAT16 = 1 };
 
-/* Calls name(..., dtype) with the dtype as a constant. The body of a parallel region is a function of its own, in which a
- * dtype that came from outside is none. */
+/* Calls name(..., dtype) with the dtype as a constant. The body of a parallel region is a separate function, in which
+ * a dtype from outside is not a constant. */
 #define WITH_CONSTANT_DTYPE(dtype, name, ...)  \
     {                                          \
         if (dtype == FF_FLOAT32)               \
@@ -58,7 +58,7 @@ enum { FF_FLOAT32 = 0, FF_BFLOAT16 = 1 };
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_int(int32_t x) { return x - (vi){0}; }
 
-/* Like splat, for 32 bits of any meaning: no arithmetic touches them. */
+/* Like splat, for 32 bits of any type; no arithmetic is applied to them. */
 INLINE vf splat_bits(float x) {
     int32_t bits;
     memcpy(&bits, &x, sizeof bits);
@@ -72,7 +72,7 @@ INLINE vi lane_index(void) {
     return index;
 }
 
-/* yes where the mask is set, no elsewhere; a mask is what a comparison of vectors gives. */
+/* yes where the mask is set, no elsewhere; a mask is the result of a comparison of vectors. */
 INLINE vf select_float(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 INLINE vi select_int(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
 
@@ -96,7 +96,7 @@ INLINE vf multiply_add(vf a, vf b, vf c) {
 #endif
 }
 
-/* The larger; b where a is NaN, as a comparison says. */
+/* The larger; b if a is NaN. */
 INLINE vf max_float(vf a, vf b) {
 #if VL == 16
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -123,7 +123,7 @@ INLINE vf load_bf16(const uint16_t *p) {
     return widen_bf16(x);
 }
 
-/* To the nearest, ties to even; NaN stays NaN. (The hardware's own rounding takes numbers below 2^-126 for 0.) */
+/* To the nearest, ties to even; NaN stays NaN. (The hardware's rounding flushes numbers below 2^-126 to 0.) */
 INLINE vh round_bf16(vf x) {
 #if HAVE_BF16_DOT
     return (vh)_mm512_cvtneps_pbh((__m512)x);
@@ -139,7 +139,7 @@ INLINE void store_bf16(uint16_t *p, vf x) {
     memcpy(p, &narrow, sizeof narrow);
 }
 
-/* dtype is a constant wherever these are called, so that the branch is gone. */
+/* dtype is a constant at every call, so the branch is removed. */
 INLINE vf load(const void *base, int64_t index, int dtype) {
     if (dtype == FF_BFLOAT16) return load_bf16((const uint16_t *)base + index);
     return load_f32((const float *)base + index);
@@ -152,7 +152,7 @@ INLINE void store(void *base, int64_t index, vf x, int dtype) {
         store_f32((float *)base + index, x);
 }
 
-/* x as it reads after it has been stored. */
+/* x as it is read back after a store. */
 INLINE vf rounded(vf x, int dtype) { return dtype == FF_BFLOAT16 ? widen_bf16(round_bf16(x)) : x; }
 
 INLINE float load_one(const void *base, int64_t index, int dtype) {
@@ -204,10 +204,10 @@ INLINE float max_lanes(vf x) {
 }
 
 /* 2^x for x <= 127, to about 1e-7 relative; 0 below 2^-126; NaN stays NaN.
- * x = n + f with n whole and |f| <= 1/2: n goes into the exponent bits, 2^f is a polynomial of degree 6 that
+ * x = n + f with n whole and |f| <= 1/2: n is added to the exponent bits, 2^f is a polynomial of degree 6 that
  * interpolates it in Chebyshev's points (error 5e-9) and is 1 at 0. */
 INLINE vf exp2_float(vf x) {
-    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it leaves the nearest whole number in the low bits */
+    const vf magic = splat(12582912.0f); /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
     const vf lowest = splat(-126.0f);
     vi underflow = x < lowest;
     x = select_float(underflow, lowest, x);

@@ -10,7 +10,7 @@
 #define FF_JOIN(variant, name) FF_JOIN_(variant, name)
 #define EXPORT(name) __attribute__((visibility("default"))) FF_JOIN(FF_VARIANT, name)
 
-/* What exported functions return. */
+/* Return values of exported functions. */
 enum { FF_OK = 0, FF_NO_MEMORY = 1, FF_BAD_METADATA = 2 };
 
 #endif

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import layer_parameters, num_kv_heads, pipeline_layers, vocab_rows
+from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
-from fleetfoot.plan.backends import Backends
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.sampling.shape import row_size
 from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape
@@ -54,7 +54,7 @@ class EngineShape:
     max_num_seqs: int
     max_num_batched_tokens: int
     capture_table: CaptureTable
-    backends: Backends
+    kernels: KernelPlan
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     pipeline_rank: int = 0
@@ -195,7 +195,7 @@ def activation_bytes(shape: EngineShape) -> int:
         stream += model.hidden_size * (ranks * size + 2 * _FLOAT32)
     attention = (3 * query + 2 * kv) * size
     # the torch twin of silu_and_mul computes in float32, a tensor for each of its three steps
-    product = 3 * _FLOAT32 if shape.backends.ops == "torch" else size
+    product = 3 * _FLOAT32 if shape.kernels["silu_and_mul"] == "torch" else size
     mlp = model.intermediate_size // ranks * (2 * size + product)
     tokens = shape.max_num_batched_tokens
     return tokens * stream + max(tokens * mlp, tokens * attention + _attention_scratch_bytes(shape))
@@ -244,7 +244,7 @@ def graph_bytes(shape: EngineShape) -> int:
 def _attention_scratch_bytes(shape: EngineShape) -> int:
     """Of the torch backend: K and V of one sequence, gathered and repeated for each query head, and the scores of a
     piece of a prefill in float32 and as probabilities."""
-    if shape.backends.attention != "sdpa":
+    if shape.kernels["attention"] != "sdpa":
         return 0
     model, size = shape.model, DTYPE_BYTES[shape.dtype]
     gathered = 2 * (shape.num_heads + shape.num_kv_heads) * model.head_dim * shape.max_model_len * size

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.plan.backends import Backends
+from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.features import Unsupported
 from fleetfoot.plan.machine import Machine
@@ -33,7 +33,7 @@ class EnginePlan:
     dtype: str
     decision: Decision
     """Which model runner, and why."""
-    backends: Backends
+    kernels: KernelPlan
     """Attention and operations of the model's layers."""
     kv_layout: str
     """Name of the KV cache's layout (`fleetfoot.kv_transfer.base.registry`)."""

@@ -18,8 +18,8 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
         "dtype": plan.dtype,
         "num_parameters": plan.model.num_parameters,
-        "attention_backend": plan.backends.attention,
-        "ops": plan.backends.ops,
+        "attention_backend": plan.kernels["attention"],
+        "ops": ", ".join(plan.kernels.names),
         "async_scheduling": plan.async_scheduling,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.config.max_num_seqs,
@@ -70,7 +70,7 @@ def _graphs(plan: EnginePlan) -> dict[str, Any]:
         "mixed": list(table.mixed),
         "full_step": table.full_step,
         "captured_at_start": len(table.first_keys),
-        "is_captured": bool(table.keys) and plan.backends.is_capturable,
+        "is_captured": bool(table.keys) and plan.kernels.is_capturable,
     }
 
 

@@ -10,8 +10,8 @@ from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
+from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.kv_transfer.base.registry import V2_LAYOUT
-from fleetfoot.plan.backends import choose_backends
 from fleetfoot.plan.connector import locate_connector, resolve_connector
 from fleetfoot.plan.features import ModelFeatures
 from fleetfoot.plan.fit import Device, fit_engine
@@ -72,7 +72,7 @@ def resolve_plan(
         device=device,
         dtype=shape.dtype,
         decision=decision,
-        backends=shape.backends,
+        kernels=shape.kernels,
         kv_layout=V2_LAYOUT,  # V1 keeps its KV in the same one
         max_model_len=shape.max_model_len,
         max_num_batched_tokens=shape.max_num_batched_tokens,
@@ -127,7 +127,8 @@ def choose_device(config: EngineConfig, machine: Machine) -> str:
 def _fit(
     config: EngineConfig, model: ModelConfig, found: DrafterModel | None, machine: Machine, device: str, runner: str
 ) -> tuple[EngineShape, MemoryPlan]:
-    dtype, backends = _dtype(config, model, device), choose_backends(device, machine)
+    dtype = _dtype(config, model, device)
+    kernels = plan_kernels(DeviceFacts(device, machine.has_native, machine.has_triton))
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
     drafter = drafter_shape(config, model, found, dtype, device)
@@ -153,7 +154,7 @@ def _fit(
                 most_mixed_tokens=_LAUNCH_BOUND_PRODUCTS // layer_weights,
                 most_full_tokens=_FULL_STEP_PRODUCTS // layer_weights,
             ),
-            backends=backends,
+            kernels=kernels,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             drafter=drafter,

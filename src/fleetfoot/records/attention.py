@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RotaryInputs:
-    """A layer's part in making queries, and K and V in the cache, of its ``qkv``; see `OpSet.rope_and_cache`."""
+    """A layer's part in making queries, and K and V in the cache, of its ``qkv``; see `Kernels.rope_and_cache`."""
 
     cos_sin: torch.Tensor
     """``[max_positions, head_dim]`` float32, contiguous."""

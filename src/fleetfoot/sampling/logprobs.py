@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.kernels.opset import TokenLogprobs
+from fleetfoot.kernels.interface import TokenLogprobs
 from fleetfoot.kernels.sampling import rows_per_chunk
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.records.logprobs import RowLogprobs

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.kernels.opset import OpSet, Sample, TokenLogprobs
+from fleetfoot.kernels.interface import Kernels, Sample, TokenLogprobs
 from fleetfoot.kernels.sampling.sample import sample_torch
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
 from fleetfoot.records.step import NewRequest
@@ -44,7 +44,7 @@ class Sampler:
         compute_logits: ``[n, hidden_size]`` -> ``[n, vocab_size]``, for prompt logprobs.
     """
 
-    def __init__(self, ops: OpSet, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> None:
+    def __init__(self, ops: Kernels, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> None:
         self._ops = ops
         self._rows: dict[int, SamplingRow] = {}
         self._last = SamplingMetadata([], torch.device("cpu"))

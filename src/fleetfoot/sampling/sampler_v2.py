@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.kernels.opset import OpSet
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
@@ -52,7 +52,7 @@ class Sampler:
         self,
         tables: SamplingTables,
         verification: DraftVerification,
-        ops: OpSet,
+        ops: Kernels,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         vocab_size: int,
     ) -> None:

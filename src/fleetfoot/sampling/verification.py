@@ -7,13 +7,13 @@ row whose logits are not a distribution) nothing is accepted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from fleetfoot.kernels.prepare.accept_drafts import accept_drafts
+from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.records.logprobs import RowLogprobs
 
 INVALID_MESSAGE = (
@@ -140,18 +140,20 @@ class DraftVerification:
     """Accepts drafts on the device.
 
     Args:
-        draft_tokens: ``[R + 1, k]`` int32, k >= d; -1: no draft.
-        num_computed: ``[R]`` int32: position of each query's first token.
-        limits: ``[R]`` int32: positions from here on are never an input.
+        rows: the state of all rows.
+        accept_drafts: see `Kernels.accept_drafts`.
     """
 
-    def __init__(self, draft_tokens: torch.Tensor, num_computed: torch.Tensor, limits: torch.Tensor) -> None:
-        self._draft_tokens = draft_tokens
-        self._num_computed = num_computed
-        self._limits = limits
+    def __init__(
+        self,
+        rows: RowTables,
+        accept_drafts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RowTables, torch.Tensor], None],
+    ) -> None:
+        self._rows = rows
+        self._accept_drafts = accept_drafts
         # without drafts, every request that samples gets one token and rejects none
-        self._ones = torch.ones_like(limits)
-        self._zeros = torch.zeros_like(limits)
+        self._ones = torch.ones_like(rows.limits)
+        self._zeros = torch.zeros_like(rows.limits)
 
     def __call__(self, sampled: torch.Tensor, batch: LogitsBatch) -> DeviceSamples:
         """Accept the drafts of ``batch``.
@@ -162,10 +164,10 @@ class DraftVerification:
         num_sampled, num_decodes = len(batch.request_rows), batch.num_decodes
         if not batch.num_drafts:
             counts, rejected = self._ones[:num_sampled], self._zeros[:num_sampled]
-            if self._draft_tokens.shape[1]:
+            if self._rows.draft_tokens.shape[1]:
                 # a step with drafts that is still in flight may have ended the request
                 rows = batch.request_rows.clamp(min=0)
-                counts = (self._limits[rows] - self._num_computed[rows]).clamp(0, 1)
+                counts = (self._rows.limits[rows] - self._rows.num_computed[rows]).clamp(0, 1)
                 rejected = 1 - counts
             return DeviceSamples(sampled.unsqueeze(2), counts, rejected, None)
         width = 1 + batch.num_drafts
@@ -173,17 +175,8 @@ class DraftVerification:
         of_decodes = sampled[:, :num_verified].view(2, num_decodes, width)
         numbers = torch.empty((3, num_sampled), dtype=torch.int32, device=sampled.device)
         counts, rejected, drafted = numbers
-        accept_drafts(
-            batch.request_rows[:num_decodes],
-            of_decodes[0],
-            of_decodes[1],
-            self._draft_tokens,
-            self._num_computed,
-            self._limits,
-            num_sampled=counts[:num_decodes],
-            num_rejected=rejected[:num_decodes],
-            num_drafted=drafted[:num_decodes],
-        )
+        rows = batch.request_rows[:num_decodes]
+        self._accept_drafts(rows, of_decodes[0], of_decodes[1], self._rows, numbers[:, :num_decodes])
         if num_decodes == num_sampled:
             return DeviceSamples(of_decodes, counts, rejected, drafted)
         counts[num_decodes:] = 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fleetfoot.kernels.opset import Sample
+from fleetfoot.kernels.interface import Sample
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.speculative.drafter import DraftBatch
@@ -22,7 +22,7 @@ class DraftSteps:
 
     Args:
         block_size: tokens in a block of the drafter's KV cache.
-        sample: of the `OpSet`.
+        sample: of the `Kernels`.
     """
 
     def __init__(self, batch: DraftBatch, block_size: int, sample: Sample) -> None:

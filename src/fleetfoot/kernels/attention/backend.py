@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
         window: int | None,
         ahead: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # [num_tokens, num_heads, head_dim]
-        """``OpSet.rope_and_cache`` and `forward` at once; None where this batch has no kernel for that.
+        """``Kernels.rope_and_cache`` and `forward` at once; None where this batch has no kernel for that.
 
         Args:
             ahead: ``[out, in]`` contiguous, the weight that is read next, which may be brought closer meanwhile.

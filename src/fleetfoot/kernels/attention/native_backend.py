@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.native.library import DTYPES, check_status, load_kernels
+from fleetfoot.native.library import DTYPES, check_status, load_library
 from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
 
 MAX_HEAD_DIM = 256
@@ -25,7 +25,7 @@ class NativeBackend:
     is_capturable = False
 
     def __init__(self, variant: str | None = None) -> None:
-        self._kernel = load_kernels(variant).paged_attention
+        self._kernel = load_library(variant).paged_attention
         self._fallback = SDPABackend()
 
     @staticmethod

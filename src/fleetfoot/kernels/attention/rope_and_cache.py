@@ -42,7 +42,7 @@ def rope_and_cache_torch(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """See `OpSet.rope_and_cache`. Norm and rotation run in float32; q and k are rounded once, after the rotation.
+    """See `Kernels.rope_and_cache`. Norm and rotation run in float32; q and k are rounded once, after the rotation.
 
     Args:
         qkv: ``[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``.

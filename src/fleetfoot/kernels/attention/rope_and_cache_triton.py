@@ -30,7 +30,7 @@ def rope_and_cache_triton(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """See `OpSet.rope_and_cache` and its torch twin, which round at the same places.
+    """See `Kernels.rope_and_cache` and its torch twin, which round at the same places.
 
     Raises:
         ValueError: widths that do not fit together, or a stride other than 1 within a row or a head.

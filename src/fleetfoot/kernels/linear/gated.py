@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from fleetfoot.kernels.linear.linear import PreparedLinear
+from fleetfoot.kernels.linear.linear import PreparedLinear, prepare_linear_torch
+from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul_torch
 
 
 class GatedLinear:
@@ -28,13 +29,6 @@ class GatedLinear:
         self._linear.replace(weight)
 
 
-def gated(
-    prepare_linear: Callable[[torch.Tensor, torch.Tensor | None], PreparedLinear],
-    silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[..., PreparedLinear]:
-    """`OpSet.prepare_gate_up` out of two other operations."""
-
-    def prepare_gate_up(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-        return GatedLinear(prepare_linear(weight, bias), silu_and_mul)
-
-    return prepare_gate_up
+def prepare_gate_up_torch(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
+    """See `Kernels.prepare_gate_up`."""
+    return GatedLinear(prepare_linear_torch(weight, bias), silu_and_mul_torch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement, prepare_linear_torch
-from fleetfoot.native.library import DTYPES, Kernels, check_status
+from fleetfoot.native.library import DTYPES, NativeLibrary, check_status
 
 
 def has_matrix_unit() -> bool:
@@ -15,14 +15,14 @@ def has_matrix_unit() -> bool:
 
 
 def prepare_linear_native(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Kernels
+    library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> PreparedLinear:
     """`NativeLinear` where the kernel serves the dtype and is the fastest way, else what torch has."""
     code = DTYPES.get(weight.dtype)
     pairs = weight.dtype is torch.bfloat16
     if code is None or weight.numel() == 0 or (pairs and (weight.shape[1] % 2 or has_matrix_unit())):
         return prepare_linear_torch(weight, bias)
-    return NativeLinear(weight, bias, kernels)
+    return NativeLinear(weight, bias, library)
 
 
 class NativeLinear:
@@ -44,7 +44,7 @@ class NativeLinear:
         "_values_per_unit",
     )
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: NativeLibrary) -> None:
         """Args:
         weight: ``[out, in]`` float32, or bfloat16 with an even ``in``.
 

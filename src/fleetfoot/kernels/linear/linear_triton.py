@@ -297,15 +297,15 @@ class TritonLinear:
 
 
 def prepare_linear_triton(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-    """See `OpSet.prepare_linear`."""
+    """See `Kernels.prepare_linear`."""
     return TritonLinear(weight, bias)
 
 
 def prepare_gate_up_triton(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-    """See `OpSet.prepare_gate_up`."""
+    """See `Kernels.prepare_gate_up`."""
     return TritonLinear(weight, bias, gated=True)
 
 
 def prepare_residual_linear_triton(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-    """See `OpSet.prepare_residual_linear`."""
+    """See `Kernels.prepare_residual_linear`."""
     return TritonLinear(weight, bias, may_split=True)

@@ -1,12 +1,6 @@
-"""How Model Runner V2 makes a step's inputs on the device, one op per file.
+"""Model Runner V2 prepares the inputs of a step on the device, and updates the state of its rows there.
 
-Each module has the op's twin for a CPU, its Triton kernel, and the function that picks one of the two by where the
-tensors are. There are R rows of state, n requests in the batch and T tokens (both maybe padded to a captured graph's
-size), and B blocks per row. All tensors are int32 and contiguous unless said otherwise. Outputs are written in place,
-since graphs need fixed addresses; counts are read from shapes and from device memory, never by the host. A request that
-pads the batch has ``idx_mapping[b] == -1``; a token that pads it has ``batch_index[t] == -1``, position 0, slot -1 and
-input id 0.
-
-The twins work through numpy views of the tensors: at the sizes of a decode step, a call of numpy costs about a third of
-one of torch.
+`tables` has the structs of tensors that all operations take, `reference` the operations in torch and what they mean,
+`triton_kernels` and `native` the faster implementations. Outputs are written in place, because graphs need fixed
+addresses; counts are read from shapes and from device memory, never by the host.
 """

@@ -37,7 +37,7 @@ class StagingDevice(Protocol):
         ...
 
     def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
-        """Queue `take_in_writes` of a source that `pinned` returned."""
+        """Queue `Kernels.apply_staged_writes` of a source that `pinned` returned."""
         ...
 
     def record(self) -> Event:

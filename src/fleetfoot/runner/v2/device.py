@@ -11,8 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
+from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.prepare.reference import apply_staged_writes_numpy
 from fleetfoot.kernels.prepare.staging import Event, StagingDevice
-from fleetfoot.kernels.prepare.take_in_writes import take_in_writes
+
+ApplyStagedWrites = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 
 
 class Capture(Protocol):
@@ -54,6 +57,9 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     has_graphs = False
 
+    def __init__(self, apply_staged_writes: ApplyStagedWrites = apply_staged_writes_numpy) -> None:
+        self._apply_staged_writes = apply_staged_writes
+
     def capture(self, work: Callable[[], Any]) -> Capture:
         raise RuntimeError("a CPU has no graphs to capture")
 
@@ -61,7 +67,7 @@ class CpuDevice:
         return torch.zeros(size, dtype=torch.int32)
 
     def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
-        take_in_writes(source, front, arena, num_writes)
+        self._apply_staged_writes(source, front, arena, num_writes)
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return source, _PASSED
@@ -113,8 +119,9 @@ class CudaDevice:
 
     has_graphs = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, apply_staged_writes: ApplyStagedWrites) -> None:
         self.torch_device = device
+        self._apply_staged_writes = apply_staged_writes
         self._out = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._capturing = torch.cuda.Stream(device)
@@ -126,7 +133,7 @@ class CudaDevice:
         return torch.zeros(size, dtype=torch.int32, pin_memory=True)
 
     def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
-        take_in_writes(source, front, arena, num_writes)
+        self._apply_staged_writes(source, front, arena, num_writes)
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
         self._out.wait_stream(torch.cuda.current_stream(self.torch_device))
@@ -140,6 +147,8 @@ class CudaDevice:
         return _CudaEvent(torch.cuda.current_stream(self.torch_device))
 
 
-def open_device(device: torch.device) -> Device:
+def open_device(device: torch.device, kernels: Kernels) -> Device:
     """The `Device` of a torch device."""
-    return CpuDevice() if device.type == "cpu" else CudaDevice(device)
+    if device.type == "cpu":
+        return CpuDevice(kernels.apply_staged_writes)
+    return CudaDevice(device, kernels.apply_staged_writes)

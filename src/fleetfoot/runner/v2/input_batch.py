@@ -1,4 +1,4 @@
-"""A step's inputs, made on the device: buffers that keep their addresses, and the ops that fill them."""
+"""A step's inputs, made on the device: buffers that keep their addresses, and the kernels that fill them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fleetfoot.kernels.prepare.combine_sampled_and_draft_tokens import combine_sampled_and_draft_tokens
-from fleetfoot.kernels.prepare.gather_block_tables import gather_block_tables
-from fleetfoot.kernels.prepare.positions_and_seq_lens import positions_and_seq_lens
-from fleetfoot.kernels.prepare.prepare_decode import prepare_decode
-from fleetfoot.kernels.prepare.prepare_prefill_inputs import prepare_prefill_inputs
-from fleetfoot.kernels.prepare.slot_mapping import slot_mapping
+from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.prepare.tables import StepBuffers
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.runner.v2.state import DeviceState
 
@@ -44,26 +40,14 @@ class BatchShape:
 
 
 @dataclass(slots=True)
-class InputBatch:
-    """Views of the buffers, as long as the step."""
+class InputBatch(StepBuffers):
+    """Views of the buffers, as long as the padded step, and what the host knows of it."""
 
     shape: BatchShape
     rows: list[int]
-    """Batch order, as the host gave it."""
-    idx_mapping: torch.Tensor
-    """``[padded_reqs]`` int32: rows; -1: padding."""
-    query_start_loc: torch.Tensor
-    """``[padded_reqs + 1]`` int32"""
-    input_ids: torch.Tensor
-    """``[padded_tokens]`` int64"""
+    """Batch order."""
     metadata: AttentionMetadata
-    batch_index: torch.Tensor
-    """``[padded_tokens]`` int32: each token's request; -1: padding."""
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        """``[padded_reqs]`` int32; for a request that samples, also the position of its new token."""
-        return self.metadata.seq_lens
+    """Of the same tensors."""
 
     @property
     def rows_of_logits(self) -> list[int]:
@@ -82,9 +66,12 @@ class InputBuffers:
         max_num_seqs: most requests in a step. max_num_tokens: most tokens in a step.
     """
 
-    def __init__(self, state: DeviceState, max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, state: DeviceState, kernels: Kernels, max_num_seqs: int, max_num_tokens: int, max_model_len: int
+    ) -> None:
         device = state.arena.flat.device
         self._state = state
+        self._prepare_inputs, self._prepare_decode = kernels.prepare_inputs, kernels.prepare_decode
         self._max_model_len = max_model_len
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -117,87 +104,34 @@ class InputBuffers:
         query_start_loc = staging.query_start_loc[: shape.padded_reqs + 1]
         is_padded = shape.padded_tokens != shape.num_tokens or shape.padded_reqs != shape.num_reqs
         has_long_queries = shape.num_drafts > 0 or (is_padded and not shape.is_decode)
+        positions, slots = self._positions[tokens], self._slots[tokens]
+        seq_lens, block_tables = self._seq_lens[reqs], self._block_tables[reqs]
         metadata = AttentionMetadata(
             query_start_loc=query_start_loc,
-            seq_lens=self._seq_lens[reqs],
-            block_tables=self._block_tables[reqs],
-            slot_mapping=self._slots[tokens],
-            positions=self._positions[tokens],
+            seq_lens=seq_lens,
+            block_tables=block_tables,
+            slot_mapping=slots,
+            positions=positions,
             num_decodes=0 if has_long_queries else shape.padded_reqs if shape.is_decode else shape.num_decodes,
             max_query_len=shape.max_query_len,
             # a bound: the lengths themselves are on the device
             max_seq_len=self._max_model_len + self._state.num_draft,
         )
         return InputBatch(
-            shape,
-            rows,
             staging.idx_mapping[reqs],
             query_start_loc,
-            self._input_ids[tokens],
-            metadata,
+            positions,
+            seq_lens,
             self._batch_index[tokens],
+            slots,
+            self._input_ids[tokens],
+            block_tables,
+            shape,
+            rows,
+            metadata,
         )
 
     def fill(self, batch: InputBatch) -> None:
-        """Queue the gathering of the step's inputs."""
-        if batch.shape.is_decode:
-            self._fill_decode(batch)
-        else:
-            self._fill_mixed(batch)
-
-    def _fill_decode(self, batch: InputBatch) -> None:
-        state, requests, metadata = self._state, self._state.requests, batch.metadata
-        prepare_decode(
-            batch.idx_mapping,
-            requests.num_computed,
-            requests.prefill_lens,
-            requests.last_sampled,
-            requests.draft_tokens,
-            requests.limits,
-            state.block_tables.tensor,
-            state.block_size,
-            token_pages=requests.token_pages,
-            positions=metadata.positions,
-            seq_lens=metadata.seq_lens,
-            batch_index=batch.batch_index,
-            slots=metadata.slot_mapping,
-            input_ids=batch.input_ids,
-            block_tables=metadata.block_tables,
-        )
-
-    def _fill_mixed(self, batch: InputBatch) -> None:
-        state, requests, metadata = self._state, self._state.requests, batch.metadata
-        table, block_size = state.block_tables.tensor, state.block_size
-        positions, slots, idx_mapping = metadata.positions, metadata.slot_mapping, batch.idx_mapping
-        batch_index = batch.batch_index
-        positions_and_seq_lens(
-            idx_mapping,
-            batch.query_start_loc,
-            requests.num_computed,
-            positions=positions,
-            seq_lens=metadata.seq_lens,
-            batch_index=batch_index,
-        )
-        slot_mapping(positions, batch_index, idx_mapping, requests.limits, table, block_size, slots=slots)
-        prepare_prefill_inputs(
-            slots,
-            positions,
-            batch_index,
-            idx_mapping,
-            requests.prefill_lens,
-            requests.token_pages,
-            input_ids=batch.input_ids,
-        )
-        combine_sampled_and_draft_tokens(
-            slots,
-            positions,
-            batch_index,
-            idx_mapping,
-            requests.prefill_lens,
-            requests.num_computed,
-            requests.last_sampled,
-            requests.draft_tokens,
-            token_pages=requests.token_pages,
-            input_ids=batch.input_ids,
-        )
-        gather_block_tables(table, idx_mapping, metadata.seq_lens, block_size, out=metadata.block_tables)
+        """Queue the preparation of the step's inputs."""
+        prepare = self._prepare_decode if batch.shape.is_decode else self._prepare_inputs
+        prepare(batch, self._state.tables)

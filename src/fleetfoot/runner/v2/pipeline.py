@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.distributed.groups import PipelineGroup
-from fleetfoot.kernels.prepare.post_update import post_update
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
@@ -35,9 +35,10 @@ class SampledTokenSync:
     packet, which is before it prepares a step that wants it.
     """
 
-    def __init__(self, pipeline: PipelineGroup, state: DeviceState) -> None:
+    def __init__(self, pipeline: PipelineGroup, state: DeviceState, kernels: Kernels) -> None:
         self._pipeline = pipeline
-        self._requests = state.requests
+        self._tables = state.tables
+        self._post_update = kernels.post_update
         self._width = 2 + state.num_draft
         self._awaited: deque[_Awaited] = deque()
 
@@ -54,7 +55,7 @@ class SampledTokenSync:
         packet[:, 1] = torch.where(new.num_sampled > 0, new.num_rejected, -1)
         # The drafts that the rows hold. They are old ones where the step proposed none, and may have to be verified all
         # the same, beside new ones of other requests; then all ranks must have the same.
-        packet[:, 2:] = self._requests.draft_tokens[batch.idx_mapping[: len(packet)]]
+        packet[:, 2:] = self._tables.draft_tokens[batch.idx_mapping[: len(packet)]]
         return packet
 
     def send(self, packet: torch.Tensor | None) -> None:
@@ -92,20 +93,18 @@ class SampledTokenSync:
         self._apply(idx_mapping, packet, awaited.query_len)
 
     def _apply(self, rows: torch.Tensor, packet: torch.Tensor, query_len: int) -> None:
-        requests = self._requests
         at = rows.to(torch.int64)
         has_new = packet[:, 1] >= 0
         # the query was counted whole; only a decode, which had ended before, can have got nothing
         num_rejected = torch.where(has_new, packet[:, 1], query_len)
         starts = torch.zeros(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        post_update(
+        self._post_update(
             rows,
             starts,
+            self._tables,
             packet[:, :1].contiguous(),
             has_new.to(torch.int32),
             num_rejected.contiguous(),
-            num_computed=requests.num_computed,
-            last_sampled=requests.last_sampled,
         )
         if self._width > 2:
-            requests.draft_tokens.index_copy_(0, at, packet[:, 2:].contiguous())
+            self._tables.draft_tokens.index_copy_(0, at, packet[:, 2:].contiguous())

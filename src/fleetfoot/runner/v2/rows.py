@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fleetfoot.kernels.prepare.post_update import post_update
 from fleetfoot.kernels.prepare.staging import StagedWriteTensor, StagingBuffer
 from fleetfoot.records.step import NewRequest
-from fleetfoot.sampling.verification import DeviceSamples
 
 # fields of a request, each contiguous over the rows
 NUM_COMPUTED, PREFILL_LEN, PROMPT_LEN, LIMIT = range(4)
@@ -40,30 +38,12 @@ class RequestState:
         self.last_sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         # one row more than there are, for what padding requests write
         self.draft_tokens = torch.full((max_num_seqs + 1, num_draft), -1, dtype=torch.int32, device=device)
-        self._nothing = self.last_sampled[:0]
 
     def stage(self, request: NewRequest, buffer: StagingBuffer) -> None:
         """Fill a request's row."""
         limit = min(request.max_total_tokens - 1, _NO_LIMIT)
         values = [request.num_computed_tokens, request.num_tokens, request.num_prompt_tokens, limit]
         buffer.write(self._indices + request.row, values, NUM_FIELDS)
-
-    def post_update(self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, new: DeviceSamples | None) -> None:
-        """Advance every request by its query, and keep the newest tokens for the next step.
-
-        Args:
-            idx_mapping, query_start_loc: of the batch.
-            new: None: the step does not sample.
-        """
-        nothing = self._nothing
-        sampled = (nothing.unsqueeze(1), nothing, nothing)
-        post_update(
-            idx_mapping,
-            query_start_loc,
-            *(sampled if new is None else (new.token_ids, new.num_sampled, new.num_rejected)),
-            num_computed=self.num_computed,
-            last_sampled=self.last_sampled,
-        )
 
     def stage_tokens(self, request: NewRequest, first: int, block_ids: np.ndarray, buffer: StagingBuffer) -> None:
         """Fill the pages of a request's tokens from place ``first`` on; those before are there.

@@ -93,7 +93,7 @@ class ModelRunnerV2:
         connector: StepConnector | None = None,
         pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     ) -> None:
-        self.device = device or open_device(loader.context.device)
+        self.device = device or open_device(loader.context.device, loader.context.ops)
         can_capture = self.device.has_graphs and loader.context.attention.is_capturable
         self.graphs = GraphManager(
             capture_table or CaptureTable(), self._capture if can_capture else None, has_end=pipeline.is_last_rank
@@ -139,14 +139,15 @@ class ModelRunnerV2:
             stages_all_tokens=self._connector.fills_blocks,
         )
         self._state = state
-        self._buffers = InputBuffers(state, self._max_num_seqs, self._max_num_batched_tokens, self._max_model_len)
-        requests = state.requests
-        verification = DraftVerification(requests.draft_tokens, requests.num_computed, requests.limits)
-        model, ops = self._model, self._loader.context.ops
-        self._sampler = Sampler(state.sampling, verification, ops, model.compute_logits, model.config.vocab_size)
+        model, kernels = self._model, self._loader.context.ops
+        self._buffers = InputBuffers(
+            state, kernels, self._max_num_seqs, self._max_num_batched_tokens, self._max_model_len
+        )
+        verification = DraftVerification(state.tables, kernels.accept_drafts)
+        self._sampler = Sampler(state.sampling, verification, kernels, model.compute_logits, model.config.vocab_size)
         self._iota = torch.arange(self._max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
         self._drafting = Drafting(self._draft_settings, state, self._max_model_len)
-        self._token_sync = SampledTokenSync(self._pipeline, state)
+        self._token_sync = SampledTokenSync(self._pipeline, state, kernels)
 
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
@@ -301,7 +302,7 @@ class ModelRunnerV2:
         if shape.num_sampled:
             new = self._sample_logits(batch, done, output)
             output.send_tokens(new.packed(), shape.num_decodes, shape.num_drafts)
-        self._state.requests.post_update(batch.idx_mapping, batch.query_start_loc, new)
+        self._post_update(batch, new)
         self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
         if new is not None:
             self._token_sync.send(self._token_sync.pack(batch, new))
@@ -342,7 +343,7 @@ class ModelRunnerV2:
             batch.input_ids, batch.metadata.positions, self._kv_caches, batch.metadata, intermediate_tensors, wanted
         )
         if isinstance(hidden, IntermediateTensors):  # the step ends here, as if every query were right
-            self._state.requests.post_update(batch.idx_mapping, batch.query_start_loc, None)
+            self._post_update(batch, None)
         return StepTensors(hidden, rows)
 
     def _logits(self, batch: InputBatch, done: StepTensors) -> tuple[LogitsBatch, torch.Tensor]:
@@ -354,6 +355,15 @@ class ModelRunnerV2:
             if rows.indices is not None:  # a pure decode reads all hidden states, in order
                 hidden = hidden.index_select(0, rows.indices)
         return rows, self._model.compute_logits(hidden[: batch.shape.num_logits])
+
+    def _post_update(self, batch: InputBatch, new: DeviceSamples | None) -> None:
+        """Advance every request by its query, and keep the newest tokens; None: no request sampled."""
+        tables = self._state.tables
+        nothing = tables.last_sampled[:0]
+        sampled = (nothing.unsqueeze(1), nothing, nothing)
+        if new is not None:
+            sampled = (new.token_ids, new.num_sampled, new.num_rejected)
+        self._loader.context.ops.post_update(batch.idx_mapping, batch.query_start_loc, tables, *sampled)
 
     def _capture(self, key: GraphKey) -> Capture:
         """A whole step of one shape as a graph."""
@@ -386,7 +396,7 @@ class ModelRunnerV2:
             sampled = self._sampler.sample(logits, rows, key.sampling)
             new = sampled.samples
             packed = new.packed()
-            self._state.requests.post_update(batch.idx_mapping, batch.query_start_loc, new)
+            self._post_update(batch, new)
             self._drafting.propose(batch, done.hidden, new, key.drafting)
             return StepTensors(done.hidden, rows, packed, sampled.logprobs, self._token_sync.pack(batch, new))
 

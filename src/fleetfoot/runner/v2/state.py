@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fleetfoot.kernels.prepare.staging import Arena, StagingBuffer
+from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.sampling.logits_processors import TokenHistory
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.device import Device
@@ -54,6 +55,16 @@ class DeviceState:
         seeds, parameters, fields, table, pages, lists, masks = self.arena.parts
         self.requests = RequestState(fields, pages, block_size=block_size, num_draft=num_draft)
         self.block_tables = BlockTables(table)
+        self.tables = RowTables(
+            num_computed=self.requests.num_computed,
+            prefill_lens=self.requests.prefill_lens,
+            limits=self.requests.limits,
+            last_sampled=self.requests.last_sampled,
+            draft_tokens=self.requests.draft_tokens,
+            block_table=table.tensor,
+            token_pages=pages.tensor,
+            block_size=block_size,
+        )
         history = TokenHistory(table.tensor, pages.tensor, self.requests.prompt_lens, block_size)
         self.sampling = SamplingTables(seeds, parameters, lists, masks, history, vocab_size)
         # enough for most steps, and for any single request; a step that says more sends it in several pieces

@@ -1,16 +1,57 @@
-"""The set of operations that a model's layers run on, chosen once and handed down: no layer looks for itself."""
+"""The operations as their callers see them: `Kernels` has one attribute for each.
+
+`fleetfoot.kernels.registry` lists the implementations and loads them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from fleetfoot.kernels.linear.linear import PreparedLinear
-from fleetfoot.kernels.sampling.logits_processors import ListedTokens, LogitsProcessorTables
-from fleetfoot.kernels.sampling.sample import RandomRows
+    from fleetfoot.kernels.attention.backend import AttentionBackend
+    from fleetfoot.kernels.linear.linear import PreparedLinear
+    from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
+    from fleetfoot.kernels.sampling.logits_processors import ListedTokens, LogitsProcessorTables
+    from fleetfoot.kernels.sampling.sample import RandomRows
+
+
+_CAPTURABLE_ATTENTION = frozenset({"triton"})
+
+
+@dataclass(frozen=True)
+class KernelPlan(Mapping[str, str]):
+    """Operation -> the name of its implementation. Immutable and picklable."""
+
+    choices: tuple[tuple[str, str], ...]
+
+    def __getitem__(self, operation: str) -> str:
+        return dict(self.choices)[operation]
+
+    def __iter__(self) -> Iterator[str]:
+        return (operation for operation, _ in self.choices)
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether graphs can hold the attention (`AttentionBackend.is_capturable`)."""
+        return self["attention"] in _CAPTURABLE_ATTENTION
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The implementations that occur, those of most operations first."""
+        return tuple(name for name, _ in Counter(name for _, name in self.choices).most_common())
+
+    def __str__(self) -> str:
+        """Each implementation with its operations: ``triton: attention, rms_norm, ...; torch: ...``."""
+        listed = {name: [op for op, chosen in self.choices if chosen == name] for name in self.names}
+        return "; ".join(f"{name}: {', '.join(operations)}" for name, operations in listed.items())
 
 
 class RMSNorm(Protocol):
@@ -81,10 +122,12 @@ class TokenLogprobs(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OpSet:
-    """One implementation of every operation. ``torch`` runs anywhere; ``native`` and ``triton`` are its fast twins."""
+class Kernels:
+    """The loaded implementation of each operation."""
 
-    name: str
+    plan: KernelPlan
+    """What was loaded: operation -> the name of its implementation."""
+    attention: AttentionBackend
     rms_norm: RMSNorm
     """``x [num_tokens, hidden]`` -> the same shape, normalised in float32, times ``weight [hidden]``."""
     add_rms_norm: AddRMSNorm
@@ -111,3 +154,14 @@ class OpSet:
     `fleetfoot.kernels.sampling.logits_processors`."""
     token_logprobs: TokenLogprobs
     """Logprobs of the sampled and of the most probable tokens: see `fleetfoot.kernels.sampling.token_logprobs`."""
+    prepare_inputs: Callable[[StepBuffers, RowTables], None]
+    """Fill the buffers of a step from the rows' state; see `fleetfoot.kernels.prepare.reference.prepare_inputs_torch`,
+    and the functions beside it for the next ones."""
+    prepare_decode: Callable[[StepBuffers, RowTables], None]
+    """The same for a batch whose queries all have the same length."""
+    accept_drafts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RowTables, torch.Tensor], None]
+    """``(idx_mapping, sampled, invalid, rows, counts)``: count the tokens that verified drafts yield."""
+    post_update: Callable[[torch.Tensor, torch.Tensor, RowTables, torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """``(idx_mapping, query_start_loc, rows, sampled, num_sampled, num_rejected)``: advance the rows by a step."""
+    apply_staged_writes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+    """``(staged, front, target, num_writes)``: bring a step's staged writes from the host into the device's state."""

@@ -1,0 +1,61 @@
+"""The tensors that the preparation operations read and write.
+
+There are R rows of state, n requests in the batch and T tokens (both may be padded to the size of a captured graph), B
+blocks per row and k draft tokens. All tensors are int32 unless stated otherwise, and contiguous in their last
+dimension. A padding request has ``idx_mapping[b] == -1``; a padding token has ``batch_index[t] == -1``, position 0,
+slot -1 and input id 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RowTables:
+    """The state of all rows that steps read and write."""
+
+    num_computed: torch.Tensor
+    """``[R]``: tokens whose KV is written."""
+    prefill_lens: torch.Tensor
+    """``[R]``: tokens that were known when the request was admitted."""
+    limits: torch.Tensor
+    """``[R]``: positions from here on are never an input of the request; their K and V are not written."""
+    last_sampled: torch.Tensor
+    """``[R]``: the newest sampled token."""
+    draft_tokens: torch.Tensor
+    """``[R + 1, k]``, k may be 0: drafts for the next step, -1 for none. Padding requests write the last row."""
+    block_table: torch.Tensor
+    """``[R, B]``: block ids. Rows may lie further apart than B."""
+    token_pages: torch.Tensor
+    """``[num_blocks * block_size]``: the token of each KV slot."""
+    block_size: int
+    """Tokens in a block."""
+
+
+@dataclass(slots=True)
+class StepBuffers:
+    """A batch, and the buffers that `Kernels.prepare_inputs` fills for it."""
+
+    idx_mapping: torch.Tensor
+    """``[n]``: each request's row; -1: padding. No row stands there twice."""
+    query_start_loc: torch.Tensor
+    """``[n + 1]``, ascending from 0, at most T: where each request's tokens begin."""
+    positions: torch.Tensor
+    """``[T]`` int64: ``num_computed`` + offset in the query; 0 for padding."""
+    seq_lens: torch.Tensor
+    """``[n]``: ``num_computed`` + query length; 0 for padding."""
+    batch_index: torch.Tensor
+    """``[T]``: each token's request; -1 for tokens behind ``query_start_loc[n]`` and tokens of padding requests."""
+    slots: torch.Tensor
+    """``[T]`` int64: block id * block_size + offset in the block; -1 for padding, and from the row's limit on."""
+    input_ids: torch.Tensor
+    """``[T]`` int64: a known token before ``prefill_lens``; then the token sampled last, followed by the row's drafts,
+    where -1 becomes 0; 0 for padding."""
+    block_tables: torch.Tensor
+    """``[n, W]``, W <= B, W * block_size >= each of ``seq_lens``: the blocks of each request, in batch order. Entries
+    behind ``ceil(seq_len / block_size)`` are undefined."""

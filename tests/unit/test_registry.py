@@ -1,0 +1,95 @@
+"""The kernel registry: what is planned from facts, and what is loaded from a plan."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from tests.helpers.kernels import cpu_kernels, reference_kernels
+
+from fleetfoot.kernels.interface import KernelPlan
+from fleetfoot.kernels.registry import OPERATIONS, DeviceFacts, load_kernels, plan_kernels
+from fleetfoot.native.library import native_available
+
+REPOSITORY = Path(__file__).parents[2]
+CPU, GPU = DeviceFacts("cpu", has_native=True), DeviceFacts("cuda", has_native=True, has_triton=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "operation", "expected"),
+    [
+        (CPU, "attention", "native"),
+        (CPU, "rms_norm", "native"),
+        (CPU, "prepare_inputs", "torch"),
+        (CPU, "apply_staged_writes", "numpy"),
+        (GPU, "attention", "triton"),
+        (GPU, "prepare_decode", "triton"),
+        (GPU, "apply_staged_writes", "triton"),
+        (DeviceFacts("cpu", has_triton=True), "attention", "sdpa"),
+        (DeviceFacts("cpu", has_triton=True), "prepare_decode", "torch"),
+        (DeviceFacts("cuda", has_native=True), "attention", "sdpa"),
+        (DeviceFacts("cuda", has_native=True), "apply_staged_writes", "torch"),
+        (DeviceFacts("mps", has_native=True, has_triton=True), "rms_norm", "torch"),
+    ],
+)
+def test_the_fastest_that_the_device_supports_is_planned(facts: DeviceFacts, operation: str, expected: str) -> None:
+    assert plan_kernels(facts)[operation] == expected
+
+
+def test_every_operation_has_a_reference_and_every_listed_function_exists() -> None:
+    for operation, implementations in OPERATIONS.items():
+        assert "sdpa" in implementations if operation == "attention" else "torch" in implementations
+        for target in implementations.values():
+            module, function = target.split(":")
+            assert callable(getattr(import_module(f"fleetfoot.kernels.{module}"), function)), (operation, target)
+
+
+def test_a_plan_is_immutable_picklable_and_printable() -> None:
+    plan = plan_kernels(GPU)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert hash(plan) == hash(plan_kernels(GPU))
+    assert plan.names == ("triton",)
+    assert str(plan).startswith("triton: attention, rms_norm, ")
+    assert [plan_kernels(facts).is_capturable for facts in (CPU, GPU)] == [False, True]
+
+
+def test_what_is_loaded_is_what_the_plan_names() -> None:
+    kernels = reference_kernels()
+    assert (kernels.plan.names, kernels.attention.name) == (("torch", "sdpa"), "sdpa")
+    if native_available()[0]:
+        assert cpu_kernels().plan == plan_kernels(CPU)
+        assert cpu_kernels().attention.name == "native"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm": "cutlass"}, "rms_norm has no implementation 'cutlass'; there are triton, native, torch"),
+        ({"gelu": "torch"}, "the kernel plan has .*'gelu'"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_kernels(KernelPlan(tuple({**plan_kernels(CPU), **changes}.items())))
+
+
+def test_planning_imports_no_torch_and_a_cpu_needs_no_triton() -> None:
+    script = """
+import sys
+from fleetfoot.kernels.registry import DeviceFacts, KernelUnavailableError, load_kernels, plan_kernels
+cpu, gpu = plan_kernels(DeviceFacts("cpu")), plan_kernels(DeviceFacts("cuda", has_triton=True))
+assert "torch" not in sys.modules
+sys.modules["triton"] = None  # any import of it fails
+print(load_kernels(cpu).plan.names)
+try:
+    load_kernels(gpu)
+except KernelUnavailableError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    missing = "the plan names 'triton' for attention, but Triton is not installed"
+    assert result.stdout.splitlines() == ["('torch', 'sdpa', 'numpy')", missing], result.stderr
