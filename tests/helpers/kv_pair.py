@@ -15,8 +15,7 @@ from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.sockets import SocketServer, parse_address
 from fleetfoot.kv_transfer.nixl.nixl_agent import nixl_api
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
-from fleetfoot.kv_transfer.nixl.tcp_agent import TcpAgent
-from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent
+from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent
 from fleetfoot.kv_transfer.nixl.worker import NixlWorker, make_agent
 from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request, RequestStatus

@@ -18,7 +18,7 @@ from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer
 from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.kv_transfer.blockstore import file_store, worker
-from fleetfoot.kv_transfer.multi.connector import MultiScheduler, MultiWorker
+from fleetfoot.kv_transfer.multi import MultiScheduler, MultiWorker
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure

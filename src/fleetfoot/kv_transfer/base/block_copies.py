@@ -66,19 +66,11 @@ class LayerRows:
             block_ids: ``[n]`` int64, on the caches' device.
             rows: written, ``[n, num_words]`` of `word`.
         """
-        if self._use_triton:
-            self._launch(block_ids, rows, is_gather=True)
-            return
-        for layer, begin, end in self._spans():
-            rows[:, begin:end].copy_(layer.index_select(0, block_ids))
+        self._move(block_ids, rows, is_gather=True)
 
     def scatter(self, rows: torch.Tensor, block_ids: torch.Tensor) -> None:
         """Copy rows to blocks, which must be distinct; arguments as in `gather`."""
-        if self._use_triton:
-            self._launch(block_ids, rows, is_gather=False)
-            return
-        for layer, begin, end in self._spans():
-            layer.index_copy_(0, block_ids, rows[:, begin:end])
+        self._move(block_ids, rows, is_gather=False)
 
     def warm_up(self) -> None:
         """Compile the kernel by copying block 0 onto itself: no step or transfer may wait for the compiler."""
@@ -89,14 +81,18 @@ class LayerRows:
         self.scatter(row, ids)
         torch.cuda.synchronize(device)
 
-    def _spans(self) -> list[tuple[torch.Tensor, int, int]]:
-        return list(zip(self._layers, self._borders[:-1], self._borders[1:], strict=True))
-
-    def _launch(self, block_ids: torch.Tensor, rows: torch.Tensor, *, is_gather: bool) -> None:
-        grid = (len(block_ids), len(self._layers), cdiv(self._max_words, _TILE))
-        _move_kernel[grid](
-            self._pointers, self._device_borders, block_ids, rows, rows.stride(0), is_gather=is_gather, tile=_TILE
-        )
+    def _move(self, block_ids: torch.Tensor, rows: torch.Tensor, *, is_gather: bool) -> None:
+        if self._use_triton:
+            grid = (len(block_ids), len(self._layers), cdiv(self._max_words, _TILE))
+            _move_kernel[grid](
+                self._pointers, self._device_borders, block_ids, rows, rows.stride(0), is_gather=is_gather, tile=_TILE
+            )
+            return
+        for layer, begin, end in zip(self._layers, self._borders[:-1], self._borders[1:], strict=True):
+            if is_gather:
+                rows[:, begin:end].copy_(layer.index_select(0, block_ids))
+            else:
+                layer.index_copy_(0, block_ids, rows[:, begin:end])
 
 
 @triton_kernel(specialize=False)
@@ -143,7 +139,6 @@ class HostMemory:
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool, asked_by: str) -> None:
-        self.num_slots = num_slots
         try:
             self._array = np.empty((num_slots, slot_bytes), dtype=np.uint8)  # pages are allocated when first written
         except (MemoryError, ValueError) as error:  # ValueError: more than numpy can index

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fleetfoot.config.json_record import check_key
 from fleetfoot.config.kv_transfer import KVTransferConfig
@@ -45,6 +45,7 @@ __all__ = [  # the scheduler side lives in records; authors of connectors import
 ]
 
 logger = logging.getLogger(__name__)
+_D = TypeVar("_D", int, None)
 
 BLOCK_CONTIGUOUS_HND = "block-contiguous-hnd"
 """The KV layout of `fleetfoot.records.kv_layout.KVLayout`: a block of a layer is contiguous, with dimensions K and V,
@@ -175,7 +176,7 @@ class ConnectorSettings:
             raise self.error(name, value, "a string that is not empty")
         return value
 
-    def integer(self, name: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int | None:
+    def integer(self, name: str, default: _D, *, minimum: int = 1, maximum: int | None = None) -> int | _D:
         """An integer from ``minimum`` to ``maximum`` (None: no limit), or ``default``. Raises ValueError for other
         values."""
         value = self._read(name)

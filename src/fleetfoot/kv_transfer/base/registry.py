@@ -36,29 +36,17 @@ PARTS = "connectors"
 _INHERITED = ("kv_role", "engine_id", "kv_load_failure_policy", "kv_transfer_timeout")
 
 
-# --- classes --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredConnector:
-    """One of Fleetfoot's connectors."""
-
-    module: str
-    class_name: str
-    layouts: frozenset[str] = frozenset({BLOCK_CONTIGUOUS_HND})
-    """The KV layouts that it accepts; for several connectors, those that all of them accept."""
-
-
-CONNECTORS: Mapping[str, RegisteredConnector] = {
-    OFFLOADING_CONNECTOR: RegisteredConnector("fleetfoot.kv_transfer.blockstore.connector", "OffloadingConnector"),
-    "NixlConnector": RegisteredConnector("fleetfoot.kv_transfer.nixl.connector", "NixlConnector"),
-    "SharedStorageConnector": RegisteredConnector(
-        "fleetfoot.kv_transfer.blockstore.connector", "SharedStorageConnector"
-    ),
-    "FilesystemConnector": RegisteredConnector("fleetfoot.kv_transfer.blockstore.connector", "SharedStorageConnector"),
-    MULTI_CONNECTOR: RegisteredConnector("fleetfoot.kv_transfer.multi.connector", "MultiConnector"),
+CONNECTORS: Mapping[str, str] = {
+    OFFLOADING_CONNECTOR: "fleetfoot.kv_transfer.blockstore.connector:OffloadingConnector",
+    "NixlConnector": "fleetfoot.kv_transfer.nixl.connector:NixlConnector",
+    "SharedStorageConnector": "fleetfoot.kv_transfer.blockstore.connector:SharedStorageConnector",
+    "FilesystemConnector": "fleetfoot.kv_transfer.blockstore.connector:SharedStorageConnector",
+    MULTI_CONNECTOR: "fleetfoot.kv_transfer.multi:MultiConnector",
 }
-"""By ``kv_connector``."""
+"""``kv_connector`` -> module and class."""
+
+
+# --- classes --------------------------------------------------------------------------------------------------------
 
 
 def find_connector(config: KVTransferConfig) -> type[KVConnector]:
@@ -68,17 +56,15 @@ def find_connector(config: KVTransferConfig) -> type[KVConnector]:
         ValueError: the connector is unknown, cannot be imported, or is not a `KVConnector`.
     """
     name = config.kv_connector or ""
-    if config.kv_connector_module_path is not None:
-        module_path, class_name = config.kv_connector_module_path, name
-    elif name in CONNECTORS:
-        module_path, class_name = CONNECTORS[name].module, CONNECTORS[name].class_name
-    else:
+    location = _location(config)
+    if location is None:
         near = difflib.get_close_matches(name, CONNECTORS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
             f"kv_transfer_config: kv_connector is {name!r}, which is not known; {hint}known are "
             f"{', '.join(CONNECTORS)}; for a class of your own give its module as kv_connector_module_path"
         )
+    module_path, class_name = location
     try:
         found = getattr(import_module(module_path), class_name)
     except (ImportError, ValueError) as error:  # import_module raises ValueError for an empty or malformed path
@@ -97,6 +83,17 @@ def find_connector(config: KVTransferConfig) -> type[KVConnector]:
     return found
 
 
+def _location(config: KVTransferConfig) -> tuple[str, str] | None:
+    """Module and class; None: the connector is unknown."""
+    name = config.kv_connector or ""
+    if config.kv_connector_module_path is not None:
+        return config.kv_connector_module_path, name
+    if name not in CONNECTORS:
+        return None
+    module_path, _, class_name = CONNECTORS[name].partition(":")
+    return module_path, class_name
+
+
 # --- layouts --------------------------------------------------------------------------------------------------------
 
 
@@ -113,45 +110,40 @@ class ConnectorLayouts:
 
 
 def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
-    """The layouts that the connector of an active config accepts.
+    """The layouts that the class of an active config declares as ``accepted_kv_layouts``.
 
-    A class in ``kv_connector_module_path`` is imported, and declares them as ``accepted_kv_layouts``. A class without a
-    declaration, and an unknown connector, accept none. Of several connectors, one that refuses V2's layout is returned.
+    A class without a declaration, and an unknown connector, accept none. Several connectors accept what all of them
+    accept; the result names one that refuses V2's layout.
 
     Raises:
         ValueError, TypeError: the settings of several connectors are invalid.
     """
     name = config.kv_connector or ""
-    if config.kv_connector_module_path is not None:
-        return _declared_layouts(name, config.kv_connector_module_path)
-    if name == MULTI_CONNECTOR:
+    location = _location(config)
+    if location is None:
+        known = ", ".join(CONNECTORS)
+        return ConnectorLayouts(name, frozenset(), f"is not known here (known are {known})", exists=False)
+    if name == MULTI_CONNECTOR and config.kv_connector_module_path is None:
         parts = [connector_layouts(part) for part in part_configs(config)]
         accepted = frozenset.intersection(*(part.accepted for part in parts))
         for part in sorted(parts, key=lambda part: part.exists):  # connectors that do not exist first
             if V2_LAYOUT not in part.accepted:
                 return ConnectorLayouts(part.name, accepted, part.remark, part.exists)
         return ConnectorLayouts(MULTI_CONNECTOR, accepted)
-    if name in CONNECTORS:
-        return ConnectorLayouts(name, CONNECTORS[name].layouts)
-    known = ", ".join(CONNECTORS)
-    return ConnectorLayouts(name, frozenset(), f"is not known here (known are {known})", exists=False)
-
-
-def _declared_layouts(name: str, module_path: str) -> ConnectorLayouts:
     try:
-        connector = getattr(import_module(module_path), name)
+        connector = getattr(import_module(location[0]), location[1])
     except (ImportError, AttributeError, ValueError) as error:
-        remark = f"cannot be imported from {module_path} ({error})"
+        remark = f"cannot be imported from {location[0]} ({error})"
         return ConnectorLayouts(name, frozenset(), remark, exists=False)
     declared = getattr(connector, "accepted_kv_layouts", None)
     if isinstance(declared, Set | list | tuple):
         return ConnectorLayouts(name, frozenset(declared))
-    found = (
+    reason = (
         "it has no accepted_kv_layouts"
         if declared is None
         else f"its accepted_kv_layouts is {declared!r}; it must be a set of names"
     )
-    return ConnectorLayouts(name, frozenset(), f"does not say which KV layouts it accepts ({found})")
+    return ConnectorLayouts(name, frozenset(), f"does not say which KV layouts it accepts ({reason})")
 
 
 # --- several connectors ---------------------------------------------------------------------------------------------

@@ -56,7 +56,6 @@ class FilesystemSettings:
         settings.check_all_read()
         if path is None:
             raise settings.error("shared_storage_path", None, "the folder in which engines share their KV blocks")
-        assert num_bytes is not None and num_threads is not None  # they have defaults
         return cls(_folder(settings, path), num_bytes, num_threads)
 
 
@@ -116,14 +115,13 @@ def num_host_blocks(context: TransferContext) -> int:
     num_bytes = settings.integer(CPU_BYTES, None)
     num_blocks = settings.integer(NUM_BLOCKS, None)
     settings.check_all_read()
-    if (num_bytes is None) == (num_blocks is None):
+    if num_bytes is None and num_blocks is not None:
+        return num_blocks
+    if num_bytes is None or num_blocks is not None:
         raise ValueError(
             f"kv_connector_extra_config of {context.config.kv_connector}: {CPU_BYTES} is {num_bytes} and {NUM_BLOCKS} "
             f"is {num_blocks}; give one of them, or leave kv_transfer_config out and set kv_offloading_size (GiB)"
         )
-    if num_blocks is not None:
-        return num_blocks
-    assert num_bytes is not None
     if num_bytes < context.bytes_per_block:
         raise ValueError(
             f"{num_bytes:,} bytes of host memory for KV (kv_offloading_size or {CPU_BYTES}) do not hold a single block "
@@ -158,8 +156,7 @@ class OffloadingConnector(KVConnector):
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
-        from fleetfoot.kv_transfer.blockstore.host_store import HostStore
-        from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker
+        from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker, HostStore
 
         asked_by = f"kv_offloading_size, {CPU_BYTES} or {NUM_BLOCKS}"
         return BlockStoreWorker(context, HostStore(num_host_blocks(context), asked_by))

@@ -80,8 +80,6 @@ class NixlSettings:
         buffer_bytes = settings.integer("buffer_bytes", DEFAULT_BUFFER_BYTES)
         num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS, maximum=MAX_THREADS)
         settings.check_all_read()
-        assert port is not None and abort_timeout is not None
-        assert buffer_bytes is not None and num_threads is not None  # they have defaults
         if port > MAX_PORT + 1 - num_ranks:
             raise settings.error(
                 "side_channel_port",

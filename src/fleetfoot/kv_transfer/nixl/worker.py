@@ -14,8 +14,7 @@ from fleetfoot.kv_transfer.nixl.consumer import BlockReader, Loads, ReceiveBuffe
 from fleetfoot.kv_transfer.nixl.params import NixlMetadata, NixlSettings
 from fleetfoot.kv_transfer.nixl.producer import SENT, Leases, ProducerServer
 from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, Identity, Welcome
-from fleetfoot.kv_transfer.nixl.tcp_agent import TcpAgent
-from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent
+from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput
 
