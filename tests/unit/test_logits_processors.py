@@ -1,5 +1,4 @@
-"""Logits processors: the CPU implementation against loops, and the Triton kernels, interpreted, against the CPU
-implementation. Penalties of Model Runner V1 against plain Python."""
+"""Logits processors: those of both runners against loops, and the Triton kernels, interpreted, against a CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,11 +61,32 @@ def processed_by(process: Callable[..., torch.Tensor], case: ProcessorCase) -> t
     return process(case.logits, case.rows, case.seq_lens, case.tables)[case.rows >= 0]
 
 
-@SEEDS
-def test_equals_loops(seed: int) -> None:
+def processed_by_v1(case: ProcessorCase) -> torch.Tensor:
+    """By the logits processors of Model Runner V1, from the same parameters."""
+    rows = []
+    for number, length in zip(case.rows.tolist(), case.seq_lens.tolist(), strict=True):
+        if number >= 0:
+            one = case.params[number]
+            params = SamplingParams(
+                max_tokens=None,
+                min_tokens=one.min_tokens,
+                logit_bias=one.biases,
+                allowed_token_ids=one.allowed,
+                repetition_penalty=one.repetition,
+                frequency_penalty=one.frequency,
+                presence_penalty=one.presence,
+            )
+            tokens = case.sequences[number][:length]
+            rows.append(SamplingRow(params, 0, tokens, one.prompt_len, frozenset(one.stops), one.words))
+    return processed(case.logits[case.rows >= 0], *rows)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_both_runners_equal_loops(seed: int) -> None:
     case = processor_case(seed)
     expected = [by_loops(case, index) for index in range(len(case.rows)) if case.rows[index] >= 0]
     assert processed_by(process_logits_cpu, case).tolist() == expected
+    assert processed_by_v1(case).tolist() == expected
 
 
 def test_the_cases_have_every_processor() -> None:
@@ -124,82 +145,47 @@ def test_kernels_compile_for_a_gpu() -> None:
     assert result.stdout.count("_penalties_kernel") == 3
 
 
-# --- penalties of Model Runner V1 -------------------------------------------------------------------------------------
-
-VOCAB = 23
+# --- what the cases do not cover --------------------------------------------------------------------------------------
 
 
-def penalized_reference(logits, prompt, output, repetition, frequency, presence):
-    result = list(logits)
-    for token in set(prompt) | set(output):
-        result[token] = result[token] / repetition if result[token] > 0 else result[token] * repetition
-    for token in set(output):
-        result[token] -= frequency * output.count(token) + presence
-    return result
+def row(tokens: list[int], **params: Any) -> SamplingRow:
+    """With a prompt of two tokens."""
+    return SamplingRow(SamplingParams(**params), seed=1, token_ids=tokens, num_prompt_tokens=2)
 
 
-def row(prompt, output, **params):
-    return SamplingRow(SamplingParams(**params), seed=1, token_ids=[*prompt, *output], num_prompt_tokens=len(prompt))
-
-
-def processed(logits, rows):
+def processed(logits: torch.Tensor, *rows: SamplingRow) -> torch.Tensor:
     return process_logits(logits, SamplingMetadata.build(rows, logits.device))
 
 
-@pytest.mark.parametrize(
-    "factors",
-    [(1.3, 0.0, 0.0), (0.7, 0.0, 0.0), (1.0, 0.5, 0.0), (1.0, 0.0, -1.5), (1.7, 2.0, 1.0), (0.5, -2.0, 2.0)],
-)
-def test_equals_the_reference(factors):
-    generator = np.random.default_rng(3)
-    repetition, frequency, presence = factors
-    rows, expected = [], []
-    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(4)) * 5
-    for i in range(8):
-        prompt = generator.integers(0, VOCAB, generator.integers(1, 30)).tolist()
-        output = generator.integers(0, VOCAB, generator.integers(0, 30)).tolist()
-        rows.append(
-            row(prompt, output, repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence)
-        )
-        expected.append(penalized_reference(logits[i].tolist(), prompt, output, *factors))
-    torch.testing.assert_close(processed(logits, rows), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-
-
-def test_rows_without_penalties_keep_every_bit_and_the_logits_stay():
-    logits = torch.randn(3, VOCAB)
+def test_plain_rows_keep_every_bit_and_the_logits_are_not_modified() -> None:
+    logits = torch.randn(3, 23)
     before = logits.clone()
-    rows = [row([1, 2], [3]), row([1, 2], [3, 3], frequency_penalty=1.0), row([4], [5], temperature=0)]
-    result = processed(logits, rows)
+    result = processed(logits, row([1, 2, 3]), row([1, 2, 3, 3], frequency_penalty=1.0), row([4, 4, 5], temperature=0))
     assert torch.equal(result[[0, 2]], logits[[0, 2]])
     assert result[1, 3].item() == pytest.approx(before[1, 3].item() - 2.0)
     assert torch.equal(logits, before)
 
 
-def test_only_the_repetition_penalty_looks_at_the_prompt():
-    logits = torch.ones(1, VOCAB)
-    assert torch.equal(processed(logits, [row([1, 2, 3], [], frequency_penalty=2.0, presence_penalty=2.0)]), logits)
-    repeated = processed(logits, [row([1, 2, 3], [], repetition_penalty=2.0)])
-    assert repeated[0, :5].tolist() == [1.0, 0.5, 0.5, 0.5, 1.0]
+def test_only_the_repetition_penalty_includes_the_prompt() -> None:
+    logits = torch.ones(1, 5)
+    assert torch.equal(processed(logits, row([1, 2], frequency_penalty=2.0, presence_penalty=2.0)), logits)
+    assert processed(logits, row([1, 2], repetition_penalty=2.0)).tolist() == [[1.0, 0.5, 0.5, 1.0, 1.0]]
 
 
-def test_refresh_sees_new_tokens():
-    logits = torch.zeros(1, VOCAB)
-    tokens = [1]
-    growing = SamplingRow(SamplingParams(presence_penalty=1.0), seed=1, token_ids=tokens, num_prompt_tokens=1)
-    metadata = SamplingMetadata.build([growing], logits.device)
+def test_refresh_sees_new_tokens() -> None:
+    logits, tokens = torch.zeros(1, 23), [1, 1]
+    metadata = SamplingMetadata.build([row(tokens, presence_penalty=1.0)], logits.device)
     assert process_logits(logits, metadata).count_nonzero() == 0
     tokens.append(9)
     assert process_logits(logits, metadata.refresh())[0, 9].item() == -1.0
 
 
-def test_masked_tokens_stay_masked():
-    logits = torch.full((1, VOCAB), -torch.inf)
-    logits[0, 2] = 1.0
-    result = processed(logits, [row([0, 1], [1], repetition_penalty=0.5, frequency_penalty=-2.0)])
-    assert torch.equal(result, logits)
+def test_excluded_tokens_stay_excluded() -> None:
+    logits = torch.tensor([[-torch.inf, -torch.inf, 1.0, -torch.inf]])
+    assert torch.equal(processed(logits, row([0, 1, 1], repetition_penalty=0.5, frequency_penalty=-2.0)), logits)
 
 
-def test_count_tokens():
+def test_count_tokens() -> None:
     counts = count_tokens(np.array([1, 4, 9]), [4, 2, 4])
     assert dict(zip(counts.token_ids.tolist(), counts.output_counts.tolist(), strict=True)) == {2: 1, 4: 2, 1: 0, 9: 0}
     assert count_tokens(None, []).token_ids.dtype == np.int64

@@ -57,42 +57,36 @@ def test_greedy_ignores_filters():
     assert run(logits, row(temperature=0, top_k=1, top_p=0.1, min_p=1.0)).token_ids.tolist() == [1]
 
 
-# -- masks and biases ------------------------------------------------------------------------------------------------
+# -- logits processors -----------------------------------------------------------------------------------------------
 
-
-def test_allowed_token_ids():
-    logits = torch.tensor([[9.0, 1.0, 3.0, 2.0]] * 2)
-    output = run(logits, row(temperature=0, allowed_token_ids=[1, 3]), row(temperature=0))
-    assert output.token_ids.tolist() == [3, 0]
-    assert draw(logits[0], 200, allowed_token_ids=[1, 3])[[0, 2]].tolist() == [0, 0]
-
-
-def test_logit_bias():
-    logits = torch.tensor([[0.0, 1.0, 2.0]] * 2)
-    output = run(logits, row(temperature=0, logit_bias={0: 2.5}), row(temperature=0, logit_bias={"2": -1e9}))
-    assert output.token_ids.tolist() == [0, 1]
+BAD_WORDS = {"bad_words": [[1], [5, 2], [3, 5, 2]]}  # 1 is never generated; (3, 5, 2) is longer than some outputs
+STOP = {"min_tokens": 2, "stop": (1, 2)}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "expected"),
+    ("logits", "tokens", "params", "expected"),
     [
-        ([9, 9], 2),  # nothing of a bad word yet: the highest
-        ([9, 9, 5], 0),  # 5 has been generated, so 2 would complete (5, 2)
-        ([9, 5], 2),  # a prompt is not output
-        ([9, 9, 5, 4], 2),
+        ([9.0, 1.0, 3.0, 2.0], [1], {"allowed_token_ids": [1, 3]}, 3),
+        ([0.0, 1.0, 2.0], [1], {"logit_bias": {0: 2.5}}, 0),
+        ([0.0, 1.0, 2.0], [1], {"logit_bias": {"2": -1e9}}, 1),
+        ([3.0, 4.0, 5.0, 0.0, 0.0, 0.0], [9, 9], BAD_WORDS, 2),  # no prefix of a bad word: the highest
+        ([3.0, 4.0, 5.0, 0.0, 0.0, 0.0], [9, 9, 5], BAD_WORDS, 0),  # 2 would complete (5, 2)
+        ([3.0, 4.0, 5.0, 0.0, 0.0, 0.0], [9, 5], BAD_WORDS, 2),  # a prompt is not output
+        ([3.0, 4.0, 5.0, 0.0, 0.0, 0.0], [9, 9, 5, 4], BAD_WORDS, 2),
+        *(([0.0, 5.0, 4.0, 3.0], [7, 7, *[3] * n], STOP, 3 if n < 2 else 1) for n in range(4)),
     ],
+    ids=str,
 )
-def test_bad_words_keep_the_last_token_from_completing(tokens, expected):
-    logits = torch.tensor([[3.0, 4.0, 5.0, 0.0, 0.0, 0.0]])
-    # (1,) alone is never generated, and (3, 5, 2) does not match a shorter output.
-    words = [[1], [5, 2], [3, 5, 2]]
-    assert run(logits, row(tokens, 2, temperature=0, bad_words=words)).token_ids.tolist() == [expected]
+def test_logits_processors_decide_the_token(logits, tokens, params, expected):
+    others = [0.0] * (len(logits) - 1) + [1.0]  # a row beside it is not affected
+    output = run(
+        torch.tensor([logits, others]), row(tokens, min(2, len(tokens)), temperature=0, **params), row(temperature=0)
+    )
+    assert output.token_ids.tolist() == [expected, len(logits) - 1]
 
 
-def test_min_tokens_hold_stop_tokens_back():
-    logits = torch.tensor([[0.0, 5.0, 4.0, 3.0]])
-    params = {"temperature": 0, "min_tokens": 2, "stop": (1, 2)}
-    assert [run(logits, row([7, *[3] * n], 1, **params)).token_ids.item() for n in range(4)] == [3, 3, 1, 1]
+def test_draws_are_limited_to_allowed_tokens():
+    assert draw(torch.tensor([9.0, 1.0, 3.0, 2.0]), 200, allowed_token_ids=[1, 3])[[0, 2]].tolist() == [0, 0]
 
 
 def test_refresh_follows_the_tokens():
