@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from fleetfoot.records.request import Request, StepResult
+from fleetfoot.records.request import EngineOutput, Request
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector, FakeWorkers
@@ -136,14 +136,14 @@ class FakeEngine:
             self.in_flight.append((output, self.device.run(output)))
         return output
 
-    def retire(self) -> list[StepResult]:
+    def retire(self) -> list[EngineOutput]:
         """Take in the oldest step."""
         output, result = self.in_flight.popleft()
         results = self.scheduler.update(output, result)
         self.scheduler.drafting.observe(output, 1.0)
         return results
 
-    def step(self) -> list[StepResult]:
+    def step(self) -> list[EngineOutput]:
         """As the engine's core does it."""
         output = self.launch()
         results = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fleetfoot.records.request import StepResult
+from fleetfoot.records.request import EngineOutput
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.scheduler.scheduler import Scheduler
@@ -19,7 +19,7 @@ class TakenStep:
 
     scheduled: SchedulerOutput
     output: ModelRunnerOutput
-    results: list[StepResult]
+    results: list[EngineOutput]
 
 
 def run_steps(scheduler: Scheduler, execute: Execute, *, depth: int = 0) -> Iterator[TakenStep]:

@@ -14,7 +14,7 @@ from tests.helpers.fake_runner import FakeRunner, reference
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig, StepResult
+from fleetfoot.scheduler.scheduler import EngineOutput, Scheduler, SchedulerConfig
 
 VOCAB = 50
 
@@ -56,7 +56,7 @@ class Drive:
         """Request id -> scheduled tokens, in batch order."""
         return {self.names[row]: count for row, count in zip(output.rows, output.num_scheduled_tokens, strict=True)}
 
-    def update(self, output: SchedulerOutput, token: int = 7, **more: Any) -> list[StepResult]:
+    def update(self, output: SchedulerOutput, token: int = 7, **more: Any) -> list[EngineOutput]:
         results = self.scheduler.update(output, ModelRunnerOutput([[token]] * output.num_sampled, **more))
         self.scheduler.check_integrity()
         return results

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.helpers.fake_engine import FakeEngine, expected_output
 
-from fleetfoot.records.request import Request, RequestStatus, StepResult
+from fleetfoot.records.request import EngineOutput, Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -59,7 +59,7 @@ def schedule(scheduler: Scheduler) -> SchedulerOutput:
     return output
 
 
-def update(scheduler: Scheduler, output: SchedulerOutput, *sampled: list[int], **more: Any) -> list[StepResult]:
+def update(scheduler: Scheduler, output: SchedulerOutput, *sampled: list[int], **more: Any) -> list[EngineOutput]:
     results = scheduler.update(output, ModelRunnerOutput(list(sampled), **more))
     scheduler.check_integrity()
     return results

@@ -12,7 +12,7 @@ from tests.helpers.fake_engine import FakeEngine
 
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
-from fleetfoot.records.request import Request, RequestStatus, StepResult
+from fleetfoot.records.request import EngineOutput, Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -85,7 +85,7 @@ def schedule(scheduler: Scheduler) -> SchedulerOutput:
     return output
 
 
-def update(scheduler: Scheduler, output: SchedulerOutput, **transfers: Any) -> list[StepResult]:
+def update(scheduler: Scheduler, output: SchedulerOutput, **transfers: Any) -> list[EngineOutput]:
     result = ModelRunnerOutput([[7]] * output.num_sampled)
     if transfers:
         result.kv_connector_output = KVConnectorOutput(**transfers)
@@ -94,7 +94,7 @@ def update(scheduler: Scheduler, output: SchedulerOutput, **transfers: Any) -> l
     return results
 
 
-def step(scheduler: Scheduler, **transfers: Any) -> tuple[SchedulerOutput, list[StepResult]]:
+def step(scheduler: Scheduler, **transfers: Any) -> tuple[SchedulerOutput, list[EngineOutput]]:
     output = schedule(scheduler)
     return output, update(scheduler, output, **transfers)
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.executor.protocol import Executor
-from fleetfoot.records.request import Request, RequestStatus, StepResult
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.request import EngineOutput, Request, RequestStatus
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.utils.process import run_all
-
-StepOutput = tuple[list[StepResult], ModelRunnerOutput]
 
 
 @dataclass(slots=True)
@@ -78,7 +76,7 @@ class EngineCore:
         """End a request. Its tokens of steps in flight are discarded."""
         self.scheduler.finish(request_id, status, stop_reason)
 
-    def step(self, before_update: Callable[[], object] = _no_callback) -> StepOutput | None:
+    def step(self, before_update: Callable[[], object] = _no_callback) -> list[EngineOutput] | None:
         """Run one iteration of the loop.
 
         An idle step, which computes nothing and serves the KV connector, blocks until a transfer makes progress or a
@@ -89,20 +87,20 @@ class EngineCore:
                 finishes end there: their tokens in the result are discarded.
 
         Returns:
-            The result of the oldest step in flight; None if no step was retired.
+            The outputs of the oldest step in flight; None if no step was retired.
         """
         run = self.step_overlapped if self._depth else self.step_lockstep
-        output = run(before_update)
-        if output is None and not self._in_flight and self.scheduler.has_unfinished:
+        outputs = run(before_update)
+        if outputs is None and not self._in_flight and self.scheduler.has_unfinished:
             raise RuntimeError(f"requests wait for nothing, and none can be scheduled: {self.scheduler.stats()}")
-        return output
+        return outputs
 
-    def step_lockstep(self, before_update: Callable[[], object] = _no_callback) -> StepOutput | None:
+    def step_lockstep(self, before_update: Callable[[], object] = _no_callback) -> list[EngineOutput] | None:
         """Schedule a step, run it, and wait for its result."""
         step = self._launch()
         return None if step is None else self._retire(before_update)
 
-    def step_overlapped(self, before_update: Callable[[], object] = _no_callback) -> StepOutput | None:
+    def step_overlapped(self, before_update: Callable[[], object] = _no_callback) -> list[EngineOutput] | None:
         """Schedule a step behind those in flight, and wait for the oldest if more than `depth` are in flight.
 
         Without a new step that computes, the oldest is retired at once.
@@ -129,18 +127,18 @@ class EngineCore:
         self._in_flight.append(_StepInFlight(scheduler_output, pending, began, scheduled - began, execute_s))
         return scheduler_output
 
-    def _retire(self, before_update: Callable[[], object] = _no_callback) -> StepOutput:
+    def _retire(self, before_update: Callable[[], object] = _no_callback) -> list[EngineOutput]:
         """Wait for the oldest step in flight, and update the scheduler with its result."""
         step = self._in_flight.popleft()
         begin = self.clock()
-        output = step.pending.get()
+        model_output = step.pending.get()
         arrived = self.clock()
         before_update()
-        results = self.scheduler.update(step.scheduler_output, output)
+        outputs = self.scheduler.update(step.scheduler_output, model_output)
         self._record_stats(step, begin, arrived)
         if not self.has_work:
             self.scheduler.check_idle()
-        return results, output
+        return outputs
 
     def _record_stats(self, step: _StepInFlight, begin: float, arrived: float) -> None:
         """Record a step that was waited for from ``begin`` until ``arrived``."""

@@ -231,11 +231,10 @@ class LLMEngine:
         self._check_alive()
         aborted = self.pop_aborted()
         try:
-            step_output = self.core.step(before_update)
-            if step_output is None:
+            engine_outputs = self.core.step(before_update)
+            if engine_outputs is None:
                 return aborted
-            results, output = step_output
-            outputs = self._output_processor.process(results, output, self._clock())
+            outputs = self._output_processor.process(engine_outputs, self._clock())
             self.core.drain()
         except BaseException as error:  # also KeyboardInterrupt: an interrupted step leaves inconsistent state
             self._fail(error)

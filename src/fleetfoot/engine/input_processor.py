@@ -35,7 +35,7 @@ class EngineRequest:
     prompt: str | None
     """Text, if known."""
     prompt_token_ids: list[int]
-    packed_prompt: bytes
+    token_array: array[int]
     """``prompt_token_ids`` as int32."""
     params: SamplingParams
     """Validated; not shared with the caller, but possibly with other requests."""
@@ -134,7 +134,7 @@ class InputProcessor:
             request_id=request_id,
             prompt=text,
             prompt_token_ids=token_ids,
-            packed_prompt=ids.astype(np.int32).tobytes(),
+            token_array=array("i", ids.astype(np.int32).tobytes()),
             params=params,
             bad_words_token_ids=self._bad_words(tuple(params.bad_words)) if params.bad_words else [],
             kv_transfer_params=_kv_transfer_params(params),
@@ -171,7 +171,7 @@ class InputProcessor:
         return [
             Request(
                 request.request_id if params.n == 1 else f"{request.request_id}{COPY_MARK}{index}",
-                array("i", request.packed_prompt),
+                request.token_array,
                 params,
                 max_tokens=request.max_tokens,
                 seed=request_seed(seed, index, self._seed, number),

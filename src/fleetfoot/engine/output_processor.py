@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.records.logprobs import Logprob, RowLogprobs, logprob_dict
 from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fleetfoot.records.request import Request, RequestStatus, StepResult
+from fleetfoot.records.request import EngineOutput, Request, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind
-from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -46,7 +45,9 @@ class _Sequence:
         self.state = state
         self.text = text
         self.has_text = state.detokenize
-        self.is_fast = state.kind is FINAL_ONLY and not state.detokenize
+        params = state.request.params
+        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        self.is_fast = state.kind is FINAL_ONLY and not (state.detokenize or has_logprobs)
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] = []
         self.total_logprob = 0.0
@@ -142,8 +143,8 @@ class OutputProcessor:
     def has(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def process(self, results: list[StepResult], output: ModelRunnerOutput, now: float) -> list[RequestOutput]:
-        """Process the results of a step.
+    def process(self, outputs: list[EngineOutput], now: float) -> list[RequestOutput]:
+        """Process the outputs of a step.
 
         Args:
             now: when its tokens arrived, in seconds of a monotonic clock.
@@ -153,22 +154,21 @@ class OutputProcessor:
         """
         updated: dict[int, _RequestState] = {}
         sequences, sample_itl = self._sequences, self._stats.itl.append
-        has_logprobs = bool(output.logprobs or output.prompt_logprobs)
         num_tokens = 0
-        for result in results:
-            request = result.request
+        for output in outputs:
+            request = output.request
             sequence = sequences.get(request.request_id)
             if sequence is None:
                 continue  # ended by a stop string while this step was in flight
-            new_token_ids = result.new_token_ids
-            if sequence.is_fast and sequence.last_token_ts and request.status is RUNNING and not has_logprobs:
+            new_token_ids = output.new_token_ids
+            if sequence.is_fast and sequence.last_token_ts and request.status is RUNNING:
                 # Fast path: no streaming, text or logprobs
                 num_tokens += len(new_token_ids)
                 sequence.token_ids += new_token_ids
                 sample_itl(now - sequence.last_token_ts)
                 sequence.last_token_ts = now
                 continue
-            num_tokens += self._update(sequence, result, output, now)
+            num_tokens += self._update(sequence, output, now)
             state = sequence.state
             if state.kind is not FINAL_ONLY or not state.num_unfinished:
                 updated[id(state)] = state
@@ -188,17 +188,17 @@ class OutputProcessor:
 
     # --- update of a sequence -----------------------------------------------------------------------------------------
 
-    def _update(self, sequence: _Sequence, result: StepResult, output: ModelRunnerOutput, now: float) -> int:
+    def _update(self, sequence: _Sequence, output: EngineOutput, now: float) -> int:
         """Returns the number of new tokens, without those after a stop string."""
-        request, new_token_ids = result.request, result.new_token_ids
-        if result.index in output.prompt_logprobs:
-            self._add_prompt_logprobs(sequence.state, *output.prompt_logprobs[result.index])
+        request, new_token_ids = output.request, output.new_token_ids
+        if output.prompt_logprobs is not None:
+            self._add_prompt_logprobs(sequence.state, *output.prompt_logprobs)
         if new_token_ids:
             new_token_ids = self._detokenize(sequence, new_token_ids)
             sequence.token_ids += new_token_ids
             self._record_arrival(sequence, now)
-            if result.index in output.logprobs:
-                self._add_logprobs(sequence, output.logprobs[result.index][: len(new_token_ids)])
+            if output.logprobs is not None:
+                self._add_logprobs(sequence, output.logprobs[: len(new_token_ids)])
             if sequence.text.stop_string is not None:
                 self._finish(sequence, "stop", sequence.text.stop_string)
         if request.is_finished and sequence.finish_reason is None:

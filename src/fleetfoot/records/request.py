@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 
 
@@ -178,10 +179,14 @@ class Request:
 
 
 @dataclass(slots=True)
-class StepResult:
-    """The result of a step for one request."""
+class EngineOutput:
+    """The output of a step for one sequence."""
 
     request: Request
     new_token_ids: list[int]
     index: int
-    """Its batch index, to find its logprobs; -1: the step ended the request without computing it."""
+    """Batch index; -1: the step ended the request without computing it."""
+    logprobs: list[RowLogprobs] | None = None
+    """An entry for each new token, for requests with logprobs."""
+    prompt_logprobs: tuple[int, list[RowLogprobs]] | None = None
+    """As in `fleetfoot.records.step.ModelRunnerOutput`."""

@@ -18,7 +18,7 @@ from itertools import chain
 
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput
-from fleetfoot.records.request import Request, RequestStatus, StepResult
+from fleetfoot.records.request import EngineOutput, Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.block_pool import BlockPool
 from fleetfoot.scheduler.config import SchedulerConfig
@@ -319,14 +319,14 @@ class Scheduler:
 
     # --- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[StepResult]:
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Process the result of the oldest step in flight: append tokens, end requests, free blocks and rows."""
         in_flight, batch = self._in_flight.popleft()
         if in_flight is not output:
             raise RuntimeError(f"step {output.step} was updated before step {in_flight.step}, which is older")
         self._newest_updated = output.step
         self.drafting.update(output, batch, result)
-        results: list[StepResult] = []
+        results: list[EngineOutput] = []
         if result.kv_connector_output is not None:  # first: it may concern requests that end in this step
             self._update_transfers(result.kv_connector_output, results)
         sampled, num_sampled = result.sampled_token_ids, output.num_sampled
@@ -336,7 +336,7 @@ class Scheduler:
                 self._update_stopped(request, sampled[index] if index < num_sampled else [], index, results)
             elif index >= num_sampled:
                 if request.has_prompt_logprobs:
-                    results.append(StepResult(request, [], index))
+                    results.append(EngineOutput(request, [], index))
             else:
                 new_token_ids = sampled[index]
                 token_ids = request.token_ids
@@ -346,7 +346,11 @@ class Scheduler:
                         self._end(request, RequestStatus.FINISHED_LENGTH, None)
                 else:
                     new_token_ids = self._append_tokens(request, new_token_ids)
-                results.append(StepResult(request, new_token_ids, index))
+                results.append(EngineOutput(request, new_token_ids, index))
+        if result.logprobs or result.prompt_logprobs:
+            for item in results:
+                item.logprobs = result.logprobs.get(item.index)
+                item.prompt_logprobs = result.prompt_logprobs.get(item.index)
         for index, message in result.invalid.items():
             self._fail(batch[index], message, len(sampled[index]), results)
         if self._num_ended:
@@ -370,25 +374,25 @@ class Scheduler:
         return new_token_ids
 
     def _update_stopped(
-        self, request: Request, new_token_ids: list[int], index: int, results: list[StepResult]
+        self, request: Request, new_token_ids: list[int], index: int, results: list[EngineOutput]
     ) -> None:
         """Update a request that stopped running while this step was in flight.
 
         The tokens of an ended request are discarded; those of a preempted request count.
         """
         if request.status is RequestStatus.PREEMPTED and (new_token_ids or request.has_prompt_logprobs):
-            results.append(StepResult(request, self._append_tokens(request, new_token_ids), index))
+            results.append(EngineOutput(request, self._append_tokens(request, new_token_ids), index))
         self._release(request)
 
-    def _update_transfers(self, output: KVConnectorOutput, results: list[StepResult]) -> None:
+    def _update_transfers(self, output: KVConnectorOutput, results: list[EngineOutput]) -> None:
         ended = self.transfers.update(output)
         for request in ended.requeued:
             self._waiting.push(request)
         for request, reason in ended.failed:
             self._end(request, RequestStatus.FINISHED_ERROR, reason)
-            results.append(StepResult(request, [], -1))
+            results.append(EngineOutput(request, [], -1))
 
-    def _fail(self, request: Request, message: str, num_new: int, results: list[StepResult]) -> None:
+    def _fail(self, request: Request, message: str, num_new: int, results: list[EngineOutput]) -> None:
         """End a request whose last new token of this step is invalid, and remove that token."""
         result = next((result for result in results if result.request is request), None)
         if result is None or len(result.new_token_ids) < num_new:
