@@ -27,7 +27,7 @@ from tests.helpers.recording_device import RecordingDevice
 
 from fleetfoot import LLM, LLMEngine, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.config.fields import ConfigError
+from fleetfoot.config.json_fields import ConfigError
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend

@@ -343,12 +343,6 @@ def test_the_record_survives_pickling_and_replacing() -> None:
         dataclasses.replace(config, num_layers=2)
 
 
-def test_sizes_in_memory() -> None:
-    config = parse(llama(num_hidden_layers=2))
-    assert config.kv_bytes_per_token("bfloat16") == 2 * 2 * 2 * 8 * 2
-    assert config.kv_bytes_per_token("float32") == 2 * config.kv_bytes_per_token("float16")
-
-
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config.json in .*a model folder holds config.json"):
         load_model_config(tmp_path)

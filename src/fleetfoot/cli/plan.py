@@ -85,7 +85,7 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
     Raises:
         ValueError, TypeError, FileNotFoundError: no plan can be made.
     """
-    from fleetfoot.config.fields import ConfigError
+    from fleetfoot.config.json_fields import ConfigError
     from fleetfoot.config.model import read_config_json
     from fleetfoot.plan.features import ModelFeatures
     from fleetfoot.plan.report import decision_report, plan_report

@@ -1,15 +1,15 @@
-"""Everything that a user can set about an engine, in one frozen record; CLI flags and ``LLM`` keywords come from it."""
+"""All settings of an engine. CLI flags and ``LLM`` keywords are derived from the fields."""
 
 from __future__ import annotations
 
 import math
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from fleetfoot.config.compilation import CompilationConfig
-from fleetfoot.config.generation import GenerationOverride
+from fleetfoot.config.json_fields import JSONSettings
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.config.model import GenerationOverride
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.config.vllm_names import ENGINE_KEYWORDS
 from fleetfoot.utils.validation import is_host, unknown_keyword
@@ -23,18 +23,47 @@ ExecutorBackend = Literal["auto", "uni", "mp"]
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 
 MAX_OFFLOADING_GIB = 1 << 33
-"""From there on the number of bytes would not fit in 64 bits."""
+"""From here on the number of bytes does not fit in 64 bits."""
 EMBEDDED_MODEL = "story-llama"
-"""The name of the model that the package carries; the default of ``model``."""
+"""The name of the model in the package; the default of ``model``."""
+
+
+COMPILATION_MODES = ("NONE", "STOCK_TORCH_COMPILE")
+"""Indices are vLLM's numbers of the modes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompilationConfig(JSONSettings):
+    """``--compilation-config``; names as in vLLM."""
+
+    setting: ClassVar[str] = "compilation_config"
+
+    mode: str | int = "NONE"
+    """One of COMPILATION_MODES, given by name or number, stored as the name."""
+
+    def __post_init__(self) -> None:
+        mode = self.mode
+        if isinstance(mode, int) and not isinstance(mode, bool) and 0 <= mode < len(COMPILATION_MODES):
+            mode = COMPILATION_MODES[mode]
+        if mode not in COMPILATION_MODES:
+            known = ", ".join(f"{number} or {name}" for number, name in enumerate(COMPILATION_MODES))
+            raise ValueError(f"compilation_config: mode is {self.mode!r}; it can be {known}")
+        object.__setattr__(self, "mode", mode)
+
+    @property
+    def uses_torch_compile(self) -> bool:
+        return self.mode == "STOCK_TORCH_COMPILE"
 
 
 def _flag(default: Any, help: str, *, choices: Any = None, record: Any = None, is_hashed: bool | None = None) -> Any:
-    """A field with the help text that the CLI shows.
+    """A field with its documentation, which is also the CLI's help text.
 
     Args:
-        choices: a Literal type with the values that it can have.
-        record: a class whose ``parse`` makes the value out of a dictionary or JSON text.
-        is_hashed: False for a value that has no hash, and is left out of the config's.
+        default: the default value.
+        help: what the field sets.
+        choices: a Literal type of the allowed values.
+        record: a class with a ``parse`` method for dictionaries and JSON text.
+        is_hashed: False for a value without a hash.
     """
     metadata: dict[str, Any] = {"help": help}
     if choices is not None:
@@ -49,8 +78,8 @@ class EngineConfig:
     """Settings of one engine. Every field has a flag of the same name with dashes and an ``LLM`` keyword.
 
     Raises:
-        ValueError: a value is out of its range; the message names the field, the value and what would work.
-        TypeError: a value has the wrong type, or (from `from_keywords`) a keyword is not known.
+        ValueError: a value is out of range; the message names the field, the value and what would work.
+        TypeError: a value has the wrong type, or (in `from_keywords`) a keyword is unknown.
     """
 
     model: str = _flag(EMBEDDED_MODEL, "a checkpoint folder or a hub id; without it the embedded model runs")
@@ -140,7 +169,7 @@ class EngineConfig:
             if record is None:
                 _check_type(item.name, value, str(item.type))
             elif value is not None:
-                object.__setattr__(self, item.name, record.parse(value))  # frozen to all but its own making
+                object.__setattr__(self, item.name, record.parse(value))
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:
                 is_task = item.name == "runner" and value in ("generate", "pooling")
@@ -185,7 +214,7 @@ class EngineConfig:
 
     @property
     def max_decode_tokens(self) -> int:
-        """Tokens of the largest step of decodes alone: of each request one, and as many as are drafted."""
+        """Tokens of the largest step of decodes alone: one and its drafts for each request."""
         return self.max_num_seqs * self._decode_width
 
     @property
@@ -235,7 +264,11 @@ class EngineConfig:
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], *, owner: str) -> EngineConfig:
-        """Build from keyword arguments; an unknown one is a TypeError of `owner`, with near matches or advice."""
+        """Build from keyword arguments.
+
+        Raises:
+            TypeError: a keyword is unknown; names ``owner``, and near matches or advice.
+        """
         known = [item.name for item in fields(cls)]
         for name in keywords:
             if name not in known:
@@ -244,7 +277,7 @@ class EngineConfig:
 
 
 def _plain(value: Any) -> Any:
-    """A path, or a dtype of torch, as the string that the field holds; scripts pass either."""
+    """Convert paths and torch dtypes, which scripts may pass, to strings."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value).__module__ == "torch" and str(value).startswith("torch."):
@@ -253,7 +286,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
-    """Refuse a value of another type than the field's: a bool is not an int, an int is a fine float."""
+    """Raise TypeError for a value of the wrong type. A bool is not an int; an int is a valid float."""
     if value is None and "None" in annotation:
         return
     if annotation.startswith("bool"):

@@ -1,4 +1,4 @@
-"""The environment: the only module of the package that reads it, so what a run depends on can be read here."""
+"""Environment variables. No other module of the package reads them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 USE_V2_MODEL_RUNNER = "FLEETFOOT_USE_V2_MODEL_RUNNER"
 """Unset: the oracle chooses the model runner; ``0``: V1; ``1``: V2. `use_v2_model_runner` reads it."""
 NO_COLOR = "NO_COLOR"
-"""Set to anything but nothing: no colours on terminals (https://no-color.org)."""
+"""Any non-empty value: no colours on terminals (https://no-color.org)."""
 
 
 def use_v2_model_runner(environ: Mapping[str, str] | None = None) -> bool | None:
-    """What ``FLEETFOOT_USE_V2_MODEL_RUNNER`` says; None: it is unset.
+    """The value of ``FLEETFOOT_USE_V2_MODEL_RUNNER``; None: unset.
 
     Args:
         environ: the variables; None: the process's own.
@@ -33,18 +33,18 @@ def use_v2_model_runner(environ: Mapping[str, str] | None = None) -> bool | None
 
 
 def no_color() -> bool:
-    """Whether terminals are to be left without colours and bold."""
+    """Whether terminal output must have no colours."""
     return bool(os.environ.get(NO_COLOR))
 
 
 def for_child(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process to start: this one's, with these variables set."""
+    """The environment of a child process: this process's, with ``variables`` set."""
     return {**os.environ, **variables}
 
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable for this process and those it starts; afterwards it is as it was, also where that was unset."""
+    """Set a variable for this process and its children, and restore it afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -58,7 +58,7 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def defaults(variables: Mapping[str, str]) -> Iterator[None]:
-    """The same for several variables, each only where it is unset."""
+    """Set each of several variables that is unset, and unset them afterwards."""
     with ExitStack() as stack:
         for name, value in variables.items():
             if name not in os.environ:

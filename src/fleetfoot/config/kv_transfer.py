@@ -1,13 +1,13 @@
-"""``kv_transfer_config``: which connector moves KV in or out of the engine, and in which role."""
+"""``kv_transfer_config``: the connector that moves KV in or out of the engine, and its role."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from fleetfoot.config.json_record import checked_object, string_field
+from fleetfoot.config.json_fields import JSONSettings, string_field
 
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 KV_LOAD_FAILURE_POLICIES = ("recompute", "fail")
@@ -17,36 +17,38 @@ _STRINGS = ("kv_connector", "kv_role", "kv_connector_module_path", "engine_id", 
 
 
 @dataclass(frozen=True, slots=True)
-class KVTransferConfig:
-    """What ``--kv-transfer-config`` says; names as in vLLM. It is active once it names a connector and a role."""
+class KVTransferConfig(JSONSettings):
+    """``--kv-transfer-config``; names as in vLLM. It is active if it names a connector and a role."""
+
+    setting: ClassVar[str] = "kv_transfer_config"
 
     kv_connector: str | None = None
     """Name of the connector's class."""
     kv_role: str | None = None
     """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
     kv_connector_module_path: str | None = None
-    """The module that the class is imported from, for connectors that are not Fleetfoot's own."""
+    """The module of the class, for connectors outside Fleetfoot."""
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """The connector's own settings, handed to it as they are."""
+    """Settings of the connector, passed to it unchecked."""
     engine_id: str | None = None
-    """The name that other engines know this one by."""
+    """Name of this engine for other engines."""
     kv_rank: int | None = None
-    """Place of this engine among those of a transfer group; for the connector."""
+    """Index of this engine in its transfer group; for the connector."""
     kv_parallel_size: int | None = None
     """Engines in the transfer group; for the connector."""
     kv_ip: str | None = None
-    """Address at which the group meets; for the connector."""
+    """Rendezvous address of the group; for the connector."""
     kv_port: int | None = None
-    """Port at which the group meets; for the connector."""
+    """Rendezvous port of the group; for the connector."""
     kv_buffer_device: str | None = None
-    """Where KV waits on its way, ``cpu`` or ``cuda``; for the connector."""
+    """Device of the transfer buffer, ``cpu`` or ``cuda``; for the connector."""
     kv_buffer_size: int | None = None
-    """Bytes in which KV waits on its way; for the connector."""
+    """Bytes of the transfer buffer; for the connector."""
     kv_load_failure_policy: str = "recompute"
-    """What becomes of a request whose KV cannot be loaded: ``recompute`` computes its tokens here, ``fail`` ends it
-    with the reason."""
+    """What happens to a request whose KV cannot be loaded: ``recompute`` computes its tokens, ``fail`` ends it with an
+    error."""
     kv_transfer_timeout: float = DEFAULT_KV_TRANSFER_TIMEOUT
-    """Seconds after which a transfer that has not ended counts as failed."""
+    """Seconds after which an unfinished transfer fails."""
 
     def __post_init__(self) -> None:
         for name in _STRINGS:
@@ -80,26 +82,17 @@ class KVTransferConfig:
                 "object"
             )
 
-    @classmethod
-    def parse(cls, value: Any) -> KVTransferConfig:
-        """From a dictionary or JSON text.
-
-        Raises:
-            TypeError, ValueError: it is neither, or has a key or value that means nothing; says which.
-        """
-        return value if isinstance(value, cls) else cls(**checked_object("kv_transfer_config", value, cls))
-
     @property
     def is_active(self) -> bool:
-        """Whether KV is really to be moved: an empty config is not active, nor one without a role."""
+        """Whether KV is transferred: the config names a connector and a role."""
         return self.kv_connector is not None and self.kv_role is not None
 
     @property
     def can_load(self) -> bool:
-        """Whether the role lets the engine take KV in."""
+        """Whether the role includes loading KV."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
     @property
     def can_save(self) -> bool:
-        """Whether the role lets the engine give KV out."""
+        """Whether the role includes saving KV."""
         return self.kv_role in ("kv_producer", "kv_both")

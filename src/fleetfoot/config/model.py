@@ -1,4 +1,4 @@
-"""What a model is: the facts of its ``config.json``, in one frozen record that needs no torch."""
+"""Facts of a checkpoint: the shape of its model, and the JSON files of its folder."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleetfoot.config.fields import ConfigError
+from fleetfoot.config.json_fields import ConfigError, check_key, json_object
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""The fields that are sampling defaults. As in vLLM, ``do_sample`` is not one: it has no effect."""
+OWN_DEFAULTS = ("none", "vllm")
+"""Values of the setting ``generation_config`` for no file; the second is vLLM's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021, "RoFormer") and how it is stretched to longer contexts."""
+    """Rotary position embedding (Su et al. 2021, "RoFormer") and its scaling to longer contexts."""
 
     theta: float = 10000.0
     """Base of the geometric series of wavelengths."""
     rope_type: str = "default"
     """``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """What the type needs beside theta, under the names of ``config.json`` (``factor``, ``low_freq_factor``, ...)."""
+    """Further parameters of the type, by their names in ``config.json`` (``factor``, ``low_freq_factor``, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +35,35 @@ class ModelConfig:
     """The shape of a decoder-only model. Sizes are counts; ``head_dim`` is in elements."""
 
     architecture: str
-    """The entry of ``architectures`` that names the model class, ``LlamaForCausalLM`` for example."""
+    """The model class from ``architectures``, for example ``LlamaForCausalLM``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Width of the MLP."""
     num_layers: int
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    """Longest context, in tokens."""
     rms_norm_eps: float = 1e-6
     rope: RopeConfig = RopeConfig()
     layer_windows: tuple[int | None, ...] = ()
-    """For each layer, how many of the last positions a token sees, itself included; None: all of them. Empty: no layer
-    has a window; it is filled up with None."""
+    """For each layer, how many positions a token attends to, its own included; None: all. Empty: no layer has a window
+    (replaced by None for each)."""
     tie_word_embeddings: bool = False
+    """Whether the logits head is the embedding."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """An RMSNorm over each head of q and k before the rotation (Qwen3)."""
+    """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
     dtype: str = "float32"
-    """The checkpoint's own dtype: one of DTYPES."""
+    """Dtype of the checkpoint, one of DTYPES."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end a reply, from ``generation_config.json`` where there is one, else from ``config.json``."""
+    """End tokens, from ``generation_config.json`` if it has them, else from ``config.json``."""
 
     def __post_init__(self) -> None:
         if not self.layer_windows:
@@ -68,7 +76,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Weights in all; a tied output embedding is counted once."""
+        """Number of weights; a tied logits head is counted once."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
         attention += (q + 2 * kv if self.qkv_bias else 0) + (self.hidden_size if self.o_bias else 0)
@@ -78,25 +86,21 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of K and V that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
-
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """The object in ``config.json``, as it stands.
+    """The content of ``config.json``.
 
     Raises:
-        ConfigError: the file is missing or holds no JSON object.
+        ConfigError: the file is missing or is not a JSON object.
     """
     return _read_json(Path(folder) / "config.json", required=True)
 
 
 def read_generation_json(folder: str | Path) -> dict[str, Any]:
-    """The object in ``generation_config.json``, as it stands; empty if there is no such file.
+    """The content of ``generation_config.json``; empty if there is no such file.
 
     Raises:
-        ConfigError: the file holds no JSON object.
+        ConfigError: the file is not a JSON object.
     """
     return _read_json(Path(folder) / "generation_config.json", required=False)
 
@@ -113,3 +117,55 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a JSON {type(content).__name__}, not an object")
     return content
+
+
+# --- generation_config.json -----------------------------------------------------------------------------------------
+
+
+class GenerationOverride:
+    """``override_generation_config``: values that replace those of the file; null means the engine's default."""
+
+    @staticmethod
+    def parse(value: Any) -> dict[str, Any]:
+        """A copy of a dictionary, or the object in JSON text.
+
+        Raises:
+            TypeError, ValueError: not an object, or a key outside GENERATION_FIELDS.
+        """
+        content = json_object("override_generation_config", value)
+        for key in content:
+            check_key("override_generation_config", key, GENERATION_FIELDS)
+        return dict(content)
+
+
+def generation_file(setting: str, model_folder: Path) -> Path | None:
+    """The file that the setting ``generation_config`` selects; None: no file.
+
+    Args:
+        setting: ``auto``, one of OWN_DEFAULTS, or a folder.
+        model_folder: the checkpoint.
+
+    Raises:
+        ValueError: the setting is a folder without generation_config.json.
+    """
+    if setting in OWN_DEFAULTS:
+        return None
+    path = Path(model_folder if setting == "auto" else setting).expanduser() / "generation_config.json"
+    if path.is_file():
+        return path
+    if setting != "auto":
+        raise ValueError(
+            f"generation_config is {setting!r}, but there is no file {path.absolute()}; it can be 'auto' (the model's "
+            "own), 'none' (the engine's defaults) or a folder with a generation_config.json"
+        )
+    return None
+
+
+def read_generation_fields(path: Path) -> Mapping[str, Any]:
+    """The GENERATION_FIELDS of the file that are not null.
+
+    Raises:
+        ConfigError: the file is not a JSON object.
+    """
+    content = read_generation_json(path.parent)
+    return {name: content[name] for name in GENERATION_FIELDS if content.get(name) is not None}

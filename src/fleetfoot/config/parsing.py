@@ -1,15 +1,18 @@
-"""From the many spellings of ``config.json`` to one ModelConfig: one screen of field names per model family."""
+"""Parses the ``config.json`` of the supported model families into a `ModelConfig`."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fleetfoot.config.fields import ConfigError, Fields
-from fleetfoot.config.model import DTYPES, ModelConfig, read_config_json, read_generation_json
-from fleetfoot.config.rope import parse_rope
+from fleetfoot.config.json_fields import ConfigError, Fields
+from fleetfoot.config.model import DTYPES, ModelConfig, RopeConfig, read_config_json, read_generation_json
+
+logger = logging.getLogger(__name__)
 
 LayerWindows = tuple[int | None, ...]
 
@@ -18,14 +21,27 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What one architecture makes of the fields: its defaults, its biases and which layers see a window only."""
+    """How an architecture reads ``config.json``: defaults, biases and sliding windows."""
 
     model_type: str
     base_model: str
-    """The name under which the model is exported without its head."""
+    """The class name of the model without its logits head."""
     defaults: Mapping[str, Any]
     traits: Callable[[Fields], dict[str, bool]]
     windows: Callable[[Fields, int], LayerWindows]
+
+
+def load_model_config(folder: str | Path) -> ModelConfig:
+    """Read ``config.json`` (and ``generation_config.json``) of a local checkpoint folder.
+
+    Raises:
+        ConfigError: the file is missing or is not JSON, or a field is missing or not supported; the message
+            names the file, the field, the value found and what would work.
+    """
+    path = Path(folder)
+    config = read_config_json(path)
+    generation = read_generation_json(path)
+    return parse_model_config(config, generation, source=str(path / "config.json"))
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelConfig:
@@ -36,14 +52,13 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     token ids.
 
     Args:
-        config: the object in ``config.json``, in today's style (``rope_parameters``, ``dtype``, ``layer_types``) or
-            yesterday's (``rope_theta``, ``rope_scaling``, ``torch_dtype``).
-        generation: the object in ``generation_config.json``; empty if there is none. Its token ids come first.
+        config: the content of ``config.json``, with current names (``rope_parameters``, ``dtype``, ``layer_types``) or
+            older ones (``rope_theta``, ``rope_scaling``, ``torch_dtype``).
+        generation: the content of ``generation_config.json``; empty if there is none. Its token ids take precedence.
         source: the path of ``config.json``, for messages.
 
     Raises:
-        ConfigError: a field is wrong or asks for what the engine does not do; names the field, the value found and
-            what would work.
+        ConfigError: a field is invalid or not supported; names the field, the value and what would work.
     """
     architecture, family = _family(config, source)
     fields = Fields(config, {**_COMMON_DEFAULTS, **family.defaults}, source, nullable=_NULLABLE)
@@ -75,7 +90,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
 
 def _family(config: Mapping[str, Any], source: str) -> tuple[str, _Family]:
     names = config.get("architectures")
-    if not names:  # absent from some exports, where the model type still tells
+    if not names:  # some exports have the model type only
         model_type = config.get("model_type")
         names = [name for name, family in _FAMILIES.items() if family.model_type == model_type]
         if not names:
@@ -117,7 +132,7 @@ def _heads(fields: Fields) -> tuple[int, int, int]:
     if head_dim % 2:
         raise ConfigError(
             f"{fields.source}: head_dim is {head_dim} (hidden_size {hidden_size}, {num_heads} heads); "
-            "expected an even number, for the rotary embedding turns pairs of elements"
+            "expected an even number, because the rotary embedding rotates pairs of elements"
         )
     return num_heads, num_kv_heads, head_dim
 
@@ -141,7 +156,7 @@ def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple
     ids = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
         raise fields.error("eos_token_id", "expected a token id or a list of token ids, integers of at least 0")
-    # A shrunken vocabulary often keeps the ids of the full one; what is outside can never be sampled.
+    # a reduced vocabulary often keeps the ids of the full one; ids outside it can never be sampled
     return tuple(dict.fromkeys(token for token in ids if token < vocab_size))
 
 
@@ -172,14 +187,14 @@ def _no_windows(fields: Fields, num_layers: int) -> LayerWindows:
 
 
 def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
-    """One window for all layers; null means none, and absent means the 4096 of the first Mistral."""
+    """One window for all layers. Null means none; absent means 4096, as in the first Mistral."""
     window = fields.optional_integer("sliding_window")
     layer_type = _FULL if window is None else _SLIDING
     return _windows_by_layer(fields, [layer_type] * num_layers, {layer_type: window})
 
 
 def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
-    """With ``use_sliding_window``, the layers that ``layer_types`` names, else those from ``max_window_layers`` on."""
+    """With ``use_sliding_window``: the layers in ``layer_types``, else those from ``max_window_layers`` on."""
     window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
     if window is None:
         return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
@@ -189,7 +204,7 @@ def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
 
 
 def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, int | None]) -> LayerWindows:
-    """The window of each layer: ``windows`` has that of each layer type that the other fields allow."""
+    """The window of each layer. ``windows`` maps the layer types that the other fields allow to their windows."""
     layer_types = default if fields.raw("layer_types") is None else fields.raw("layer_types")
     fits = isinstance(layer_types, list) and len(layer_types) == len(default)
     if not fits or any(layer_type not in list(windows) for layer_type in layer_types):
@@ -201,7 +216,7 @@ def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, 
 
 
 _NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id")
-# What `transformers` 5 takes for a field that is absent.
+# defaults of `transformers` 5 for absent fields
 _COMMON_DEFAULTS: dict[str, Any] = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -250,16 +265,110 @@ _FAMILIES: dict[str, _Family] = {
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
-def load_model_config(folder: str | Path) -> ModelConfig:
-    """Read ``config.json`` (and ``generation_config.json``) of a local checkpoint folder.
+# --- rotary embedding -----------------------------------------------------------------------------------------------
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+_YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN_OPTIONS),
+}
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+
+def parse_rope(config: Fields, source: str) -> RopeConfig:
+    """Read ``rope_parameters`` (current), or ``rope_theta`` and ``rope_scaling`` (older).
+
+    ``rope_scaling`` takes precedence over ``rope_parameters``, and a theta inside the object over one beside it.
 
     Raises:
-        ConfigError: the file is missing or is not JSON, or a field is missing or not supported; the message
-            names the file, the field, the value found and what would work.
+        ConfigError: an unknown type, a missing or invalid parameter, or a partial rotation.
     """
-    from fleetfoot.config.parsing import parse_model_config  # one screen of field names, kept apart from the record
+    name = "rope_scaling" if config.mapping("rope_scaling") else "rope_parameters"
+    content = config.mapping(name)
+    if any(isinstance(value, dict) for value in content.values()):
+        raise config.error(name, "one set of parameters for all layers is supported, not one per layer type")
+    rope = Fields(content, {"rope_type": content.get("type") or "default"}, source, prefix=f"{name}.")
 
-    path = Path(folder)
-    config = read_config_json(path)
-    generation = read_generation_json(path)
-    return parse_model_config(config, generation, source=str(path / "config.json"))
+    rope_type = rope.raw("rope_type")
+    if rope_type not in ROPE_TYPES:
+        raise rope.error("rope_type", f"supported: {', '.join(ROPE_TYPES)}")
+    rotated = _holder("partial_rotary_factor", rope, config)
+    if rotated.number("partial_rotary_factor") != 1.0:
+        raise rotated.error("partial_rotary_factor", "only 1.0, the rotation of the whole head, is supported")
+    unused = [key for key, value in content.items() if value is not None and key not in _known(rope_type)]
+    if unused:
+        logger.warning("%s: %s of rope type %r: no such parameter, it has no effect", source, unused, rope_type)
+    return RopeConfig(
+        theta=_holder("rope_theta", rope, config).number("rope_theta"),
+        rope_type=rope_type,
+        parameters=_parameters(rope_type, rope, config),
+    )
+
+
+def _holder(name: str, rope: Fields, config: Fields) -> Fields:
+    """The rope object if it has the field, else the outer object, which has the default."""
+    return config if rope.raw(name) is None else rope
+
+
+def _known(rope_type: str) -> tuple[str, ...]:
+    return (*_COMMON, *_PARAMETERS[rope_type])
+
+
+def _parameters(rope_type: str, rope: Fields, config: Fields) -> Mapping[str, Any]:
+    if rope_type == "llama3":
+        return _llama3(rope, config)
+    if rope_type == "yarn":
+        return _yarn(rope, config)
+    return {key: rope.number(key) for key in _PARAMETERS[rope_type]}
+
+
+def _original_max_positions(rope: Fields, config: Fields) -> int:
+    """The context length before it was extended."""
+    name = "original_max_position_embeddings"
+    if config.raw(name) is not None:  # beside the rope parameters it takes precedence
+        return config.integer(name)
+    if rope.raw(name) is not None:
+        return rope.integer(name)
+    return config.integer("max_position_embeddings")
+
+
+def _llama3(rope: Fields, config: Fields) -> Mapping[str, Any]:
+    parameters = {key: rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    if parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+        raise rope.error("high_freq_factor", f"expected more than low_freq_factor, {parameters['low_freq_factor']:g}")
+    return {**parameters, "original_max_position_embeddings": _original_max_positions(rope, config)}
+
+
+def _yarn(rope: Fields, config: Fields) -> Mapping[str, Any]:
+    """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models")."""
+    original = _original_max_positions(rope, config)
+    if rope.raw("factor") is None and original != config.integer("max_position_embeddings"):
+        factor = config.integer("max_position_embeddings") / original
+    else:
+        factor = rope.number("factor")
+    if rope.raw("attention_factor") is not None:
+        attention_factor = rope.number("attention_factor")
+    elif rope.raw("mscale") and rope.raw("mscale_all_dim"):
+        attention_factor = _mscale(factor, rope.number("mscale")) / _mscale(factor, rope.number("mscale_all_dim"))
+    else:
+        attention_factor = _mscale(factor, 1.0)
+    base = _holder("rope_theta", rope, config)
+    if base.number("rope_theta") <= 1.0:
+        raise base.error("rope_theta", "yarn takes its logarithm and needs more than 1")
+    return {
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "attention_factor": attention_factor,
+        "beta_fast": rope.number("beta_fast") if rope.raw("beta_fast") else 32.0,
+        "beta_slow": rope.number("beta_slow") if rope.raw("beta_slow") else 1.0,
+        "truncate": True if rope.raw("truncate") is None else rope.boolean("truncate"),
+    }
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""How a model is cut: heads, columns and the vocabulary over a tensor group, layers over a pipeline. No torch.
+"""How a model is sharded: heads, columns and the vocabulary over a tensor group, layers over a pipeline.
 
 The scheme is that of Megatron-LM (Shoeybi et al. 2019): q, k, v, gate and up by outputs, o and down by inputs, so that
 a decoder layer needs two sums over the ranks and nothing else.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from fleetfoot.config.model import ModelConfig
 
 _VOCAB_MULTIPLE = 16
-"""A rank's rows of the vocabulary are filled up to a multiple of this, so that rows of logits stay aligned for wide
-loads. One rank alone holds the vocabulary as it is."""
+"""A rank's share of the vocabulary is padded to a multiple of this, to align rows of logits for vector loads. A single
+rank holds the unpadded vocabulary."""
 
 
 def check_tensor_parallel_size(config: ModelConfig, size: int) -> None:
@@ -45,13 +45,13 @@ def _tensor_problem(config: ModelConfig, size: int) -> str:
 
 
 def even_span(total: int, rank: int, size: int) -> slice:
-    """The part of ``total`` things that ``rank`` holds, where they can be shared evenly."""
+    """The share of ``rank`` in ``total`` items, which ``size`` divides."""
     share = total // size
     return slice(rank * share, (rank + 1) * share)
 
 
 def kv_head_span(config: ModelConfig, rank: int, size: int) -> slice:
-    """The KV heads that the query heads of ``rank`` read: its share, or one that other ranks hold as well."""
+    """The KV heads that the query heads of ``rank`` read: its share, or one head that other ranks hold too."""
     first = rank * config.num_kv_heads // size
     return slice(first, first + num_kv_heads(config, size))
 
@@ -62,14 +62,14 @@ def num_kv_heads(config: ModelConfig, size: int) -> int:
 
 
 def vocab_rows(vocab_size: int, size: int) -> int:
-    """Rows of the embedding and of the logits head on each of ``size`` ranks; the last ones may be padding."""
+    """Rows of the embedding and of the logits head on each of ``size`` ranks, padding included."""
     if size == 1:
         return vocab_size
     return -(-vocab_size // (size * _VOCAB_MULTIPLE)) * _VOCAB_MULTIPLE
 
 
 def vocab_span(vocab_size: int, rank: int, size: int) -> slice:
-    """The tokens whose rows ``rank`` holds; there may be fewer of them than rows, down to none."""
+    """The token ids on ``rank``: at most `vocab_rows`, possibly none on the last ranks."""
     rows = vocab_rows(vocab_size, size)
     return slice(min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size))
 
@@ -77,10 +77,9 @@ def vocab_span(vocab_size: int, rank: int, size: int) -> slice:
 def pipeline_layers(config: ModelConfig, rank: int, size: int) -> range:
     """The decoder layers that ``rank`` of a pipeline of ``size`` holds.
 
-    A pipeline is as fast as its slowest rank, and a decode step takes as long as reading its weights does. The last
-    rank reads the logits head too, which is as large as several layers of a model with a large vocabulary, so it gets
-    that many fewer layers; the others share theirs evenly, the later ones getting one more where that does not come
-    out even, since the first also holds the embedding.
+    A pipeline is as fast as its slowest rank, and a decode step takes as long as reading the weights. The last rank
+    also reads the logits head, which may be as large as several layers, so it gets that many fewer layers. The others
+    share the rest evenly; a remainder goes to the later ones, because the first also holds the embedding.
     """
     if size == 1:
         return range(config.num_layers)
@@ -88,20 +87,20 @@ def pipeline_layers(config: ModelConfig, rank: int, size: int) -> range:
     if rank == size - 1:
         return range(config.num_layers - last, config.num_layers)
     base, more = divmod(config.num_layers - last, size - 1)
-    longer = max(0, rank - (size - 1 - more))  # ranks before this one that have one more
+    longer = max(0, rank - (size - 1 - more))  # earlier ranks with one more layer
     begin = rank * base + longer
     return range(begin, begin + base + (rank >= size - 1 - more))
 
 
 def _slowest(config: ModelConfig, last: int, size: int) -> int:
-    """Weights that the slowest rank reads in a step, if the last one has ``last`` layers."""
+    """Weights that the slowest rank reads in a step if the last rank has ``last`` layers."""
     layer = layer_parameters(config)
     others = -(-(config.num_layers - last) // (size - 1))
     return max(others * layer, last * layer + config.vocab_size * config.hidden_size)
 
 
 def layer_parameters(config: ModelConfig, size: int = 1) -> int:
-    """Weights of a decoder layer on the first of ``size`` ranks, which alone has the biases of sums over all ranks."""
+    """Weights of a decoder layer on the first of ``size`` ranks, which alone has the biases of row-parallel layers."""
     hidden, head_dim = config.hidden_size, config.head_dim
     q = config.num_heads // size * head_dim
     kv = num_kv_heads(config, size) * head_dim

@@ -1,46 +1,50 @@
-"""``speculative_config``: who proposes the tokens that the model then verifies several at a time."""
+"""``speculative_config``: how draft tokens are proposed."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from fleetfoot.config.json_record import checked_object, string_field
+from fleetfoot.config.json_fields import JSONSettings, string_field
 from fleetfoot.config.vllm_names import SPECULATIVE_KEYS
 
 SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle")
 EMBEDDED_EAGLE = "story-llama-eagle"
-"""The name of the EAGLE head that the package carries for its embedded model."""
+"""The name of the EAGLE head in the package, for its embedded model."""
 MAX_SPECULATIVE_TOKENS = 64
-"""Beyond this a step would verify more than any drafter gets right."""
+"""More than any drafter predicts correctly."""
 _NGRAM_MODELS = ("ngram", "[ngram]")
-"""What scripts written for vLLM may give as the model to ask for n-grams."""
+"""vLLM's values of ``model`` for n-grams."""
 DEFAULT_PROMPT_LOOKUP_MAX, DEFAULT_PROMPT_LOOKUP_MIN = 5, 1
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculativeConfig:
-    """What ``--speculative-config`` says; names as in vLLM."""
+class SpeculativeConfig(JSONSettings):
+    """``--speculative-config``; names as in vLLM."""
+
+    setting: ClassVar[str] = "speculative_config"
+    advice: ClassVar[Mapping[str, str]] = SPECULATIVE_KEYS
 
     method: str = ""
-    """One of SPECULATIVE_METHODS; empty: ``draft_model`` where there is a model, else ``ngram``."""
+    """One of SPECULATIVE_METHODS; empty: ``draft_model`` if ``model`` is given, else ``ngram``."""
     model: str | None = None
-    """Folder or hub id of the draft model or the EAGLE head; n-grams need none. The embedded model has a head of its
-    own, which ``eagle`` takes when none is named."""
+    """Folder or hub id of the draft model or the EAGLE head; none for n-grams. ``eagle`` defaults to the embedded head
+    for the embedded model."""
     num_speculative_tokens: int = 0
-    """Tokens proposed in a step; must be given."""
+    """Draft tokens per step; required."""
     prompt_lookup_max: int | None = None
-    """Longest n-gram to look for in the tokens so far; filled in where n-grams are the method."""
+    """Longest n-gram to look up in the tokens so far; has a default for method ``ngram``."""
     prompt_lookup_min: int | None = None
-    """Shortest n-gram to look for; likewise."""
+    """Shortest n-gram to look up; likewise."""
     disable_by_batch_size: int | None = None
-    """Steps with more decodes than this are not drafted for; None: all are."""
+    """Steps with more decodes than this propose no drafts; None: no limit."""
     adaptive: bool = True
-    """Whether drafting turns itself off at batch sizes where it is seen not to pay; False: it goes on regardless."""
+    """Whether drafting is disabled at batch sizes where measurements show no gain."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, os.PathLike):  # scripts pass either
+        if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
         string_field("speculative_config", "model", self.model)
         if self.method == "":
@@ -99,7 +103,7 @@ class SpeculativeConfig:
             )
 
     def _fill_in_lookup(self) -> None:
-        """The bound that is not given is its default, or the other one if that leaves nothing between them."""
+        """Fill in missing bounds: the default, or the other bound if the default contradicts it."""
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
         if longest is None:
             longest = max(DEFAULT_PROMPT_LOOKUP_MAX, shortest or 0)
@@ -112,16 +116,3 @@ class SpeculativeConfig:
             )
         object.__setattr__(self, "prompt_lookup_max", longest)
         object.__setattr__(self, "prompt_lookup_min", shortest)
-
-    @classmethod
-    def parse(cls, value: Any) -> SpeculativeConfig:
-        """From a dictionary or JSON text.
-
-        Raises:
-            TypeError, ValueError: it is neither, or has a key or value that means nothing; says which.
-        """
-        return (
-            value
-            if isinstance(value, cls)
-            else cls(**checked_object("speculative_config", value, cls, SPECULATIVE_KEYS))
-        )

@@ -1,4 +1,4 @@
-"""Names that scripts written for vLLM use and that mean nothing here, each with what to do instead."""
+"""vLLM's names that are not supported here, each with what to do instead."""
 
 from __future__ import annotations
 
@@ -77,23 +77,23 @@ CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
     "prompt_token_ids": (None, "give {'prompt_token_ids': [...]} as a prompt"),
     "guided_options_request": (None, "output is not constrained by grammars; leave it out"),
 }
-"""Keywords of vLLM's ``LLM.generate`` and ``LLM.chat``: the value that asks for nothing, and what to do instead."""
+"""Keywords of vLLM's ``LLM.generate`` and ``LLM.chat``: the neutral value, and what to do instead."""
 
 
 def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse keywords that a call does not have, unless they are vLLM's and ask for nothing.
+    """Raise TypeError for keywords that a call does not have, unless they are vLLM's and have a neutral value.
 
     Args:
-        owner: the call as the user knows it, for messages.
-        call: what names the keywords that there are.
-        given: the others, with their values.
+        owner: name of the call, for messages.
+        call: the function, whose parameters are the known keywords.
+        given: the other keywords, with their values.
 
     Raises:
         TypeError: says what to do instead, or lists near names.
     """
     for name, value in given.items():
         neutral, hint = CALL_KEYWORDS.get(name, (None, None))
-        asks_for_nothing = value is None or (isinstance(value, str) and value == neutral)
-        if hint is None or not asks_for_nothing:
+        is_neutral = value is None or (isinstance(value, str) and value == neutral)
+        if hint is None or not is_neutral:
             known = [parameter for parameter in inspect.signature(call).parameters if parameter not in CALL_KEYWORDS]
             raise unknown_keyword(owner, name, [word for word in known if word not in ("self", "unknown")], hint)

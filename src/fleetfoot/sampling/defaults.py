@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fleetfoot.config.generation import generation_file, read_generation_fields
+from fleetfoot.config.model import generation_file, read_generation_fields
 from fleetfoot.records.sampling_params import SamplingParams
 
 _PARAMETERS = {"max_new_tokens": "max_tokens"}

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from fleetfoot.config.json_record import check_key
+from fleetfoot.config.json_fields import check_key
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput
