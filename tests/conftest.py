@@ -1,10 +1,34 @@
-"""Where there is no GPU, Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported."""
+"""What all tests share.
+
+Where there is no GPU, Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
+
+from fleetfoot.native.loading import native_problem
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_PROBLEM = native_problem()
+
+
+@pytest.fixture(autouse=True)
+def no_warning_of_missing_c_kernels() -> Iterator[None]:
+    """Where the C library was not built, each engine warns of it; tests that compare all that is logged do not expect
+    that. Other causes, which tests provoke, are logged."""
+
+    def is_expected(record: logging.LogRecord) -> bool:
+        return not (_PROBLEM and _PROBLEM in record.getMessage())
+
+    logger = logging.getLogger("fleetfoot.engine.build")
+    logger.addFilter(is_expected)
+    yield
+    logger.removeFilter(is_expected)

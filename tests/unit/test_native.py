@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_native import NativeLinear
 from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.native import loading
 from fleetfoot.native.library import load_library, native_available
 from fleetfoot.native.loading import NativeUnavailableError, open_library, supported_variants
 
@@ -435,3 +439,31 @@ def test_one_openmp_runtime() -> None:
     with open("/proc/self/maps") as maps:
         runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line or "libomp" in line}
     assert len(runtimes) == 1
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from fleetfoot.native import loading
+loading.PATH = Path(sys.argv[1])
+print(loading.native_problem())
+assert "torch" not in sys.modules
+"""
+
+
+def probe(path: Path) -> str:
+    """The problem with a library, found by a process without torch."""
+    command = [sys.executable, "-c", PROBE, str(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def test_problems_are_found_without_torch(tmp_path: Path) -> None:
+    assert probe(loading.PATH) == loading.native_problem() == ""
+    assert "libfleetfoot.so was not built" in probe(tmp_path / "libfleetfoot.so")
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    assert f"{tmp_path / 'broken.so'} does not load: " in probe(tmp_path / "broken.so")
+
+
+def test_a_library_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loading._SIGNATURES, "newer_kernel", (None, ()))
+    assert "is of another version: it has no newer_kernel; install Fleetfoot again" in loading.native_problem()

@@ -43,7 +43,7 @@ from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.input_batch import InputBuffers
 from fleetfoot.runner.v2.state import DeviceState
-from fleetfoot.speculative.shape import DrafterShape
+from fleetfoot.speculative.find import DrafterShape
 
 SMALL = ModelConfig("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
 LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")

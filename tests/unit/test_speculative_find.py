@@ -16,8 +16,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.records.kv_layout import KVCacheSpec
-from fleetfoot.speculative.find import DrafterModel, find_drafter
-from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape, drafter_shape
+from fleetfoot.speculative.find import NO_DRAFTER, DrafterModel, DrafterShape, drafter_shape, find_drafter
 from fleetfoot.weights.checkpoint import Checkpoint
 
 DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
@@ -136,8 +135,7 @@ def test_none_of_it_needs_torch() -> None:
 import sys
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.speculative.shape import drafter_shape
-from fleetfoot.speculative.find import find_drafter
+from fleetfoot.speculative.find import drafter_shape, find_drafter
 config = EngineConfig(speculative_config={{"method": "eagle", "num_speculative_tokens": 3}})
 target = load_model_config({str(embedded_model_path())!r})
 assert drafter_shape(config, target, find_drafter(config, target), "float32", "cpu").weight_bytes

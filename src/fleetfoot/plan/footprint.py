@@ -15,7 +15,7 @@ from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.sampling.shape import row_size
-from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape
+from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 
 if TYPE_CHECKING:
     pass

@@ -15,7 +15,7 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision
 from fleetfoot.runner.capture_table import CaptureTable
-from fleetfoot.speculative.shape import NO_DRAFTER, DrafterShape
+from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 
 
 @dataclass(frozen=True, slots=True)

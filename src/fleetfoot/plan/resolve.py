@@ -22,8 +22,7 @@ from fleetfoot.plan.oracle import Decision, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.transfer_context import check_connector_settings
 from fleetfoot.runner.capture_table import CaptureTable
-from fleetfoot.speculative.find import DrafterModel, find_drafter
-from fleetfoot.speculative.shape import drafter_shape
+from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
 from fleetfoot.weights.hub import resolve_model
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}

@@ -1,4 +1,4 @@
-"""Which model drafts, found and held against the one that it drafts for. No torch."""
+"""The model that drafts: found, checked against its target, and what it adds to the engine's memory. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
-from fleetfoot.config.model import ModelConfig, read_config_json
+from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, read_config_json
 from fleetfoot.config.parsing import parse_model_config
+from fleetfoot.config.sharding import layer_parameters
 from fleetfoot.config.speculative import EMBEDDED_EAGLE
+from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 
 _EMBEDDED = {EMBEDDED_MODEL: embedded_model_path, EMBEDDED_EAGLE: embedded_eagle_path}
@@ -22,13 +24,13 @@ class DrafterModel:
     method: str
     """``draft_model`` or ``eagle``."""
     name: str
-    """As it was asked for, for messages."""
+    """As in the settings, for messages."""
     folder: Path
     config: ModelConfig
     """Of an EAGLE head: the shape of its decoder layers."""
 
     def check_length(self, max_model_len: int) -> None:
-        """Raise ValueError if it has not enough positions to draft for requests of ``max_model_len`` tokens."""
+        """Raise ValueError if the drafter has too few positions for requests of ``max_model_len`` tokens."""
         limit = self.config.max_position_embeddings
         if limit < max_model_len:
             raise ValueError(
@@ -41,11 +43,11 @@ class DrafterModel:
 
 
 def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool = False) -> DrafterModel | None:
-    """The model that ``speculative_config`` names; None: there is none, for n-grams or nobody draft.
+    """The model that ``speculative_config`` names; None without speculative decoding, and for n-grams.
 
     Args:
         target: the model that it drafts for.
-        config_only: download no more than says what the model is.
+        config_only: download ``config.json`` only.
 
     Raises:
         ValueError: a model must be named and is not, or it does not fit its method or the target.
@@ -96,7 +98,7 @@ def _read_config(folder: Path, *, is_head: bool) -> ModelConfig:
             f"{source}: architectures is {names!r}, an EAGLE head, which drafts with the target's hidden states; set "
             "method to 'eagle' in speculative_config"
         )
-    # A head's decoder layers are those of an architecture whose name it has, with Eagle put somewhere into it or not.
+    # a head is named like the architecture of its decoder layers, with or without Eagle somewhere in the name
     plain = [name.replace("Eagle", "") for name in names]
     return parse_model_config({**content, "architectures": plain} if is_named_head else content, {}, source)
 
@@ -112,3 +114,70 @@ def _check_fits(drafter: DrafterModel, target: ModelConfig) -> None:
             f"{drafter} has hidden_size {drafter.config.hidden_size} and the model has {target.hidden_size}; a head "
             "reads the hidden states of the model that it was trained for, and drafts for no other"
         )
+
+
+_FLOAT32 = 4
+
+
+def drafter_shape(
+    config: EngineConfig, target: ModelConfig, found: DrafterModel | None, dtype: str, device: str
+) -> DrafterShape:
+    """What drafts add to the memory of the last pipeline stage.
+
+    Args:
+        found: from `find_drafter`.
+        dtype: of weights and KV, the target's. device: ``cpu`` or ``cuda``.
+    """
+    speculative = config.speculative_config
+    if speculative is None:
+        return NO_DRAFTER
+    if found is None:
+        return DrafterShape(speculative.num_speculative_tokens)
+    max_positions = (config.max_model_len or target.max_position_embeddings) + speculative.num_speculative_tokens
+    rotary_table = max_positions * found.config.head_dim * _FLOAT32
+    parameters = _num_parameters(found, target, device, has_embedding=config.pipeline_parallel_size == 1)
+    return DrafterShape(
+        speculative.num_speculative_tokens,
+        parameters * DTYPE_BYTES[dtype] + rotary_table,
+        kv_cache_specs(found.config),
+        found,
+    )
+
+
+def _num_parameters(found: DrafterModel, target: ModelConfig, device: str, *, has_embedding: bool) -> int:
+    """Weights on one rank.
+
+    Args:
+        has_embedding: whether the rank of an EAGLE head has the target's embedding.
+    """
+    config = found.config
+    matrix = config.vocab_size * config.hidden_size
+    layers = config.num_layers * layer_parameters(config)
+    if found.method == "eagle":
+        fc = 2 * config.hidden_size**2 + config.hidden_size  # with the bias, which nearly all have
+        own = 0 if has_embedding or target.tie_word_embeddings else matrix
+        return layers + fc + own
+    # a tied head is the embedding; on a CPU it is packed, which makes a copy
+    return layers + config.hidden_size + matrix * (1 if config.tie_word_embeddings and device != "cpu" else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterShape:
+    """What a drafter adds on the last pipeline stage."""
+
+    num_drafts: int = 0
+    """Draft tokens of each decode in a step."""
+    weight_bytes: int = 0
+    """Of its model on one rank; 0 for n-grams."""
+    kv_specs: tuple[KVCacheSpec, ...] = ()
+    """Its layers in the KV cache, with one rank's heads."""
+    model: DrafterModel | None = None
+    """None: n-grams, or no speculative decoding."""
+
+    def kv_block_bytes(self, dtype: str, block_size: int) -> int:
+        """Bytes of its layers in one KV block."""
+        elements = sum(spec.num_kv_heads * spec.head_dim for spec in self.kv_specs)
+        return 2 * elements * DTYPE_BYTES[dtype] * block_size
+
+
+NO_DRAFTER = DrafterShape()
