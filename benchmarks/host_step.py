@@ -156,7 +156,7 @@ def measure_prompts(args: argparse.Namespace, profiler: cProfile.Profile) -> dic
             profiler.enable()
         device.clear()
         begin = time.perf_counter()
-        checked = engine.check_params(params)
+        checked = engine.input_processor.check_params(params)
         before, has_stepped = engine.num_prompt_tokens, False
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, checked, params_checked=True)

@@ -183,7 +183,7 @@ class LLM:
                 previous = checked = None
                 for prompt, given, priority in zip(prompts, params, priorities, strict=True):
                     if checked is None or given is not previous:  # shared parameters are validated once
-                        previous, checked = given, engine.check_params(_final_only(given))
+                        previous, checked = given, engine.input_processor.check_params(_final_only(given))
                     request_ids.append(self._new_request_id())
                     engine.add_request(request_ids[-1], prompt, checked, priority=priority, params_checked=True)
                     if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):

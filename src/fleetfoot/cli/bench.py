@@ -14,7 +14,7 @@ from fleetfoot.cli.arguments import add_engine_arguments, given_settings
 from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, run_load
 from fleetfoot.cli.bench_report import report, summary
 from fleetfoot.cli.bench_roofline import batch_floors, floor_report, measure_floor
-from fleetfoot.cli.command import Command, StartedEngine, UsageError, add_command, started_engine, usage_errors
+from fleetfoot.cli.command import Command, UsageError, add_command, started_engine, usage_errors
 from fleetfoot.cli.output import dump_object
 from fleetfoot.cli.prompts import read_prompts_file
 from fleetfoot.records.outputs import RequestOutput
@@ -49,9 +49,9 @@ def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_latency(arguments: argparse.Namespace) -> int:
-    with _started(arguments) as started:
+    with _started(arguments) as (engine, start_s):
         workload = Workload(
-            vocab_size=started.engine.input_processor.vocab_size,
+            vocab_size=engine.input_processor.vocab_size,
             input_len=Lengths(arguments.input_len, arguments.input_len),
             output_len=Lengths(arguments.output_len, arguments.output_len),
             seed=arguments.seed,
@@ -59,13 +59,13 @@ def _run_latency(arguments: argparse.Namespace) -> int:
         count = arguments.batch_size
         warm_up = [workload.random_requests(count, stream=(_WARM_UP, i)) for i in range(arguments.num_warmup)]
         measured = [workload.random_requests(count, stream=(_MEASURED, i)) for i in range(arguments.num_iters)]
-        samples = _measure(started, warm_up, measured, arguments.temperature)
+        samples = _measure(engine, warm_up, measured, arguments.temperature)
         settings = _settings(arguments, "input_len", "output_len", "batch_size", "num_iters", "num_warmup")
-        floor = measure_floor(started)
+        floor = measure_floor(engine)
         content = floor_report(floor, samples)
         if floor is not None and content is not None:
             content |= batch_floors(floor, count, arguments.input_len, arguments.output_len)
-        return _finish(report("latency", started, settings, samples, content), arguments.output)
+        return _finish(report("latency", engine, start_s, settings, samples, content), arguments.output)
 
 
 # --- throughput ------------------------------------------------------------------------------------------------------
@@ -103,9 +103,9 @@ def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_throughput(arguments: argparse.Namespace) -> int:
     prompts = _dataset(arguments)
-    with _started(arguments) as started:
+    with _started(arguments) as (engine, start_s):
         workload = Workload(
-            vocab_size=started.engine.input_processor.vocab_size,
+            vocab_size=engine.input_processor.vocab_size,
             input_len=arguments.input_len or _INPUT_LEN,
             output_len=arguments.output_len,
             prefix_len=arguments.prefix_len,
@@ -118,15 +118,15 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
             warm_up = workload.dataset_requests(prompts[: arguments.num_warmup], stream=(_WARM_UP,))
             requests = workload.dataset_requests(prompts, stream=(_MEASURED,))
         requests = workload.with_arrivals(requests, arguments.request_rate)
-        samples = _measure(started, [warm_up], [requests], arguments.temperature)
+        samples = _measure(engine, [warm_up], [requests], arguments.temperature)
         settings = _settings(arguments, "prefix_len", "prompts_file", "num_warmup") | {
             "num_prompts": len(requests),
             "input_len": str(workload.input_len) if prompts is None else None,
             "output_len": str(workload.output_len),
             "request_rate": arguments.request_rate if math.isfinite(arguments.request_rate) else "inf",
         }
-        floor = floor_report(measure_floor(started), samples, is_paced=math.isfinite(arguments.request_rate))
-        return _finish(report("throughput", started, settings, samples, floor), arguments.output)
+        floor = floor_report(measure_floor(engine), samples, is_paced=math.isfinite(arguments.request_rate))
+        return _finish(report("throughput", engine, start_s, settings, samples, floor), arguments.output)
 
 
 def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
@@ -176,7 +176,7 @@ def _rate(word: str) -> float:
     return rate
 
 
-def _started(arguments: argparse.Namespace) -> AbstractContextManager[StartedEngine]:
+def _started(arguments: argparse.Namespace) -> AbstractContextManager[tuple[LLMEngine, float]]:
     """The engine. Random tokens with random weights need no tokenizer, only config.json."""
     if arguments.output is not None and not Path(arguments.output).absolute().parent.is_dir():
         raise UsageError(f"--output {arguments.output}: there is no such folder")  # before the work, not after it
@@ -187,17 +187,17 @@ def _started(arguments: argparse.Namespace) -> AbstractContextManager[StartedEng
 
 
 def _measure(
-    started: StartedEngine,
+    engine: LLMEngine,
     warm_up: Sequence[Sequence[BenchRequest]],
     measured: Sequence[Sequence[BenchRequest]],
     temperature: float,
 ) -> Samples:
     """Run all loads in order; return the samples of ``measured``."""
     for requests in (*warm_up, *measured):
-        _check_lengths(requests, started.engine)
-    _run_loads("Warm-up", started.engine, warm_up, temperature)
-    started.engine.reset_prefix_cache()
-    return _run_loads("Measuring", started.engine, measured, temperature)
+        _check_lengths(requests, engine)
+    _run_loads("Warm-up", engine, warm_up, temperature)
+    engine.reset_prefix_cache()
+    return _run_loads("Measuring", engine, measured, temperature)
 
 
 def _run_loads(

@@ -6,27 +6,34 @@ import dataclasses
 import math
 import platform
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot._version import __version__
 from fleetfoot.cli.bench_load import Samples
-from fleetfoot.cli.command import StartedEngine
 from fleetfoot.cli.output import steps_without_drafts
 from fleetfoot.scheduler.stats import DraftStats, TransferStats
+
+if TYPE_CHECKING:
+    from fleetfoot.engine.engine import LLMEngine
 
 PERCENTILES = (50, 90, 95, 99)
 _MS, _US = 1e3, 1e6
 
 
 def report(
-    benchmark: str, started: StartedEngine, settings: dict[str, Any], samples: Samples, floor: dict[str, Any] | None
+    benchmark: str,
+    engine: LLMEngine,
+    start_s: float,
+    settings: dict[str, Any],
+    samples: Samples,
+    floor: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The whole object."""
     return {
         "benchmark": benchmark,
         "versions": _versions(),
-        "machine": _machine(started.plan.device),
-        "engine": _engine(started),
+        "machine": _machine(engine.plan.device),
+        "engine": _engine(engine, start_s),
         "settings": settings,
         "results": results(samples, with_loads=benchmark == "latency", floor=floor),
     }
@@ -220,18 +227,18 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _engine(started: StartedEngine) -> dict[str, Any]:
-    plan, scheduler = started.plan, started.engine.core.scheduler.config
+def _engine(engine: LLMEngine, start_s: float) -> dict[str, Any]:
+    plan, scheduler = engine.plan, engine.core.scheduler.config
     return {
         "architecture": plan.model.architecture,
         "num_parameters": plan.model.num_parameters,
         "dtype": plan.dtype,
-        "runner": started.engine.runner_name,
+        "runner": engine.runner_name,
         "runner_reasons": list(plan.reasons),
-        "max_model_len": started.engine.input_processor.max_model_len,
+        "max_model_len": engine.input_processor.max_model_len,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "block_size": scheduler.block_size,
         "num_kv_blocks": scheduler.num_blocks,
-        "start_s": started.start_s,
+        "start_s": start_s,
         "config": dataclasses.asdict(plan.config),
     }

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from fleetfoot.cli.bench_load import Samples
-    from fleetfoot.cli.command import StartedEngine
+    from fleetfoot.engine.engine import LLMEngine
 
 _COPY_BYTES = 256 << 20
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 2048}
@@ -27,11 +27,11 @@ _REPEATS = 5
 # --- the roofline of what was run -------------------------------------------------------------------------------------
 
 
-def measure_floor(started: StartedEngine) -> Roofline | None:
+def measure_floor(engine: LLMEngine) -> Roofline | None:
     """The roofline of an engine's model on this machine; None if the GPU has no memory left to measure it."""
     import torch
 
-    plan = started.plan
+    plan = engine.plan
     try:
         rates = measure_peak_rates(plan.device, plan.dtype)
     except torch.OutOfMemoryError:

@@ -18,7 +18,7 @@ from fleetfoot.cli.arguments import (
     check_sampling_arguments,
     sampling_params,
 )
-from fleetfoot.cli.command import Command, StartedEngine, UsageError, started_engine, usage_errors
+from fleetfoot.cli.command import Command, UsageError, started_engine, usage_errors
 from fleetfoot.cli.output import count, numbers_line
 from fleetfoot.records.outputs import CompletionOutput, RequestMetrics
 from fleetfoot.records.prompts import ChatMessage
@@ -26,6 +26,7 @@ from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import StopSignal
 
 if TYPE_CHECKING:
+    from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 # Parameters that do not apply to one streamed text.
@@ -58,15 +59,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         check_sampling_arguments(arguments)
-    with started_engine(arguments) as started:
+    with started_engine(arguments) as (engine, _):
         with usage_errors():
-            params = sampling_params(
-                arguments, RequestOutputKind.DELTA, started.engine.input_processor.sampling_defaults
-            )
-        tokenizer = started.engine.tokenizer
+            params = sampling_params(arguments, RequestOutputKind.DELTA, engine.input_processor.sampling_defaults)
+        tokenizer = engine.tokenizer
         assert tokenizer is not None  # chat has no --skip-tokenizer-init
-        template = _chat_template(arguments.chat_template, tokenizer, started.plan.config.model)
-        chat = Chat(started, tokenizer, params, Conversation(arguments.system), template)
+        template = _chat_template(arguments.chat_template, tokenizer, engine.plan.config.model)
+        chat = Chat(engine, tokenizer, params, Conversation(arguments.system), template)
         return chat.run()
 
 
@@ -150,17 +149,17 @@ class Chat:
 
     def __init__(
         self,
-        started: StartedEngine,
+        engine: LLMEngine,
         tokenizer: Tokenizer,
         params: SamplingParams,
         conversation: Conversation,
         template: str | None = None,
     ) -> None:
-        self._engine = started.engine
-        self._limit = started.engine.max_request_len
+        self._engine = engine
+        self._limit = engine.max_request_len
         self._tokenizer, self._params, self._template = tokenizer, params, template
         self.conversation = conversation
-        self._title = f"{started.plan.config.model} on {started.plan.device}, runner {started.engine.runner_name}"
+        self._title = f"{engine.plan.config.model} on {engine.plan.device}, runner {engine.runner_name}"
         self._replies: list[RequestMetrics] = []
         self._num_requests = 0
         self._last_s = 0.0

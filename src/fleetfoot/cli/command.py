@@ -13,7 +13,6 @@ from fleetfoot.cli.arguments import engine_config
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
-    from fleetfoot.plan.plan import EnginePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +61,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], c
         parser.set_defaults(run=command.run, parser=parser)
 
 
-@dataclass(frozen=True, slots=True)
-class StartedEngine:
-    """An engine of a command."""
-
-    engine: LLMEngine
-    start_s: float
-    """Seconds from the first import to an engine that accepts requests."""
-
-    @property
-    def plan(self) -> EnginePlan:
-        return self.engine.plan
-
-
 @contextmanager
-def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[StartedEngine]:
+def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[tuple[LLMEngine, float]]:
     """Load the engine that the flags describe, and shut it down at the end.
 
     Args:
         defaults: values of settings that were not given.
+
+    Yields:
+        The engine, and the seconds from the first import until it accepts requests.
 
     Raises:
         UsageError: settings, model and machine do not fit together.
@@ -93,6 +82,6 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[S
 
         engine = LLMEngine.from_config(config)
     try:
-        yield StartedEngine(engine, time.perf_counter() - begin)
+        yield engine, time.perf_counter() - begin
     finally:
         engine.shutdown()

@@ -13,7 +13,7 @@ from fleetfoot.cli.arguments import (
     check_sampling_arguments,
     sampling_params,
 )
-from fleetfoot.cli.command import Command, StartedEngine, UsageError, started_engine, usage_errors
+from fleetfoot.cli.command import Command, UsageError, started_engine, usage_errors
 from fleetfoot.cli.output import TextPrinter, count, drafts_line, dump_array, numbers_line, request_json
 from fleetfoot.cli.prompts import read_prompts
 from fleetfoot.records.outputs import RequestOutput
@@ -65,20 +65,20 @@ def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
         check_sampling_arguments(arguments)
     prompts = read_prompts(arguments.prompt, arguments.prompts_file)
-    with started_engine(arguments) as started:
+    with started_engine(arguments) as (engine, start_s):
         with usage_errors():
-            params = sampling_params(arguments, kind, started.engine.input_processor.sampling_defaults)
-        request_ids = _add_requests(started.engine, prompts, params)
-        printer = _printer(started.engine, request_ids, params)
+            params = sampling_params(arguments, kind, engine.input_processor.sampling_defaults)
+        request_ids = _add_requests(engine, prompts, params)
+        printer = _printer(engine, request_ids, params)
         begin = time.perf_counter()
-        finished = _generate(started.engine, request_ids, printer if arguments.stream else None)
+        finished = _generate(engine, request_ids, printer if arguments.stream else None)
         duration_s = time.perf_counter() - begin
         if arguments.json:
             print(dump_array([request_json(output) for output in finished]))
         elif not arguments.stream:
             for output in finished:
                 printer.add(output)
-        print(_summary(started, finished, duration_s), file=sys.stderr)
+        print(_summary(engine, finished, duration_s, start_s), file=sys.stderr)
     return _report_errors(finished)
 
 
@@ -130,16 +130,16 @@ def _printer(engine: LLMEngine, request_ids: list[str], params: SamplingParams) 
     return TextPrinter(sys.stdout, request_ids, params.n, show_prompt, None if makes_text else show_tokens)
 
 
-def _summary(started: StartedEngine, finished: list[RequestOutput], duration_s: float) -> str:
+def _summary(engine: LLMEngine, finished: list[RequestOutput], duration_s: float, start_s: float) -> str:
     metrics = [output.metrics for output in finished]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in finished)
     generated = sum(request.num_generation_tokens for request in metrics)
-    has_drafts = started.plan.config.speculative_config is not None
-    drafts = f" | {drafts_line(started.engine.stats().drafts)}" if has_drafts else ""
+    has_drafts = engine.plan.config.speculative_config is not None
+    drafts = f" | {drafts_line(engine.stats().drafts)}" if has_drafts else ""
     return (
         f"[{count(len(finished), 'prompt')}, {count(prompt_tokens, 'token')} in, {generated} out | "
-        f"{numbers_line(metrics, duration_s)}{drafts} | start {started.start_s:.2f} s | "
-        f"{started.plan.device} {started.plan.dtype}, runner {started.engine.runner_name}]"
+        f"{numbers_line(metrics, duration_s)}{drafts} | start {start_s:.2f} s | "
+        f"{engine.plan.device} {engine.plan.dtype}, runner {engine.runner_name}]"
     )
 
 

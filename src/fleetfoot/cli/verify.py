@@ -8,10 +8,10 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.arguments import add_engine_arguments, add_model_argument, given_settings
-from fleetfoot.cli.command import Command, StartedEngine, UsageError, started_engine, usage_errors
+from fleetfoot.cli.command import Command, UsageError, started_engine, usage_errors
 from fleetfoot.cli.output import count, dump_object
 from fleetfoot.cli.prompts import read_prompts_file
 from fleetfoot.config.engine import EMBEDDED_MODEL
@@ -19,6 +19,9 @@ from fleetfoot.records.logprobs import Logprob
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from fleetfoot.engine.engine import LLMEngine
 
 DEFAULT_MAX_TOKENS = 32
 NUM_LOGPROBS = 20
@@ -100,33 +103,33 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_all(arguments: argparse.Namespace, prompts: list[PromptType] | None, *, use_v2: bool) -> _Run:
     has_text = any(isinstance(prompt, str) or "prompt_token_ids" not in prompt for prompt in prompts or ())
-    with started_engine(arguments, use_v2_model_runner=use_v2, skip_tokenizer_init=not has_text) as started:
+    with started_engine(arguments, use_v2_model_runner=use_v2, skip_tokenizer_init=not has_text) as (engine, _):
         if prompts is None:
-            prompts = default_prompts(started, arguments.max_tokens)
-        outputs = _generate(started, prompts, arguments.max_tokens)
-        run = _Run(started.engine.runner_name, started.plan.device, started.plan.dtype, outputs)
+            prompts = default_prompts(engine, arguments.max_tokens)
+        outputs = _generate(engine, prompts, arguments.max_tokens)
+        run = _Run(engine.runner_name, engine.plan.device, engine.plan.dtype, outputs)
     _release_memory(run.device)
     return run
 
 
-def default_prompts(started: StartedEngine, max_tokens: int) -> list[PromptType]:
+def default_prompts(engine: LLMEngine, max_tokens: int) -> list[PromptType]:
     """Random token ids, the same in each run; truncated to leave room for the output."""
     source = random.Random(0)
-    longest = started.engine.max_request_len - max_tokens
+    longest = engine.max_request_len - max_tokens
     if longest < 1:
         raise UsageError(
             f"--max-tokens is {max_tokens}, which leaves no room for a prompt: a request can have "
-            f"{started.engine.max_request_len} tokens in all"
+            f"{engine.max_request_len} tokens in all"
         )
-    vocab_size = started.engine.input_processor.vocab_size
+    vocab_size = engine.input_processor.vocab_size
     prompts = [[source.randrange(vocab_size) for _ in range(min(length, longest))] for length in PROMPT_LENGTHS]
     prompts[-1][:SHARED_PREFIX] = prompts[-2][:SHARED_PREFIX][: len(prompts[-1])]
     return [{"prompt_token_ids": prompt} for prompt in prompts]
 
 
-def _generate(started: StartedEngine, prompts: list[PromptType], max_tokens: int) -> list[RequestOutput]:
+def _generate(engine: LLMEngine, prompts: list[PromptType], max_tokens: int) -> list[RequestOutput]:
     """The last output of each request: for each prompt, one for each entry of `_SAMPLING`."""
-    engine, limits = started.engine, started.engine.input_processor
+    limits = engine.input_processor
     max_logprobs = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
     num_logprobs = min(NUM_LOGPROBS, limits.vocab_size, max_logprobs)
     with usage_errors():

@@ -99,7 +99,7 @@ class LLMEngine:
 
         Args:
             priority: lower runs sooner; needs ``scheduling_policy="priority"``.
-            params_checked: ``params`` is a result of `check_params`.
+            params_checked: ``params`` is a result of `InputProcessor.check_params`.
 
         Raises:
             ValueError, TypeError: the request is refused; the engine is unchanged.
@@ -124,14 +124,6 @@ class LLMEngine:
             )
         if self.has_request(request_id):
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
-
-    def check_params(self, params: SamplingParams) -> SamplingParams:
-        """Validate parameters once for several calls of `add_request`.
-
-        Raises:
-            ValueError, TypeError: the message names the field, its value and what would work.
-        """
-        return self.input_processor.check_params(params)
 
     def process_inputs(
         self,
