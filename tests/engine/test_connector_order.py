@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.faulty_connector import HookedWorker
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.local_pipeline import local_pipeline
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import NUM_DRAFTS, make_runner
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP
-from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput
@@ -60,37 +60,42 @@ class FaultError(Exception):
     """What a raising event raises."""
 
 
-class RecordingConnector(WorkerConnector):
-    """Notes its calls; looks at the KV where it may."""
+SHORT = {
+    "register_kv_caches": "register",
+    "bind_connector_metadata": "bind",
+    "start_load_kv": "start",
+    "save_kv": "save",
+    "clear_connector_metadata": "clear",
+}
+"""Names of the methods in the log."""
+
+
+class RecordingConnector(HookedWorker):
+    """Logs its calls, and which layers have KV in block 0 when loads and saves start."""
 
     def __init__(self, log: Log) -> None:
+        super().__init__()
         self.log = log
-        self.kv_caches: Sequence[torch.Tensor] = ()
         self.metadata: object | None = None
         self.is_written: dict[str, list[bool]] = {}
 
+    def at(self, point: str) -> None:
+        if point in ("start_load_kv", "save_kv"):
+            self.is_written[SHORT[point]] = [bool(kv_cache[0].any()) for kv_cache in self.kv_caches]
+        if point == "register_kv_caches":
+            self.log.note("register", f"{len(self.kv_caches)} layers")
+        elif point == "bind_connector_metadata":
+            self.log.note("bind", self.metadata)
+        elif point != "get_finished":
+            self.log.note(SHORT.get(point, point))
+
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.layer_shapes
-        self.kv_caches = kv_caches
-        self.log.note("register", f"{len(kv_caches)} layers")
+        super().register_kv_caches(kv_caches, layout)
 
     def bind_connector_metadata(self, metadata: object | None) -> None:
         self.metadata = metadata
-        self.log.note("bind", metadata)
-
-    def flush(self) -> None:
-        self.log.note("flush")
-
-    def start_load_kv(self) -> None:
-        self._look("start")
-        self.log.note("start")
-
-    def save_kv(self) -> None:
-        self._look("save")
-        self.log.note("save")
-
-    def wait_for_save(self) -> None:
-        self.log.note("wait_for_save")
+        super().bind_connector_metadata(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         self.log.note("get_finished", " ".join(sorted(finished_req_ids)))
@@ -98,17 +103,7 @@ class RecordingConnector(WorkerConnector):
 
     def clear_connector_metadata(self) -> None:
         self.metadata = None
-        self.log.note("clear")
-
-    def wait_for_progress(self) -> None:
-        self.log.note("wait_for_progress")
-
-    def shutdown(self) -> None:
-        self.log.note("shutdown")
-
-    def _look(self, when: str) -> None:
-        """Which layers have KV in block 0."""
-        self.is_written[when] = [bool(kv_cache[0].any()) for kv_cache in self.kv_caches]
+        super().clear_connector_metadata()
 
 
 class RecordingModel:

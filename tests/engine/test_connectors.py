@@ -362,8 +362,8 @@ def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path,
 
 
 @RUNNERS
-def test_blocks_that_are_lent_come_back(runner: str, text_model: Path, expected: Tokens) -> None:
-    faults = Faults(lends=True)
+def test_held_blocks_are_released(runner: str, text_model: Path, expected: Tokens) -> None:
+    faults = Faults(holds=True)
     settings = {**SIZE, "num_gpu_blocks_override": 100}
     engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
     assert tokens_of(run_requests(engine, REQUESTS)) == expected

@@ -1,4 +1,4 @@
-"""A KV connector around a real one that goes wrong where and how a test wants it to."""
+"""A KV connector around a real one, with faults that a test chooses."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class InjectedError(RuntimeError):
 
 @dataclass
 class Faults:
-    """What goes wrong. One object for both sides, so a test can change its mind, and set `released`, on the way."""
+    """The faults. Both sides share the object, so a test can change them, and set `released`, at any time."""
 
     raise_at: str = ""
     """One of SCHEDULER_POINTS or WORKER_POINTS, which raises."""
     on_call: int = 1
     """At which of its calls."""
     loads: str = ""
-    """``fail``, ``time_out``: loads that have ended well are reported so. ``corrupt``: their blocks are NaN besides.
-    ``hold``: nobody hears of them before `released` is set."""
-    lends: bool = False
-    """The blocks of requests that end are lent until `released` is set."""
+    """``fail``, ``time_out``: successful loads are reported as such failures. ``corrupt``: their blocks are also NaN.
+    ``hold``: they are not reported before `released` is set."""
+    holds: bool = False
+    """The blocks of requests that end are held until `released` is set."""
     released: threading.Event = field(default_factory=threading.Event)
     calls: list[str] = field(default_factory=list)
     """Every point, as it was called."""
@@ -62,14 +62,14 @@ class FaultyMetadata:
     inner: object | None
     loads: dict[str, list[int]]
     """Request -> the blocks that are loaded for it."""
-    lent: list[str]
+    held: list[str]
 
 
 class FaultyScheduler(SchedulerConnector):
     def __init__(self, inner: SchedulerConnector, faults: Faults, block_size: int) -> None:
         self._inner, self._faults, self._block_size = inner, faults, block_size
         self._loads: dict[str, list[int]] = {}
-        self._lent: list[str] = []
+        self._held: list[str] = []
         self._unsent: set[str] = set()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
@@ -89,15 +89,15 @@ class FaultyScheduler(SchedulerConnector):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._faults.at("request_finished")
-        if self._faults.lends:
-            self._lent.append(request.request_id)
+        if self._faults.holds:
+            self._held.append(request.request_id)
             self._unsent.add(request.request_id)
-        return self._faults.lends, self._inner.request_finished(request)[1]
+        return self._faults.holds, self._inner.request_finished(request)[1]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
         self._faults.at("build_connector_meta")
-        metadata = FaultyMetadata(self._inner.build_connector_meta(scheduler_output), self._loads, self._lent)
-        self._loads, self._lent = {}, []
+        metadata = FaultyMetadata(self._inner.build_connector_meta(scheduler_output), self._loads, self._held)
+        self._loads, self._held = {}, []
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -107,7 +107,7 @@ class FaultyScheduler(SchedulerConnector):
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._lent or self._loads or self._unsent) or self._inner.has_pending
+        return bool(self._held or self._loads or self._unsent) or self._inner.has_pending
 
     def reset_cache(self) -> None:
         self._inner.reset_cache()
@@ -116,75 +116,95 @@ class FaultyScheduler(SchedulerConnector):
         self._inner.shutdown()
 
 
-class FaultyWorker(WorkerConnector):
-    def __init__(self, inner: WorkerConnector, faults: Faults) -> None:
-        self._inner, self._faults = inner, faults
-        self._blocks: dict[str, list[int]] = {}
-        self._held: set[str] = set()
-        self._lent: set[str] = set()
-        self._kv_caches: list[torch.Tensor] = []
+class HookedWorker(WorkerConnector):
+    """A worker side that calls `at` with the name of each method, then the same method of ``inner``."""
+
+    def __init__(self, inner: WorkerConnector | None = None) -> None:
+        self._inner = inner
+        self.kv_caches: Sequence[torch.Tensor] = ()
+
+    def at(self, point: str) -> None:
+        pass
+
+    def _forward(self, point: str, *arguments: Any) -> Any:
+        self.at(point)
+        return None if self._inner is None else getattr(self._inner, point)(*arguments)
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        self._kv_caches = list(kv_caches)
-        self._inner.register_kv_caches(kv_caches, layout)
+        self.kv_caches = kv_caches
+        self._forward("register_kv_caches", kv_caches, layout)
 
     def bind_connector_metadata(self, metadata: object | None) -> None:
-        if metadata is None:  # a runner's own step, as when it warms up
-            self._inner.bind_connector_metadata(None)
-            return
-        assert isinstance(metadata, FaultyMetadata)
-        self._blocks |= metadata.loads
-        self._lent |= set(metadata.lent)
-        self._inner.bind_connector_metadata(metadata.inner)
-        self._faults.at("bind_connector_metadata")
+        self._forward("bind_connector_metadata", metadata)
 
     def flush(self) -> None:
-        self._faults.at("flush")
-        self._inner.flush()
+        self._forward("flush")
 
     def start_load_kv(self) -> None:
-        self._faults.at("start_load_kv")
-        self._inner.start_load_kv()
+        self._forward("start_load_kv")
 
     def save_kv(self) -> None:
-        self._faults.at("save_kv")
-        self._inner.save_kv()
+        self._forward("save_kv")
 
     def wait_for_save(self) -> None:
-        self._faults.at("wait_for_save")
-        self._inner.wait_for_save()
+        self._forward("wait_for_save")
 
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        self._faults.at("get_finished")
-        output = self._inner.get_finished(finished_req_ids)
+        return self._forward("get_finished", finished_req_ids) or KVConnectorOutput()
+
+    def clear_connector_metadata(self) -> None:
+        self._forward("clear_connector_metadata")
+
+    def wait_for_progress(self) -> None:
+        self._forward("wait_for_progress")
+
+    def shutdown(self) -> None:
+        self._forward("shutdown")
+
+    def spoil(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN."""
+        for cache in self.kv_caches:
+            cache[list(block_ids)] = float("nan")
+
+
+class FaultyWorker(HookedWorker):
+    def __init__(self, inner: WorkerConnector, faults: Faults) -> None:
+        super().__init__(inner)
+        self._faults = faults
+        self._blocks: dict[str, list[int]] = {}
+        self._delayed: set[str] = set()
+        self._held: set[str] = set()
+
+    def at(self, point: str) -> None:
+        self._faults.at(point)
+
+    def bind_connector_metadata(self, metadata: object | None) -> None:
+        inner = None  # a runner's own step, as in warm-up
+        if metadata is not None:
+            assert isinstance(metadata, FaultyMetadata)
+            self._blocks |= metadata.loads
+            self._held |= set(metadata.held)
+            inner = metadata.inner
+        super().bind_connector_metadata(inner)
+
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        output = super().get_finished(finished_req_ids)
         kind = self._faults.loads
         if kind == "hold":
-            self._held |= output.loaded
+            self._delayed |= output.loaded
             output.loaded = set()
             if self._faults.released.is_set():
-                output.loaded, self._held = self._held, set()
+                output.loaded, self._delayed = self._delayed, set()
         elif kind:
             for request_id in output.loaded:
                 output.failed[request_id] = TransferFailure(f"injected: {kind}", timed_out=kind == "time_out")
                 if kind == "corrupt":
-                    for cache in self._kv_caches:
-                        cache[self._blocks[request_id]] = float("nan")
+                    self.spoil(self._blocks[request_id])
             output.loaded = set()
         if self._faults.released.is_set():
-            output.sent |= self._lent
-            self._lent = set()
+            output.sent |= self._held
+            self._held = set()
         return output
-
-    def clear_connector_metadata(self) -> None:
-        self._inner.clear_connector_metadata()
-        self._faults.at("clear_connector_metadata")
-
-    def wait_for_progress(self) -> None:
-        self._faults.at("wait_for_progress")
-        self._inner.wait_for_progress()
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
 
 
 class FaultyConnector(KVConnector):
@@ -215,7 +235,13 @@ def faulty(inner: dict[str, Any], faults: Faults, **settings: Any) -> dict[str, 
     }
 
 
+def inner_context(context: TransferContext) -> TransferContext:
+    """The context of the connector in the setting ``inner``."""
+    config = KVTransferConfig.parse(
+        {"kv_role": context.config.kv_role, **context.config.kv_connector_extra_config["inner"]}
+    )
+    return dataclasses.replace(context, config=config)
+
+
 def _parts(context: TransferContext) -> tuple[TransferContext, Faults]:
-    extra = context.config.kv_connector_extra_config
-    config = KVTransferConfig.parse({"kv_role": context.config.kv_role, **extra["inner"]})
-    return dataclasses.replace(context, config=config), extra["faults"]
+    return inner_context(context), context.config.kv_connector_extra_config["faults"]

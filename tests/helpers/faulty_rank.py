@@ -6,20 +6,19 @@ worker processes: plain values in ``kv_connector_extra_config``.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
+from tests.helpers.faulty_connector import HookedWorker, inner_context
 
 EXIT_CODE = 3
 """Of a worker that ends without a word."""
@@ -56,31 +55,30 @@ class FaultyRankConnector(KVConnector):
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        inner = _inner(context)
+        inner = inner_context(context)
         return find_connector(inner.config).scheduler_side(inner)
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
-        inner, extra = _inner(context), context.config.kv_connector_extra_config
+        inner, extra = inner_context(context), context.config.kv_connector_extra_config
         worker = find_connector(inner.config).worker_side(inner)
         return _FaultyWorker(worker, context.rank, extra["fault"]) if context.rank == extra["rank"] else worker
 
 
-class _FaultyWorker(WorkerConnector):
+class _FaultyWorker(HookedWorker):
     def __init__(self, inner: WorkerConnector, rank: int, fault: str) -> None:
-        self._inner, self._rank, self._fault = inner, rank, fault
+        super().__init__(inner)
+        self._rank, self._fault = rank, fault
         self._num_steps = 0
         self._has_flushes = False
-        self._blocks: dict[str, list[int]] = {}  # request -> what is loaded for it
-        self._kv_caches: list[torch.Tensor] = []
+        self._blocks: dict[str, list[int]] = {}  # request -> the blocks that are loaded for it
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         if self._fault == "start":
             raise ValueError(f"injected at the start of rank {self._rank}")
         if self._fault == "exit":
             os._exit(EXIT_CODE)
-        self._kv_caches = list(kv_caches)
-        self._inner.register_kv_caches(kv_caches, layout)
+        super().register_kv_caches(kv_caches, layout)
 
     def bind_connector_metadata(self, metadata: object | None) -> None:
         self._num_steps += 1
@@ -90,45 +88,23 @@ class _FaultyWorker(WorkerConnector):
             self._has_flushes = bool(metadata.flushes)
             for load in metadata.loads:
                 self._blocks[load.request_id] = [block.block_id for block in load.blocks]
-        self._inner.bind_connector_metadata(metadata)
+        super().bind_connector_metadata(metadata)
 
     def flush(self) -> None:
         if self._fault == "flush" and self._has_flushes:
             raise InjectedError("in a flush", self._rank)
-        self._inner.flush()
-
-    def start_load_kv(self) -> None:
-        self._inner.start_load_kv()
-
-    def save_kv(self) -> None:
-        self._inner.save_kv()
-
-    def wait_for_save(self) -> None:
-        self._inner.wait_for_save()
+        super().flush()
 
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        output = self._inner.get_finished(finished_req_ids)
+        output = super().get_finished(finished_req_ids)
         if self._fault == "loads":
             for request_id in output.loaded:
                 output.failed[request_id] = TransferFailure(f"injected on rank {self._rank}")
-                for cache in self._kv_caches:
-                    cache[self._blocks[request_id]] = float("nan")
+                self.spoil(self._blocks[request_id])
             output.loaded = set()
         return output
 
-    def clear_connector_metadata(self) -> None:
-        self._inner.clear_connector_metadata()
-
-    def wait_for_progress(self) -> None:
-        self._inner.wait_for_progress()
-
     def shutdown(self) -> None:
-        self._inner.shutdown()
+        super().shutdown()
         if self._fault == "shutdown":
             raise InjectedError("at the end", self._rank)
-
-
-def _inner(context: TransferContext) -> TransferContext:
-    extra = context.config.kv_connector_extra_config
-    config = KVTransferConfig.parse({"kv_role": context.config.kv_role, **extra["inner"]})
-    return dataclasses.replace(context, config=config)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers.faulty_connector import WORKER_POINTS
+from tests.helpers.faulty_connector import WORKER_POINTS, HookedWorker
 from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer_config
 
 from fleetfoot.executor.multiprocess import KVOutputMerger
-from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.kv_transfer.blockstore import file_store, worker
 from fleetfoot.kv_transfer.multi import MultiScheduler, MultiWorker
 from fleetfoot.records.kv_connector import NoSchedulerConnector
@@ -108,63 +106,37 @@ def test_a_block_that_one_still_copies_out_is_not_loaded_into(tmp_path: Path, mo
     bench.shutdown()
 
 
-class Part(WorkerConnector, NoSchedulerConnector):
-    """Both sides of a part that does as it is told, and notes what is called."""
+class Part(HookedWorker, NoSchedulerConnector):
+    """Both sides of a part with given results, which records the calls."""
 
-    def __init__(self, *, lends: bool = False, matches: int = 0, params: dict[str, Any] | None = None) -> None:
-        self.lends, self.matches, self.params = lends, matches, params
+    def __init__(self, *, holds: bool = False, matches: int = 0, params: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.holds, self.matches, self.params = holds, matches, params
         self.calls: list[str] = []
         self.output = KVConnectorOutput()
         self.raises: set[str] = set()
 
-    def note(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self.raises:
-            raise RuntimeError(f"{name} raises")
+    def at(self, point: str) -> None:
+        self.calls.append(point)
+        if point in self.raises:
+            raise RuntimeError(f"{point} raises")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         return self.matches
 
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
-        self.note("update_state_after_alloc")
+        self.at("update_state_after_alloc")
 
     def blocks_reused(self, block_ids: list[int]) -> None:
-        self.note(f"reused {block_ids}")
+        self.at(f"reused {block_ids}")
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        return self.lends, self.params
-
-    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        self.note("register_kv_caches")
-
-    def bind_connector_metadata(self, metadata: object | None) -> None:
-        self.note("bind_connector_metadata")
-
-    def flush(self) -> None:
-        self.note("flush")
-
-    def start_load_kv(self) -> None:
-        self.note("start_load_kv")
-
-    def save_kv(self) -> None:
-        self.note("save_kv")
-
-    def wait_for_save(self) -> None:
-        self.note("wait_for_save")
+        return self.holds, self.params
 
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        self.note("get_finished")
+        super().get_finished(finished_req_ids)
         output, self.output = self.output, KVConnectorOutput()
         return output
-
-    def clear_connector_metadata(self) -> None:
-        self.note("clear_connector_metadata")
-
-    def wait_for_progress(self) -> None:
-        self.note("wait_for_progress")
-
-    def shutdown(self) -> None:
-        self.note("shutdown")
 
 
 def request_of(request_id: str = "r") -> Request:
@@ -179,25 +151,25 @@ def step_of(scheduler: MultiScheduler, *finished: str) -> SchedulerOutput:
     return output
 
 
-def test_blocks_are_lent_while_any_part_lends() -> None:
-    parts = [Part(lends=True, params={"a": 1}), Part(), Part(lends=True, params={"b": 2, "a": 3})]
+def test_blocks_are_held_while_any_part_holds_them() -> None:
+    parts = [Part(holds=True, params={"a": 1}), Part(), Part(holds=True, params={"b": 2, "a": 3})]
     scheduler = MultiScheduler(parts, 4)
     step = StepConnector(MultiWorker({str(index): part for index, part in enumerate(parts)}))
     parts[0].output = KVConnectorOutput(sent={"r"})
     assert scheduler.request_finished(request_of()) == (True, {"a": 1, "b": 2})
-    assert scheduler.request_finished(request_of("nobody's"))[0]
+    assert scheduler.request_finished(request_of("other"))[0]
     assert scheduler.has_pending
     assert step.no_forward(step_of(scheduler, "r")) is None
     assert not scheduler.has_pending
-    parts[2].output = KVConnectorOutput(sent={"r", "nobody's"})
+    parts[2].output = KVConnectorOutput(sent={"r", "other"})
     output = step.no_forward(step_of(scheduler))
     assert output is not None and output.sent == {"r"}
-    parts[0].output = KVConnectorOutput(sent={"nobody's"})
+    parts[0].output = KVConnectorOutput(sent={"other"})
     output = step.no_forward(step_of(scheduler))
-    assert output is not None and output.sent == {"nobody's"}
+    assert output is not None and output.sent == {"other"}
 
 
-def test_nobody_lends() -> None:
+def test_no_part_holds_blocks() -> None:
     scheduler = MultiScheduler([Part(), Part()], 4)
     assert scheduler.request_finished(request_of()) == (False, None)
     assert step_of(scheduler, "r").kv_connector_metadata is None

@@ -173,7 +173,7 @@ def misfortune(rng: random.Random, faults: Faults, folder: Path, engine: Engine,
         jobs.some()
     if rng.random() < 0.2:
         faults.loads = rng.choice(["", "", "fail", "time_out", "corrupt", "hold"])
-    faults.lends = rng.random() < 0.3
+    faults.holds = rng.random() < 0.3
     if is_over or rng.random() < 0.2:  # what is held up comes at some time
         faults.released.set()
     else:
