@@ -30,7 +30,7 @@ from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.native.library import native_available
+from fleetfoot.native.loading import native_problem
 from fleetfoot.records.attention import WantedTokens
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -75,7 +75,7 @@ def build(
     requests: int, max_model_len: int, runner_name: str, overlap: bool, enable_prefix_caching: bool = True
 ) -> tuple[LLMEngine, ModelRunnerV1 | ModelRunnerV2]:
     model = ModelConfig("LlamaForCausalLM", VOCAB_SIZE, 1, 1, 1, 1, 1, 16, max_model_len)
-    kernels = load_kernels(plan_kernels(DeviceFacts("cpu", has_native=native_available()[0])))
+    kernels = load_kernels(plan_kernels(DeviceFacts("cpu", has_native=not native_problem())))
     context = ModelContext(kernels, SDPABackend(), torch.float32, torch.device("cpu"))
     loader = NullLoader(model, context, None)
     budget = max(8192, requests)

@@ -12,7 +12,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import drain, prompt_of
 
 from fleetfoot import LLM, SamplingParams
-from fleetfoot.native.library import native_available
+from fleetfoot.native.loading import native_problem
 
 NUM_TOKENS = 200
 VOCAB = 211
@@ -157,7 +157,7 @@ def test_requests_that_join_and_leave(case: Case) -> None:
 
 def test_in_bfloat16_every_path_agrees() -> None:
     """No reference here, whose rounding differs; but a request's tokens may not depend on company, cache or chunks."""
-    if not native_available()[0]:
+    if native_problem():
         pytest.skip("plain torch rounds bfloat16 in ways that depend on the batch")
     texts = ["Once upon a time", "The fox said", "In the wood there lived a badger who had lost a lantern", "She"]
     params = [

@@ -28,7 +28,7 @@ from tests.helpers.schedules import live as live_in_engine
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
-from fleetfoot.native.library import native_available
+from fleetfoot.native.loading import native_problem
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.runner.v2 import runner as v2
@@ -39,7 +39,7 @@ from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 
 pytestmark = pytest.mark.skipif(
-    not native_available()[0], reason="torch's attention rounds otherwise in other batches, and here bits count"
+    bool(native_problem()), reason="torch's attention rounds otherwise in other batches, and here bits count"
 )
 VOCAB = 2048
 EDITS = {

@@ -165,7 +165,7 @@ def unloadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A C library that is there and does not load."""
     (tmp_path / "libfleetfoot.so").write_bytes(b"not a library")
     monkeypatch.setattr(loading, "PATH", tmp_path / "libfleetfoot.so")
-    for cached in (loading.open_library, library.load_library, library.native_available):
+    for cached in (loading.open_library, library.load_library):
         cached.cache_clear()
 
 
@@ -174,7 +174,7 @@ def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     with monkeypatch.context() as patch:
         unloadable(tmp_path, patch)
         yield
-    for cached in (loading.open_library, library.load_library, library.native_available):
+    for cached in (loading.open_library, library.load_library):
         cached.cache_clear()
 
 

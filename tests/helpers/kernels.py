@@ -9,13 +9,13 @@ import pytest
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
-from fleetfoot.native.library import native_available
+from fleetfoot.native.loading import native_problem
 
 
 @cache
 def cpu_kernels() -> Kernels:
     """What an engine on this machine's CPU runs."""
-    return load_kernels(plan_kernels(DeviceFacts("cpu", has_native=native_available()[0])))
+    return load_kernels(plan_kernels(DeviceFacts("cpu", has_native=not native_problem())))
 
 
 @cache

@@ -23,11 +23,11 @@ from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_native import NativeLinear
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.native import loading
-from fleetfoot.native.library import load_library, native_available
+from fleetfoot.native.library import load_library
 from fleetfoot.native.loading import NativeUnavailableError, open_library, supported_variants
 
-AVAILABLE, REASON = native_available()
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason=REASON)
+REASON = loading.native_problem()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 TWINS = reference_kernels()
 DTYPES = (torch.float32, torch.bfloat16)
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=supported_variants(open_library()) if AVAILABLE else ["none"])
+@pytest.fixture(params=supported_variants(open_library()) if not REASON else ["none"])
 def variant(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -124,13 +124,13 @@ def _depth(plan: EnginePlan) -> int:
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
-    from fleetfoot.tokenizer.tokenizer import Tokenizer  # an engine on token ids alone does without its libraries
+    from fleetfoot.tokenizer.tokenizer import Tokenizer  # not needed for token ids
 
     return Tokenizer.from_path(path)
 
 
 def _served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
-    """max_model_len, or less where nobody asked for it and the KV cache holds less."""
+    """max_model_len; if it is not set, at most what the KV cache holds."""
     room = layout.num_blocks * layout.block_size
     if plan.config.max_model_len is not None or plan.max_model_len <= room:
         return plan.max_model_len

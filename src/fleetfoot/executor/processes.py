@@ -34,7 +34,7 @@ _PREFIX = "fleetfoot-"
 _LOCK = "lock"
 """A file that an engine holds locked; the kernel unlocks it when the process ends, however that happens."""
 _LOCK_AGE_S = 60.0
-"""Younger locks are left alone: their engine may not have locked them yet."""
+"""Younger locks are ignored: their engine may not have locked them yet."""
 _PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 

@@ -59,12 +59,3 @@ def check_status(status: int, kernel: str) -> None:
         raise ValueError(
             f"{kernel}: the step's metadata is invalid: a block id, slot, position or length is outside of its tensor"
         )
-
-
-@cache
-def native_available() -> tuple[bool, str]:
-    """Whether the library can be used here, and the variant that would run, or the reason why not."""
-    try:
-        return True, f"native kernels, variant {load_library().variant}"
-    except NativeUnavailableError as error:
-        return False, str(error)

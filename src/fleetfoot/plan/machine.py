@@ -41,7 +41,7 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        """This machine. Torch alone knows which GPU it can use; it is imported only where there may be one."""
+        """This machine. Torch is imported only if there may be a GPU, to find out whether torch can use it."""
         here = cls.without_gpu()
         if "torch" not in sys.modules and not may_have_gpu():
             return here

@@ -27,7 +27,7 @@ class EnginePlan:
     model: ModelConfig
     model_path: Path
     tokenizer_path: Path | None
-    """None: token ids alone."""
+    """None: prompts are token ids."""
     device: str
     """``cpu`` or ``cuda``."""
     dtype: str

@@ -88,7 +88,7 @@ def resolve_plan(
 def resolve_runner(
     config: EngineConfig, model: ModelFeatures, machine: Machine, environ: Mapping[str, str] | None = None
 ) -> Decision:
-    """The runner alone, also for models that no runner can load.
+    """The choice of the runner, also for models that no runner can load.
 
     Raises:
         ValueError: the environment variable holds neither 0 nor 1, or there is no such device.

@@ -98,9 +98,9 @@ def engine_fingerprint(plan: EnginePlan) -> str:
 def weights_identity(folder: Path, load_format: str, seed: int) -> str:
     """What tells one set of weights from another, without reading all of it.
 
-    The commit, of a model from the hub. Else of each file its size, its time of change, its header, and a sample of
-    every tensor: the first two alone are not enough where files were unpacked with the time that their archive says,
-    and the last two not where a few values were changed in place.
+    The commit, for a model from the hub. Else size, modification time, header, and a sample of every tensor of each
+    file: size and time do not change when an archive's other weights are unpacked with its own times, and the samples
+    may miss a few values that were changed in place.
     """
     if load_format == "dummy":
         return f"dummy {seed}"
@@ -122,7 +122,7 @@ def _hub_commit(folder: Path) -> str | None:
 
 
 def _add_file(digest: hashlib.blake2b, path: Path) -> None:
-    """See `weights_identity`. A file that is not whole is told apart by its size; loading it fails anyway."""
+    """See `weights_identity`. A truncated file differs by its size; loading it fails anyway."""
     with open(path, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns} ".encode())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fleetfoot.runner.features import YES, Feature, Support
 
 CAPABILITIES: Mapping[Feature, Support] = {
-    Feature.QUANTIZED_WEIGHTS: Support("The loader and the linear layers know bfloat16, float16 and float32 alone."),
+    Feature.QUANTIZED_WEIGHTS: Support("The loader and the linear layers support only bfloat16, float16 and float32."),
     Feature.MIXTURE_OF_EXPERTS: Support("No model here routes tokens to experts."),
     Feature.HYBRID_LAYERS: Support("Every layer must be attention over the paged KV cache."),
     Feature.SLIDING_WINDOW: YES,
@@ -21,7 +21,7 @@ CAPABILITIES: Mapping[Feature, Support] = {
     Feature.SPECULATIVE_NGRAM: YES,
     Feature.SPECULATIVE_DRAFT_MODEL: YES,
     Feature.SPECULATIVE_EAGLE: YES,
-    Feature.SLEEP: Support("Memory is given back at shutdown alone."),
+    Feature.SLEEP: Support("Memory is only given back at shutdown."),
     Feature.LIVE_WEIGHTS: Support("Weights are read once, at the start."),
     Feature.CHUNKED_PREFILL: YES,
     Feature.PREFIX_CACHING: YES,
