@@ -51,7 +51,7 @@ def test_alone_nothing_is_communicated() -> None:
     assert SINGLE_PIPELINE_GROUP.is_first_rank and SINGLE_PIPELINE_GROUP.is_last_rank
     assert SINGLE_PIPELINE_GROUP.receive(3) is None
     SINGLE_PIPELINE_GROUP.send_sampled_tokens(torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(RuntimeError, match="nobody to send to"):
+    with pytest.raises(RuntimeError, match="no next rank to send to"):
         SINGLE_PIPELINE_GROUP.send(IntermediateTensors(x, x))
     with pytest.raises(RuntimeError, match="sends no packets"):
         SINGLE_PIPELINE_GROUP.receive_sampled_tokens(torch.zeros(1, dtype=torch.int32))
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused(four: list[dict[str, Any]]) -> None:
             "a step of 17 tokens does not fit in a pipeline's buffers, which are made for max_num_batched_tokens 16"
         )
         assert receive == ("" if rank == 0 else too_long)
-        assert send == ("the last rank of a pipeline has nobody to send to" if rank == 3 else too_long)
+        assert send == ("the last rank of a pipeline has no next rank to send to" if rank == 3 else too_long)
         assert send_sampled_tokens == "a packet is of torch.float32; it must be of int32"
         assert "it must be contiguous" in receive_sampled_tokens
         assert "4 processes are in the world" in groups
@@ -311,7 +311,7 @@ def test_what_goes_through_peers_memory_compiles_for_a_gpu(tmp_path: Path) -> No
     result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     names = [line.split(":")[0] for line in result.stdout.splitlines()]
-    assert names == [*["_all_reduce_kernel"] * 4, "_push_kernel", "_say_kernel", "_pull_kernel", "_say_kernel"]
+    assert names == [*["_all_reduce_kernel"] * 4, "_push_kernel", "_signal_kernel", "_pull_kernel", "_signal_kernel"]
 
 
 # --- the P2P channel of a pipeline ------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""Sums over the GPUs of a tensor group in one kernel, for the few rows of a decode step: alone, or with add and norm.
+"""Sums over the GPUs of a tensor group in one kernel, for the few rows of a decode step; optionally with add and norm.
 
-Every rank writes its rows straight to the memory of every rank, waits for the others' rows to arrive in its own, and
-adds them up in rank order, so that all ranks get the same bits. A 64-bit word carries 32 bits of values and, as its
-upper half, the number of the call: as such a word is written and read whole, its own upper half says that it has
-arrived, and there is no flag to write, fence and read besides. (NCCL's "LL" protocol works in this way.)
+Every rank writes its rows to the memory of every rank, waits for the other ranks' rows in its own memory, and adds them
+in rank order, so that all ranks get the same bits. A 64-bit word carries 32 bits of values and, in its upper half, the
+number of the call. Words are written and read atomically, so the upper half shows that the values have arrived, and no
+flags or fences are needed (as in NCCL's "LL" protocol).
 
-The number of a call is kept on the device, for each row, so that the kernel can be replayed in a graph. Ranks make the
-same calls in the same order. A rank is at most one call ahead of another, since it has waited for that one's words of
-the call before; therefore two sets of words, used in turns, are enough, and nothing is ever cleared.
+The number of a call is kept on the device for each row, so that graphs can replay the kernel. Ranks make the same calls
+in the same order. A rank is at most one call ahead of another, because it has waited for that rank's words of the
+previous call. Two alternating sets of words are therefore enough, and nothing is ever cleared.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 MAX_ROWS = 128
-"""A program for each row, all of which run at the same time on GPUs with more multiprocessors than this: none waits for
-one that has yet to begin."""
+"""One program per row. All run at the same time on GPUs with more multiprocessors than this, so that none waits for a
+program that has not started."""
 _MAX_TILE = 16384
 _NUM_SETS = 2
 
 
 def custom_all_reduce_words(hidden_size: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """64-bit words of each rank's memory that `CustomAllReduce` needs."""
+    """64-bit words that `CustomAllReduce` needs on each rank."""
     return _NUM_SETS * num_ranks * MAX_ROWS * _words_per_row(hidden_size, dtype)
 
 
 def can_all_reduce(hidden_size: int, dtype: torch.dtype) -> bool:
-    """Whether rows of this kind can be cut into words, and are held by one program."""
+    """Whether such rows consist of whole words and fit in one program."""
     return hidden_size * dtype.itemsize % 4 == 0 and hidden_size <= _MAX_TILE and dtype.itemsize in (2, 4)
 
 
@@ -48,9 +48,10 @@ class CustomAllReduce:
     """Sums of ``[n, size]`` over the ranks, ``n`` at most `MAX_ROWS` and ``size`` at most ``hidden_size``.
 
     Args:
-        memory: of `custom_all_reduce_words`, on every rank.
+        memory: `custom_all_reduce_words` words on every rank.
         rank, num_ranks: of the tensor group.
-        hidden_size: of the widest model that is shared by the group; a drafter's may be less.
+        hidden_size: of the widest model of the group.
+        dtype, device: of the rows.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class CustomAllReduce:
         self._num_calls = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` is of the shape and dtype that can be summed."""
+        """Whether ``x`` has a supported shape and dtype."""
         if x.ndim != 2 or x.dtype is not self._dtype or not 0 < x.shape[0] <= MAX_ROWS:
             return False
         return 0 < x.shape[1] <= self._hidden_size and can_all_reduce(x.shape[1], self._dtype)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """``x [n, size]`` -> its sum, computed in float32 and rounded once."""
+        """The sum of ``x [n, size]`` over the ranks, computed in float32 and rounded once."""
         x = x.contiguous()
         output = torch.empty_like(x)
         self._launch(output, output, x, output, output, 0.0, num_parts=0, has_norm=False)
@@ -79,8 +80,8 @@ class CustomAllReduce:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Kernels.add_rms_norm` of the sum of ``x``, with roundings to the dtype where the steps apart have theirs:
-        each rank's ``x`` (which may be partial sums), their sum, and that with the residual."""
+        """`Kernels.add_rms_norm` of the sum of ``x``, with the roundings of the separate operations: of each rank's
+        ``x`` (possibly several partial sums), of their sum, and of its sum with the residual."""
         x, residual = x.contiguous(), residual.contiguous()
         output, total = torch.empty_like(residual), torch.empty_like(residual)
         num_parts = x.shape[0] if x.ndim > residual.ndim else 0
@@ -163,7 +164,7 @@ def _all_reduce_kernel(
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)  # [tile], like all below
     peers = ()
     for step in tl.static_range(num_ranks):
-        # Another first one on each rank, so that they do not all write to the same GPU at the same time.
+        # each rank starts with another peer, so that they do not all write to the same GPU at the same time
         address = tl.load(addresses_ptr + (rank + 1 + step) % num_ranks)
         peers += (tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16),)  # type: ignore[assignment]
     wait_for_inputs(overlap)
@@ -177,7 +178,7 @@ def _all_reduce_kernel(
     call = tl.load(num_calls_ptr + row) + 1
     stamp = call.to(tl.uint32, bitcast=True).to(tl.uint64)
     words = pack_words(value.to(dtype), is_wide, tile) | (stamp << 32)  # [tile // per_word]
-    # The words of a row, from rank 0, 1, ...: [set, rank, row, word].
+    # layout of the words: [set, rank, row, word]
     first = (call & 1).to(tl.int64) * num_ranks * max_rows + row
     own_offset = (first + rank.to(tl.int64) * max_rows) * row_words + word_index
     for step in tl.static_range(num_ranks):
@@ -185,7 +186,7 @@ def _all_reduce_kernel(
 
     from_ptr = local_ptr.to(tl.pointer_type(tl.uint64)) + first * row_words + word_index
     arrived = ()
-    for peer in tl.static_range(num_ranks):  # asked for all at once; most are there when the slowest is
+    for peer in tl.static_range(num_ranks):  # load all at once: most have arrived when the slowest has
         words = tl.load(from_ptr + peer * max_rows * row_words, mask=word_index < num_words, volatile=True)
         arrived += (words,)  # type: ignore[assignment]
     total = tl.zeros((tile,), tl.float32)
@@ -208,7 +209,7 @@ def _all_reduce_kernel(
 
 @triton_kernel()
 def pack_words(values, is_wide: tl.constexpr, tile: tl.constexpr):
-    """``values [tile]`` -> the lower halves of words: one value of 32 bits in each, or two neighbours of 16."""
+    """Pack ``values [tile]`` into the lower halves of words: one 32-bit value, or two adjacent 16-bit values each."""
     if is_wide:
         packed = values.to(tl.uint32, bitcast=True).to(tl.uint64)
     else:
@@ -219,7 +220,7 @@ def pack_words(values, is_wide: tl.constexpr, tile: tl.constexpr):
 
 @triton_kernel()
 def unpack_words(words, dtype: tl.constexpr, is_wide: tl.constexpr, tile: tl.constexpr):
-    """What `pack_words` was given."""
+    """The inverse of `pack_words`."""
     if is_wide:
         bits = words.to(tl.uint32)
     else:

@@ -1,7 +1,7 @@
-"""The groups that a worker belongs to, as its layers and its runner see them.
+"""The tensor group and the pipeline group of a worker.
 
-A worker that is alone has groups of one, whose operations are identities: nobody asks whether there is parallelism.
-`fleetfoot.distributed.torch_groups` has those that really communicate.
+A single worker has groups of size 1, whose operations are identities, so that no caller checks for parallelism.
+`fleetfoot.distributed.torch_groups` has the groups that communicate.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from fleetfoot.records.intermediate import IntermediateTensors
 
 
 class TensorGroup:
-    """The ranks that share each layer. This one is a group of one."""
+    """The ranks that share each layer. This class is a group of size 1."""
 
     rank = 0
     size = 1
     bitwise_reproducible = False
-    """Whether layers gather where they could sum, so that what they make has the bits that one rank would get."""
+    """Whether layers gather instead of summing partial results, so that outputs have the same bits as on one rank."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's ``x``, the same bits on each of them; may write to ``x``."""
+        """The sum of ``x`` over the ranks, with the same bits on each. May overwrite ``x``."""
         return x
 
     def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
-        """``[n, m]`` of each rank -> the first ``num_columns`` (None: all) of ``[n, size * m]``, in rank order."""
+        """Concatenate ``x [n, m]`` of the ranks in rank order.
+
+        Returns the first ``num_columns`` columns (None: all) of ``[n, size * m]``.
+        """
         return x
 
     def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
@@ -58,7 +61,7 @@ class TensorGroup:
 
 
 class PipelineGroup:
-    """The ranks that the layers are spread over, in order. This one is a group of one."""
+    """The ranks that the layers are spread over, in order. This class is a group of size 1."""
 
     rank = 0
     size = 1
@@ -72,26 +75,26 @@ class PipelineGroup:
         return self.rank == self.size - 1
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
-        """What the rank before this one sent for a step of ``num_tokens``, in persistent buffers; None on the first.
+        """Receive the previous rank's output for a step of ``num_tokens``; None on the first rank.
 
-        The tensors begin at the same addresses in every step, whatever ``num_tokens``, and hold the step until the next
-        call.
+        The tensors are views of persistent buffers: they start at the same address in every step, and are valid until
+        the next call.
         """
         return None
 
     def buffers(self, num_tokens: int) -> IntermediateTensors | None:
-        """The tensors that `receive` gives, without receiving anything: graphs are captured with them."""
+        """The tensors that `receive` returns, without receiving, for the capture of graphs."""
         return None
 
     def send(self, tensors: IntermediateTensors) -> None:
-        """Queue the sending to the next rank; the tensors may be written over once the device has passed it."""
-        raise RuntimeError("the last rank of a pipeline has nobody to send to")
+        """Queue a send to the next rank. Work queued later may overwrite the tensors."""
+        raise RuntimeError("the last rank of a pipeline has no next rank to send to")
 
     def send_sampled_tokens(self, packet: torch.Tensor) -> None:
-        """From the last rank to all earlier ones: a step's sampled tokens, int32; see `SampledTokenSync`."""
+        """Send a step's sampled tokens (int32, see `SampledTokenSync`) from the last rank to all earlier ones."""
 
     def receive_sampled_tokens(self, packet: torch.Tensor) -> None:
-        """On an earlier rank: the oldest packet that has not been received yet, into ``packet``."""
+        """Receive the oldest outstanding packet of the last rank into ``packet``."""
         raise RuntimeError("a pipeline of one rank sends no packets")
 
 

@@ -1,9 +1,9 @@
-"""From one rank of a pipeline to the next through the receiver's memory, which the sender writes: GPUs of one host.
+"""Hidden states from one pipeline rank to the next, written directly to the receiver's memory: GPUs of one host.
 
-What a library receives, it receives with a kernel that waits, on multiprocessors that the step before then lacks: our
-kernels count on all of them. Here the sender's GPU copies a step into the receiver's memory, over NVLink, and says so
-there; the receiver's, when it comes to the step, looks whether it was said, takes the copy, and says that back. Both
-numbers only grow: of the last step that has arrived, and of the last one that was taken. There is room for one.
+An NCCL receive is a kernel that waits, and occupies multiprocessors that the previous step's kernels count on. Here the
+sender's GPU copies a step into the receiver's memory over NVLink and then writes the step's number there. When the
+receiver's GPU reaches the step, it waits for that number, copies the data, and writes the number back to the sender.
+Both numbers only increase. There is room for one step.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from fleetfoot.records.intermediate import IntermediateTensors
 if TYPE_CHECKING:
     import triton.language as tl
 
-_ARRIVED, _TAKEN = 0, 8  # words, of which each has 64 bytes to itself
+_ARRIVED, _TAKEN = 0, 8  # indices of words, each with 64 bytes of its own
 _DATA = 16
 _TILE = 1024
 _MOST_PROGRAMS = 128
 
 
 def p2p_channel_words(max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """64-bit words of each rank's memory that `P2PChannel` needs."""
+    """64-bit words that `P2PChannel` needs on each rank."""
     return _DATA + 2 * (max_num_tokens * hidden_size * dtype.itemsize // 8)
 
 
 def can_send(hidden_size: int, dtype: torch.dtype) -> bool:
-    """Whether hidden states are whole words."""
+    """Whether rows of hidden states consist of whole words."""
     return hidden_size * dtype.itemsize % 8 == 0
 
 
 class P2PChannel:
-    """Steps go from rank to rank in order, one `send` for each `receive` of the next rank. The host never waits.
+    """Sends steps from rank to rank in order, one `send` for each `receive` of the next rank. The host never waits.
 
     Args:
-        memory: of `p2p_channel_words`, on every rank of the pipeline.
-        rank: this one.
+        memory: `p2p_channel_words` words on every rank of the pipeline.
+        rank: of this worker.
     """
 
     def __init__(self, memory: PeerMemory, rank: int) -> None:
@@ -50,7 +50,7 @@ class P2PChannel:
         self._num_received = 0
 
     def send(self, tensors: IntermediateTensors) -> None:
-        """Queue the copy to the next rank; once the device has passed it, the tensors may be written over."""
+        """Queue the copy to the next rank. Work queued later may overwrite the tensors."""
         hidden, residual = _words(tensors.hidden_states), _words(tensors.residual)
         _push_kernel[(_num_programs(hidden),)](
             hidden,
@@ -64,10 +64,10 @@ class P2PChannel:
             tile=_TILE,
         )
         self._num_sent += 1
-        self._say(self._rank + 1, _ARRIVED, self._num_sent)
+        self._signal(self._rank + 1, _ARRIVED, self._num_sent)
 
     def receive(self, tensors: IntermediateTensors) -> None:
-        """Queue the copy of what the rank before has sent to ``tensors``, which are of the same shape."""
+        """Queue the copy of the previous rank's step into ``tensors``, which have its shape."""
         hidden, residual = _words(tensors.hidden_states), _words(tensors.residual)
         self._num_received += 1
         _pull_kernel[(_num_programs(hidden),)](
@@ -80,11 +80,11 @@ class P2PChannel:
             data=_DATA,
             tile=_TILE,
         )
-        self._say(self._rank - 1, _TAKEN, self._num_received)
+        self._signal(self._rank - 1, _TAKEN, self._num_received)
 
-    def _say(self, rank: int, word: int, number: int) -> None:
-        """Write a number to another rank's memory, behind all that was queued before."""
-        _say_kernel[(1,)](self._memory.addresses[rank], number, word=word, num_warps=1)
+    def _signal(self, rank: int, word: int, number: int) -> None:
+        """Write a number to another rank's memory, after all work queued before."""
+        _signal_kernel[(1,)](self._memory.addresses[rank], number, word=word, num_warps=1)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _pull_kernel(
     for begin in range(tl.program_id(0) * tile, num_words, tl.num_programs(0) * tile):
         index = begin + tl.arange(0, tile)
         is_word = index < num_words
-        # From L2, to which the other GPU writes.
+        # from L2, where the other GPU writes
         hidden = tl.load(data_ptr + index, mask=is_word, cache_modifier=".cg")
         residual = tl.load(data_ptr + num_words + index, mask=is_word, cache_modifier=".cg")
         tl.store(hidden_ptr + index, hidden, mask=is_word)
@@ -141,7 +141,7 @@ def _pull_kernel(
 
 @triton_kernel()
 def wait_for_number(pointer, number):
-    """Until the word has come to ``number``. Returns 0, for addresses of what may only be touched then."""
+    """Wait until the word reaches ``number``. Returns 0, to be added to addresses that must be accessed after it."""
     found = tl.load(pointer, volatile=True)
     while found < number:
         found = tl.load(pointer, volatile=True)
@@ -150,6 +150,6 @@ def wait_for_number(pointer, number):
 
 
 @triton_kernel(unspecialized=("number",))
-def _say_kernel(address_ptr, number, word: tl.constexpr):
+def _signal_kernel(address_ptr, number, word: tl.constexpr):
     pointer = tl.load(address_ptr).to(tl.pointer_type(tl.int64)) + word
     tl.atomic_xchg(pointer, number.to(tl.int64), sem="release", scope="sys")

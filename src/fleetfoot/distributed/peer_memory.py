@@ -1,4 +1,4 @@
-"""Memory of every rank's GPU, mapped into the address space of each of them: ranks of one host, linked by NVLink."""
+"""Symmetric memory: a buffer on each GPU of a group, mapped into the address space of every rank of one host."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fleetfoot.config import env
 logger = logging.getLogger(__name__)
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-"""NVLink multicast stays off, here and in NCCL: what is small enough for one step gains nothing from it, and a process
-that dies with a multicast object can leave the GPUs of its host unusable for others."""
+"""NVLink multicast is disabled, here and in NCCL: small sums gain nothing from it, and a process that dies with a
+multicast object can leave the host's GPUs unusable for other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,35 +24,37 @@ class PeerMemory:
     """One buffer on each rank."""
 
     local: torch.Tensor
-    """``[num_words]`` int64: this rank's, zeroed."""
+    """``[num_words]`` int64, zeroed: this rank's buffer."""
     addresses: torch.Tensor
-    """``[size]`` int64: where each rank's buffer lies in this process, in rank order; ``addresses[rank]`` is
-    ``local``'s."""
+    """``[size]`` int64: the address of each rank's buffer in this process; ``addresses[rank]`` is that of ``local``."""
     keep: Any = None
-    """Whatever must live as long as the buffers."""
+    """The handle of the mapping, which must live as long as the buffers."""
 
 
 def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device, instead: str) -> PeerMemory | None:
-    """``num_words`` int64 on every rank of a NCCL group, which call this together; None where it cannot be had.
+    """Allocate a buffer on every rank of an NCCL group. A collective call.
 
-    That is logged as a warning, and is the same answer on every rank.
+    Returns None on every rank, with a warning, if some rank cannot map the memory.
 
     Args:
-        instead: for the warning, what then takes the slower way.
+        group: the ranks.
+        num_words: int64 words of each buffer.
+        device: of this rank.
+        instead: for the warning: what uses NCCL then.
     """
     try:
         memory: PeerMemory | None = _rendezvous(group, num_words, device) if _is_one_host(group) else None
         reason = "its ranks are on different hosts"
     except (RuntimeError, ValueError, NotImplementedError) as error:
         memory, reason = None, str(error)
-    # also a barrier: every rank's buffer is zeroed before anybody writes to it
+    # also a barrier: all buffers are zeroed before any rank writes to one
     has_it = torch.tensor([memory is not None], dtype=torch.int32, device=device)
     dist.all_reduce(has_it, op=dist.ReduceOp.MIN, group=group)
     if has_it.item():
         return memory
     logger.warning(
-        "the GPUs of a group cannot read each other's memory (%s): %s the slower way, through NCCL",
-        reason if memory is None else "another rank says so",
+        "the GPUs of a group cannot access each other's memory (%s): %s NCCL, which is slower",
+        reason if memory is None else "on another rank",
         instead,
     )
     return None
@@ -72,7 +74,7 @@ def _rendezvous(group: dist.ProcessGroup, num_words: int, device: torch.device) 
         handle = symmetric_memory.rendezvous(local, group)
     offset = local.data_ptr() - handle.buffer_ptrs[handle.rank]
     if not 0 <= offset < handle.buffer_size:
-        raise RuntimeError("symmetric memory is not where its handle says")
+        raise RuntimeError("symmetric memory lies outside the buffer of its handle")
     local.zero_()
     torch.cuda.synchronize(device)
     addresses = torch.tensor([pointer + offset for pointer in handle.buffer_ptrs], dtype=torch.int64, device=device)

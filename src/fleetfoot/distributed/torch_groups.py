@@ -1,7 +1,7 @@
 """Groups that communicate through torch.distributed: NCCL between GPUs, gloo between CPUs.
 
-The world has ``T * P`` ranks; the rank of (pipeline rank p, tensor rank t) is ``p * T + t``, so a tensor group, whose
-ranks talk after every half of a layer, has neighbours.
+The world has ``T * P`` ranks. Pipeline rank p and tensor rank t have rank ``p * T + t``, so that the ranks of a tensor
+group, which communicate twice per layer, are adjacent.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.kernels.norm.rms_norm import sum_parts
 from fleetfoot.records.intermediate import IntermediateTensors
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What is passed between ranks in a step."""
+    """The shape of a step's hidden states."""
 
     max_num_tokens: int
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
-    """This rank's own; the current one, if it is a GPU."""
+    """Of this rank; the current device if it is a GPU."""
 
 
 def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> WorkerGroups:
-    """This rank's groups; all ranks of the world call this together, after ``torch.distributed.init_process_group``.
+    """Make this rank's groups. A collective call, after ``torch.distributed.init_process_group``.
 
-    Connections are made here and not when they are first used, which could be in the middle of a graph's capture, or
-    when the peer waits for something else.
+    Connections are made here: their first use could be during a graph capture, or while the peer waits for something
+    else.
 
     Raises:
-        ValueError: the world has another size than ``tensor_size * pipeline_size``.
+        ValueError: the size of the world is not ``tensor_size * pipeline_size``.
     """
     world = dist.get_world_size()
     if world != tensor_size * pipeline_size:
@@ -72,16 +72,15 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
 
 
 def smallest_in_world(value: int) -> int:
-    """The smallest ``value`` of all ranks of the world, which call this together; the default group needs a backend for
-    CPU tensors."""
+    """The smallest ``value`` of all ranks of the world. A collective call. Needs CPU tensors in the default group."""
     smallest = torch.tensor([value], dtype=torch.int64)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return int(smallest.item())
 
 
 def _own_group(members: Sequence[Sequence[int]], device: torch.device) -> dist.ProcessGroup:
-    """Make a group of each list of ranks, which every rank of the world has to do in the same order; the one with this
-    rank."""
+    """Make a group of each list of ranks, and return the one with this rank. Every rank makes all groups in the same
+    order."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     groups = [dist.new_group(list(ranks), backend=backend) for ranks in members]
     (own,) = [group for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks]
@@ -111,10 +110,10 @@ def _channel(group: dist.ProcessGroup, shape: StepShape) -> P2PChannel | None:
 
 
 class TorchTensorGroup(TensorGroup):
-    """A tensor group on any backend, and exact: on a CPU what messages cost matters less than the same tokens.
+    """A tensor group on any backend. Bitwise reproducible: on a CPU that matters more than the cost of messages.
 
-    Sums are made on each rank from everybody's parts, in rank order: their bits depend neither on the number of tokens
-    nor on how the backend would have gone about it, and are the same on all ranks.
+    Each rank gathers all parts and adds them in rank order. The bits of a sum do not depend on the number of tokens or
+    on the backend's algorithm, and are the same on all ranks.
     """
 
     bitwise_reproducible = True
@@ -135,7 +134,7 @@ class TorchTensorGroup(TensorGroup):
         num_rows, width = x.shape
         wanted = self.size * width if num_columns is None else num_columns
         parts = self._gather(x)  # [size, num_rows, width]
-        if num_rows == 1:  # they lie as they are wanted
+        if num_rows == 1:  # already in order
             return parts.view(1, -1)[:, :wanted]
         kept = [min(width, max(0, wanted - rank * width)) for rank in range(self.size)]
         return torch.cat([part[:, :columns] for part, columns in zip(parts, kept, strict=True)], dim=1)
@@ -144,16 +143,16 @@ class TorchTensorGroup(TensorGroup):
         """``[size, *x.shape]``, in rank order."""
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel() > 0:
-            # As bytes: not every backend knows every dtype.
+            # as bytes: not every backend supports every dtype
             own = x.contiguous().view(-1).view(torch.uint8)
             _all_gather(gathered.view(-1).view(torch.uint8), own, group=self.process_group)
         return gathered
 
 
 class CudaTensorGroup(TorchTensorGroup):
-    """A tensor group of GPUs: small sums by a kernel of our own, if the GPUs reach each other's memory; NCCL for more.
+    """A tensor group of GPUs: NCCL, and `CustomAllReduce` for small sums if the GPUs can access each other's memory.
 
-    NCCL computes each element of a sum once and copies it, so it too has the same bits on all ranks.
+    NCCL computes each element of a sum once and copies it, so its sums have the same bits on all ranks too.
     """
 
     bitwise_reproducible = False
@@ -182,10 +181,10 @@ class CudaTensorGroup(TorchTensorGroup):
 
 
 class TorchPipelineGroup(PipelineGroup):
-    """A pipeline whose neighbours pass hidden states on, and whose last rank sends packets to all others.
+    """A pipeline: each rank sends hidden states to the next, and the last one sends sampled tokens to all others.
 
-    Hidden states are copied before the next step can write over them, so a step can be on its way while both neighbours
-    compute others. Whoever is a step ahead waits: on a GPU the device, not the host.
+    Hidden states are copied before the next step can overwrite them, so a step can be in transit while both neighbours
+    compute others. A rank that is a step ahead waits: on a GPU the device, not the host.
 
     Args:
         activations, token_group: groups of the same ranks, in pipeline order.
@@ -214,7 +213,7 @@ class TorchPipelineGroup(PipelineGroup):
         self._outgoing = None if self.is_last_rank or channel is not None else buffer()  # on its way to the next rank
         self._received = None if self.is_first_rank else buffer()  # what this rank's step reads
         self._sending: list[Any] = []
-        self._packets_on_their_way: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        self._packets_in_flight: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._connect(shape.device)
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
@@ -229,7 +228,7 @@ class TorchPipelineGroup(PipelineGroup):
         if self._channel is not None:
             self._channel.receive(tensors)
         else:
-            # Not before the device has come to this step: what waits there beside the step before is in its way.
+            # waits until the device reaches this step: a pending receive would slow down the previous step's kernels
             for tensor in (tensors.hidden_states, tensors.residual):
                 dist.recv(tensor, group=self._activations, group_src=self.rank - 1)
         return tensors
@@ -239,7 +238,7 @@ class TorchPipelineGroup(PipelineGroup):
 
     def send(self, tensors: IntermediateTensors) -> None:
         if self.is_last_rank:
-            raise RuntimeError("the last rank of a pipeline has nobody to send to")
+            raise RuntimeError("the last rank of a pipeline has no next rank to send to")
         if self._channel is not None:
             self._check_num_tokens(tensors.hidden_states.shape[0])
             self._channel.send(tensors)
@@ -247,29 +246,29 @@ class TorchPipelineGroup(PipelineGroup):
         assert self._outgoing is not None
         outgoing = self._of_step(self._outgoing, tensors.hidden_states.shape[0])
         for work in self._sending:
-            work.wait()  # until then the buffer is the step before's
+            work.wait()  # until then the buffer belongs to the previous step
         self._sending = []
         for own, leaving in ((outgoing.hidden_states, tensors.hidden_states), (outgoing.residual, tensors.residual)):
             own.copy_(leaving)
             self._sending.append(dist.isend(own, group=self._activations, group_dst=self.rank + 1))
 
     def send_sampled_tokens(self, packet: torch.Tensor) -> None:
-        """See `PipelineGroup.send_sampled_tokens`. Never waits: earlier ranks take packets when they need them.
+        """See `PipelineGroup.send_sampled_tokens`. Never waits; earlier ranks receive packets when they need them.
 
         Raises:
             ValueError: the packet is not int32.
         """
         _check_packet(packet)
-        while self._packets_on_their_way and all(work.is_completed() for work in self._packets_on_their_way[0][1]):
-            self._packets_on_their_way.popleft()
+        while self._packets_in_flight and all(work.is_completed() for work in self._packets_in_flight[0][1]):
+            self._packets_in_flight.popleft()
         if packet.numel() == 0:
             return
         own = packet.clone(memory_format=torch.contiguous_format)
         works = [dist.isend(own, group=self._token_group, group_dst=rank) for rank in range(self.size - 1)]
-        self._packets_on_their_way.append((own, works))
+        self._packets_in_flight.append((own, works))
 
     def receive_sampled_tokens(self, packet: torch.Tensor) -> None:
-        """See `PipelineGroup.receive_sampled_tokens`. ``packet`` has the shape in which it was sent.
+        """See `PipelineGroup.receive_sampled_tokens`. ``packet`` must have the shape of the sent one.
 
         Raises:
             ValueError: the packet is not int32, or not contiguous.
@@ -293,7 +292,7 @@ class TorchPipelineGroup(PipelineGroup):
             )
 
     def _connect(self, device: torch.device) -> None:
-        """Pass something along every way once, so that no connection is made later."""
+        """Use every connection once, so that none is made later."""
         token = torch.zeros(1, dtype=torch.int32, device=device)
         if not self.is_first_rank:
             dist.recv(token, group=self._activations, group_src=self.rank - 1)

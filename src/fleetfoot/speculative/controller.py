@@ -1,8 +1,8 @@
-"""Whether drafting pays, measured while it runs. No torch.
+"""Adaptive speculative decoding: measures while the engine runs whether drafts make it faster.
 
-Verifying drafts makes a step longer and brings more than one token a request. At a batch size where the first outweighs
-the second, because the device is busy anyway or because few drafts are accepted, it is better to go without. What each
-costs is not modelled but measured: the same engine, some steps with drafts and some without.
+Verifying drafts makes a step longer and yields more than one token per request. At batch sizes where the first
+outweighs the second, because the device is compute-bound or few drafts are accepted, steps without drafts are faster.
+Both kinds of steps are measured, not modelled.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from statistics import median
 from fleetfoot.scheduler.drafting import too_many_decodes
 
 NUM_SAMPLES = 12
-"""Steps of each kind that a judgement is made from."""
+"""Steps of each kind that a decision is based on."""
 FIRST_PATIENCE = 256
-"""Steps until a judgement is tried again; twice as many each time that it is confirmed."""
+"""Steps until a decision is tested again; doubled each time that it is confirmed."""
 LONGEST_PATIENCE = 8192
 MEASURING = "steps without drafts are measured"
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps with drafts, or steps without, at about one batch size: the latest of them."""
+    """The latest steps with drafts, or without, of one group of batch sizes."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     tokens: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
-    """That a request got, on average."""
+    """Mean tokens per request, for each step."""
 
     @property
     def is_known(self) -> bool:
@@ -35,12 +35,12 @@ class _Kind:
 
     @property
     def speed(self) -> float:
-        """Tokens a second for a request. The median of the times: a few steps meet a compiler, or a busy machine."""
+        """Tokens per second of a request, by the median time: a few steps may wait for a compiler or a busy machine."""
         return sum(self.tokens) / len(self.tokens) / max(median(self.seconds), 1e-9)
 
 
 class _BatchSize:
-    """What is known about batches of about one size."""
+    """The measurements of one group of batch sizes, and the decision."""
 
     def __init__(self) -> None:
         self.with_drafts, self.without = _Kind(), _Kind()
@@ -60,26 +60,26 @@ class _BatchSize:
         if not self.is_measured:
             return
         pays = self.with_drafts.speed > self.without.speed
-        if not was_measured:  # a trial has ended
+        if not was_measured:  # a test has ended
             self._patience = min(2 * self._patience, LONGEST_PATIENCE) if pays == self.pays else FIRST_PATIENCE
             self._steps_left = self._patience
         self.pays = pays
         self._steps_left -= 1
-        if self._steps_left <= 0:  # look again at what is not done
+        if self._steps_left <= 0:  # measure the other kind again
             other = self.without if pays else self.with_drafts
             other.seconds.clear()
             other.tokens.clear()
 
 
 class AdaptiveDrafts:
-    """Implements `fleetfoot.scheduler.drafting.DraftController`: drafts where they have been seen to pay.
+    """Implements `fleetfoot.scheduler.drafting.DraftController`: proposes drafts where measurements show a gain.
 
-    Batch sizes are judged in groups that double: 1, 2-3, 4-7, ... Each group begins with drafts, then goes without for
-    as many steps as it takes to compare, and keeps what was faster. Now and then it tries the other again.
+    Batch sizes are grouped by powers of two: 1, 2-3, 4-7, ... Each group starts with drafts, then runs without them for
+    enough steps to compare, and keeps the faster kind. From time to time it measures the other kind again.
 
     Args:
         num_drafts: k.
-        max_num_decodes: larger batches go without drafts; None: that is left to what is measured.
+        max_num_decodes: larger batches propose no drafts; None: measurements decide.
     """
 
     def __init__(self, num_drafts: int, max_num_decodes: int | None = None) -> None:
@@ -93,7 +93,7 @@ class AdaptiveDrafts:
         return 0 if self.off_reason else self._num_drafts
 
     def _reason(self, num_decodes: int) -> str:
-        """Why not to draft; empty: to draft."""
+        """Why not to propose drafts; empty to propose them."""
         if reason := too_many_decodes(num_decodes, self._max_num_decodes):
             return reason
         size = self._size(num_decodes)
@@ -112,7 +112,7 @@ class AdaptiveDrafts:
         self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
     ) -> None:
         if not num_decodes or num_tokens != num_decodes * (1 + num_drafts):
-            return  # prefills take a time of their own
+            return  # with prefills, the time is not comparable
         self._size(num_decodes).add(num_drafts, 1 + num_accepted / num_decodes, seconds)
 
     def _size(self, num_decodes: int) -> _BatchSize:

@@ -15,7 +15,7 @@ from fleetfoot.weights.model_loader import ModelLoader
 
 
 class DraftModel:
-    """Implements `Drafter`. Each rank of a tensor group runs the whole of it, and gets the same drafts.
+    """Implements `Drafter`. Each rank of a tensor group runs the whole draft model and gets the same drafts.
 
     Args:
         loader: of the draft model, for a single rank.
@@ -40,7 +40,7 @@ class DraftModel:
         self._kv_caches = kv_caches
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
-        """One pass over the step's tokens, then one for each draft; for decodes alone the first two are one."""
+        """One pass over the step's tokens, then one for each draft. For decodes alone the first two are merged."""
         if not batch.is_decode:
             self._run(batch.input_ids, batch.metadata)
         if not len(batch.rows):
@@ -58,8 +58,8 @@ class DraftModel:
     def _first(self, batch: DraftBatch, steps: DraftSteps) -> torch.Tensor:
         """The first draft of each request, ``[n]``, from its newest token.
 
-        Where all requests are decodes, the tokens before the newest have KV already, from when they were drafted, but
-        for the very last one if it was a draft too or if none were made: it goes along.
+        If all requests are decodes, tokens before the newest one got their KV when they were drafted. The last of them
+        may not have (it was the last draft, or there were no drafts), so it is computed again with the newest token.
         """
         if not batch.is_decode:
             (metadata,) = steps.singles(0, 1)
@@ -78,6 +78,6 @@ class DraftModel:
         return hidden
 
     def _draw(self, steps: DraftSteps, hidden: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """``hidden [n, hidden_size]``: of the requests' last tokens in the step of ``metadata``."""
+        """Sample from ``hidden [n, hidden_size]``: the last token of each request in the step of ``metadata``."""
         assert self._model is not None
         return steps.draw(self._model.compute_logits(hidden), metadata.seq_lens)

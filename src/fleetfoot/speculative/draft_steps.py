@@ -1,7 +1,7 @@
-"""Steps of one or two tokens a request behind a batch: their inputs, made on the device, and their draws.
+"""Draft steps of one or two tokens per request after a batch: their inputs, made on the device, and their sampling.
 
-Nothing here asks the device for a value, and every shape follows from the number of requests, so that a graph can hold
-all of it.
+Nothing here synchronizes with the device, and all shapes follow from the number of requests, so that a graph can
+capture it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fleetfoot.speculative.drafter import DraftBatch
 
 
 class DraftSteps:
-    """What the short steps behind one `DraftBatch` have in common.
+    """The draft steps after one `DraftBatch`.
 
-    Positions from a request's limit on are dead: they write no KV, and what is drafted there is never looked at. They
-    are moved to the limit, for which there are rotary angles and block ids.
+    Positions from a request's limit on write no KV, and drafts there are ignored. They are clamped to the limit, which
+    has rotary angles and block ids.
 
     Args:
         block_size: tokens in a block of the drafter's KV cache.
@@ -34,7 +34,7 @@ class DraftSteps:
         self._iota = torch.arange(len(batch.rows) + 1, dtype=torch.int32, device=batch.rows.device)
 
     def singles(self, first: int, count: int) -> list[AttentionMetadata]:
-        """Of ``count`` steps in which each request has one token, ``first`` behind its newest one and so on."""
+        """Metadata of ``count`` steps with one token per request, the first at ``first`` positions after the newest."""
         if count < 1:
             return []
         positions, slots = self._places(first, count)
@@ -46,19 +46,19 @@ class DraftSteps:
         ]
 
     def pairs(self) -> AttentionMetadata:
-        """Of a step in which each request has two tokens, of which the second is its newest one."""
+        """Metadata of a step with two tokens per request, the second of which is the newest one."""
         positions, slots = self._places(-1, 2)
         seq_lens = (positions[:, 1] + 1).clamp_(min=2).to(torch.int32)
         return self._metadata(self._iota * 2, seq_lens, slots.view(-1), positions.view(-1), query_len=2)
 
     def _places(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions and slots, each ``[n, count]`` int64, of tokens from ``first`` behind the newest ones on."""
+        """Positions and slots, each ``[n, count]`` int64, from ``first`` positions after the newest tokens on."""
         batch, size = self._batch, self._block_size
-        behind = torch.arange(first, first + count, device=self._limits.device)
-        wanted = batch.positions.unsqueeze(1) + behind  # [n, count]
-        positions = torch.minimum(wanted, self._limits).clamp_(min=0)
+        offsets = torch.arange(first, first + count, device=self._limits.device)
+        unclamped = batch.positions.unsqueeze(1) + offsets  # [n, count]
+        positions = torch.minimum(unclamped, self._limits).clamp_(min=0)
         slots = batch.block_tables.gather(1, positions // size).to(torch.int64) * size + positions % size
-        return positions, slots.masked_fill_(self._is_padding | (wanted >= self._limits), -1)
+        return positions, slots.masked_fill_(self._is_padding | (unclamped >= self._limits), -1)
 
     def _metadata(
         self,
@@ -80,15 +80,15 @@ class DraftSteps:
         )
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A token for each request with its temperature and the noise that the target draws with there.
+        """Sample a token for each request, with its temperature and the noise that the target uses at that position.
 
-        The same noise makes both choose the same token wherever their distributions agree, and makes them agree about
-        as often as any rule that looks at the two distributions apart: Daliri, Musco, Suresh, "Coupling without
+        With the same noise both sample the same token wherever their distributions agree. The acceptance rate is close
+        to that of any method that looks at each distribution separately: Daliri, Musco, Suresh, "Coupling without
         Communication and Drafter-Invariant Speculative Decoding", 2025.
 
         Args:
             logits: ``[n, vocab_size]``.
-            positions: ``[n]``, of the tokens that are drawn.
+            positions: ``[n]``, of the sampled tokens.
 
         Returns ``[n]`` int64.
         """
@@ -97,5 +97,5 @@ class DraftSteps:
 
 
 def as_drafts(tokens: list[torch.Tensor]) -> torch.Tensor:
-    """``[n]`` int64 of each draft -> ``[n, k]`` int32."""
+    """Stack ``k`` drafts, each ``[n]`` int64, to ``[n, k]`` int32."""
     return torch.stack(tokens, dim=1).to(torch.int32)

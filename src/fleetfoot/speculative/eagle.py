@@ -22,12 +22,12 @@ from fleetfoot.weights.safetensors_loader import load_safetensors
 class EagleDrafter:
     """Implements `Drafter`.
 
-    The head's entry for the token at position i lies at that token's slot. It was made of the token at i + 1 too: where
-    a cached prefix ends and another token follows than followed then, one entry is not what it would have been. That
-    costs a draft at times and never changes a token.
+    The head's KV for position i is in that token's slot, but also depends on the token at i + 1. After a cached prefix
+    another token may follow than when the KV was computed; then one entry differs, which may cost a draft but never
+    changes a token.
 
-    Each rank of a tensor group runs the whole head. The target's embedding and logits are the same on all of them, and
-    so are the drafts.
+    Each rank of a tensor group runs the whole head. The target's embedding and logits are equal on all ranks, and so
+    are the drafts.
 
     Args:
         model: the head.
@@ -78,16 +78,16 @@ class EagleDrafter:
         self._kv_caches = kv_caches
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
-        """One pass over the step's tokens, from which the first draft comes, and one for each further draft."""
+        """One pass over the step's tokens, which gives the first draft, and one for each further draft."""
         embeddings = self._embed(batch.next_ids)
-        foreseen = self._head.forward(embeddings, batch.hidden, self._kv_caches, batch.metadata)
+        predicted = self._head.forward(embeddings, batch.hidden, self._kv_caches, batch.metadata)
         if not num_drafts or not len(batch.rows):
             return None
         steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._context.ops.sample)
-        hidden = foreseen.index_select(0, batch.last_index)  # [n, hidden_size]: of the newest tokens
+        hidden = predicted.index_select(0, batch.last_index)  # [n, hidden_size], of the newest tokens
         tokens = [steps.draw(self._target.compute_logits(hidden), batch.positions + 1)]
         for metadata in steps.singles(0, num_drafts - 1):
-            # The entry of the token before the one that was drafted last.
+            # fills the KV of the position before the last draft
             hidden = self._head.forward(self._embed(tokens[-1]), hidden, self._kv_caches, metadata)
             tokens.append(steps.draw(self._target.compute_logits(hidden), metadata.seq_lens + 1))
         return as_drafts(tokens)

@@ -1,8 +1,8 @@
-"""Prompt lookup decoding (Saxena 2023): what followed the last time is proposed again.
+"""Prompt lookup decoding (Saxena 2023): propose the tokens that followed an earlier occurrence of the last n-gram.
 
-The longest run of tokens at the end of a sequence that stands somewhere before in it, of those the latest, and then the
-tokens behind it. Where they reach the end of the sequence, they go on with what was proposed: a sequence that repeats
-itself with a short period is continued with that period.
+The longest n-gram at the end of the sequence that also occurs earlier is used, in its latest occurrence. If the tokens
+after it reach the end of the sequence, the proposal continues with its own beginning, so that a sequence that repeats
+with a short period is continued with that period.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ if TYPE_CHECKING:
 
 NO_DRAFT = -1
 _TILE = 1024
-"""Places that a program of the kernel looks at in one go."""
+"""Positions that a program of the kernel compares at once."""
 
 
 def propose_ngrams(token_ids: np.ndarray, num_drafts: int, max_ngram: int, min_ngram: int) -> np.ndarray:
     """Drafts for one sequence.
 
     Args:
-        token_ids: ``[num_tokens]``, any integer type: all tokens known so far.
+        token_ids: ``[num_tokens]``, any integer type: all known tokens.
         num_drafts: k.
-        max_ngram: tokens of the longest n-gram to look for. min_ngram: of the shortest, at least 1.
+        max_ngram: tokens of the longest n-gram.
+        min_ngram: tokens of the shortest n-gram, at least 1.
 
-    Returns ``[k]`` int32; -1 throughout if there is no such n-gram.
+    Returns ``[k]`` int32; all -1 if no n-gram occurs earlier.
     """
     drafts = np.full(num_drafts, NO_DRAFT, dtype=np.int32)
     last = len(token_ids) - 1
     if last < min_ngram:
         return drafts
-    is_match = token_ids[:last] == token_ids[last]  # [last]: by the place where an n-gram would end
+    is_match = token_ids[:last] == token_ids[last]  # [last], by the position where an n-gram ends
     lengths = is_match.astype(np.int32)
     for back in range(1, min(max_ngram, last)):
         is_match[back:] &= token_ids[: last - back] == token_ids[last - back]
@@ -62,13 +63,15 @@ def propose_ngrams_paged(
     *,
     draft_tokens: torch.Tensor,
 ) -> None:
-    """Drafts for a batch, from the pages that Model Runner V2 keeps tokens in. Waits for nothing.
+    """Drafts for a batch, from the token pages of Model Runner V2, without host-device synchronization.
 
     Args:
         idx_mapping: ``[n]`` int32: each request's row; -1: padding, for which nothing is written.
-        seq_lens: ``[n]`` int32: known tokens; all but the last stand in the pages.
-        last_sampled: ``[R]`` int32: by row, the last one.
-        token_pages: ``[num_slots]`` int32. block_table: ``[R, W]`` int32.
+        seq_lens: ``[n]`` int32: known tokens; all but the last are in the pages.
+        last_sampled: ``[R]`` int32: the last known token of each row.
+        token_pages: ``[num_slots]`` int32.
+        block_table: ``[R, W]`` int32.
+        block_size: tokens in a block.
         max_ngram, min_ngram: as for `propose_ngrams`.
         draft_tokens: written, ``[>= R, k]`` int32: by row.
     """
@@ -98,7 +101,7 @@ def propose_ngrams_paged_cpu(
     *,
     draft_tokens: torch.Tensor,
 ) -> None:
-    """The twin of the kernel, for CPU tensors."""
+    """The reference of the kernel, for CPU tensors."""
     pages, tables, newest, drafts = (t.numpy() for t in (token_pages, block_table, last_sampled, draft_tokens))
     num_drafts = drafts.shape[1]
     in_pages = pages.reshape(-1, block_size)  # [num_blocks, block_size]
@@ -159,34 +162,34 @@ def _propose_ngrams_kernel(
     draft_tile: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """A program for each request; it walks over the sequence and keeps the best place where an n-gram ends."""
+    """One program per request; it scans the sequence and keeps the best position where an n-gram ends."""
     request = tl.program_id(0)
     row = tl.load(idx_mapping_ptr + request).to(tl.int64)
     if row < 0:
         return
-    last = tl.load(seq_lens_ptr + request) - 1  # the place of the newest token
+    last = tl.load(seq_lens_ptr + request) - 1  # position of the newest token
     newest = tl.load(last_sampled_ptr + row)
     table = table_ptr + row * table_stride
     best_length = 0
     best_end = -1
     for start in range(0, last, tile):
         end = start + tl.arange(0, tile)
-        holds = end < last
+        matches = end < last
         length = tl.zeros((tile,), dtype=tl.int32)
         for back in tl.static_range(max_ngram):
-            place = end - back
-            holds = holds & (place >= 0)
-            block = tl.load(table + place // block_size, mask=holds, other=0).to(tl.int64)
-            token = tl.load(pages_ptr + block * block_size + place % block_size, mask=holds, other=-1)
-            wanted = newest
-            if back > 0:  # where the sequence is too short for it, no place holds either
-                wanted_place = tl.maximum(last - back, 0)
-                wanted_block = tl.load(table + wanted_place // block_size).to(tl.int64)
-                wanted = tl.load(pages_ptr + wanted_block * block_size + wanted_place % block_size)
-            holds = holds & (token == wanted)
-            length += holds.to(tl.int32)
+            position = end - back
+            matches = matches & (position >= 0)
+            block = tl.load(table + position // block_size, mask=matches, other=0).to(tl.int64)
+            token = tl.load(pages_ptr + block * block_size + position % block_size, mask=matches, other=-1)
+            target = newest
+            if back > 0:  # if the sequence is too short, no position matches
+                target_position = tl.maximum(last - back, 0)
+                target_block = tl.load(table + target_position // block_size).to(tl.int64)
+                target = tl.load(pages_ptr + target_block * block_size + target_position % block_size)
+            matches = matches & (token == target)
+            length += matches.to(tl.int32)
         longest = tl.max(length, axis=0)
-        is_best = (longest >= best_length) & (longest > 0)  # later places win
+        is_best = (longest >= best_length) & (longest > 0)  # later positions win
         best_end = tl.where(is_best, tl.max(tl.where(length == longest, end, -1), axis=0), best_end)
         best_length = tl.maximum(best_length, longest)
     offset = tl.arange(0, draft_tile)
