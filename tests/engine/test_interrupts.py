@@ -12,7 +12,6 @@ import pytest
 from tests.helpers.engines import TEXT_MODEL, prompt_of
 
 from fleetfoot import LLM, EngineDeadError, SamplingParams
-from fleetfoot.utils.process import StopSignal, deferred_interrupts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [prompt_of(length, TEXT_MODEL["vocab_size"], seed=length) for length in (3, 9, 5)]
@@ -154,27 +153,3 @@ def test_another_thread_leaves_signals_alone(llm: LLM, monkeypatch: pytest.Monke
     thread.join()
     assert found == expected
     assert handlers == [signal.default_int_handler]
-
-
-# --- the signal alone -----------------------------------------------------------------------------------------------
-
-
-def test_no_interrupt_is_lost() -> None:
-    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
-        press_ctrl_c()
-    with pytest.raises(KeyboardInterrupt) as caught, deferred_interrupts():
-        press_ctrl_c()
-        raise ValueError("a prompt is refused")
-    assert isinstance(caught.value.__cause__, ValueError)
-    with pytest.raises(ValueError, match="refused"), deferred_interrupts():
-        raise ValueError("a prompt is refused")
-    with deferred_interrupts() as stop:
-        stop.check()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_inside_another_one_nothing_changes() -> None:
-    with StopSignal() as outer:
-        with deferred_interrupts() as inner:
-            press_ctrl_c()
-        assert (outer.is_set, inner.is_set) == (True, False)

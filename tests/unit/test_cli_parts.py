@@ -6,7 +6,6 @@ import argparse
 import io
 import json
 import math
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from fleetfoot.records.logprobs import Logprob
 from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.scheduler import SchedulerStats
-from fleetfoot.utils.process import StopSignal
 
 # --- prompts ------------------------------------------------------------------------------------------------------
 
@@ -196,16 +194,6 @@ def test_a_turn_can_be_taken_back_and_all_forgotten() -> None:
     assert conversation.messages()[-1] == {"role": "assistant", "content": "answer 2"}
     conversation.reset()
     assert conversation.messages() == [{"role": "system", "content": "sys"}]
-
-
-def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), StopSignal() as stop:
-        assert not stop.is_set
-        signal.raise_signal(signal.SIGINT)
-        assert stop.is_set
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 # --- bench --------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_costs_follow_from_the_weights(model: ModelConfig) -> None:
     # A token that is not sampled needs all layers but the last, and of that keys and values.
     of_layer, keys_and_values = others // model.num_layers, 2 * model.num_kv_heads * model.head_dim * model.hidden_size
     assert costs.flops_per_token == 2 * (others - of_layer + keys_and_values)
-    assert costs.kv_bytes * model.num_layers == model.kv_bytes_per_token("bfloat16")
+    assert costs.kv_bytes == 2 * 2 * model.num_kv_heads * model.head_dim  # keys and values in bfloat16
     assert costs.attention_flops == 4 * model.num_heads * model.head_dim
 
 
