@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers.logits_processor_cases import ProcessorCase, processor_case
+from tests.helpers.no_values import NoValues
 
-from fleetfoot.kernels.sampling.logits_processors import count_tokens, process_logits_cpu
+from fleetfoot.kernels.sampling.logits_processors import count_tokens, process_logits_cpu, process_logits_torch
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.logits_processors import banned_tokens
@@ -86,6 +87,9 @@ def test_both_runners_equal_loops(seed: int) -> None:
     case = processor_case(seed)
     expected = [by_loops(case, index) for index in range(len(case.rows)) if case.rows[index] >= 0]
     assert processed_by(process_logits_cpu, case).tolist() == expected
+    with NoValues():
+        found = process_logits_torch(case.logits, case.rows, case.seq_lens, case.tables)
+    assert found[case.rows >= 0].tolist() == expected
     assert processed_by_v1(case).tolist() == expected
 
 
@@ -104,7 +108,9 @@ def test_kernels_equal_the_cpu(seed: int) -> None:
     assert torch.equal(processed_by(process_logits_triton, case), processed_by(process_logits_cpu, case))
 
 
-@pytest.mark.parametrize("process", [process_logits_cpu, pytest.param(process_logits_triton, marks=interpreted)])
+@pytest.mark.parametrize(
+    "process", [process_logits_torch, process_logits_cpu, pytest.param(process_logits_triton, marks=interpreted)]
+)
 def test_long_lists(process: Callable[..., torch.Tensor]) -> None:
     """A list outside the table has the effect of one inside."""
     case = processor_case(1)
@@ -128,7 +134,8 @@ def test_no_rows() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_nan_and_inf_stay_visible() -> None:
     case = processor_case(0, logits=torch.tensor([[float("nan"), float("inf"), 1.0, -float("inf")] * 16]))
-    for process in (process_logits_cpu, process_logits_triton) if HAS_INTERPRETER else (process_logits_cpu,):
+    processes = [process_logits_torch, process_logits_cpu, *([process_logits_triton] if HAS_INTERPRETER else [])]
+    for process in processes:
         logits = processed_by(process, case)
         assert logits[:, ::4].isnan().all()
         assert not logits[:, 1::4].isneginf().any()

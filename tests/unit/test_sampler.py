@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.no_values import NoValues
 
 from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling import filters
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
+from fleetfoot.kernels.sampling.sample import RandomRows, sample_cpu, sample_torch
+from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_cpu, token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
 from fleetfoot.sampling.sampler_v1 import process_logits, sample
@@ -267,6 +270,33 @@ def test_nothing_left_to_choose_is_flagged():
 def test_wrong_number_of_rows():
     with pytest.raises(ValueError, match="logits have 2 rows and the sampling metadata 1"):
         run(torch.zeros(2, 4), row())
+
+
+# -- references ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_reference_equals_the_cpu_without_host_synchronisation(filtered):
+    generator = torch.Generator().manual_seed(11)
+    logits = (torch.randn(9, 3000, generator=generator) * 3).to(torch.bfloat16)
+    logits[4, 7], logits[5] = math.nan, -math.inf
+    rows = torch.tensor([3, 0, 1, 2, 4, 5, -1, 6, 2], dtype=torch.int32)
+    row_filters = filters.RowFilters(
+        torch.tensor([-math.inf, -2.0, -math.inf, -math.inf, -1.0, -math.inf, -3.0]),
+        torch.tensor([0, 0, 40, 0, 3, 0, 2500], dtype=torch.int32),
+        torch.tensor([1.0, 1.0, 1.0, 0.9, 0.5, 1.0, 0.99]),
+    )
+    temperatures, seeds = torch.tensor([0.0, 0.7, 1.0, 2.0, 1.0, 1.0, 0.5]), torch.arange(7) * 977
+    random = RandomRows(temperatures, seeds, torch.arange(9), row_filters if filtered else None, rows)
+    invalid, expected_invalid = torch.empty((2, 9), dtype=torch.bool)
+    expected = sample_cpu(logits, random, invalid=expected_invalid)
+    sizes = torch.tensor([0, 1, 6, 3, 0, 2, 4], dtype=torch.int32)
+    expected_logprobs = token_logprobs_cpu(logits, expected, 5, sizes=sizes, rows=rows)
+    with NoValues():
+        token_ids = sample_torch(logits, random, invalid=invalid)
+        logprobs = token_logprobs_torch(logits, expected, 5, sizes=sizes, rows=rows)
+    assert token_ids.tolist() == expected.tolist() and invalid.tolist() == expected_invalid.tolist()
+    assert torch.equal(logprobs, expected_logprobs)
 
 
 # -- logprobs --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from fleetfoot.kernels.linear.linear import PreparedLinear
 from fleetfoot.kernels.linear.linear_native import prepare_linear_native
 from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul_torch
 from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch, rms_norm_torch
-from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_torch
+from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
 from fleetfoot.native.library import DTYPES, NativeLibrary, check_status
 
 
@@ -154,7 +154,7 @@ def sample_native(
     num_rows, vocab_size = logits.shape
     stride = logits.stride()
     if code is None or stride[1] != 1 or vocab_size == 0:
-        return sample_torch(logits, random, invalid=invalid, out=out)
+        return sample_cpu(logits, random, invalid=invalid, out=out)
     per_row: list[torch.Tensor] = []
     if random is not None:
         random = random.gathered()

@@ -52,7 +52,7 @@ def _triton(facts: DeviceFacts) -> bool:
 
 
 _REQUIREMENTS: Mapping[str, Callable[[DeviceFacts], bool]] = MappingProxyType(
-    {"triton": _triton, "native": _native, "numpy": _cpu, "torch": _anything, "sdpa": _anything}
+    {"triton": _triton, "native": _native, "numpy": _cpu, "cpu": _cpu, "torch": _anything, "sdpa": _anything}
 )
 """Implementation name -> what it requires. Names are listed from the fastest to the slowest."""
 
@@ -108,15 +108,18 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         # sampling
         "sample": _implementations(
             torch="sampling.sample:sample_torch",
+            cpu="sampling.sample:sample_cpu",
             native="native_ops:sample_native",
             triton="sampling.sample_triton:sample_triton",
         ),
         "process_logits": _implementations(
-            torch="sampling.logits_processors:process_logits_cpu",
+            torch="sampling.logits_processors:process_logits_torch",
+            cpu="sampling.logits_processors:process_logits_cpu",
             triton="sampling.logits_processors_triton:process_logits_triton",
         ),
         "token_logprobs": _implementations(
             torch="sampling.token_logprobs:token_logprobs_torch",
+            cpu="sampling.token_logprobs:token_logprobs_cpu",
             triton="sampling.token_logprobs_triton:token_logprobs_triton",
         ),
         # step preparation

@@ -32,19 +32,23 @@ class RowFilters:
         """``[m]`` bool: whether any of the three is on."""
         return (self.log_min_p > -torch.inf) | (self.top_k > 0) | (self.top_p < 1)
 
-    def at(self, rows: torch.Tensor) -> RowFilters:
+    def at(self, rows: torch.Tensor | slice) -> RowFilters:
         """The filters of some rows."""
         return RowFilters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])
 
-    def apply(self, scores: torch.Tensor) -> None:
-        """Filter ``scores [m, vocab]``: min-p first, then top-k, then top-p. Synchronises with the device."""
-        if (self.log_min_p > -torch.inf).any():
+    def apply(self, scores: torch.Tensor, *, on_host: bool = False) -> None:
+        """Filter ``scores [m, vocab]``: min-p first, then top-k, then top-p.
+
+        Args:
+            on_host: read values of CPU tensors, where that takes less work; False: no host synchronisation.
+        """
+        if not on_host or (self.log_min_p > -torch.inf).any():
             apply_min_p(scores, self.log_min_p)
-        max_top_k = int(self.top_k.clamp(max=scores.shape[1]).max())
+        max_top_k = int(self.top_k.clamp(max=scores.shape[1]).max()) if on_host else scores.shape[1]
         if max_top_k > 0:
             apply_top_k(scores, self.top_k.clamp(0, max_top_k), max_top_k)
-        if (self.top_p < 1).any():
-            apply_top_p(scores, self.top_p)
+        if not on_host or (self.top_p < 1).any():
+            apply_top_p(scores, self.top_p, on_host=on_host)
 
 
 def apply_min_p(scores: torch.Tensor, log_min_p: torch.Tensor) -> None:
@@ -65,18 +69,18 @@ def apply_top_k(scores: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> No
     scores.masked_fill_(scores < threshold, -torch.inf)
 
 
-def apply_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> None:
+def apply_top_p(scores: torch.Tensor, top_p: torch.Tensor, *, on_host: bool = False) -> None:
     """Keep the smallest set of most probable tokens whose probabilities reach ``top_p [n]``; 1 where off.
 
     Probabilities are summed as integers (exp(score) in units of 2**-40), whose sums do not depend on the order of
     addition: the set is the same alone, in a batch, and on every device that rounds exp alike.
     """
-    vocab_size, on_cpu = scores.shape[1], scores.device.type == "cpu"
+    vocab_size = scores.shape[1]
     off = top_p >= 1
     target = _mass(scores).sum(dim=-1).to(torch.float64).mul_(top_p).masked_fill_(off, 0.0)  # [n]
-    # In most rows few tokens reach top_p, and finding them costs less than sorting the row. Which rows need more is
-    # known only on the device; a sort is cheaper than a synchronisation.
-    num_sorted = min(_NUM_SORTED, vocab_size) if on_cpu else vocab_size
+    # In most rows few tokens reach top_p, and finding them costs less than sorting the row. Which rows need more
+    # must be read.
+    num_sorted = min(_NUM_SORTED, vocab_size) if on_host else vocab_size
     threshold, num_tied, num_kept = _top_p_cut(_highest(scores, num_sorted), target)
     if num_sorted < vocab_size:
         longer = (num_kept == num_sorted).nonzero().squeeze(1)
@@ -86,7 +90,7 @@ def apply_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> None:
     threshold.masked_fill_(off, -torch.inf)
     scores.masked_fill_(scores < threshold.unsqueeze(1), -torch.inf)
     tied = scores == threshold.unsqueeze(1)
-    if on_cpu and not (tied.count_nonzero(dim=-1) > num_tied).logical_and_(threshold > -torch.inf).any():
+    if on_host and not (tied.count_nonzero(dim=-1) > num_tied).logical_and_(threshold > -torch.inf).any():
         return
     scores.masked_fill_(tied.logical_and_(tied.cumsum(dim=-1) > num_tied.unsqueeze(1)), -torch.inf)
 

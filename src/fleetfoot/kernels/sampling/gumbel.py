@@ -66,16 +66,19 @@ def gumbel_noise_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: tor
     return _gumbel_(uniform_from_word(words.gather(0, (token_ids & 3).unsqueeze(0)).squeeze(0)))
 
 
-def gumbel_argmax(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def gumbel_argmax(
+    scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, *, on_host: bool = False
+) -> torch.Tensor:
     """Draw one token per row from softmax(scores); destroys ``scores``.
 
     Args:
         scores: ``[n, vocab]`` float32, shifted so that each row's maximum is 0; -inf excludes a token.
         seeds, positions: ``[n]`` int64.
+        on_host: read values of CPU tensors, where that takes less work; False: no host synchronisation.
 
     Returns ``[n]`` int64. A row that contains NaN gets some token of the vocabulary.
     """
-    if scores.device.type == "cpu":  # elsewhere, counting the contenders would synchronise
+    if on_host:
         contenders = scores > -_SPAN  # nothing below can exceed the row's best token, whatever the noise
         if _SPARSE_FRACTION * int(torch.count_nonzero(contenders)) < scores.numel():
             return _sparse_argmax(scores, contenders, seeds, positions)

@@ -3,7 +3,7 @@
 The order is: allowed tokens, biases, banned tokens, penalties. Tokens are excluded by adding -inf, not by assigning it:
 NaN and +inf in the model's logits then stay visible, and the sampler reports the row instead of sampling from the rest.
 
-`process_logits_cpu` is the reference of the Triton kernels in `fleetfoot.kernels.sampling.logits_processors_triton`.
+`process_logits_torch` is the reference; `process_logits_cpu` is faster on a CPU, where few rows have processors.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class TokenHistory:
         blocks = self.block_tables.numpy()[row, position // self.block_size].astype(np.int64)
         slots = blocks * self.block_size + position % self.block_size
         return self.token_pages.numpy()[slots].astype(np.int64)
+
+    def tokens_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 token ids of ``rows [n]`` at ``positions [n, m]``."""
+        blocks = self.block_tables[rows].to(torch.int64).gather(1, positions // self.block_size)
+        return self.token_pages[blocks * self.block_size + positions % self.block_size].to(torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +92,14 @@ class LogitsProcessorTables:
 NO_LONG_LISTS: Mapping[int, ListedTokens] = {}
 
 
-def process_logits_cpu(
+def process_logits_torch(
     logits: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     tables: LogitsProcessorTables,
     long_lists: Mapping[int, ListedTokens] = NO_LONG_LISTS,
 ) -> torch.Tensor:
-    """Apply the logits processors of each row, on CPU tensors.
+    """Apply the logits processors of each row.
 
     Args:
         logits: ``[n, vocab]`` of any float dtype, contiguous within rows; not modified.
@@ -105,6 +110,75 @@ def process_logits_cpu(
     Returns:
         ``[n, vocab]`` float32; the values of padding rows are undefined.
     """
+    processed = logits.to(torch.float32, copy=True)
+    index = torch.arange(logits.shape[1], device=logits.device)
+    is_allowed = (tables.allowed.masks[rows][:, index // 32] >> (index % 32)) & 1 > 0  # [n, vocab]
+    is_limited = tables.allowed.is_limited[rows].unsqueeze(1) != 0
+    processed = torch.where(is_limited & ~is_allowed, processed - torch.inf, processed)
+    lengths = seq_lens.to(torch.int64).unsqueeze(1)  # [n, 1]
+    num_output = lengths - tables.history.prompt_lens[rows].unsqueeze(1)
+    _add_listed(processed, rows, rows >= 0, lengths, num_output, tables.history, tables.listed)
+    for row, listed in long_lists.items():
+        _add_listed(processed, rows, rows == row, lengths, num_output, tables.history, listed)
+
+    history, penalties = tables.history, tables.penalties
+    position = torch.arange(history.block_tables.shape[1] * history.block_size, device=logits.device).unsqueeze(0)
+    token_ids = history.tokens_at(rows, torch.where(position < lengths, position, 0))  # [n, max_len]
+    is_output = (position < lengths) & (position >= lengths - num_output)
+    counts = torch.zeros_like(processed).scatter_add_(1, token_ids, is_output.to(torch.float32))
+    in_prompt = torch.zeros_like(processed).scatter_add_(1, token_ids, (position < lengths - num_output).float())
+    repetition, frequency, presence = (
+        values[rows].unsqueeze(1) for values in (penalties.repetition, penalties.frequency, penalties.presence)
+    )
+    repeated = torch.where(processed > 0, processed / repetition, processed * repetition)
+    penalized = repeated - frequency * counts - presence * (counts > 0)
+    return torch.where((counts > 0) | ((in_prompt > 0) & (repetition != 1)), penalized, processed)
+
+
+def _add_listed(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    is_row: torch.Tensor,
+    lengths: torch.Tensor,
+    num_output: torch.Tensor,
+    history: TokenHistory,
+    listed: ListedTokens,
+) -> None:
+    """Add biases and -inf to the tokens of the lists of rows with ``is_row [n]``. ``lengths``, ``num_output [n,
+    1]``."""
+    planes = listed.planes[rows].to(torch.int64)  # [n, 4, capacity]
+    num_biases, num_words, num_stops = (
+        torch.where(is_row, count[rows], 0).unsqueeze(1)
+        for count in (listed.num_biases, listed.num_words, listed.num_stops)
+    )
+    entry = torch.arange(planes.shape[2], device=logits.device).unsqueeze(0)  # [1, capacity]
+    is_bias, is_listed = entry < num_biases, entry < num_biases + num_words + num_stops
+    is_word = ~is_bias & (entry < num_biases + num_words)
+    # each token of a prefix is compared with the sequence, and a word is banned if its prefix has no mismatch
+    ends = torch.where(is_listed, planes[:, PREFIX_ENDS], torch.iinfo(torch.int64).max)
+    word = torch.searchsorted(ends, entry.expand(len(rows), -1).contiguous(), right=True)
+    distance = ends.gather(1, word.clamp(max=planes.shape[2] - 1)) - entry  # from the end of the sequence
+    is_prefix = (word < planes.shape[2]) & (distance <= num_output)
+    known = history.tokens_at(rows, torch.where(is_prefix, lengths - distance, 0))
+    mismatches = (~is_prefix | (known != planes[:, PREFIX_TOKENS])).to(torch.int64).cumsum(1)
+    mismatches = torch.nn.functional.pad(mismatches, (1, 0))  # [n, capacity + 1]: before each prefix token
+    stops = torch.where(is_listed, planes[:, PREFIX_ENDS], 0)
+    starts = torch.nn.functional.pad(stops[:, :-1], (1, 0))
+    matches = (mismatches.gather(1, stops) == mismatches.gather(1, starts)) & (num_output >= stops - starts)
+    is_stop = is_listed & ~is_bias & ~is_word & (num_output < listed.min_tokens[rows].unsqueeze(1))
+    biases = planes[:, BIASES].to(torch.int32).view(torch.float32)
+    added = torch.where(is_bias, biases, torch.where((is_word & matches) | is_stop, -torch.inf, 0.0))
+    logits.scatter_add_(1, torch.where(is_listed, planes[:, TOKENS], 0), added)
+
+
+def process_logits_cpu(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tables: LogitsProcessorTables,
+    long_lists: Mapping[int, ListedTokens] = NO_LONG_LISTS,
+) -> torch.Tensor:
+    """`process_logits_torch` for CPU tensors: reads only the tables of rows with logits processors."""
     processed = logits.to(torch.float32, copy=True)
     _keep_allowed_tokens(processed, rows, tables.allowed)
     _add_listed_tokens(processed, rows, seq_lens, tables.history, tables.listed)

@@ -1,6 +1,6 @@
 """Logits processors on a GPU, in five launches with grids that depend on shapes alone.
 
-`process_logits_triton` implements `fleetfoot.kernels.sampling.logits_processors.process_logits_cpu`.
+`process_logits_triton` implements `fleetfoot.kernels.sampling.logits_processors.process_logits_torch`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def process_logits_triton(
     tables: LogitsProcessorTables,
     long_lists: Mapping[int, ListedTokens] = NO_LONG_LISTS,
 ) -> torch.Tensor:
-    """See `process_logits_cpu`.
+    """See `process_logits_torch`.
 
     Penalties take three launches over the tokens of the penalized rows. Of the scratch, ``[n, vocab]`` int32, only the
     entries of these tokens are accessed: set to 0, then incremented, then exchanged for 0 by every program that has the

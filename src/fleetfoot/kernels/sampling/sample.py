@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,6 +36,11 @@ class RandomRows:
         filters = None if self.filters is None else self.filters.at(self.rows)
         return RandomRows(self.temperatures[self.rows], self.seeds[self.rows], self.positions, filters)
 
+    def at(self, index: torch.Tensor | slice) -> RandomRows:
+        """Some of the rows; without ``rows`` only."""
+        filters = None if self.filters is None else self.filters.at(index)
+        return RandomRows(self.temperatures[index], self.seeds[index], self.positions[index], filters)
+
 
 def sample_torch(
     logits: torch.Tensor,
@@ -58,19 +63,41 @@ def sample_torch(
     token_ids = torch.argmax(logits, dim=-1, out=out)
     if random is not None:
         random = random.gathered()
-        is_random = random.temperatures > 0
+        highest = logits.gather(1, token_ids.unsqueeze(1)).float()  # [n, 1]
+        is_random = (random.temperatures > 0) & highest.isfinite().squeeze(1)
+        step = rows_per_chunk(logits.shape[1], logits.device)
+        for begin in range(0, len(logits), step):
+            rows = slice(begin, begin + step)
+            drawn = _draw(logits[rows], highest[rows], random.at(rows), on_host=False)
+            token_ids[rows] = torch.where(is_random[rows], drawn, token_ids[rows])
+    if invalid is not None:
+        mark_invalid(logits, token_ids, invalid)
+    return token_ids
+
+
+def sample_cpu(
+    logits: torch.Tensor,
+    random: RandomRows | None = None,
+    *,
+    invalid: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`sample_torch` for CPU tensors: draws only for the random rows, and filters only rows with filters."""
+    token_ids = torch.argmax(logits, dim=-1, out=out)
+    if random is not None:
+        random = random.gathered()
+        draw_filtered(token_ids, logits, random)
+        is_plain = random.temperatures > 0
         if random.filters is not None:
-            is_filtered = random.filters.are_on()
-            _draw(token_ids, logits, is_random & is_filtered, random, random.filters)
-            is_random = is_random & ~is_filtered
-        _draw(token_ids, logits, is_random, random, None)
+            is_plain = is_plain & ~random.filters.are_on()
+        _draw_selected(token_ids, logits, is_plain, replace(random, filters=None))
     if invalid is not None:
         mark_invalid(logits, token_ids, invalid)
     return token_ids
 
 
 def draw_filtered(token_ids: torch.Tensor, logits: torch.Tensor, random: RandomRows) -> None:
-    """Replace ``token_ids [n]`` of random rows with filters.
+    """Replace ``token_ids [n]`` of random rows with filters; CPU tensors only.
 
     Args:
         random: gathered.
@@ -78,7 +105,7 @@ def draw_filtered(token_ids: torch.Tensor, logits: torch.Tensor, random: RandomR
     if random.filters is not None:
         selected = (random.temperatures > 0) & random.filters.are_on()
         token_ids[selected] = logits[selected].argmax(dim=-1)
-        _draw(token_ids, logits, selected, random, random.filters)
+        _draw_selected(token_ids, logits, selected, random)
 
 
 def mark_invalid(logits: torch.Tensor, token_ids: torch.Tensor, invalid: torch.Tensor) -> None:
@@ -86,21 +113,20 @@ def mark_invalid(logits: torch.Tensor, token_ids: torch.Tensor, invalid: torch.T
     torch.logical_not(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).isfinite(), out=invalid)
 
 
-def _draw(
-    token_ids: torch.Tensor,
-    logits: torch.Tensor,
-    selected: torch.Tensor,
-    random: RandomRows,
-    filters: RowFilters | None,
-) -> None:
+def _draw_selected(token_ids: torch.Tensor, logits: torch.Tensor, selected: torch.Tensor, random: RandomRows) -> None:
     """Replace the argmaxes ``token_ids [n]`` of ``selected`` rows (``[n]`` bool), a few rows at a time."""
     highest = logits.gather(1, token_ids.unsqueeze(1)).float()  # [n, 1]
     indices = (selected & highest.isfinite().squeeze(1)).nonzero().squeeze(1)
     step = rows_per_chunk(logits.shape[1], logits.device)
     for begin in range(0, len(indices), step):
         rows = indices[begin : begin + step]
-        # subtracting the maximum first keeps the quotient from overflowing at small temperatures
-        scores = logits[rows].float().sub_(highest[rows]).div_(random.temperatures[rows].unsqueeze(1))
-        if filters is not None:
-            filters.at(rows).apply(scores)
-        token_ids[rows] = gumbel_argmax(scores, random.seeds[rows], random.positions[rows].to(torch.int64))
+        token_ids[rows] = _draw(logits[rows], highest[rows], random.at(rows), on_host=True)
+
+
+def _draw(logits: torch.Tensor, highest: torch.Tensor, random: RandomRows, *, on_host: bool) -> torch.Tensor:
+    """Draw from every row; ``highest [n, 1]`` are the maxima. Returns ``[n]`` int64."""
+    # subtracting the maximum first keeps the quotient from overflowing at small temperatures
+    scores = logits.float().sub(highest).div_(random.temperatures.unsqueeze(1))
+    if random.filters is not None:
+        random.filters.apply(scores, on_host=on_host)
+    return gumbel_argmax(scores, random.seeds, random.positions.to(torch.int64), on_host=on_host)

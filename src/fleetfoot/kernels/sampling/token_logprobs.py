@@ -29,20 +29,37 @@ def token_logprobs_torch(
         token_ids: ``[n]`` int64, the sampled tokens.
         num: 0 to vocab; with ``sizes`` at most `MAX_SELECTED`, and no launch or copy depends on a value.
         sizes: ``[R]`` int32: 1 + number of top tokens of a row; 0: none. Entries beyond it are undefined. None: ``num``
-            top tokens for every row. This reference supports it for CPU tensors.
+            top tokens for every row.
         rows: ``[n]`` int32, required with ``sizes``: row ``i`` uses entry ``rows[i]``; -1: padding.
 
     Returns:
         ``[n, 2 * (num + 1) + 1]`` int32, one tensor for one copy: token ids, log-probabilities (the bits of float32),
         and the number of tokens with a logit at least that of the sampled token.
     """
+    packed = logprobs_by_sorting(logits, token_ids, num)
+    return packed if sizes is None or rows is None else torch.where((_sizes_of(sizes, rows) > 0)[:, None], packed, 0)
+
+
+def token_logprobs_cpu(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor,
+    num: int,
+    *,
+    sizes: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`token_logprobs_torch` for CPU tensors: sorts only the rows with logprobs."""
     if sizes is None or rows is None:
         return logprobs_by_sorting(logits, token_ids, num)
-    on_host = rows.numpy()
-    selected = torch.from_numpy(np.flatnonzero((on_host >= 0) & (sizes.numpy()[on_host] > 0)))
-    packed = torch.zeros((len(logits), 2 * num + 3), dtype=torch.int32, device=logits.device)
+    selected = torch.from_numpy(np.flatnonzero(_sizes_of(sizes, rows).numpy()))
+    packed = torch.zeros((len(logits), 2 * num + 3), dtype=torch.int32)
     packed[selected] = logprobs_by_sorting(logits[selected], token_ids[selected], num)
     return packed
+
+
+def _sizes_of(sizes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``[n]``; 0 for padding."""
+    return torch.where(rows >= 0, sizes[rows], 0)
 
 
 def logprobs_by_sorting(
