@@ -1,4 +1,4 @@
-"""What an engine would say of its connector's settings when it starts, the plan says too, and touches nothing."""
+"""Connector settings are validated when an engine is planned, with the same errors as at start, and without effects."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def plan(*flags: str) -> int:
 
 
 class ChecksNothing(SharedStorageConnector):
-    """Is asked for nothing but its layouts."""
+    """Has no check of its own."""
 
     check_settings = KVConnector.check_settings
 
 
 class Picky(KVConnector):
-    """Refuses settings that its engine does not fit."""
+    """Refuses all settings."""
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = SharedStorageConnector.accepted_kv_layouts
-    told: ClassVar[list[TransferContext]] = []
+    contexts: ClassVar[list[TransferContext]] = []
 
     @staticmethod
     def check_settings(context: TransferContext) -> None:
-        Picky.told.append(context)
+        Picky.contexts.append(context)
         raise ValueError(f"no more than 5 bytes a block, and there are {context.bytes_per_block}")
 
     @staticmethod
@@ -189,12 +189,12 @@ def test_a_plan_opens_and_makes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_class_of_somebody_elses_is_asked(capsys: Streams) -> None:
-    Picky.told.clear()
+def test_another_class_checks_its_settings(capsys: Streams) -> None:
+    Picky.contexts.clear()
     flags = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--dtype", "float16", "--block-size", "32"]
     assert plan("--kv-transfer-config", json.dumps({**own("Picky"), "engine_id": "me"}), *flags) == 2
     assert capsys.readouterr().err == "fleetfoot plan: error: no more than 5 bytes a block, and there are 65536\n"
-    (context,) = Picky.told
+    (context,) = Picky.contexts
     assert (context.num_ranks, context.tensor_parallel_size, context.pipeline_parallel_size) == (4, 2, 2)
     assert (context.engine_id, context.dtype, context.block_size) == ("me", "float16", 32)
     assert context.fingerprint == ""
@@ -215,21 +215,23 @@ def test_a_plan_needs_no_torch() -> None:
 # --- warnings -------------------------------------------------------------------------------------------------------
 
 
-def test_what_has_no_effect_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_about_a_field_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {**transfer(SHARED, shared_storage_path=tmp_path / "kv"), "kv_port": 5}
     with LLM(kv_transfer_config=settings, kv_offloading_size=0.01, **SMALL):
         pass
-    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [text for text in told if "kv_port" in text] == [f"kv_transfer_config: kv_port has no meaning for {SHARED}"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [text for text in warnings if "kv_port" in text] == [
+        f"kv_transfer_config: kv_port has no meaning for {SHARED}"
+    ]
 
 
 @pytest.mark.parametrize(("role", "lacks"), [("kv_producer", "loads"), ("kv_consumer", "saves")])
-def test_host_memory_that_serves_nobody_is_told_of(capsys: Streams, role: str, lacks: str) -> None:
+def test_a_warning_about_host_memory_that_is_not_used(capsys: Streams, role: str, lacks: str) -> None:
     assert plan("--kv-transfer-config", json.dumps(transfer(OFFLOAD, role, num_cpu_blocks=3))) == 0
     assert f"kv_role of {OFFLOAD} is '{role}': it never {lacks}" in capsys.readouterr().err
 
 
-def test_a_short_run_hears_of_a_disk_that_takes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_run_logs_a_disk_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "kv"
     with LLM(kv_transfer_config=transfer(SHARED, shared_storage_path=folder), **SMALL) as llm:
         folder.write_text("a file, by now")

@@ -66,9 +66,9 @@ def test_tokens_are_those_of_one_engine(
     producer = make(text_model, kv_transfer_config=nixl("kv_producer", backend=backend), **settings, **ROOMY)
     consumer = make(text_model, kv_transfer_config=nixl("kv_consumer", backend=backend), **settings, **SIZE)
     assert producer.runner_name == consumer.runner_name == runner
-    lent = prefilled(producer)
-    assert lent["tiny"] is None  # it has no full block
-    assert tokens_of(run_requests(consumer, decodes(lent))) == expected
+    held = prefilled(producer)
+    assert held["tiny"] is None  # it has no full block
+    assert tokens_of(run_requests(consumer, decodes(held))) == expected
     sent = settle(producer)
     assert sent["sends_sent"] + sent.get("sends_declined", 0) == 4
     settle(consumer)
@@ -120,13 +120,13 @@ def test_an_engine_with_another_model_is_refused(
     other = make(tmp_path, runner=runner, skip_tokenizer_init=True, kv_transfer_config=nixl("kv_producer"), **ROOMY)
     config = nixl("kv_consumer", kv_load_failure_policy=policy)
     consumer = make(text_model, runner=runner, kv_transfer_config=config, **ROOMY)
-    lent = prefilled(other, ["long"])
-    completion = run_requests(consumer, decodes(lent))["long"].outputs[0]
+    held = prefilled(other, ["long"])
+    completion = run_requests(consumer, decodes(held))["long"].outputs[0]
     if policy == "recompute":
         assert completion.token_ids == expected["long"]
     else:
         assert (completion.finish_reason, completion.token_ids) == ("error", [])
-        theirs = lent["long"]["remote_engine"]["fingerprint"]
+        theirs = held["long"]["remote_engine"]["fingerprint"]
         assert f"its fingerprint is '{theirs}', and '" in str(completion.stop_reason)
         assert str(completion.stop_reason).endswith("' here")
     assert settle(other)["sends_declined"] == 1
@@ -138,11 +138,11 @@ def test_an_engine_with_another_model_is_refused(
 def test_kv_that_is_damaged_on_its_way(runner: str, text_model: Path, make: Make, expected: Tokens) -> None:
     producer = make(text_model, runner=runner, kv_transfer_config=nixl("kv_producer"), **ROOMY)
     consumer = make(text_model, runner=runner, kv_transfer_config=nixl("kv_consumer"), **ROOMY)
-    lent = prefilled(producer, ["long"])
-    with EngineLine(lent["long"]["remote_addresses"][0]) as line:
-        lent["long"]["remote_addresses"] = [line.address]
+    held = prefilled(producer, ["long"])
+    with EngineLine(held["long"]["remote_addresses"][0]) as line:
+        held["long"]["remote_addresses"] = [line.address]
         line.data.spoil = flip_at(1000)
-        assert run_requests(consumer, decodes(lent))["long"].outputs[0].token_ids == expected["long"]
+        assert run_requests(consumer, decodes(held))["long"].outputs[0].token_ids == expected["long"]
     assert settle(producer)["sends_lost"] == 1
     settle(consumer)
     assert consumer.stats().transfers.loads_failed == 1
@@ -182,7 +182,7 @@ def test_blocks_that_nobody_reads_come_back(runner: str, text_model: Path, make:
 
 @RUNNERS
 def test_beside_host_memory(runner: str, text_model: Path, make: Make, expected: Tokens) -> None:
-    """A request is loaded from where more of it is; the other lender hears that nobody comes."""
+    """A request is loaded from the connector with more of its tokens; the other producer's lease is declined."""
     producer = make(text_model, runner=runner, kv_transfer_config=nixl("kv_producer"), **ROOMY)
     consumer = make(
         text_model,
@@ -206,8 +206,8 @@ def test_wrong_roles_are_refused(text_model: Path, make: Make) -> None:
     producer = make(text_model, kv_transfer_config=nixl("kv_producer"), **ROOMY)
     consumer = make(text_model, kv_transfer_config=nixl("kv_consumer"), **ROOMY)
     plain = make(text_model, **ROOMY)
-    lent = prefilled(producer, ["long"])
-    request = decodes(lent)["long"]
+    held = prefilled(producer, ["long"])
+    request = decodes(held)["long"]
     with pytest.raises(ValueError, match="do_remote_prefill is true, but kv_role is 'kv_producer'"):
         producer.add_request("r", *request)
     with pytest.raises(ValueError, match="do_remote_decode is true, but kv_role is 'kv_consumer'"):

@@ -1,4 +1,4 @@
-"""KV that is lent by one GPU engine and read by another, and the whole of it in two engines."""
+"""KV that is held by one GPU engine and read by another, and the whole of it in two engines."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ BACKENDS = pytest.mark.parametrize("backend", ["tcp", "nixl"])
 
 @pytest.fixture
 def pair(backend: str) -> Iterator[tuple[Engine, Engine]]:
-    """A lender, and a reader that has room for one block at a time."""
+    """A producer, and a consumer that has room for one block at a time."""
     skip_without(backend)
-    lender = Engine(backend=backend, device="cuda")
-    reader = Engine(backend=backend, device="cuda", extra={"buffer_bytes": 1, "num_threads": 1})
-    yield lender, reader
-    reader.shutdown()
-    lender.shutdown()
+    producer = Engine(backend=backend, device="cuda")
+    consumer = Engine(backend=backend, device="cuda", extra={"buffer_bytes": 1, "num_threads": 1})
+    yield producer, consumer
+    consumer.shutdown()
+    producer.shutdown()
 
 
 @BACKENDS
 def test_blocks_are_the_same_bits(pair: tuple[Engine, Engine], backend: str) -> None:
-    """Also while the devices' queues are full: what is lent is written, and what is read into is nobody's any more."""
-    lender, reader = pair
+    """Also while the devices' queues are full: held blocks are written before they are read."""
+    producer, consumer = pair
     big = torch.randn(4096, 4096, device="cuda")
     for number in range(3):
         for _ in range(20):
             big = (big @ big).clamp(-1, 1)
-        lender.scramble([3, 7, 1, 12])
-        params = lender.lend(f"p{number}")
-        untouched = reader.contents([4, 5, 6])
-        assert reader.load(reader.wants(params, f"r{number}")).loaded == {f"r{number}"}
-        assert same(reader.contents([9, 8, 2, 0]), lender.contents([3, 7, 1, 12]))
-        assert same(reader.contents([4, 5, 6]), untouched)
-        lender.until_sent(f"p{number}")
+        producer.scramble([3, 7, 1, 12])
+        params = producer.hold(f"p{number}")
+        untouched = consumer.contents([4, 5, 6])
+        assert consumer.load(consumer.remote(params, f"r{number}")).loaded == {f"r{number}"}
+        assert same(consumer.contents([9, 8, 2, 0]), producer.contents([3, 7, 1, 12]))
+        assert same(consumer.contents([4, 5, 6]), untouched)
+        producer.until_sent(f"p{number}")
 
 
 @BACKENDS

@@ -1,4 +1,4 @@
-"""Both sides of a KV connector around real tensors, without an engine: requests, blocks and steps made by hand."""
+"""Both sides of a KV connector with real tensors, without an engine: tests make requests, blocks and steps."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from fleetfoot.scheduler.request_blocks import extend_chain, root_hash
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(1, 4)))
-"""Of a rank: two layers of a model, and a drafter's, which is of another shape."""
+"""Of a rank: two layers of a model, and one of a drafter with another shape."""
 FINGERPRINT = "0123456789abcdef" * 2
 
 
 class ManualJobs:
-    """Jobs that run when the test says so."""
+    """Jobs that run when the test calls `run`."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], None]] = deque()
@@ -60,7 +60,7 @@ class InlineJobs(ManualJobs):
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -76,10 +76,10 @@ def transfer_config(connector: str, *, role: str = "kv_both", timeout: float = 6
 
 
 class Bench:
-    """An engine's connector, and the KV caches of its ranks, all of `LAYOUT` and full of random values.
+    """An engine's connector, and the KV caches of its ranks with random values.
 
     Args:
-        make_worker: the workers' side, where it is not the connector's own.
+        make_worker: makes the worker side; None: the connector does.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Bench:
         self.num_steps = 0
 
     def request(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int] = ()) -> Request:
-        """A request whose hashes are known, and whose blocks are these."""
+        """A request with its block hashes, and these blocks."""
         request = Request(request_id, list(tokens), SamplingParams(), max_tokens=8, seed=0)
         request.block_hashes = extend_chain(root_hash(None), array("i", tokens), 0, len(tokens), BLOCK_SIZE)
         request.block_ids = list(block_ids)
@@ -131,7 +131,7 @@ class Bench:
         return [[cache[list(block_ids)].clone() for cache in caches] for caches in self.caches]
 
     def scramble(self, block_ids: Sequence[int]) -> None:
-        """Somebody else's KV."""
+        """Overwrite blocks, as the KV of other requests would."""
         for caches in self.caches:
             for cache in caches:
                 cache[list(block_ids)] = torch.rand_like(cache[list(block_ids)])
@@ -147,8 +147,8 @@ class Bench:
         """One step of every rank.
 
         Args:
-            during: what the forward pass does, between the two parts.
-            new_blocks: those that a running request gets with it.
+            during: called in place of the forward pass.
+            new_blocks: blocks that a running request gets in the step.
         """
         output = SchedulerOutput(self.num_steps, [], [], 0, 0, 0, finished_req_ids=set(finished))
         output.new_block_ids = [(0, 0, list(new_blocks))] if new_blocks else []
@@ -172,11 +172,18 @@ class Bench:
         self.scheduler.blocks_filled(request, first, last, by_this_step=True)
         self.step(during=lambda: self.scramble(request.block_ids[first:last]))
 
-    def load(self, request: Request, num_computed_tokens: int = 0) -> KVConnectorOutput:
-        """Match and load all that there is, in idle steps until it has ended."""
-        matched = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+    def matched(self, request: Request, num_computed_tokens: int = 0) -> int:
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def begin(self, request: Request, num_computed_tokens: int = 0) -> None:
+        """Begin to load all matched tokens."""
+        matched = self.matched(request, num_computed_tokens)
         assert matched > 0
         self.scheduler.update_state_after_alloc(request, num_computed_tokens, matched)
+
+    def load(self, request: Request, num_computed_tokens: int = 0) -> KVConnectorOutput:
+        """Load all matched tokens, in idle steps."""
+        self.begin(request, num_computed_tokens)
         return self.until_ended(request)
 
     def until_ended(self, request: Request) -> KVConnectorOutput:
@@ -193,7 +200,7 @@ class Bench:
 
 
 def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
-    """Whether two `Bench.contents` are the same bits."""
+    """Whether two `Bench.contents` are bitwise equal."""
     pairs = [pair for ranks in zip(one, other, strict=True) for pair in zip(*ranks, strict=True)]
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
 
@@ -210,7 +217,7 @@ class LateJobs(ManualJobs):
 
 
 class _LateCopy:
-    """A copy that is made when somebody waits for it, or now and then when somebody asks for it."""
+    """A copy that is made when it is waited for, or at random when it is queried."""
 
     def __init__(self, owner: LateCopies, work: Callable[[], object], blocks: frozenset[int], slots: frozenset[int]):
         self.owner, self.work, self.blocks, self.slots = owner, work, blocks, slots
@@ -226,7 +233,7 @@ class _LateCopy:
 
 
 class LateCopies(CpuBlockCopies):
-    """Copies as late as the order of a device's work allows: what reads or writes too early, or too late, shows."""
+    """Copies as late as the order of the device's work allows, so that missing synchronization shows."""
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, rng: random.Random) -> None:
         super().__init__(kv_caches, layout)

@@ -1,4 +1,4 @@
-"""Two engines' connectors around real tensors: one lends, one reads; and a line between them that can go wrong."""
+"""The connectors of two engines, a producer and a consumer, and a relay between them that can inject faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fleetfoot.records.step import NewRequest, SchedulerOutput
 from tests.helpers.kv_bench import Bench, transfer_config
 
 TOKENS = list(range(17))
-"""Four full blocks, and a token that must be computed."""
+"""Four full blocks, and a last token, which is always computed."""
 
 
 def skip_without(backend: str) -> None:
@@ -36,12 +36,12 @@ def skip_without(backend: str) -> None:
 
 
 def whole(content: bytes, offset: int) -> bytes:
-    """Nothing happens to it."""
+    """No fault."""
     return content
 
 
 def flip_at(place: int) -> Callable[[bytes, int], bytes]:
-    """A bit of this byte of every connection changes."""
+    """A bit of this byte of every connection is flipped."""
 
     def flip(content: bytes, offset: int) -> bytes:
         index = place - offset
@@ -53,7 +53,7 @@ def flip_at(place: int) -> Callable[[bytes, int], bytes]:
 
 
 def cut_at(place: int) -> Callable[[bytes, int], bytes]:
-    """Every connection ends after so many bytes."""
+    """Every connection is closed after this many bytes."""
     return lambda content, offset: content[: max(0, place - offset)]
 
 
@@ -76,16 +76,16 @@ class Gate:
 
 
 class Line:
-    """A relay between readers and one lender, for all that the lender sends.
+    """A relay between consumers and one producer.
 
     Attributes:
-        spoil: called with bytes of a connection as they come, and how many came before; returns what becomes of them.
-            Fewer bytes: the line is cut behind them.
-        asked: set once the lender has been sent something.
+        spoil: called with the bytes that the producer sends, and how many it has sent on this connection before;
+            returns the bytes to pass on. If fewer, the connection is closed after them.
+        asked: set once the producer has received something.
     """
 
     def __init__(self, address: str) -> None:
-        self.lender = address
+        self.producer = address
         self._server = SocketServer("127.0.0.1", 0, self._serve, "line")
         self.address = self._server.address
         self.spoil: Callable[[bytes, int], bytes] = whole
@@ -103,27 +103,27 @@ class Line:
     def change(self, content: bytes, offset: int) -> bytes:
         return self.spoil(content, offset)
 
-    def _serve(self, reader: socket.socket) -> None:
-        with socket.create_connection(parse_address(self.lender)) as lender:
-            back = threading.Thread(target=self._pass_back, args=(lender, reader), daemon=True)
+    def _serve(self, consumer: socket.socket) -> None:
+        with socket.create_connection(parse_address(self.producer)) as producer:
+            back = threading.Thread(target=self._pass_back, args=(producer, consumer), daemon=True)
             back.start()
             with contextlib.suppress(OSError):
-                while content := reader.recv(1 << 16):
-                    lender.sendall(content)
+                while content := consumer.recv(1 << 16):
+                    producer.sendall(content)
                     self.asked.set()
-            _cut(lender)
+            _cut(producer)
             back.join()
 
-    def _pass_back(self, lender: socket.socket, reader: socket.socket) -> None:
+    def _pass_back(self, producer: socket.socket, consumer: socket.socket) -> None:
         offset = 0
         with contextlib.suppress(OSError):
-            while content := lender.recv(1 << 16):
+            while content := producer.recv(1 << 16):
                 spoiled = self.change(content, offset)
                 offset += len(content)
-                reader.sendall(spoiled)
+                consumer.sendall(spoiled)
                 if not spoiled or len(spoiled) < len(content):
                     break
-        _cut(reader)
+        _cut(consumer)
 
 
 def _cut(connection: socket.socket) -> None:
@@ -132,7 +132,7 @@ def _cut(connection: socket.socket) -> None:
 
 
 class EngineLine(Line):
-    """A relay for the side channel of an engine with a TCP agent. Its readers are sent to `data` for the KV itself.
+    """A relay for the side channel of an engine with a TCP agent. Its consumers are sent to `data` for the KV itself.
 
     Args:
         address: of the side channel, one of ``remote_addresses``.
@@ -150,7 +150,7 @@ class EngineLine(Line):
         if b"Welcome" in content:  # so small that it comes in one piece
             welcome = msgspec.msgpack.decode(content[4:])
             agent = msgspec.msgpack.decode(welcome["agent"])
-            self.data.lender = agent["address"]
+            self.data.producer = agent["address"]
             welcome["agent"] = msgspec.msgpack.encode({**agent, "address": self.data.address})
             body = msgspec.msgpack.encode(welcome)
             content = len(body).to_bytes(4, "little") + body
@@ -177,7 +177,7 @@ class Engine(Bench):
     """One of the pair.
 
     Args:
-        line: readers reach its memory through a `Line`: attribute ``lines``, of each rank.
+        line: consumers reach its memory through a `Line`: attribute ``lines``, of each rank.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Engine(Bench):
         config = transfer_config("NixlConnector", role=role, timeout=timeout, backend=backend, **(extra or {}))
         super().__init__(config, make_worker=worker, **options)
         self.sent: set[str] = set()
-        self.step(idle=True)  # says where its ranks are
+        self.step(idle=True)  # reports the addresses of its ranks
 
     def step(self, *arguments: Any, **options: Any) -> KVConnectorOutput:
         output = super().step(*arguments, **options)
@@ -214,18 +214,18 @@ class Engine(Bench):
             self.sent |= output.sent
         return output
 
-    def lend(
+    def hold(
         self,
         request_id: str,
         tokens: Sequence[int] = TOKENS,
         block_ids: Sequence[int] = (3, 7, 1, 12, 5),
         *,
-        tells: bool = True,
+        step: bool = True,
     ) -> Any:
-        """A prefill ends; what its output says.
+        """The ``kv_transfer_params`` of a finished prefill.
 
         Args:
-            tells: the workers hear of it, in a step.
+            step: take a step, in which the workers get the lease.
         """
         request = self.request(request_id, tokens, block_ids)
         request.kv_transfer_params = {"do_remote_decode": True}
@@ -234,31 +234,25 @@ class Engine(Bench):
         request.status = RequestStatus.FINISHED_LENGTH
         is_held, params = self.scheduler.request_finished(request)
         assert is_held == (params is not None)
-        if tells:
+        if step:
             self.step(idle=True)
         return params
 
-    def wants(
+    def remote(
         self,
         params: Any,
         request_id: str = "r",
         tokens: Sequence[int] = TOKENS,
         blocks: Sequence[int] = (9, 8, 2, 0, 4),
     ) -> Request:
-        """A request that is to be loaded."""
+        """A request with these ``kv_transfer_params``."""
         request = self.request(request_id, tokens, blocks)
         request.kv_transfer_params = params
         self.scheduler.check_request(request)
         return request
 
-    def begin(self, request: Request, num_computed_tokens: int = 0) -> None:
-        """Begin to load what there is."""
-        matched = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-        assert matched > 0
-        self.scheduler.update_state_after_alloc(request, num_computed_tokens, matched)
-
     def run(self, request: Request) -> None:
-        """A step in which it gets a row, without a load."""
+        """A step that schedules the request without a load."""
         output = SchedulerOutput(self.num_steps, [], [], 0, 0, 0, new_requests=[NewRequest.of(request)])
         output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
         for step in self.steps:
@@ -270,4 +264,4 @@ class Engine(Bench):
             if request_id in self.sent:
                 return
             self.step(idle=True)
-        raise AssertionError(f"{request_id} is never reported as sent")
+        raise AssertionError(f"{request_id} was never reported as sent")

@@ -230,10 +230,10 @@ def test_offloading_beside_another_connector(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 3), (4, 1)])
-def test_what_both_sides_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tensor: int, pipeline: int) -> None:
-    told: list[TransferContext] = []
-    monkeypatch.setattr(OffloadingConnector, "scheduler_side", staticmethod(told.append))
-    monkeypatch.setattr(OffloadingConnector, "worker_side", staticmethod(told.append))
+def test_the_context_of_both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tensor: int, pipeline: int) -> None:
+    contexts: list[TransferContext] = []
+    monkeypatch.setattr(OffloadingConnector, "scheduler_side", staticmethod(contexts.append))
+    monkeypatch.setattr(OffloadingConnector, "worker_side", staticmethod(contexts.append))
     plan = plan_of()
     config = dataclasses.replace(
         plan.config, kv_offloading_size=1, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline
@@ -242,9 +242,9 @@ def test_what_both_sides_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     scheduler_connector(plan)
     for rank in range(tensor * pipeline):
         worker_connector(plan, rank)
-    assert [context.rank for context in told] == [0, *range(tensor * pipeline)]
-    assert len({dataclasses.replace(context, rank=0) for context in told}) == 1
-    context = told[0]
+    assert [context.rank for context in contexts] == [0, *range(tensor * pipeline)]
+    assert len({dataclasses.replace(context, rank=0) for context in contexts}) == 1
+    context = contexts[0]
     assert context.engine_id == plan.engine_id and len(context.engine_id) == 32
     assert context.num_ranks == tensor * pipeline
     heads = max(tensor, plan.model.num_kv_heads) / plan.model.num_kv_heads

@@ -1,4 +1,4 @@
-"""The filesystem connector: what is saved comes back bit by bit, and what is not whole never does."""
+"""The filesystem connector: blocks are loaded bitwise equal, and invalid files are never loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Iterator[MakeBench]:
 
 
 class Manual:
-    """Workers whose files are read and written when the test says so."""
+    """Worker sides that read and write files when the test runs their jobs."""
 
     def __init__(self) -> None:
         self.readers, self.writers = ManualJobs(), ManualJobs()
@@ -83,8 +83,8 @@ def test_another_engine_finds_what_one_has_computed(make: MakeBench, num_ranks: 
     other = make(num_ranks=num_ranks)
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
     untouched = other.contents([4, 5, 6])
-    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 16
-    assert other.scheduler.get_num_new_matched_tokens(request, 8) == 8
+    assert other.matched(request) == 16
+    assert other.matched(request, 8) == 8
     output = other.load(request)
     assert (output.loaded, output.failed) == ({"again"}, {})
     assert same(other.contents([9, 8, 2, 0]), contents)
@@ -92,7 +92,7 @@ def test_another_engine_finds_what_one_has_computed(make: MakeBench, num_ranks: 
     assert other.counters == {"blocks_loaded": 4 * num_ranks, "bytes_loaded": 4 * num_ranks * LAYOUT.bytes_per_block}
 
 
-def test_what_is_here_already_is_not_loaded(make: MakeBench) -> None:
+def test_cached_blocks_are_not_loaded(make: MakeBench) -> None:
     _, contents = saved(make)
     other = make()
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
@@ -105,12 +105,10 @@ def test_what_is_here_already_is_not_loaded(make: MakeBench) -> None:
 def test_a_token_is_always_left_to_compute(make: MakeBench) -> None:
     saved(make)
     other = make()
-    assert other.scheduler.get_num_new_matched_tokens(other.request("whole blocks", TOKENS[:16]), 0) == 12
-    assert other.scheduler.get_num_new_matched_tokens(other.request("a token more", TOKENS[:13]), 0) == 12
-    assert other.scheduler.get_num_new_matched_tokens(other.request("other tokens", [99, *TOKENS[1:]]), 0) == 0
-    assert (
-        other.scheduler.get_num_new_matched_tokens(other.request("another end", [*TOKENS[:8], *range(50, 59)]), 0) == 8
-    )
+    assert other.matched(other.request("whole blocks", TOKENS[:16])) == 12
+    assert other.matched(other.request("a token more", TOKENS[:13])) == 12
+    assert other.matched(other.request("other tokens", [99, *TOKENS[1:]])) == 0
+    assert other.matched(other.request("another end", [*TOKENS[:8], *range(50, 59)]), 0) == 8
 
 
 def test_roles(make: MakeBench, tmp_path: Path) -> None:
@@ -119,11 +117,11 @@ def test_roles(make: MakeBench, tmp_path: Path) -> None:
     saved(make, role="kv_producer")
     assert len(files(tmp_path)) == 4
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
-    assert producer.scheduler.get_num_new_matched_tokens(producer.request("r", TOKENS), 0) == 0
+    assert producer.matched(producer.request("r", TOKENS)) == 0
     assert consumer.load(consumer.request("r", TOKENS, [1, 2, 3, 4, 5])).loaded == {"r"}
 
 
-def test_blocks_that_are_given_back_are_read_before_they_are_written_over(make: MakeBench) -> None:
+def test_freed_blocks_are_flushed_before_they_are_overwritten(make: MakeBench) -> None:
     bench = make()
     request = bench.request("r", TOKENS, [3, 7, 1, 12, 5])
     contents = bench.contents([3, 7, 1, 12])
@@ -143,19 +141,19 @@ def test_a_request_that_waits_for_room_is_asked_again(make: MakeBench, monkeypat
     saved(make)
     other = make()
     request = other.request("waits", TOKENS)
-    assert [other.scheduler.get_num_new_matched_tokens(request, 0) for _ in range(2)] == [16, 16]
-    monkeypatch.setattr(os.path, "exists", lambda path: pytest.fail("nobody needs to look again"))
-    assert [other.scheduler.get_num_new_matched_tokens(request, 4) for _ in range(2)] == [12, 12]
+    assert [other.matched(request) for _ in range(2)] == [16, 16]
+    monkeypatch.setattr(os.path, "exists", lambda path: pytest.fail("files are looked up once"))
+    assert [other.matched(request, 4) for _ in range(2)] == [12, 12]
 
 
 def test_what_the_prefix_cache_held_for_a_request_that_waits_is_not_taken_for_a_file(make: MakeBench) -> None:
     nothing = make()
     request = nothing.request("waits", TOKENS)
-    assert [nothing.scheduler.get_num_new_matched_tokens(request, count) for count in (12, 4, 0)] == [0, 0, 0]
+    assert [nothing.matched(request, count) for count in (12, 4, 0)] == [0, 0, 0]
     saved(make)
     other = make()
     request = other.request("waits", TOKENS)
-    assert [other.scheduler.get_num_new_matched_tokens(request, count) for count in (8, 0, 12)] == [8, 16, 4]
+    assert [other.matched(request, count) for count in (8, 0, 12)] == [8, 16, 4]
 
 
 # --- files that are not what they should be -------------------------------------------------------------------------
@@ -217,7 +215,7 @@ def test_damage_is_found(make: MakeBench, tmp_path: Path, case: str) -> None:
     other = make()
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
     bad = next(path for path in files(tmp_path) if path.stem == request.block_hashes[2].hex())
-    matched = other.scheduler.get_num_new_matched_tokens(request, 0)
+    matched = other.matched(request)
     damage(bad)
     other.scheduler.update_state_after_alloc(request, 0, matched)
     output = other.until_ended(request)
@@ -250,24 +248,24 @@ def test_one_damaged_file_fails_no_second_load(make: MakeBench, tmp_path: Path) 
     request = other.request("first", TOKENS, [9, 8, 2, 0, 4])
     flip(-1)(next(path for path in files(tmp_path) if path.stem == request.block_hashes[2].hex()))
     waiting = other.request("second", TOKENS, [1, 3, 5, 6, 7])
-    assert other.scheduler.get_num_new_matched_tokens(waiting, 0) == 16
+    assert other.matched(waiting) == 16
     assert "first" in other.load(request).failed
-    assert other.scheduler.get_num_new_matched_tokens(waiting, 0) == 8
+    assert other.matched(waiting) == 8
     other.save(request, 0, 4)  # its tokens were computed
     other.shutdown()  # by then the file has been written anew
-    assert other.scheduler.get_num_new_matched_tokens(waiting, 0) == 16
+    assert other.matched(waiting) == 16
 
 
-def test_files_that_came_too_late_are_not_to_blame(make: MakeBench) -> None:
+def test_a_timeout_does_not_mark_files_as_invalid(make: MakeBench) -> None:
     saved(make)
     manual, clock = Manual(), Clock()
     other = make(make_worker=manual, clock=clock, timeout=5.0)
     request = other.request("r", TOKENS, [9, 8, 2, 0, 4])
-    other.scheduler.update_state_after_alloc(request, 0, other.scheduler.get_num_new_matched_tokens(request, 0))
+    other.begin(request)
     other.step(idle=True)
     clock.now += 6.0
     assert other.until_ended(request).failed["r"].timed_out
-    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 16
+    assert other.matched(request) == 16
 
 
 def test_files_of_another_engine_are_refused_with_both_fingerprints(make: MakeBench, tmp_path: Path) -> None:
@@ -336,7 +334,7 @@ def test_what_is_there_is_not_written_again(make: MakeBench, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_disk_that_takes_nothing(
+def test_a_disk_that_cannot_be_written(
     make: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
 ) -> None:
     def refuse(*_: object) -> None:
@@ -365,7 +363,7 @@ def test_loads_wait_for_memory(make: MakeBench) -> None:
     manual = Manual()
     other = make(make_worker=manual, extra={"max_bytes_in_flight": 4 * LAYOUT.bytes_per_block})  # one to read
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
-    other.scheduler.update_state_after_alloc(request, 0, other.scheduler.get_num_new_matched_tokens(request, 0))
+    other.begin(request)
     for _ in range(4):
         assert not other.step().loaded
         assert len(manual.readers.waiting) == 1
@@ -379,7 +377,7 @@ def test_a_disk_that_never_answers_times_out(make: MakeBench) -> None:
     clock, manual = Clock(), Manual()
     other = make(make_worker=manual, clock=clock, timeout=5.0)
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
-    other.scheduler.update_state_after_alloc(request, 0, other.scheduler.get_num_new_matched_tokens(request, 0))
+    other.begin(request)
     other.step()
     manual.readers.run(1)
     clock.now += 4.9
@@ -399,7 +397,7 @@ def test_a_request_that_ends_gives_up_its_load(make: MakeBench) -> None:
     manual = Manual()
     other = make(make_worker=manual)
     request = other.request("again", TOKENS, [9, 8, 2, 0, 4])
-    other.scheduler.update_state_after_alloc(request, 0, other.scheduler.get_num_new_matched_tokens(request, 0))
+    other.begin(request)
     assert other.step(["again"]).failed == {}  # an earlier one of the same name
     assert "has ended" in other.step(["again"]).failed["again"].reason
     before = other.contents([9, 8, 2, 0])
@@ -424,25 +422,25 @@ def test_a_block_is_there_once_every_rank_has_it(make: MakeBench, tmp_path: Path
         path for path in files(tmp_path) if path.stem == request.block_hashes[1].hex() and "rank1" in path.parts[-2]
     )
     missing.unlink()
-    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 4
+    assert other.matched(request) == 4
 
 
-def test_new_weights_forget(make: MakeBench, tmp_path: Path) -> None:
+def test_reset_cache(make: MakeBench, tmp_path: Path) -> None:
     saved(make)
     other = make()
     request = other.request("r", TOKENS, [3, 7, 1, 12, 5])
-    matched = other.scheduler.get_num_new_matched_tokens(request, 0)
+    matched = other.matched(request)
     other.scheduler.update_state_after_alloc(request, 0, matched)
-    other.scheduler.reset_cache()  # before the workers were told
+    other.scheduler.reset_cache()  # before the workers have the load
     assert "does not exist any more" in other.until_ended(request).failed["r"].reason
-    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 0
+    assert other.matched(request) == 0
     before = set(files(tmp_path))
     other.save(request, 0, 4)
     other.shutdown()
     assert len(set(files(tmp_path)) - before) == 4
-    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 16  # within this engine they count
+    assert other.matched(request) == 16  # within this engine they count
     other.scheduler.reset_cache()
-    assert other.scheduler.get_num_new_matched_tokens(request, 0) == 0
+    assert other.matched(request) == 0
     assert make().scheduler.get_num_new_matched_tokens(request, 0) == 16  # what the first weights have computed
 
 

@@ -1,4 +1,4 @@
-"""KV that is lent and read: bit by bit the same, or not at all, and every block comes back."""
+"""KV between engines: it arrives bitwise equal or not at all, and all blocks are released."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import RequestStatus
 
 MakeEngine = Callable[..., Engine]
-LENT, TAKEN = [3, 7, 1, 12], [9, 8, 2, 0]
-"""Blocks of TOKENS there, and here."""
+HELD, LOADED = [3, 7, 1, 12], [9, 8, 2, 0]
+"""Blocks of TOKENS on the producer, and on the consumer."""
 
 
 @pytest.fixture(params=["tcp", "nixl"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each agent that there is."""
+    """Each transfer agent."""
     skip_without(request.param)
     return str(request.param)
 
@@ -45,143 +45,145 @@ def make() -> Iterator[MakeEngine]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_reader_gets_what_was_computed(make: MakeEngine, num_ranks: int, backend: str) -> None:
-    lender = make(role="kv_producer", num_ranks=num_ranks, backend=backend)
-    reader = make(role="kv_consumer", num_ranks=num_ranks, backend=backend)
-    params = lender.lend("p")
-    untouched = reader.contents([4, 5, 6])
-    request = reader.wants(params)
-    assert reader.scheduler.get_num_new_matched_tokens(request, 0) == 16
-    output = reader.load(request)
+    producer = make(role="kv_producer", num_ranks=num_ranks, backend=backend)
+    consumer = make(role="kv_consumer", num_ranks=num_ranks, backend=backend)
+    params = producer.hold("p")
+    untouched = consumer.contents([4, 5, 6])
+    request = consumer.remote(params)
+    assert consumer.matched(request) == 16
+    output = consumer.load(request)
     assert (output.loaded, output.failed) == ({"r"}, {})
-    assert same(reader.contents(TAKEN), lender.contents(LENT))
-    assert same(reader.contents([4, 5, 6]), untouched)
-    lender.until_sent("p")
+    assert same(consumer.contents(LOADED), producer.contents(HELD))
+    assert same(consumer.contents([4, 5, 6]), untouched)
+    producer.until_sent("p")
     num_bytes = 4 * num_ranks * LAYOUT.bytes_per_block
-    assert reader.counters == {"blocks_loaded": 4 * num_ranks, "bytes_loaded": num_bytes}
-    assert lender.counters == {"sends_sent": num_ranks, "blocks_sent": 4 * num_ranks, "bytes_sent": num_bytes}
-    assert not reader.scheduler.has_pending and not lender.scheduler.has_pending
+    assert consumer.counters == {"blocks_loaded": 4 * num_ranks, "bytes_loaded": num_bytes}
+    assert producer.counters == {"sends_sent": num_ranks, "blocks_sent": 4 * num_ranks, "bytes_sent": num_bytes}
+    assert not consumer.scheduler.has_pending and not producer.scheduler.has_pending
 
 
 def test_through_a_buffer_that_holds_a_block(make: MakeEngine, backend: str) -> None:
-    lender, reader = make(backend=backend), make(backend=backend, extra={"buffer_bytes": 1, "num_threads": 1})
+    producer, consumer = make(backend=backend), make(backend=backend, extra={"buffer_bytes": 1, "num_threads": 1})
     for name in ("one", "two"):
-        assert reader.load(reader.wants(lender.lend(name), name)).loaded == {name}
-        assert same(reader.contents(TAKEN), lender.contents(LENT))
-        lender.until_sent(name)
+        assert consumer.load(consumer.remote(producer.hold(name), name)).loaded == {name}
+        assert same(consumer.contents(LOADED), producer.contents(HELD))
+        producer.until_sent(name)
 
 
 def test_a_cache_of_another_size(make: MakeEngine, backend: str) -> None:
     small = KVLayout(13, LAYOUT.block_size, LAYOUT.dtype, LAYOUT.layers)
-    lender, reader = make(backend=backend), make(backend=backend, layout=small)
-    assert reader.load(reader.wants(lender.lend("p"))).loaded == {"r"}
-    assert same(reader.contents(TAKEN), lender.contents(LENT))
+    producer, consumer = make(backend=backend), make(backend=backend, layout=small)
+    assert consumer.load(consumer.remote(producer.hold("p"))).loaded == {"r"}
+    assert same(consumer.contents(LOADED), producer.contents(HELD))
 
 
-def test_what_is_here_already_is_not_read(make: MakeEngine) -> None:
-    lender, reader = make(), make()
-    mine = reader.contents([9, 8])
-    assert reader.load(reader.wants(lender.lend("p")), num_computed_tokens=8).loaded == {"r"}
-    assert same(reader.contents([9, 8]), mine)
-    assert same(reader.contents([2, 0]), lender.contents([1, 12]))
-    assert reader.counters["blocks_loaded"] == 2
+def test_cached_blocks_are_not_read(make: MakeEngine) -> None:
+    producer, consumer = make(), make()
+    before = consumer.contents([9, 8])
+    assert consumer.load(consumer.remote(producer.hold("p")), num_computed_tokens=8).loaded == {"r"}
+    assert same(consumer.contents([9, 8]), before)
+    assert same(consumer.contents([2, 0]), producer.contents([1, 12]))
+    assert consumer.counters["blocks_loaded"] == 2
 
 
 def test_the_order_does_not_matter(make: MakeEngine) -> None:
-    """The reader may ask before the lender's workers have heard of the lease: it waits."""
-    lender, reader = make(), make()
-    request = reader.wants(lender.lend("p", tells=False))
-    reader.begin(request)
-    reader.step(idle=True)
-    lender.step()
-    assert reader.until_ended(request).loaded == {"r"}
-    lender.until_sent("p")
+    """A consumer that is faster than the producer's step waits for its lease."""
+    producer, consumer = make(), make()
+    request = consumer.remote(producer.hold("p", step=False))
+    consumer.begin(request)
+    consumer.step(idle=True)
+    producer.step()
+    assert consumer.until_ended(request).loaded == {"r"}
+    producer.until_sent("p")
 
 
 def test_only_whole_blocks_without_the_last_token_are_lent(make: MakeEngine) -> None:
-    lender, reader = make(), make()
-    assert lender.lend("sixteen", TOKENS[:16])["remote_num_tokens"] == 12
-    assert lender.lend("five", TOKENS[:5])["remote_num_tokens"] == 4
-    assert lender.lend("four", TOKENS[:4]) is None
-    longer = reader.wants(lender.lend("p"), tokens=[*TOKENS, 1, 2, 3, 4, 5], blocks=[9, 8, 2, 0, 4, 5])
-    assert reader.scheduler.get_num_new_matched_tokens(longer, 0) == 16
-    assert reader.scheduler.get_num_new_matched_tokens(longer, 16) == 0
+    producer, consumer = make(), make()
+    assert producer.hold("sixteen", TOKENS[:16])["remote_num_tokens"] == 12
+    assert producer.hold("five", TOKENS[:5])["remote_num_tokens"] == 4
+    assert producer.hold("four", TOKENS[:4]) is None
+    longer = consumer.remote(producer.hold("p"), tokens=[*TOKENS, 1, 2, 3, 4, 5], blocks=[9, 8, 2, 0, 4, 5])
+    assert consumer.matched(longer) == 16
+    assert consumer.matched(longer, 16) == 0
 
 
-# --- who may -----------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------------
 
 
-def refused(reader: Engine, lender: Engine, params: Any, **options: Any) -> str:
-    """The reason why a load fails at once; its lender has its blocks back."""
-    mine = reader.contents(range(13))
-    output = reader.load(reader.wants(params, **options))
+def refused(consumer: Engine, producer: Engine, params: Any, **options: Any) -> str:
+    """The reason of a load that fails at once; the producer releases its blocks."""
+    before = consumer.contents(range(13))
+    output = consumer.load(consumer.remote(params, **options))
     assert output.loaded == set()
-    assert same(reader.contents(range(13)), mine)
-    lender.until_sent("p")
-    assert set(lender.counters) == {"sends_declined"}
+    assert same(consumer.contents(range(13)), before)
+    producer.until_sent("p")
+    assert set(producer.counters) == {"sends_declined"}
     return output.failed["r"].reason
 
 
-def test_other_fingerprints_are_refused(make: MakeEngine) -> None:
-    lender, reader = make(fingerprint="f" * 32), make()
-    reason = refused(reader, lender, lender.lend("p"))
-    assert f"its fingerprint is '{'f' * 32}', and '{FINGERPRINT}' here" in reason
-
-
-def test_other_numbers_of_ranks_are_refused(make: MakeEngine) -> None:
-    lender, reader = make(), make(num_ranks=2)
-    assert "its tp_size is 1, and 2 here" in refused(reader, lender, lender.lend("p"))
-    lender, reader = make(num_ranks=3), make()  # each of its ranks hears of it
-    assert "its tp_size is 3, and 1 here" in refused(reader, lender, lender.lend("p"))
+@pytest.mark.parametrize(
+    ("producer_options", "consumer_options", "reason"),
+    [
+        ({"fingerprint": "f" * 32}, {}, f"its fingerprint is '{'f' * 32}', and '{FINGERPRINT}' here"),
+        ({}, {"num_ranks": 2}, "its tp_size is 1, and 2 here"),
+        ({"num_ranks": 3}, {}, "its tp_size is 3, and 1 here"),  # each of its ranks is told
+    ],
+)
+def test_other_engines_are_refused(
+    make: MakeEngine, producer_options: dict[str, Any], consumer_options: dict[str, Any], reason: str
+) -> None:
+    producer, consumer = make(**producer_options), make(**consumer_options)
+    assert reason in refused(consumer, producer, producer.hold("p"))
 
 
 @pytest.mark.parametrize("name, value", [("block_size", 16), ("dtype", "bfloat16"), ("pp_size", 2)])
 def test_other_settings_are_refused(make: MakeEngine, name: str, value: Any) -> None:
-    lender, reader = make(), make()
-    params = lender.lend("p")
+    producer, consumer = make(), make()
+    params = producer.hold("p")
     params["remote_engine"] = {**params["remote_engine"], name: value}
-    assert f"its {name} is {value!r}, and " in refused(reader, lender, params)
+    assert f"its {name} is {value!r}, and " in refused(consumer, producer, params)
 
 
 def test_other_layouts_are_refused_by_the_lender(make: MakeEngine) -> None:
-    """Two engines that call themselves the same, and are not."""
+    """Two engines with the same description, and different layouts."""
     other = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(2, 4)))
-    lender, reader = make(), make(layout=other)
-    request = reader.wants(lender.lend("p"))
-    reason = reader.load(request).failed["r"].reason
+    producer, consumer = make(), make(layout=other)
+    request = consumer.remote(producer.hold("p"))
+    reason = consumer.load(request).failed["r"].reason
     assert f"its layout is '{LAYOUT.fingerprint}', and '{other.fingerprint}' here" in reason
-    lender.until_sent("p")
-    assert lender.counters == {"sends_declined": 1}
+    producer.until_sent("p")
+    assert producer.counters == {"sends_declined": 1}
 
 
 def test_other_tokens_are_refused(make: MakeEngine) -> None:
-    lender, reader = make(), make()
-    reason = refused(reader, lender, lender.lend("p"), tokens=[1, *TOKENS[1:]])
+    producer, consumer = make(), make()
+    reason = refused(consumer, producer, producer.hold("p"), tokens=[1, *TOKENS[1:]])
     assert "other tokens or another cache_salt" in reason
-    lender.sent.clear()
-    assert "and the request has 12" in refused(reader, lender, lender.lend("p"), tokens=TOKENS[:12])
+    producer.sent.clear()
+    assert "and the request has 12" in refused(consumer, producer, producer.hold("p"), tokens=TOKENS[:12])
 
 
 def test_replaced_weights(make: MakeEngine) -> None:
-    lender, reader = make(), make()
-    params = lender.lend("p")
-    reader.scheduler.reset_cache()
-    assert "were replaced" in refused(reader, lender, params)
-    lender.scheduler.reset_cache()
-    assert lender.lend("again") is None
+    producer, consumer = make(), make()
+    params = producer.hold("p")
+    consumer.scheduler.reset_cache()
+    assert "were replaced" in refused(consumer, producer, params)
+    producer.scheduler.reset_cache()
+    assert producer.hold("again") is None
 
 
-def test_another_life_of_an_engine(make: MakeEngine) -> None:
-    lender, other, reader = make(), make(), make()
-    params = lender.lend("p")
-    params["remote_addresses"] = other.lend("q")["remote_addresses"]
+def test_an_engine_that_was_restarted(make: MakeEngine) -> None:
+    producer, other, consumer = make(), make(), make()
+    params = producer.hold("p")
+    params["remote_addresses"] = other.hold("q")["remote_addresses"]
     params["remote_engine_id"] = "gone"
-    output = reader.load(reader.wants(params))
+    output = consumer.load(consumer.remote(params))
     assert "this is engine 'bench', and 'gone' was asked for" in output.failed["r"].reason
 
 
 def test_kv_transfer_params_are_checked(make: MakeEngine) -> None:
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
-    params = producer.lend("p")
+    params = producer.hold("p")
     for wrong, message in [
         ({"do_remote": True}, "do_remote"),
         ({"do_remote_decode": 1}, "do_remote_decode is 1; it must be true or false"),
@@ -193,12 +195,12 @@ def test_kv_transfer_params_are_checked(make: MakeEngine) -> None:
         ({"do_remote_decode": True}, "kv_role is 'kv_consumer' in this engine's"),
     ]:
         with pytest.raises((ValueError, TypeError), match=message):
-            consumer.wants(wrong)
+            consumer.remote(wrong)
     with pytest.raises(ValueError, match="kv_role is 'kv_producer' in this engine's"):
-        producer.wants(params)
+        producer.remote(params)
     assert not consumer.scheduler.has_pending
-    request = consumer.wants({"do_remote_prefill": False, "remote_lease": None})
-    assert consumer.scheduler.get_num_new_matched_tokens(request, 0) == 0
+    request = consumer.remote({"do_remote_prefill": False, "remote_lease": None})
+    assert consumer.matched(request) == 0
 
 
 def test_settings_are_checked() -> None:
@@ -218,7 +220,7 @@ def test_settings_are_checked() -> None:
 
 
 def test_a_port_that_is_taken(make: MakeEngine) -> None:
-    port = int(make().lend("p")["remote_addresses"][0].split(":")[1])
+    port = int(make().hold("p")["remote_addresses"][0].split(":")[1])
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
         make(extra={"side_channel_port": port})
     with pytest.raises(ValueError, match="side_channel_port is 99999; it must be at most 65535"):
@@ -238,98 +240,98 @@ SPOIL: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
 
 @pytest.mark.parametrize("how", SPOIL)
 def test_bytes_that_are_spoiled_on_their_way_never_become_kv(make: MakeEngine, how: str) -> None:
-    lender, reader = make(line=True), make()
-    params = lender.lend("p")
-    lender.lines[0].spoil, reason = SPOIL[how]
-    mine = reader.contents(range(13))
-    output = reader.load(reader.wants(params))
+    producer, consumer = make(line=True), make()
+    params = producer.hold("p")
+    producer.lines[0].spoil, reason = SPOIL[how]
+    before = consumer.contents(range(13))
+    output = consumer.load(consumer.remote(params))
     assert output.loaded == set()
     assert reason in output.failed["r"].reason
-    assert same(reader.contents(range(13)), mine)
-    lender.until_sent("p")  # the reader's connection is gone, so nobody reads them any more
-    assert lender.counters == {"sends_lost": 1}
-    lender.lines[0].spoil = whole
-    assert reader.load(reader.wants(lender.lend("q"))).loaded == {"r"}
-    assert same(reader.contents(TAKEN), lender.contents(LENT))
+    assert same(consumer.contents(range(13)), before)
+    producer.until_sent("p")  # the consumer's connection is closed
+    assert producer.counters == {"sends_lost": 1}
+    producer.lines[0].spoil = whole
+    assert consumer.load(consumer.remote(producer.hold("q"))).loaded == {"r"}
+    assert same(consumer.contents(LOADED), producer.contents(HELD))
 
 
 @pytest.fixture
-def held(make: MakeEngine) -> Iterator[tuple[Engine, Engine, Gate, Clock, Any]]:
-    """A lender and a reader, of which a load is under way and gets no further."""
+def stalled(make: MakeEngine) -> Iterator[tuple[Engine, Engine, Gate, Clock, Any]]:
+    """A producer and a consumer with a load that is under way and stalled."""
     clock = Clock()
-    lender, reader = make(line=True, clock=clock, extra={"abort_timeout": 30}), make(clock=clock, timeout=20.0)
+    producer, consumer = make(line=True, clock=clock, extra={"abort_timeout": 30}), make(clock=clock, timeout=20.0)
     gate = Gate()
-    lender.lines[0].spoil = gate
-    request = reader.wants(lender.lend("p"))
-    reader.begin(request)
-    assert reader.step().is_empty
+    producer.lines[0].spoil = gate
+    request = consumer.remote(producer.hold("p"))
+    consumer.begin(request)
+    assert consumer.step().is_empty
     assert gate.reached.wait(30)
-    yield lender, reader, gate, clock, request
+    yield producer, consumer, gate, clock, request
     gate.opened.set()
 
 
-Held = tuple[Engine, Engine, Gate, Clock, Any]
+Stalled = tuple[Engine, Engine, Gate, Clock, Any]
 
 
-def test_a_slow_load(held: Held) -> None:
-    lender, reader, gate, clock, request = held
+def test_a_slow_load(stalled: Stalled) -> None:
+    producer, consumer, gate, clock, request = stalled
     clock.now += 19
     for _ in range(3):
-        assert reader.step().is_empty
+        assert consumer.step().is_empty
     gate.opened.set()
-    assert reader.until_ended(request).loaded == {"r"}
-    assert same(reader.contents(TAKEN), lender.contents(LENT))
+    assert consumer.until_ended(request).loaded == {"r"}
+    assert same(consumer.contents(LOADED), producer.contents(HELD))
 
 
-def test_a_load_that_takes_too_long(held: Held) -> None:
-    lender, reader, gate, clock, _ = held
-    mine = reader.contents(range(13))
+def test_a_load_that_takes_too_long(stalled: Stalled) -> None:
+    producer, consumer, gate, clock, _ = stalled
+    before = consumer.contents(range(13))
     clock.now += 20
-    output = reader.step()
+    output = consumer.step()
     assert output.failed["r"].timed_out
     assert "4 of 4 KV blocks had not come from engine 'bench' after 20 s" in output.failed["r"].reason
-    lender.until_sent("p")  # the reader has hung up
+    producer.until_sent("p")  # the consumer has closed its connection
     gate.opened.set()
-    assert reader.load(reader.wants(lender.lend("q"), "again", blocks=[10, 11, 12, 13, 14])).loaded == {"again"}
-    assert same(reader.contents([9, 8, 2, 0]), [[layer[[9, 8, 2, 0]] for layer in layers] for layers in mine])
+    assert consumer.load(consumer.remote(producer.hold("q"), "again", blocks=[10, 11, 12, 13, 14])).loaded == {"again"}
+    assert same(consumer.contents([9, 8, 2, 0]), [[layer[[9, 8, 2, 0]] for layer in layers] for layers in before])
 
 
-def test_a_request_that_ends_while_it_loads(held: Held) -> None:
-    lender, reader, _, _, _ = held
-    output = reader.step(["r"])
+def test_a_request_that_ends_while_it_loads(stalled: Stalled) -> None:
+    producer, consumer, _, _, _ = stalled
+    output = consumer.step(["r"])
     assert "ended before its KV arrived" in output.failed["r"].reason
-    lender.until_sent("p")
-    assert lender.counters == {"sends_lost": 1}
+    producer.until_sent("p")
+    assert producer.counters == {"sends_lost": 1}
 
 
-def test_blocks_that_were_given_back_meanwhile_do_not_count(held: Held) -> None:
-    """What was read of them may be another request's KV."""
-    lender, reader, gate, clock, request = held
+def test_blocks_that_were_released_meanwhile_do_not_count(stalled: Stalled) -> None:
+    """They may have been overwritten while they were read."""
+    producer, consumer, gate, clock, request = stalled
     clock.now += 31
-    assert lender.step(idle=True).sent == {"p"}
-    assert lender.counters == {"sends_expired": 1}
-    lender.scramble(LENT)
+    assert producer.step(idle=True).sent == {"p"}
+    assert producer.counters == {"sends_expired": 1}
+    producer.scramble(HELD)
     clock.now -= 31
     gate.opened.set()
-    output = reader.until_ended(request)
+    output = consumer.until_ended(request)
     assert "has ended: it was not read in time (abort_timeout)" in output.failed["r"].reason
 
 
 def test_a_reader_that_comes_too_late(make: MakeEngine) -> None:
     clock = Clock()
-    lender, reader = make(clock=clock, extra={"abort_timeout": 30}), make()
-    params = lender.lend("p")
+    producer, consumer = make(clock=clock, extra={"abort_timeout": 30}), make()
+    params = producer.hold("p")
     clock.now += 29
-    assert not lender.step(idle=True).sent
+    assert not producer.step(idle=True).sent
     clock.now += 1
-    assert lender.step(idle=True).sent == {"p"}
-    reason = reader.load(reader.wants(params)).failed["r"].reason
+    assert producer.step(idle=True).sent == {"p"}
+    reason = consumer.load(consumer.remote(params)).failed["r"].reason
     assert "has ended: it was not read in time (abort_timeout)" in reason
-    assert lender.counters == {"sends_expired": 1}
+    assert producer.counters == {"sends_expired": 1}
 
 
 def test_a_lease_that_is_declined_before_it_is_granted() -> None:
-    """Its reader is faster than the step that tells the lender's workers of it."""
+    """Its consumer is faster than the step that tells the producer's workers of it."""
     leases = Leases(30.0, Clock())
     leases.give_up("early", DECLINED)
     with pytest.raises(LeaseError, match="it was declined"):
@@ -339,48 +341,48 @@ def test_a_lease_that_is_declined_before_it_is_granted() -> None:
     assert [(lease.request_id, how) for lease, how in leases.get_finished()] == [("p", DECLINED)]
     assert leases.acquire("other", 0.0) == [3]
     with pytest.raises(LeaseError, match="there is no lease late here"):
-        leases.acquire("late", 0.0)  # no step has told of it in all the time that a reader waits
+        leases.acquire("late", 0.0)  # no step has granted it within the timeout
     leases.grant("late", "r", [4], None)
     assert [(lease.request_id, how) for lease, how in leases.get_finished()] == [("r", DECLINED)]
 
 
 def test_a_lease_is_read_once(make: MakeEngine) -> None:
-    lender, reader, other = make(), make(), make()
-    params = lender.lend("p")
-    assert reader.load(reader.wants(params)).loaded == {"r"}
-    assert "it was read before" in other.load(other.wants(params)).failed["r"].reason
+    producer, consumer, other = make(), make(), make()
+    params = producer.hold("p")
+    assert consumer.load(consumer.remote(params)).loaded == {"r"}
+    assert "it was read before" in other.load(other.remote(params)).failed["r"].reason
 
 
 def test_an_engine_that_is_gone(make: MakeEngine, backend: str) -> None:
-    lender, reader = make(backend=backend), make(backend=backend)
-    params = lender.lend("p")
-    lender.shutdown()
-    assert "cannot be reached" in reader.load(reader.wants(params)).failed["r"].reason
+    producer, consumer = make(backend=backend), make(backend=backend)
+    params = producer.hold("p")
+    producer.shutdown()
+    assert "cannot be reached" in consumer.load(consumer.remote(params)).failed["r"].reason
 
 
 def test_nothing_is_left_open() -> None:
-    """Neither connections nor threads, whatever became of the loads."""
+    """Neither connections nor threads, after loads of every outcome."""
 
     def num_open() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
     before, threads_before = num_open(), set(threading.enumerate())
-    lender, reader = Engine(line=True), Engine(extra={"num_threads": 2})
+    producer, consumer = Engine(line=True), Engine(extra={"num_threads": 2})
     for number in range(5):
         for spoil in (damaged, cut_at(0), whole):
-            lender.lines[0].spoil = spoil
-            output = reader.load(reader.wants(lender.lend(name := f"{number}")))
+            producer.lines[0].spoil = spoil
+            output = consumer.load(consumer.remote(producer.hold(name := f"{number}")))
             assert bool(output.loaded) == (spoil is whole)
-            lender.until_sent(name)
-            lender.sent.clear()
+            producer.until_sent(name)
+            producer.sent.clear()
         gone = Engine()
-        params = gone.lend("p")
+        params = gone.hold("p")
         gone.shutdown()
-        assert reader.load(reader.wants(params)).failed
+        assert consumer.load(consumer.remote(params)).failed
     busy = num_open()
-    reader.shutdown()
-    lender.shutdown()
+    consumer.shutdown()
+    producer.shutdown()
     for thread in set(threading.enumerate()) - threads_before:
         thread.join(20)
         assert not thread.is_alive(), thread.name
@@ -394,59 +396,62 @@ def damaged(content: bytes, offset: int) -> bytes:
 
 
 def test_one_rank_that_fails(make: MakeEngine) -> None:
-    """What has come on the others does not count."""
-    lender, reader = make(num_ranks=2, line=True), make(num_ranks=2)
-    lender.lines[1].spoil = flip_at(500)
-    output = reader.load(reader.wants(lender.lend("p")))
+    """The load fails on all."""
+    producer, consumer = make(num_ranks=2, line=True), make(num_ranks=2)
+    producer.lines[1].spoil = flip_at(500)
+    output = consumer.load(consumer.remote(producer.hold("p")))
     assert output.loaded == set() and "is corrupt" in output.failed["r"].reason
-    lender.until_sent("p")
-    assert lender.counters["sends_sent"] == lender.counters["sends_lost"] == 1
+    producer.until_sent("p")
+    assert producer.counters["sends_sent"] == producer.counters["sends_lost"] == 1
 
 
 # --- requests that do not load after all -------------------------------------------------------------------------
 
 
 def test_a_request_that_has_all_of_it_declines(make: MakeEngine) -> None:
-    lender, reader = make(), make()
-    request = reader.wants(lender.lend("p"))
-    assert reader.scheduler.get_num_new_matched_tokens(request, 16) == 0
-    reader.run(request)
-    lender.until_sent("p")
-    assert lender.counters == {"sends_declined": 1}
+    producer, consumer = make(), make()
+    request = consumer.remote(producer.hold("p"))
+    assert consumer.matched(request, 16) == 0
+    consumer.run(request)
+    producer.until_sent("p")
+    assert producer.counters == {"sends_declined": 1}
 
 
 def test_a_request_that_ends_before_it_loads_declines(make: MakeEngine) -> None:
-    lender, reader = make(), make()
-    request = reader.wants(lender.lend("p"))
-    assert reader.scheduler.request_finished(request) == (False, None)
-    reader.step()
-    lender.until_sent("p")
-    assert lender.counters == {"sends_declined": 1}
+    producer, consumer = make(), make()
+    request = consumer.remote(producer.hold("p"))
+    assert consumer.scheduler.request_finished(request) == (False, None)
+    consumer.step()
+    producer.until_sent("p")
+    assert producer.counters == {"sends_declined": 1}
 
 
-def test_requests_that_did_not_end_well_lend_nothing(make: MakeEngine) -> None:
-    lender = make()
+def test_failed_requests_hold_nothing(make: MakeEngine) -> None:
+    producer = make()
     for status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
-        request = lender.request("p", TOKENS, [1, 2, 3, 4, 5])
+        request = producer.request("p", TOKENS, [1, 2, 3, 4, 5])
         request.kv_transfer_params = {"do_remote_decode": True}
         request.status = status
-        assert lender.scheduler.request_finished(request) == (False, None)
-    assert not lender.scheduler.has_pending
+        assert producer.scheduler.request_finished(request) == (False, None)
+    assert not producer.scheduler.has_pending
 
 
 def test_loads_that_wait_for_a_thread(make: MakeEngine) -> None:
     jobs = ManualJobs()
-    lender, reader = make(), make(jobs=jobs, clock=(clock := Clock()), timeout=5.0)
-    first, second = reader.wants(lender.lend("p"), "one"), reader.wants(lender.lend("q"), "two")
-    reader.begin(first)
-    reader.begin(second)
-    assert reader.step().is_empty
+    producer, consumer = make(), make(jobs=jobs, clock=(clock := Clock()), timeout=5.0)
+    first, second = (
+        consumer.remote(producer.hold("p"), "one"),
+        consumer.remote(producer.hold("q"), "two"),
+    )
+    consumer.begin(first)
+    consumer.begin(second)
+    assert consumer.step().is_empty
     jobs.run(1)
-    assert reader.step().loaded == {"one"}
+    assert consumer.step().loaded == {"one"}
     clock.now += 5
-    assert set(reader.step().failed) == {"two"}
-    jobs.run()  # finds that nobody waits for it any more, and says so
-    assert reader.step().is_empty
-    lender.until_sent("p")
-    lender.until_sent("q")
-    assert lender.counters["sends_sent"] == lender.counters["sends_declined"] == 1
+    assert set(consumer.step().failed) == {"two"}
+    jobs.run()  # the load was given up, so its lease is declined
+    assert consumer.step().is_empty
+    producer.until_sent("p")
+    producer.until_sent("q")
+    assert producer.counters["sends_sent"] == producer.counters["sends_declined"] == 1

@@ -1,4 +1,4 @@
-"""Host offload: blocks come back bit by bit as long as there is room for them, the least recently used go first."""
+"""Host memory: blocks are loaded bitwise equal, and the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_blocks_come_back(make: MakeBench, num_ranks: int) -> None:
     assert bench.counters["blocks_saved"] == 4 * num_ranks
 
 
-def test_blocks_that_are_given_back_are_read_before_they_are_written_over(make: MakeBench) -> None:
+def test_freed_blocks_are_flushed_before_they_are_overwritten(make: MakeBench) -> None:
     bench = make()
     request = bench.request("r", TOKENS, BLOCKS)
     contents = bench.contents(BLOCKS[:4])
@@ -89,9 +89,9 @@ def test_what_a_step_stores_is_not_there_before_the_next(make: MakeBench) -> Non
     request = bench.request("r", TOKENS, BLOCKS)
     again = bench.request("again", TOKENS, [9, 8, 2, 0, 4])
     bench.scheduler.blocks_filled(request, 0, 2, by_this_step=True)
-    assert bench.scheduler.get_num_new_matched_tokens(again, 0) == 0
+    assert bench.matched(again) == 0
     bench.step()
-    assert bench.scheduler.get_num_new_matched_tokens(again, 0) == 8
+    assert bench.matched(again) == 8
 
 
 def test_the_least_recently_used_go_and_of_a_prefix_the_end(make: MakeBench) -> None:
@@ -101,12 +101,12 @@ def test_the_least_recently_used_go_and_of_a_prefix_the_end(make: MakeBench) -> 
     bench.scheduler.request_finished(one)
     bench.save(two, 0, 4)
     bench.scheduler.request_finished(two)
-    assert bench.scheduler.get_num_new_matched_tokens(one, 0) == 8
-    assert bench.scheduler.get_num_new_matched_tokens(two, 0) == 16
+    assert bench.matched(one) == 8
+    assert bench.matched(two) == 16
     assert bench.load(one).loaded == {"one"}  # it is the more recent one now
     bench.save(bench.request("three", range(200, 213), [6, 10, 11]), 0, 2)
-    assert bench.scheduler.get_num_new_matched_tokens(one, 0) == 8
-    assert bench.scheduler.get_num_new_matched_tokens(two, 0) == 8
+    assert bench.matched(one) == 8
+    assert bench.matched(two) == 8
 
 
 def test_a_slot_that_is_being_read_stays(make: MakeBench) -> None:
@@ -114,13 +114,13 @@ def test_a_slot_that_is_being_read_stays(make: MakeBench) -> None:
     one, two = bench.request("one", TOKENS, BLOCKS), bench.request("two", OTHERS, [9, 8, 2, 0, 4])
     bench.save(one, 0, 4)
     contents = bench.contents(BLOCKS[:4])
-    bench.scheduler.update_state_after_alloc(one, 0, bench.scheduler.get_num_new_matched_tokens(one, 0))
+    bench.begin(one)
     bench.scheduler.blocks_filled(two, 0, 4, by_this_step=True)  # every slot is pinned: none is left
     assert bench.step().loaded == {"one"}
     assert same(bench.contents(BLOCKS[:4]), contents)
-    assert bench.scheduler.get_num_new_matched_tokens(two, 0) == 0
+    assert bench.matched(two) == 0
     bench.save(two, 0, 4)
-    assert bench.scheduler.get_num_new_matched_tokens(two, 0) == 16
+    assert bench.matched(two) == 16
 
 
 def test_a_store_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
@@ -138,7 +138,7 @@ def test_a_store_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
     failure = bench.load(bench.request("again", TOKENS, [9, 8, 2, 0, 4])).failed["again"]
     assert "does not hold KV block" in failure.reason
     assert bench.counters == {"loads_failed": 1}
-    assert bench.scheduler.get_num_new_matched_tokens(request, 0) == 0  # and nobody is offered it again
+    assert bench.matched(request) == 0  # the lost blocks are not matched again
 
 
 def test_roles(make: MakeBench) -> None:
@@ -147,19 +147,19 @@ def test_roles(make: MakeBench) -> None:
         request = bench.request("r", TOKENS, BLOCKS)
         bench.save(request, 0, 4)
         assert len(index_of(bench)) == num_saved
-        assert bench.scheduler.get_num_new_matched_tokens(request, 0) == 0
+        assert bench.matched(request) == 0
 
 
-def test_new_weights_forget(make: MakeBench) -> None:
+def test_reset_cache(make: MakeBench) -> None:
     bench = make()
     request = bench.request("r", TOKENS, BLOCKS)
     bench.save(request, 0, 2)
     bench.scheduler.blocks_filled(request, 2, 4, by_this_step=False)
-    told = bench.request("told", TOKENS, [9, 8])
-    bench.scheduler.update_state_after_alloc(told, 0, bench.scheduler.get_num_new_matched_tokens(told, 0))
+    early = bench.request("early", TOKENS, [9, 8])
+    bench.begin(early)
     bench.scheduler.reset_cache()
-    assert bench.scheduler.get_num_new_matched_tokens(request, 0) == 0
-    assert "does not hold KV block" in bench.until_ended(told).failed["told"].reason
+    assert bench.matched(request) == 0
+    assert "does not hold KV block" in bench.until_ended(early).failed["early"].reason
     bench.save(request, 0, 4)
     again = bench.request("again", TOKENS, [9, 8, 2, 0, 4])
     contents = bench.contents(BLOCKS[:4])
@@ -215,7 +215,7 @@ def test_whatever_happens_what_is_loaded_is_what_was_saved(seed: int, num_slots:
         prompt = rng.choice(prompts)
         blocks = rng.sample(range(LAYOUT.num_blocks), 3)
         request = bench.request(f"r{number}", prompt, blocks)
-        matched = bench.scheduler.get_num_new_matched_tokens(request, 0) // BLOCK_SIZE
+        matched = bench.matched(request) // BLOCK_SIZE
         if matched and rng.random() < 0.6:
             bench.scheduler.update_state_after_alloc(request, 0, matched * BLOCK_SIZE)
             assert bench.until_ended(request).loaded == {request.request_id}
@@ -251,7 +251,7 @@ def test_pinned_slots_are_not_given_away() -> None:
     index.pin(second)
     assert index.add(b"4") is None
     index.remove(b"1")
-    assert index.add(b"4") is None  # somebody still reads it
+    assert index.add(b"4") is None  # it is still pinned
     index.unpin(first)
     assert index.add(b"4") == first
     index.check_integrity()
