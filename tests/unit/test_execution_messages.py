@@ -167,6 +167,18 @@ def test_what_all_ranks_report_of_transfers_is_merged_in_the_order_of_steps() ->
     assert merged[2] == KVConnectorOutput(counters={"n": 3})
 
 
+def test_a_message_for_some_ranks() -> None:
+    folder = RendezvousDir()
+    engine = messages.EngineChannel(folder.path, 3)
+    workers = [messages.WorkerChannel(addresses) for addresses in engine.addresses]
+    engine.send(b"middle", [1])
+    engine.send(b"all")
+    assert [worker.receive() for worker in workers] == [b"all", b"middle", b"all"]
+    for channel in (*workers, engine):
+        channel.close()
+    folder.remove()
+
+
 def test_a_worker_that_is_not_there_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "_SEND_MS", 1)
     folder = RendezvousDir()

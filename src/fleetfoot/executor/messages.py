@@ -13,6 +13,7 @@ nodes that `fleetfoot.executor.nodes` has accepted. Messages from anywhere else 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -174,15 +175,15 @@ class EngineChannel:
         socket.bind(f"ipc://{place / name}" if isinstance(place, Path) else f"tcp://{place}:*")
         return socket
 
-    def send(self, message: bytes) -> None:
-        """Queue a message for every worker.
+    def send(self, message: bytes, ranks: Iterable[int] | None = None) -> None:
+        """Queue a message for the workers of ``ranks``; None: all.
 
         Raises:
             ConnectionError: a worker is not connected.
         """
-        for rank, socket in enumerate(self._calls):
+        for rank in range(len(self._calls)) if ranks is None else ranks:
             try:
-                socket.send(message)
+                self._calls[rank].send(message)
             except zmq.Again as error:
                 raise ConnectionError(f"worker {rank} is not connected any more") from error
 

@@ -30,7 +30,7 @@ from fleetfoot.executor.protocol import WorkerError, check_builds
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, without_token_ids
 from fleetfoot.runner.contract import PendingOutput
 
 _NODE_WAIT_MS = 1000
@@ -61,6 +61,8 @@ class MultiprocessExecutor:
         self._ready: dict[int, Ready] = {}
         self._outputs = StepOutputs(plan.output_rank, len(plan.reply_ranks))
         self._num_workers = plan.config.world_size
+        stage = plan.config.tensor_parallel_size
+        self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
         self._dir = RendezvousDir()
         self._processes: WorkerProcesses | None = None
         self._nodes: EngineNodes | None = None
@@ -118,7 +120,12 @@ class MultiprocessExecutor:
         number = self._num_steps
         self._num_steps += 1
         self._outputs.expect(number)
-        self._send(encode_call(number, step, grammar_output))
+        if self._middle_ranks and step.new_requests:
+            others = [rank for rank in range(self._num_workers) if rank not in self._middle_ranks]
+            self._send(encode_call(number, step, grammar_output), others)
+            self._send(encode_call(number, without_token_ids(step), grammar_output), self._middle_ranks)
+        else:
+            self._send(encode_call(number, step, grammar_output))
         return _PendingStep(self, number)
 
     def wait_for(self, number: int) -> ModelRunnerOutput:
@@ -161,11 +168,11 @@ class MultiprocessExecutor:
         if self._is_shut_down:
             raise RuntimeError("the workers were shut down")
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, ranks: Iterable[int] | None = None) -> None:
         """Raise WorkerError if a worker has ended, even if that has just happened."""
         assert self._channel is not None
         try:
-            self._channel.send(message)
+            self._channel.send(message, ranks)
         except ConnectionError as error:
             self._fail(self._find_loss() or str(error))
 
