@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.engine_pairs import ONE_THREAD, ask_all, engine_settings
+from tests.helpers.engine_pairs import ONE_THREAD, engine_settings, generate_all
 from tests.helpers.prefill_decode import nixl
 
 from fleetfoot import AsyncLLM, SamplingParams
@@ -64,7 +64,7 @@ def test_two_engines_and_a_proxy(command: Command, text_model: Path, expected: d
     client = EngineClient(address_of(proxy))
 
     async def everything() -> None:
-        outputs = await ask_all(client)
+        outputs = await generate_all(client)
         assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == {
             name: output.outputs[0].token_ids for name, output in expected.items()
         }
@@ -80,7 +80,7 @@ def test_two_engines_and_a_proxy(command: Command, text_model: Path, expected: d
         assert "Traceback" not in errors
 
 
-def test_what_cannot_work_is_said(command: Command) -> None:
+def test_errors_of_wrong_calls(command: Command) -> None:
     with reserve() as place:
         place.listen()
         port = place.getsockname()[1]
@@ -97,7 +97,7 @@ def test_what_cannot_work_is_said(command: Command) -> None:
             assert message in errors
 
 
-def test_a_dead_engine_is_told_of(text_model: Path) -> None:
+def test_a_dead_engine_is_reported(text_model: Path) -> None:
     async def everything() -> None:
         llm = AsyncLLM(**engine_settings(text_model, "kv_both", runner="v2"))
         deaths: list[EngineDeadError] = []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.clocked_nixl import clocked
-from tests.helpers.engine_pairs import ask, engine_settings, last_output, start
+from tests.helpers.engine_pairs import engine_settings, generate, last_output, start
 from tests.helpers.engines import TEXT_MODEL, drain, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import EngineLine, Gate, Line, cut_at, flip_at, skip_without
@@ -80,16 +80,16 @@ def processes(text_model: Path) -> Iterator[StartEngine]:
         process.stop()
 
 
-def lent_by(producer: EngineProcess, name: str = "long") -> dict[str, Any]:
-    """Where the producer has the KV of one of REQUESTS."""
+def held_by(producer: EngineProcess, name: str = "long") -> dict[str, Any]:
+    """KV transfer parameters of one of REQUESTS, which the producer holds."""
 
-    async def ask_for_it() -> dict[str, Any] | None:
+    async def prefill() -> dict[str, Any] | None:
         engine = EngineClient(producer.wait_until_ready())
         return await DisaggregatedLLM(engine, engine).prefill(PROMPTS[name], PARAMS[name], name)
 
-    lent = asyncio.run(ask_for_it())
-    assert lent is not None
-    return lent
+    held = asyncio.run(prefill())
+    assert held is not None
+    return held
 
 
 def tokens(output: RequestOutput) -> list[int]:
@@ -107,9 +107,9 @@ def test_a_producer_killed_before_the_transfer(
     skip_without(backend)
     producer = processes("kv_producer", runner=runner, backend=backend)
     consumer = make("kv_consumer", runner=runner, backend=backend)
-    lent = lent_by(producer)
+    held = held_by(producer)
     producer.kill()
-    output = run_requests(consumer, decodes({"long": lent}))["long"]
+    output = run_requests(consumer, decodes({"long": held}))["long"]
     assert tokens(output) == tokens(expected["long"])
     settle(consumer)
     assert consumer.stats().transfers.loads_failed == 1
@@ -124,12 +124,12 @@ def test_a_producer_killed_during_the_transfer(
     skip_without(backend)
     producer = processes("kv_producer", runner=runner, backend=backend)
     consumer = make("kv_consumer", runner=runner, backend=backend)
-    lent = lent_by(producer)
-    with (EngineLine if backend == "tcp" else Line)(lent["remote_addresses"][0]) as line:
-        lent["remote_addresses"] = [line.address]
+    held = held_by(producer)
+    with (EngineLine if backend == "tcp" else Line)(held["remote_addresses"][0]) as line:
+        held["remote_addresses"] = [line.address]
         gate = Gate(b"Blocks") if not isinstance(line, EngineLine) else Gate()
         (line.data if isinstance(line, EngineLine) else line).spoil = gate
-        consumer.add_request("long", *decodes({"long": lent})["long"])
+        consumer.add_request("long", *decodes({"long": held})["long"])
         consumer.step()
         assert gate.reached.wait(30)
         producer.kill()
@@ -150,13 +150,13 @@ def test_a_producer_killed_after_the_transfer(
     producer = processes("kv_producer", runner=runner, backend=backend)
     successor = processes("kv_producer", runner=runner, backend=backend)
     consumer = make("kv_consumer", runner=runner, backend=backend)
-    consumer.add_request("long", *decodes({"long": lent_by(producer)})["long"])
+    consumer.add_request("long", *decodes({"long": held_by(producer)})["long"])
     while not consumer.stats().num_generation_tokens:
         consumer.step()
     producer.kill()
     (output,) = [output for output in drain(consumer) if output.finished]
     assert tokens(output) == tokens(expected["long"])
-    other = run_requests(consumer, decodes({"alone": lent_by(successor, "alone")}))["alone"]
+    other = run_requests(consumer, decodes({"alone": held_by(successor, "alone")}))["alone"]
     assert tokens(other) == tokens(expected["alone"])
     settle(consumer)
     stats = consumer.stats().transfers
@@ -167,13 +167,13 @@ def test_a_producer_killed_after_the_transfer(
 
 
 @contextlib.asynccontextmanager
-async def reading(consumer: EngineProcess, lent: dict[str, Any]) -> AsyncIterator[None]:
-    """The consumer reads what is lent, and gets no further. It is to be killed."""
+async def reading(consumer: EngineProcess, held: dict[str, Any]) -> AsyncIterator[None]:
+    """The consumer reads held KV and is stopped there. The block must end it."""
     client = EngineClient(consumer.wait_until_ready())
-    with EngineLine(lent["remote_addresses"][0]) as line:
-        lent["remote_addresses"] = [line.address]
+    with EngineLine(held["remote_addresses"][0]) as line:
+        held["remote_addresses"] = [line.address]
         line.data.spoil = gate = Gate()
-        request = asyncio.ensure_future(last_output(client, *decodes({"long": lent})["long"], "long"))
+        request = asyncio.ensure_future(last_output(client, *decodes({"long": held})["long"], "long"))
         assert await asyncio.to_thread(gate.reached.wait, 30)
         yield
         with pytest.raises(EngineUnreachableError, match="has gone away"):
@@ -184,7 +184,7 @@ async def reading(consumer: EngineProcess, lent: dict[str, Any]) -> AsyncIterato
 @RUNNERS
 @async_test
 async def test_a_consumer_killed_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
-    """Its connection is lost, so the blocks come back at once."""
+    """Its connection is lost, so the blocks are freed at once."""
     consumer = processes("kv_consumer", runner=runner)
     producer = make("kv_producer", runner=runner, clock=Clock())
     async with reading(consumer, prefilled(producer, ["long"])["long"]):
@@ -195,7 +195,7 @@ async def test_a_consumer_killed_while_it_reads(runner: str, make: MakeEngine, p
 @RUNNERS
 @async_test
 async def test_a_consumer_that_hangs_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
-    """It keeps its connection and says nothing any more: the blocks come back when their time is over."""
+    """It keeps its connection without a message: the blocks are freed when their lease expires."""
     consumer = processes("kv_consumer", runner=runner)
     producer = make("kv_producer", runner=runner, clock=(clock := Clock()))
     async with reading(consumer, prefilled(producer, ["long"])["long"]):
@@ -224,15 +224,15 @@ def test_a_consumer_that_never_comes(runner: str, make: MakeEngine) -> None:
 def test_a_transfer_that_takes_too_long(runner: str, policy: str, make: MakeEngine, expected: Outputs) -> None:
     producer = make("kv_producer", runner=runner)
     consumer = make("kv_consumer", runner=runner, clock=(clock := Clock()), kv_load_failure_policy=policy)
-    lent = prefilled(producer, ["long"])
-    with EngineLine(lent["long"]["remote_addresses"][0]) as line:
-        lent["long"]["remote_addresses"] = [line.address]
+    held = prefilled(producer, ["long"])
+    with EngineLine(held["long"]["remote_addresses"][0]) as line:
+        held["long"]["remote_addresses"] = [line.address]
         line.data.spoil = gate = Gate()
-        consumer.add_request("long", *decodes(lent)["long"])
+        consumer.add_request("long", *decodes(held)["long"])
         consumer.step()
         assert gate.reached.wait(30)
         other = run_requests_beside(consumer, "alone")
-        assert tokens(other) == tokens(expected["alone"])  # nobody else is held up
+        assert tokens(other) == tokens(expected["alone"])  # other requests go on
         clock.now += 59
         assert consumer.step() == []
         clock.now += 1
@@ -266,7 +266,7 @@ SPOIL: dict[str, tuple[str, Callable[[bytes, int], bytes]]] = {
     "its checksum is damaged": ("data", flip_at(9 + 9 * 2048)),
     "an announced length is damaged": ("data", flip_at(3)),
     "the side channel is cut": ("side", cut_at(10)),
-    "the side channel says nonsense": ("side", flip_at(6)),
+    "the side channel sends garbage": ("side", flip_at(6)),
 }
 
 
@@ -275,12 +275,12 @@ SPOIL: dict[str, tuple[str, Callable[[bytes, int], bytes]]] = {
 def test_a_line_that_spoils(runner: str, what: str, make: MakeEngine, expected: Outputs) -> None:
     producer = make("kv_producer", runner=runner)
     consumer = make("kv_consumer", runner=runner, enable_prefix_caching=False)
-    lent = prefilled(producer, ["long"])
+    held = prefilled(producer, ["long"])
     where, spoil = SPOIL[what]
-    with EngineLine(lent["long"]["remote_addresses"][0]) as line:
-        lent["long"]["remote_addresses"] = [line.address]
+    with EngineLine(held["long"]["remote_addresses"][0]) as line:
+        held["long"]["remote_addresses"] = [line.address]
         (line.data if where == "data" else line).spoil = spoil
-        assert tokens(run_requests(consumer, decodes(lent))["long"]) == tokens(expected["long"])
+        assert tokens(run_requests(consumer, decodes(held))["long"]) == tokens(expected["long"])
     settle(consumer)
     assert consumer.stats().transfers.loads_failed == 1
     again = prefilled(producer, ["alone"])
@@ -299,7 +299,7 @@ def test_a_line_that_spoils(runner: str, what: str, make: MakeEngine, expected: 
 def test_engines_that_are_unlike(
     runner: str, unlike: str, make: MakeEngine, expected: Outputs, tmp_path: Path, text_model: Path
 ) -> None:
-    """They are told apart at once, and by name."""
+    """The difference is detected at once, and named."""
     other: dict[str, Any] = {"block_size": {"block_size": 8}, "dtype": {"dtype": "bfloat16"}}.get(unlike, {})
     if unlike in ("model", "weights"):
         make_checkpoint(tmp_path, "llama", **{**TEXT_MODEL, "intermediate_size": 96 if unlike == "weights" else 80})
@@ -307,9 +307,9 @@ def test_engines_that_are_unlike(
     producer = make("kv_producer", runner=runner, **other)
     for policy in ("fail", "recompute"):
         consumer = make("kv_consumer", runner=runner, kv_load_failure_policy=policy)
-        lent = prefilled(producer, ["long"])
-        theirs = lent["long"]["remote_engine"]["fingerprint"]
-        completion = run_requests(consumer, decodes(lent))["long"].outputs[0]
+        held = prefilled(producer, ["long"])
+        theirs = held["long"]["remote_engine"]["fingerprint"]
+        completion = run_requests(consumer, decodes(held))["long"].outputs[0]
         if policy == "fail":
             assert f"its fingerprint is '{theirs}', and '" in str(completion.stop_reason)
             assert (f"its {unlike} is " in str(completion.stop_reason)) == (unlike in ("block_size", "dtype"))
@@ -335,15 +335,15 @@ async def test_a_proxy_whose_prefill_engine_dies(
     async with AsyncLLM(**settings) as llm:
         with Line(prefill.wait_until_ready()) as line:
             proxy = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm))
-            assert await ask(proxy, "alone") == tokens(expected["alone"])
+            assert await generate(proxy, "alone") == tokens(expected["alone"])
             os.kill(prefill.pid, signal.SIGSTOP)
             line.asked.clear()
-            request = asyncio.ensure_future(ask(proxy, "long"))
+            request = asyncio.ensure_future(generate(proxy, "long"))
             assert await asyncio.to_thread(line.asked.wait, 30)
             assert not request.done()
             prefill.kill()
             assert await request == tokens(expected["long"])
-        assert await ask(proxy, "two") == tokens(expected["two"])
+        assert await generate(proxy, "two") == tokens(expected["two"])
         assert proxy.counts == ProxyStats(num_requests=3, num_prefilled=1, num_prefills_failed=2)
         await LocalEngine(llm).drain()
         assert llm.stats().transfers.loads_done == 1
@@ -358,7 +358,7 @@ async def test_a_proxy_whose_prefill_engine_takes_too_long(
     async with AsyncLLM(**engine_settings(text_model, "kv_consumer", runner="v2")) as llm:
         os.kill(prefill.pid, signal.SIGSTOP)
         proxy = DisaggregatedLLM(EngineClient(address), LocalEngine(llm), prefill_timeout=0.0)
-        assert await ask(proxy, "long") == tokens(expected["long"])
+        assert await generate(proxy, "long") == tokens(expected["long"])
         assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
         prefill.kill()
 
@@ -372,29 +372,29 @@ async def test_a_proxy_whose_prefill_engine_refuses(
     async with AsyncLLM(**settings) as llm, AsyncLLM(**{**settings, "kv_transfer_config": None}) as plain:
         for prefill in (llm, plain):
             proxy = DisaggregatedLLM(LocalEngine(prefill), LocalEngine(llm))
-            assert await ask(proxy, "long") == tokens(expected["long"])
+            assert await generate(proxy, "long") == tokens(expected["long"])
             assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
 
 
 @async_test
 async def test_a_proxy_whose_decode_engine_dies(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
-    """Whoever waits for its tokens hears of it, and so do whoever asks later and the prefill engine."""
+    """Pending and later requests fail, and the prefill engine frees its blocks."""
     decode = processes("kv_consumer", runner="v2", **SIZE)
     async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
         proxy = DisaggregatedLLM(LocalEngine(llm), EngineClient(decode.wait_until_ready()))
-        assert await ask(proxy, "alone") == tokens(expected["alone"])
+        assert await generate(proxy, "alone") == tokens(expected["alone"])
         await LocalEngine(llm).drain()
         os.kill(decode.pid, signal.SIGSTOP)
         with Line(decode.wait_until_ready()) as line:
             through_line = DisaggregatedLLM(LocalEngine(llm), EngineClient(line.address))
-            request = asyncio.ensure_future(ask(through_line, "one"))
+            request = asyncio.ensure_future(generate(through_line, "one"))
             assert await asyncio.to_thread(line.asked.wait, 30)
             decode.kill()
             with pytest.raises(EngineUnreachableError, match="has gone away"):
                 await request
         with pytest.raises(EngineUnreachableError, match="cannot be reached"):
-            await ask(proxy, "two")
-        stats = await LocalEngine(llm).drain()  # what was lent for them has come back
+            await generate(proxy, "two")
+        stats = await LocalEngine(llm).drain()  # the KV that was held for them is freed
         assert stats["scheduler"]["transfers"]["counters"]["sends_declined"] == 2
 
 

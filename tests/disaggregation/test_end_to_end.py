@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.engine_pairs import ask, ask_all, last_output, start
+from tests.helpers.engine_pairs import generate, generate_all, last_output, start
 from tests.helpers.engines import prompt_of
 from tests.helpers.kv_pair import skip_without
 from tests.helpers.prefill_decode import PARAMS, PROMPTS, SIZE, VOCAB
@@ -34,7 +34,7 @@ class Pair:
         return DisaggregatedLLM(self.prefill, self.decode)
 
     async def settled(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Nothing runs or is lent, and the books add up; what the two have transferred since their start."""
+        """Wait until nothing runs or is held; returns the transfers of both since their start."""
         both = await self.prefill.drain(), await self.decode.drain()
         transfers = [stats["scheduler"]["transfers"] for stats in both]
         for content in transfers:
@@ -73,12 +73,12 @@ def assert_same(output: RequestOutput, other: RequestOutput) -> None:
 async def test_several_requests_at_once(pair: Pair, expected: Outputs) -> None:
     """Greedy and seeded, with penalties and logprobs."""
     proxy = pair.proxy()
-    outputs = await ask_all(proxy)
+    outputs = await generate_all(proxy)
     for name, output in outputs.items():
         assert_same(output, expected[name])
     assert proxy.counts == ProxyStats(num_requests=5, num_prefilled=4)
     sent, loaded = await pair.settled()
-    # a request whose beginning another one has loaded meanwhile reads less, or nothing
+    # a request with a prefix that another one has loaded meanwhile reads less, or nothing
     assert 3 <= loaded["loads_done"] <= 4 and loaded["loads_failed"] == 0
     counters = sent["counters"]
     assert counters["sends_sent"] == loaded["loads_done"]
@@ -113,11 +113,11 @@ async def test_what_the_decode_engine_has_is_not_sent_again(pair: Pair) -> None:
 
 @async_test
 async def test_a_proxy_behind_a_port(pair: Pair, expected: Outputs) -> None:
-    """Its clients ask it as they would ask an engine."""
+    """Clients use it like an engine."""
     server = EngineServer(pair.proxy())
     await server.start(reserve())
     client = EngineClient(server.address)
-    outputs = await ask_all(client)
+    outputs = await generate_all(client)
     for name, output in outputs.items():
         assert_same(output, expected[name])
     assert await client.drain() == {"num_requests": 5, "num_prefilled": 4, "num_prefills_failed": 0}
@@ -153,9 +153,9 @@ async def test_requests_that_go_without_prefill(pair: Pair, expected: Outputs) -
 
 @async_test
 async def test_requests_that_are_wrong(pair: Pair, expected: Outputs) -> None:
-    """The decode engine says what is wrong with them; others go on."""
+    """The decode engine reports the error; other requests go on."""
     proxy = pair.proxy()
-    good = asyncio.ensure_future(ask(proxy, "long"))
+    good = asyncio.ensure_future(generate(proxy, "long"))
     with pytest.raises(ValueError, match="prompt"):
         await last_output(proxy, [], PARAMS["alone"], "empty")
     with pytest.raises(ValueError, match="300 tokens"):
@@ -182,7 +182,7 @@ async def test_clients_that_leave(pair: Pair, expected: Outputs) -> None:
     early.cancel()
     with pytest.raises(asyncio.CancelledError):
         await early
-    assert await ask(proxy, "two") == expected["two"].outputs[0].token_ids
+    assert await generate(proxy, "two") == expected["two"].outputs[0].token_ids
     await pair.settled()
 
 
@@ -191,6 +191,6 @@ async def test_one_engine_after_the_other_with_the_same_request_id(pair: Pair, e
     """The prefill engine may still lend KV of a request of that id."""
     proxy = pair.proxy()
     for _ in range(3):
-        assert await ask(proxy, "one") == expected["one"].outputs[0].token_ids
+        assert await generate(proxy, "one") == expected["one"].outputs[0].token_ids
     assert proxy.counts == ProxyStats(num_requests=3, num_prefilled=3)
     await pair.settled()

@@ -63,9 +63,9 @@ def test_tokens_are_those_of_one_process(way: str, method: str, runner: str, alo
         running(runner, "kv_consumer", **settings, **SIZE) as consumer,
     ):
         assert consumer.runner_name == runner
-        lent = prefilled(producer)
-        assert len(lent["long"]["remote_addresses"]) == 2
-        assert tokens_of(run_requests(consumer, decodes(lent))) == alone
+        held = prefilled(producer)
+        assert len(held["long"]["remote_addresses"]) == 2
+        assert tokens_of(run_requests(consumer, decodes(held))) == alone
         settle(consumer)
         sent = settle(producer)
         assert sent["sends_sent"] + sent.get("sends_declined", 0) == 2 * 4  # each rank counts

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tests.helpers.engines import EOS, ScriptedExecutor, scripted_engine
 from tests.helpers.gate import HANG
-from tests.helpers.streams import ask, async_test
+from tests.helpers.streams import async_test, submit
 
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.assets import embedded_model_path
@@ -33,7 +33,7 @@ NUM_TOKENS = 3
 
 
 class CountingConnector(NoSchedulerConnector):
-    """Counts what it is told of the requests that end."""
+    """Records `request_finished` calls."""
 
     is_active = True
 
@@ -109,19 +109,19 @@ class World:
         self.llm = AsyncLLM.from_engine(self.engine)
         self.params = PARAMS[ending]
 
-    def ask(self) -> asyncio.Task[list[RequestOutput]]:
-        return ask(self.llm, {"prompt_token_ids": PROMPT}, self.params, "r")
+    def submit(self) -> asyncio.Task[list[RequestOutput]]:
+        return submit(self.llm, {"prompt_token_ids": PROMPT}, self.params, "r")
 
     async def outputs(self, while_held: Callable[[asyncio.Task[list[RequestOutput]]], Any]) -> list[RequestOutput]:
         """Outputs of the request; ``while_held`` runs while the executor is held."""
-        task = self.ask()
+        task = self.submit()
         assert await asyncio.to_thread(self.executor.is_held.wait, HANG)
         await while_held(task)
         self.executor.go_on.set()
         return await asyncio.wait_for(task, HANG)
 
     async def check_end(self) -> None:
-        """Shut down; the connector must have been told of the abort, once."""
+        """Shut down; the connector has seen the abort, once."""
         await self.llm.check_integrity()
         await asyncio.to_thread(self.llm.shutdown)
         if self.connector is not None:
@@ -181,7 +181,7 @@ async def test_aborted_and_asked_again_under_the_same_id_within_one_step(depth: 
 
     async def abort_and_ask(_: object) -> None:
         await world.llm.abort("r")
-        second.append(world.ask())
+        second.append(world.submit())
         await asyncio.sleep(0)  # the generator submits its request
 
     first, again = await world.outputs(abort_and_ask), await second[0]

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many streams, one engine thread. A gate in the executor decides when it steps: nothing is left to luck"""
+"""`AsyncLLM`: many streams, one engine thread. A gate in the executor controls its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, prompt_of, scripted_engine
 from tests.helpers.gate import HANG, Gate
-from tests.helpers.streams import ask, assert_idle, async_test, collect, gated, run, tokens_of
+from tests.helpers.streams import assert_idle, async_test, collect, gated, run, submit, tokens_of
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
@@ -95,7 +95,7 @@ async def test_a_slow_reader_gets_what_has_piled_up_as_one() -> None:
         slow = llm.generate(PROMPT, params(len(script["slow"])), "slow")
         first_output = asyncio.ensure_future(anext(slow))
         await gate.arrival()
-        marker = ask(llm, PROMPT, params(40), "marker")
+        marker = submit(llm, PROMPT, params(40), "marker")
         await asyncio.sleep(0)  # lets the marker's task run up to where it waits: it is in the queue then
         gate.step()
         first = await first_output
@@ -175,7 +175,7 @@ async def test_abort_by_id() -> None:
         tasks = {name: asyncio.ensure_future(collect(stream)) for name, stream in streams.items()}
         await gate.arrival()
         await llm.abort("a")
-        await llm.abort(["b", "nobody"])
+        await llm.abort(["b", "unknown"])
         await llm.abort([])
         gate.open()
         for name in "ab":
@@ -195,10 +195,10 @@ async def test_abort_by_id() -> None:
 async def test_an_id_is_free_again_once_its_request_was_aborted() -> None:
     """The abort and the new request reach the engine in the same breath; each gets its own outputs."""
     with gated() as (llm, gate):
-        old = ask(llm, PROMPT, params(50), "id")
+        old = submit(llm, PROMPT, params(50), "id")
         await gate.arrival()
         await llm.abort("id")
-        new = ask(llm, PROMPT, params(5), "id")
+        new = submit(llm, PROMPT, params(5), "id")
         await asyncio.sleep(0)  # lets the new task run up to where it waits
         gate.open()
         assert (await old)[-1].outputs[0].finish_reason == "abort"
@@ -246,7 +246,7 @@ async def test_leaving_the_generator_aborts_the_request(how: str) -> None:
             with pytest.raises(ZeroDivisionError):
                 await task
         gate.open()
-        # commands are obeyed in order: when this one has ended, the other has been let go
+        # commands run in order: when this request has ended, the other one has been discarded
         assert tokens_of(await collect(llm.generate(PROMPT, params(3), "other"))) == expected_tokens(3)
         assert_idle(llm)
         assert llm.stats().num_finished == {"abort": 1, "length": 1}
@@ -256,9 +256,9 @@ async def test_leaving_the_generator_aborts_the_request(how: str) -> None:
 @async_test
 async def test_cancelled_before_its_first_output() -> None:
     with gated() as (llm, gate):
-        running = ask(llm, PROMPT, params(4), "running")
+        running = submit(llm, PROMPT, params(4), "running")
         await gate.arrival()
-        waiting = ask(llm, PROMPT, params(50), "waiting")
+        waiting = submit(llm, PROMPT, params(50), "waiting")
         await asyncio.sleep(0)  # lets the task submit its request, which the engine has no time for
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -281,7 +281,7 @@ def test_an_event_loop_that_ends_takes_its_requests_along(running: AsyncLLM) -> 
 
 
 @async_test
-async def test_a_generator_that_nobody_asks_for_an_output_is_no_request(running: AsyncLLM) -> None:
+async def test_a_generator_that_is_never_awaited_is_no_request(running: AsyncLLM) -> None:
     stream = running.generate(PROMPT, params(3), "r")
     await stream.aclose()
     await collect(running.generate(PROMPT, params(3), "r"))
@@ -306,13 +306,13 @@ async def test_a_generator_that_nobody_asks_for_an_output_is_no_request(running:
     ids=lambda value: repr(value)[:25] if isinstance(value, str) else "",
 )
 @async_test
-async def test_a_bad_request_hurts_only_itself(
+async def test_a_bad_request_fails_alone(
     prompt: Any, wanted: Any, request_id: Any, error: type[Exception], message: str
 ) -> None:
     with gated() as (llm, gate):
-        good = ask(llm, PROMPT, params(5), "good")
+        good = submit(llm, PROMPT, params(5), "good")
         await gate.arrival()
-        bad = ask(llm, prompt, wanted, request_id)
+        bad = submit(llm, prompt, wanted, request_id)
         await asyncio.sleep(0)  # lets the task submit its request
         gate.open()
         with pytest.raises(error, match=message):
@@ -323,7 +323,7 @@ async def test_a_bad_request_hurts_only_itself(
 
 
 @async_test
-async def test_a_bad_abort_hurts_nobody(running: AsyncLLM) -> None:
+async def test_a_bad_abort_affects_no_request(running: AsyncLLM) -> None:
     for wrong in (5, None, [None], [["r"]], ["r", 5]):
         with pytest.raises(TypeError):
             await running.abort(wrong)  # type: ignore[arg-type]
@@ -334,7 +334,7 @@ async def test_a_bad_abort_hurts_nobody(running: AsyncLLM) -> None:
 
 
 @async_test
-async def test_shutdown_ends_those_who_wait() -> None:
+async def test_shutdown_ends_pending_generators() -> None:
     gate = Gate()
 
     def shut_down_in_the_second_step(step: SchedulerOutput) -> None:
@@ -344,12 +344,12 @@ async def test_shutdown_ends_those_who_wait() -> None:
 
     executor = ScriptedExecutor(before_step=shut_down_in_the_second_step)
     llm = AsyncLLM.from_engine(scripted_engine(executor))
-    tasks = [ask(llm, PROMPT, params(50), str(i)) for i in range(12)]
+    tasks = [submit(llm, PROMPT, params(50), str(i)) for i in range(12)]
     await gate.arrival()
     gate.step()
     await gate.arrival()
-    tasks.append(ask(llm, PROMPT, params(50), "late"))
-    await asyncio.sleep(0)  # lets the late one submit its request, which the engine will not come to hear
+    tasks.append(submit(llm, PROMPT, params(50), "late"))
+    await asyncio.sleep(0)  # lets the late one submit its request, which the engine will not run
     gate.step()
     for task in tasks:
         with pytest.raises(EngineDeadError, match="the engine was shut down"):
@@ -375,13 +375,13 @@ async def test_a_failure_reaches_everyone_with_its_cause(caplog: pytest.LogCaptu
             raise cause
 
     llm = AsyncLLM.from_engine(scripted_engine(ScriptedExecutor(before_step=fail), max_num_seqs=4))
-    tasks = [ask(llm, PROMPT, params(50), str(i)) for i in range(6)]
+    tasks = [submit(llm, PROMPT, params(50), str(i)) for i in range(6)]
     for _ in range(2):
         await gate.arrival()
         gate.step()
     await gate.arrival()
-    tasks.append(ask(llm, PROMPT, params(50), "unheard"))
-    await asyncio.sleep(0)  # lets it submit its request, which the engine will not come to hear
+    tasks.append(submit(llm, PROMPT, params(50), "pending"))
+    await asyncio.sleep(0)  # lets it submit its request, which the engine will not run
     gate.open()
     for task in tasks:
         with pytest.raises(EngineDeadError, match="RuntimeError: the device fell off the bus") as caught:
@@ -398,7 +398,7 @@ async def test_a_failure_reaches_everyone_with_its_cause(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
-def test_even_what_is_no_exception_ends_every_generator(error: BaseException) -> None:
+def test_base_exceptions_end_every_generator(error: BaseException) -> None:
     def fail(step: SchedulerOutput) -> None:
         raise error
 
@@ -410,21 +410,21 @@ def test_even_what_is_no_exception_ends_every_generator(error: BaseException) ->
 
 
 @async_test
-async def test_a_command_that_fails_leaves_nobody_behind_it_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_fails_ends_the_commands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with gated() as (llm, gate):
 
         def fail(request_ids: Any) -> None:
-            raise RuntimeError("the books are torn")
+            raise RuntimeError("the state is inconsistent")
 
         monkeypatch.setattr(llm._engine, "abort_request", fail)
-        before = ask(llm, PROMPT, params(50), "before")
+        before = submit(llm, PROMPT, params(50), "before")
         await gate.arrival()
         await llm.abort("before")
-        behind = ask(llm, PROMPT, params(50), "behind")
+        behind = submit(llm, PROMPT, params(50), "behind")
         await asyncio.sleep(0)  # lets it submit its request: in the queue it stands behind the abort
         gate.open()
         for task in (before, behind):
-            with pytest.raises(EngineDeadError, match="the books are torn"):
+            with pytest.raises(EngineDeadError, match="the state is inconsistent"):
                 await task
 
 

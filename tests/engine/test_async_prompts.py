@@ -1,4 +1,4 @@
-"""Long prompts of `AsyncLLM` are tokenized beside the steps; who came first still enters first."""
+"""Long prompts of `AsyncLLM` are tokenized concurrently with steps; requests keep their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
 from tests.helpers.gate import HANG
-from tests.helpers.streams import ask, assert_idle, async_test, run, tokens_of
+from tests.helpers.streams import assert_idle, async_test, run, submit, tokens_of
 
 from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
@@ -25,7 +25,7 @@ LONG = "a" * LONG_TEXT
 
 
 class SlowTokenizer(Tokenizer):
-    """Waits before it encodes a long text, and notes in which threads it has encoded."""
+    """Waits before it encodes a long text, and records the threads that encode."""
 
     def __init__(self) -> None:
         own = Tokenizer.from_path(embedded_model_path())
@@ -51,7 +51,7 @@ class SlowTokenizer(Tokenizer):
 
 
 class Setting:
-    """An engine with a slow tokenizer, and what its steps had to do."""
+    """An engine with a slow tokenizer, and the requests of its steps."""
 
     def __init__(self) -> None:
         self.tokenizer = SlowTokenizer()
@@ -62,9 +62,9 @@ class Setting:
     def _note(self, step: SchedulerOutput) -> None:
         self.entered += [request.request_id for request in step.new_requests]
 
-    def ask(self, request_id: str, prompt: Any, max_tokens: int = 5) -> asyncio.Task[list[RequestOutput]]:
+    def submit(self, request_id: str, prompt: Any, max_tokens: int = 5) -> asyncio.Task[list[RequestOutput]]:
         params = SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA)
-        return ask(self.llm, prompt, params, request_id)
+        return submit(self.llm, prompt, params, request_id)
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def setting() -> Iterator[Setting]:
 
 @async_test
 async def test_steps_go_on_while_a_long_prompt_is_tokenized(setting: Setting) -> None:
-    running = setting.ask("running", PROMPT, 60)
-    long = setting.ask("long", LONG)
+    running = setting.submit("running", PROMPT, 60)
+    long = setting.submit("long", LONG)
     await setting.tokenizer.beginning()
     assert tokens_of(await running) == list(range(10, 70))  # to its very end
     assert not long.done()
@@ -95,14 +95,14 @@ async def test_steps_go_on_while_a_long_prompt_is_tokenized(setting: Setting) ->
 
 @async_test
 async def test_a_short_prompt_is_tokenized_on_the_spot(setting: Setting) -> None:
-    assert len(tokens_of(await setting.ask("r", "Once upon"))) == 5
-    assert len(tokens_of(await setting.ask("s", {"prompt": "The fox"}))) == 5
+    assert len(tokens_of(await setting.submit("r", "Once upon"))) == 5
+    assert len(tokens_of(await setting.submit("s", {"prompt": "The fox"}))) == 5
     assert list(setting.tokenizer.threads.values()) == [threading.main_thread()] * 2
 
 
 @async_test
-async def test_who_comes_behind_a_long_prompt_waits_for_it(setting: Setting) -> None:
-    tasks = [setting.ask("first", LONG), setting.ask("second", PROMPT), setting.ask("third", {"prompt": LONG})]
+async def test_requests_behind_a_long_prompt_wait_for_it(setting: Setting) -> None:
+    tasks = [setting.submit("first", LONG), setting.submit("second", PROMPT), setting.submit("third", {"prompt": LONG})]
     await setting.tokenizer.beginning()
     assert not any(task.done() for task in tasks)
     setting.tokenizer.may_end.set()
@@ -122,23 +122,23 @@ def test_what_is_long() -> None:
 
 
 @async_test
-async def test_what_is_wrong_with_a_long_prompt_hurts_only_itself(setting: Setting) -> None:
+async def test_a_bad_long_prompt_fails_alone(setting: Setting) -> None:
     setting.tokenizer.may_end.set()
-    good = setting.ask("good", PROMPT, 60)
+    good = setting.submit("good", PROMPT, 60)
     with pytest.raises(ValueError, match="cache_salt is ''"):
-        await setting.ask("bad", {"prompt": LONG, "cache_salt": ""})
+        await setting.submit("bad", {"prompt": LONG, "cache_salt": ""})
     setting.tokenizer.failure = ValueError("no UTF-8 form")
     with pytest.raises(ValueError, match="no UTF-8 form"):
-        await setting.ask("bad", LONG)
+        await setting.submit("bad", LONG)
     assert len(tokens_of(await good)) == 60
 
 
 @async_test
 async def test_an_id_in_use_is_the_first_thing_that_is_wrong(setting: Setting) -> None:
     setting.tokenizer.failure = ValueError("no UTF-8 form")
-    first = setting.ask("id", LONG)  # keeps its place, and fails
-    second = setting.ask("other", PROMPT, 100)
-    third = setting.ask("other", [99999])
+    first = setting.submit("id", LONG)  # keeps its place, and fails
+    second = setting.submit("other", PROMPT, 100)
+    third = setting.submit("other", [99999])
     await setting.tokenizer.beginning()  # all three stand in line
     setting.tokenizer.may_end.set()
     with pytest.raises(ValueError, match="no UTF-8 form"):
@@ -149,12 +149,12 @@ async def test_an_id_in_use_is_the_first_thing_that_is_wrong(setting: Setting) -
 
 
 @async_test
-async def test_a_panic_of_the_tokenizer_leaves_nobody_behind_it_waiting(setting: Setting) -> None:
+async def test_a_panic_of_the_tokenizer_fails_its_request_alone(setting: Setting) -> None:
     class PanicError(BaseException):
         """What the `tokenizers` library raises is no Exception."""
 
     setting.tokenizer.failure = PanicError("index out of bounds")
-    panicking, behind = setting.ask("panicking", LONG), setting.ask("behind", PROMPT)
+    panicking, behind = setting.submit("panicking", LONG), setting.submit("behind", PROMPT)
     setting.tokenizer.may_end.set()
     with pytest.raises(PanicError, match="index out of bounds"):
         await panicking
@@ -166,7 +166,7 @@ async def test_a_panic_of_the_tokenizer_leaves_nobody_behind_it_waiting(setting:
 
 @async_test
 async def test_a_request_that_is_aborted_while_it_is_tokenized(setting: Setting) -> None:
-    aborted = setting.ask("aborted", LONG, 100)
+    aborted = setting.submit("aborted", LONG, 100)
     await setting.tokenizer.beginning()
     await setting.llm.abort("aborted")
     setting.tokenizer.may_end.set()
@@ -177,12 +177,12 @@ async def test_a_request_that_is_aborted_while_it_is_tokenized(setting: Setting)
 
 @async_test
 async def test_a_request_that_is_cancelled_while_it_is_tokenized(setting: Setting) -> None:
-    cancelled = setting.ask("cancelled", LONG, 100)
+    cancelled = setting.submit("cancelled", LONG, 100)
     await setting.tokenizer.beginning()
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
-    behind = setting.ask("cancelled", PROMPT)  # the id is free again when its turn comes
+    behind = setting.submit("cancelled", PROMPT)  # the id is free again when its turn comes
     setting.tokenizer.may_end.set()
     assert len(tokens_of(await behind)) == 5
     assert setting.llm.stats().num_finished == {"abort": 1, "length": 1}
@@ -190,13 +190,13 @@ async def test_a_request_that_is_cancelled_while_it_is_tokenized(setting: Settin
 
 @async_test
 async def test_a_shutdown_does_not_wait_for_a_tokenizer(setting: Setting) -> None:
-    long = setting.ask("long", LONG)
+    long = setting.submit("long", LONG)
     await setting.tokenizer.beginning()
     await asyncio.to_thread(setting.llm.shutdown)
     with pytest.raises(EngineDeadError, match="the engine was shut down"):
         await long
     with pytest.raises(EngineDeadError, match="the engine was shut down"):
-        await setting.ask("late", [99999])
+        await setting.submit("late", [99999])
     setting.tokenizer.may_end.set()
     assert setting.entered == []
 
@@ -205,13 +205,13 @@ async def test_a_shutdown_does_not_wait_for_a_tokenizer(setting: Setting) -> Non
 async def test_a_loop_that_has_no_threads_any_more(setting: Setting) -> None:
     setting.tokenizer.may_end.set()
     await asyncio.get_running_loop().shutdown_default_executor()
-    assert len(tokens_of(await setting.ask("long", LONG))) == 5
+    assert len(tokens_of(await setting.submit("long", LONG))) == 5
     assert setting.tokenizer.threads["a"] is threading.main_thread()
 
 
-def test_a_loop_that_ends_in_between_leaves_nobody_behind_it_waiting(setting: Setting) -> None:
+def test_a_loop_that_ends_in_between_blocks_no_later_request(setting: Setting) -> None:
     async def leave() -> None:
-        setting.ask("left", LONG)  # the loop cancels it at its end
+        setting.submit("left", LONG)  # the loop cancels it at its end
         await setting.tokenizer.beginning()
         setting.tokenizer.may_end.set()
 
@@ -220,4 +220,4 @@ def test_a_loop_that_ends_in_between_leaves_nobody_behind_it_waiting(setting: Se
 
 
 async def _one(setting: Setting) -> list[RequestOutput]:
-    return await setting.ask("next", PROMPT)
+    return await setting.submit("next", PROMPT)

@@ -25,7 +25,7 @@ SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "128", "--max-num-seqs"
 GREEDY = ["--temperature", "0", "--ignore-eos"]
 TOKENIZER = Tokenizer.from_path(embedded_model_path())
 WORDS = TOKENIZER.encode(" the and was", add_special_tokens=False)
-"""What the model may say where a test looks at lines: it has no line breaks, and its text is encoded as it was made."""
+"""Allowed tokens in tests that compare lines: without line breaks, and with a unique encoding."""
 ONLY_WORDS = ["--allowed-token-ids", *map(str, WORDS)]
 
 Streams = pytest.CaptureFixture[str]

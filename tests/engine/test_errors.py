@@ -1,4 +1,4 @@
-"""What goes wrong is said: before anything runs where it can be, on the one request it concerns, or to all who wait."""
+"""Errors: before anything runs if possible, else on the request concerned, else on all pending calls."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_weights_that_are_not_numbers(value: float, text_model: Path, tmp_path: 
 
 
 def test_what_was_generated_before_the_error_is_kept(text_model: Path, tmp_path: Path) -> None:
-    """A token whose embedding is NaN is generated half-way: what stands before it, held text included, is delivered."""
+    """A token with a NaN embedding is sampled half-way: the output before it is returned, with text that was held back."""
 
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights["model.embed_tokens.weight"][300] = torch.nan
@@ -223,7 +223,7 @@ def test_parameters_that_leave_no_token(llm: LLM) -> None:
 
 
 class _BrokenError(RuntimeError):
-    """What the device says."""
+    """An error of the device."""
 
 
 def _failing(at_step: int, error: BaseException) -> ScriptedExecutor:
@@ -294,7 +294,7 @@ def test_an_interrupt_between_steps_harms_nothing(overlapped: bool, text_model: 
 
 
 def test_no_step_is_left_in_flight_when_all_have_their_outputs(text_model: Path) -> None:
-    """Overlapped, the step behind a request's end is queued before the end is known; nobody waits for it."""
+    """Overlapped, the step behind a request's end is queued before the end is known; no request needs it."""
     with LLM(str(text_model), device="cpu", max_num_seqs=4, async_scheduling=True) as llm:
         first = llm.generate([[5, 6]], SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)[0].outputs[0]
         for params in (
@@ -308,18 +308,18 @@ def test_no_step_is_left_in_flight_when_all_have_their_outputs(text_model: Path)
         assert set(llm.stats().num_finished) == {"length", "stop", "error"}
 
 
-def test_books_that_do_not_add_up_end_the_engine() -> None:
+def test_an_integrity_error_ends_the_engine() -> None:
     engine = scripted_engine(ScriptedExecutor())
     engine.add_request("r", [5, 6], SamplingParams(max_tokens=2))
     engine.step()
-    engine.core.scheduler.pool.take(1)  # as a bug would: a block that nobody owns
+    engine.core.scheduler.pool.take(1)  # as a bug would: a block without an owner
     with pytest.raises(RuntimeError, match="block"):
         engine.check_integrity()
     with pytest.raises(EngineDeadError, match="no request is left, but 1 KV blocks"):
         engine.step()
 
 
-def test_a_scheduler_with_nothing_to_do_for_those_who_wait_is_an_error_and_no_hang() -> None:
+def test_requests_that_can_never_be_scheduled_are_an_error_not_a_hang() -> None:
     engine = scripted_engine(ScriptedExecutor(), num_blocks=8)
     engine.core.scheduler.pool.take(8)  # blocks that will never come back
     engine.add_request("r", [5, 6], GREEDY)

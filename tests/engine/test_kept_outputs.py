@@ -1,4 +1,4 @@
-"""An output that a user keeps says for ever what it said when it came."""
+"""Outputs do not change after they were returned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleetfoot import LLMEngine, RequestOutput, RequestOutputKind, SamplingParam
 
 @pytest.fixture(scope="module")
 def engine(text_model: Path) -> Iterator[LLMEngine]:
-    """One whose prompts take several steps."""
+    """An engine in which prompts take several steps."""
     engine = make_engine(text_model, max_num_batched_tokens=8, max_num_seqs=4, block_size=4)
     yield engine
     engine.shutdown()

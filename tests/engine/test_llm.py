@@ -283,7 +283,7 @@ def test_the_tokenizer_answers_to_the_names_that_scripts_know(text_model: Path) 
 
 
 def watched(llm: LLM) -> list[str]:
-    """What `generate` asks of the engine from now on."""
+    """Names of the engine's methods that `generate` calls from now on."""
     calls: list[str] = []
 
     def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -275,7 +275,7 @@ def test_every_flag_counts(flags: list[str], change: Any, capsys: Streams, llama
     assert change(before, plan(capsys, llama_8b, *H100, *flags)["memory"])
 
 
-def test_a_length_that_nobody_asked_for_is_cut_to_what_fits(capsys: Streams, llama_8b: str) -> None:
+def test_a_default_length_is_limited_to_what_fits(capsys: Streams, llama_8b: str) -> None:
     report = plan(capsys, llama_8b, "--gpu-memory", "24GiB")
     assert 256 < report["max_model_len"] <= report["memory"]["num_tokens"] < 131072
     assert report["capacity"]["longest_context"] == report["max_model_len"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.engines import ScriptedExecutor, drain, scripted_engine
-from tests.helpers.streams import ask, async_test, gated
+from tests.helpers.streams import async_test, gated, submit
 
 from fleetfoot import RequestOutputKind, SamplingParams
 from fleetfoot.engine.input_processor import COPY_MARK
@@ -73,10 +73,10 @@ def test_no_two_sequences_have_one_id(requests: dict[str, int]) -> None:
 async def test_streams_with_such_ids_get_what_is_theirs() -> None:
     with gated() as (llm, gate):
         gate.open()
-        tasks = [ask(llm, PROMPT, params(2 if name == "r" else 1), name) for name in LOOKALIKES]
+        tasks = [submit(llm, PROMPT, params(2 if name == "r" else 1), name) for name in LOOKALIKES]
         outputs = [outputs[-1] for outputs in await asyncio.gather(*tasks)]
         with pytest.raises(ValueError, match="must not hold the character"):
-            await ask(llm, PROMPT, params(1), f"r{COPY_MARK}0")
+            await submit(llm, PROMPT, params(1), f"r{COPY_MARK}0")
     assert [output.request_id for output in outputs] == LOOKALIKES
     assert [len(output.outputs) for output in outputs] == [2, 1, 1, 1, 1, 1]
     assert all(completion.token_ids == TOKENS for output in outputs for completion in output.outputs)
@@ -86,7 +86,7 @@ async def test_streams_with_such_ids_get_what_is_theirs() -> None:
 @async_test
 async def test_an_abort_of_a_stream_ends_one_and_not_the_other(aborted: str) -> None:
     with gated() as (llm, gate):
-        tasks = [ask(llm, PROMPT, params(n), name) for name, n in (("r", 2), ("0_r", 1))]
+        tasks = [submit(llm, PROMPT, params(n), name) for name, n in (("r", 2), ("0_r", 1))]
         await gate.arrival()  # the first step has begun
         await llm.abort(aborted)
         gate.open()

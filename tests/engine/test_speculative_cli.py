@@ -1,4 +1,4 @@
-"""What the commands say about drafts."""
+"""Drafts in the output of the commands."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def stream(engine: LLMEngine, params: SamplingParams, request_id: str = "r") -> 
 
 
 def play(tokens: list[int], **params: Any) -> list[RequestOutput]:
-    """What a request streams, as deltas, when the model says ``tokens``."""
+    """The deltas of a request for which the model samples ``tokens``."""
     engine = scripted_engine(ScriptedExecutor({"r": tokens}), tokenizer=TOKENIZER)
     return stream(
         engine, SamplingParams(max_tokens=len(tokens), output_kind=RequestOutputKind.DELTA, ignore_eos=True, **params)
@@ -180,7 +180,7 @@ def test_any_text_cut_anywhere(data: st.DataObject) -> None:
 
 
 def test_the_real_model_stops_where_its_text_says(text_model: Path) -> None:
-    """The same with real sampling: the stop strings are taken from what the request says without them."""
+    """The same with real sampling: the stop strings are parts of the request's text without them."""
     engine = make_engine(text_model)
     params: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA}
     for seed in range(6):

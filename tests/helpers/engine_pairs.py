@@ -1,4 +1,4 @@
-"""Engines in processes of their own for tests, and what asks them."""
+"""Engines in processes of their own for tests, and their clients."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ async def last_output(engine: Engine, prompt: PromptType, params: SamplingParams
     return final
 
 
-async def ask_all(engine: Engine, names: Iterable[str] = REQUESTS) -> dict[str, RequestOutput]:
+async def generate_all(engine: Engine, names: Iterable[str] = REQUESTS) -> dict[str, RequestOutput]:
     """Several of REQUESTS at once; their last outputs."""
     names = list(names)
     outputs = await asyncio.gather(*(last_output(engine, *REQUESTS[name], name) for name in names))
     return dict(zip(names, outputs, strict=True))
 
 
-async def ask(engine: Engine, name: str) -> list[int]:
+async def generate(engine: Engine, name: str) -> list[int]:
     """One of REQUESTS; its tokens."""
     return (await last_output(engine, *REQUESTS[name], name)).outputs[0].token_ids

@@ -65,7 +65,7 @@ def prompt_of(length: int, vocab_size: int, seed: int = 0) -> list[int]:
 
 
 class ScriptedExecutor:
-    """Yields given tokens instead of computing any.
+    """Returns scripted tokens instead of computing any.
 
     Args:
         script: request id -> its output tokens; requests that are not in it count up from 10.
@@ -107,7 +107,7 @@ class ScriptedExecutor:
             script = self.script.get(request.request_id)
             if script is None:
                 token = 10 + position
-            else:  # a step may be in flight behind the request's end; nobody looks at its token
+            else:  # a step may be in flight behind the request's end; its token is discarded
                 token = script[position] if position < len(script) else 0
             request.token_ids.append(token)
             sampled.append([token])
@@ -152,7 +152,7 @@ def make_engine(folder: Path, **keywords: Any) -> LLMEngine:
 
 
 def drain(engine: LLMEngine) -> list[RequestOutput]:
-    """Step until nothing is left, checking the books after each step; all outputs in order."""
+    """Step until nothing is left, checking integrity after each step; all outputs in order."""
     outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests():
         outputs += engine.step()

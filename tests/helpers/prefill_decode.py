@@ -51,23 +51,23 @@ def tokens_of(outputs: dict[str, RequestOutput]) -> Tokens:
 
 
 def prefilled(engine: LLMEngine, names: list[str] | None = None) -> dict[str, Any]:
-    """Compute prompts; what the outputs say of their KV, which is lent from now on."""
+    """Compute prompts; returns their KV transfer parameters. The KV is held from now on."""
     params = SamplingParams(temperature=0, max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     outputs = run_requests(engine, {name: (PROMPTS[name], params) for name in names or PROMPTS})
-    engine.step()  # the workers hear of the last of them
+    engine.step()  # reports the last of them to the workers
     return {name: output.kv_transfer_params for name, output in outputs.items()}
 
 
-def decodes(lent: dict[str, Any]) -> dict[str, tuple[Any, SamplingParams]]:
+def decodes(held: dict[str, Any]) -> dict[str, tuple[Any, SamplingParams]]:
     """Requests that go on from there."""
     return {
         name: (PROMPTS[name], replace(PARAMS[name], extra_args={"kv_transfer_params": params} if params else None))
-        for name, params in lent.items()
+        for name, params in held.items()
     }
 
 
 def settle(engine: LLMEngine) -> dict[str, int]:
-    """Until nothing is lent or loaded, every block is back and the books add up; what was counted."""
+    """Step until nothing is held or loaded and every block is free; returns the counters."""
     steps = 0
     while engine.has_transfers():
         engine.step()

@@ -46,7 +46,7 @@ def gated(script: dict[str, list[int]] | None = None, **limits: Any) -> Iterator
         llm.shutdown()
 
 
-def ask(llm: AsyncLLM, prompt: Any, params: SamplingParams, request_id: Any) -> asyncio.Task[list[RequestOutput]]:
+def submit(llm: AsyncLLM, prompt: Any, params: SamplingParams, request_id: Any) -> asyncio.Task[list[RequestOutput]]:
     """A task that collects all outputs of a request."""
     return asyncio.ensure_future(collect(llm.generate(prompt, params, request_id)))
 

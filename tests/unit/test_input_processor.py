@@ -187,7 +187,7 @@ def test_min_tokens_must_have_room() -> None:
 
 
 def test_what_ends_a_request() -> None:
-    assert sequences([5])[0].stop_token_ids == {EOS}  # an end token outside the vocabulary cannot come
+    assert sequences([5])[0].stop_token_ids == {EOS}  # an end token outside the vocabulary is never sampled
     assert sequences([5], stop_token_ids=[9])[0].stop_token_ids == {EOS, 9}
     assert sequences([5], ignore_eos=True)[0].stop_token_ids == frozenset()
     assert sequences([5], ignore_eos=True, stop_token_ids=[EOS])[0].stop_token_ids == {EOS}
@@ -208,7 +208,7 @@ def test_seeds() -> None:
 
     unseeded = seeds(first)
     assert len(set(unseeded)) == 3
-    assert seeds(second) == unseeded  # the engine's seed and the order say it all
+    assert seeds(second) == unseeded  # they depend on the engine's seed and the order only
     assert not set(seeds(first)) & set(unseeded)
     assert not set(seeds(processor_of(seed=1))) & set(unseeded)
     assert len(set(seeds(first, seed=9))) == 1

@@ -45,7 +45,7 @@ for name in ("fleetfoot.config", "fleetfoot.records", "fleetfoot.scheduler"):
 
 
 def test_token_ids_alone_need_torch_numpy_and_safetensors_alone() -> None:
-    """With every other dependency missing, an engine still starts, generates and says what it cannot do."""
+    """With every other dependency missing, an engine still starts and generates."""
     code = """
 missing = ("tokenizers", "huggingface_hub", "jinja2", "rich", "msgspec", "transformers")
 sys.modules.update(dict.fromkeys(missing))

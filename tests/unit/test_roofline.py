@@ -50,7 +50,7 @@ def test_a_step_is_bound_by_memory_or_by_arithmetic() -> None:
     assert floor.prefill_attention_s(4, 4) == floor.prefill_attention_s(0) == 0
     two = Roofline(replace(floor.costs, windows=(None, 2)), floor.peak_rates)
     assert two.prefill_attention_s(4, 1) == (2 + 3 + 4 + 2) * 3 / 50
-    assert floor.decode_attention_s(4, 3) == (5 + 6) * 2 / 100  # the third token is nobody's input
+    assert floor.decode_attention_s(4, 3) == (5 + 6) * 2 / 100  # the third token is never an input
     assert floor.decode_attention_s(4, 1) == floor.decode_attention_s(4, 0) == 0
 
 
@@ -73,7 +73,7 @@ def test_the_floor_of_a_load_is_that_of_its_steps() -> None:
 
 
 def test_a_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that says that everything takes two seconds."""
+    """With a clock by which everything takes two seconds."""
     ticks = iter(range(0, 1000, 2))
     monkeypatch.setattr("fleetfoot.cli.bench_roofline.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     monkeypatch.setattr("fleetfoot.cli.bench_roofline._MATRIX_SIZE", {"cpu": 64})
