@@ -195,7 +195,7 @@ def test_weights_that_are_not_numbers(value: float, text_model: Path, tmp_path: 
 
 
 def test_what_was_generated_before_the_error_is_kept(text_model: Path, tmp_path: Path) -> None:
-    """A token with a NaN embedding is sampled half-way: the output before it is returned, with text that was held back."""
+    """A token with a NaN embedding is sampled half-way: earlier output is returned, with text that was held back."""
 
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights["model.embed_tokens.weight"][300] = torch.nan
