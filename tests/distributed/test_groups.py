@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from tests.distributed.world import run_world
 
+from fleetfoot.distributed import ALL_REDUCE_ROWS
 from fleetfoot.distributed.custom_all_reduce import (
-    MAX_ROWS,
     CustomAllReduce,
     can_all_reduce,
     custom_all_reduce_words,
@@ -266,7 +266,7 @@ def sum_in_one_shot(rank: int, folder: Path) -> list[Any]:
 
 ONE_SHOT_CASES = ((torch.float32, 64), (torch.bfloat16, 48), (torch.float16, 64))
 ONE_SHOT_ROWS = (2, 1, 3, 3, 1)
-SHAPES_TO_FIT = ((1, 64), (MAX_ROWS, 64), (MAX_ROWS + 1, 48), (0, 48), (1, 32), (1, 31), (48,))
+SHAPES_TO_FIT = ((1, 64), (ALL_REDUCE_ROWS, 64), (ALL_REDUCE_ROWS + 1, 48), (0, 48), (1, 32), (1, 31), (48,))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")
@@ -369,4 +369,4 @@ def test_which_rows_can_be_summed_in_one_shot() -> None:
     assert not can_all_reduce(5, torch.bfloat16)  # half a word
     assert not can_all_reduce(16385, torch.float32)
     assert not can_all_reduce(64, torch.float64)
-    assert custom_all_reduce_words(4096, torch.bfloat16, 2) == 2 * 2 * MAX_ROWS * 2048
+    assert custom_all_reduce_words(4096, torch.bfloat16, 2) == 2 * 2 * ALL_REDUCE_ROWS * 2048

@@ -14,13 +14,13 @@ from tests.helpers.steps import TakenStep, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.kernels.prepare.tables import NUM_ROW_FIELDS
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.runner.capture_table import CaptureTable, GraphKey
-from fleetfoot.runner.v2 import rows
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling import shape
 from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN
@@ -192,7 +192,7 @@ def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
     for step in range(2 * num_slots):
         staging.begin()
         staging.write(0, step, 1)
-        staging.send([0], staging._numpy[0][:2] * 0, 1)
+        staging.apply_staged_writes([0], staging._numpy[0][:2] * 0, 1)
     first_lap, second_lap = device.events[:num_slots], device.events[num_slots:]
     assert first_lap == ["copy_in"] * num_slots
     assert second_lap == ["wait_copy_in", "copy_in"] * num_slots
@@ -203,7 +203,7 @@ def test_the_copy_is_as_long_as_what_is_said() -> None:
     runner, scheduler = make_runner(device), make_scheduler()
     add(scheduler, "a", 9)
     for expected_writes in (
-        9 + 2 + shape.NUM_FIELDS + rows.NUM_FIELDS + 2,
+        9 + 2 + shape.NUM_FIELDS + NUM_ROW_FIELDS + 2,
         0,
         0,
     ):  # tokens, blocks, fields and seed of the new request; then nothing
@@ -226,7 +226,7 @@ def test_more_than_a_buffer_holds_is_sent_ahead() -> None:
         _, pending = queue_step(engine_scheduler, in_one_runner(engine_runner))
         results.append(pending.get().sampled_token_ids)
     assert results[0] == results[1]
-    assert torch.equal(runner._state.requests.token_pages, plain_runner._state.requests.token_pages)
+    assert torch.equal(runner._state.tables.token_pages, plain_runner._state.tables.token_pages)
 
 
 def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_penalties_keep_nothing_per_vocabulary_entry() -> None:
     runner = make_runner(folder=embedded_model_path())
     vocab_size = load_model_config(embedded_model_path()).vocab_size
-    lists, pages = MAX_NUM_SEQS * NUM_PLANES * LIST_CAPACITY, runner._state.requests.token_pages.numel()
+    lists, pages = MAX_NUM_SEQS * NUM_PLANES * LIST_CAPACITY, runner._state.tables.token_pages.numel()
     fields = runner._state.arena.flat.numel() - lists - pages
     assert fields < MAX_NUM_SEQS * vocab_size / 10  # bits are kept, of tokens that are allowed
     held = [value for value in vars(runner._sampler).values() if isinstance(value, torch.Tensor)]

@@ -116,7 +116,7 @@ def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
         state.stage_request(request)
         sampler.add(request)
     order = [4, 0, 8, 2, 6, 1, 3, 7, 5]
-    state.staging.send(order, np.arange(17, dtype=np.int32), 16)
+    state.staging.apply_staged_writes(order, np.arange(17, dtype=np.int32), 16)
     seq_lens = torch.tensor([*(lengths[row] for row in order), *[0] * 7], dtype=torch.int32, device="cuda")
     rows = torch.tensor([*order, *[-1] * 7], dtype=torch.int32, device="cuda")
     return sampler, LogitsBatch(None, rows, seq_lens, rows, 16, 0)

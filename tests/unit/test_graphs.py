@@ -232,7 +232,7 @@ def test_each_way_of_sampling_is_a_graph_of_its_own_captured_once() -> None:
 
 def test_a_rank_that_does_not_sample_has_one_graph_of_each_shape() -> None:
     captures = FakeCaptures()
-    manager = GraphManager(table(), captures, has_end=False)
+    manager = GraphManager(table(), captures, includes_sampling=False)
     manager.capture_first()
     for sampling in (PLAIN, EVERYTHING, None):
         _, key = manager.dispatch(step([1, 1, 1], 3), sampling=sampling, drafting=3)

@@ -135,7 +135,7 @@ def test_the_state_of_v2_is_what_it_allocates(seqs: int, tokens: int, length: in
         vocab_size=SMALL.vocab_size,
     )
     buffers = InputBuffers(state, cpu_kernels(), seqs, tokens, length)
-    tensors = [state.arena.flat, state.requests.last_sampled, state.requests.draft_tokens, state.staging.on_device]
+    tensors = [state.arena.flat, state.tables.last_sampled, state.tables.draft_tokens, state.staging.on_device]
     tensors += [value for value in vars(buffers).values() if isinstance(value, torch.Tensor)]
     ones_and_zeros = 2 * 4 * seqs
     allocated = sum(tensor.nbytes for tensor in tensors) + ones_and_zeros

@@ -1,0 +1,37 @@
+"""Groups of ranks and their transports. No torch here: the memory plan uses the buffers' sizes."""
+
+MIB = 1 << 20
+_COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
+"""NCCL's memory for a communicator of collectives, and for one between two ranks, each with its kernels in the driver:
+measured on two H200s, torch 2.11."""
+ALL_REDUCE_ROWS, ALL_REDUCE_SETS = 128, 2
+"""The most rows of `fleetfoot.distributed.custom_all_reduce`, and its sets of words. Each row has a program. All
+run at the same time on a GPU with more multiprocessors, so none waits for one that has not started."""
+
+
+def all_reduce_words(num_ranks: int, row_bytes: int) -> int:
+    """64-bit words of each rank's memory for the custom all-reduce; a word has 4 bytes of data."""
+    return ALL_REDUCE_SETS * num_ranks * ALL_REDUCE_ROWS * (row_bytes // 4)
+
+
+def tensor_group_bytes(num_ranks: int, row_bytes: int) -> int:
+    """Bytes on each GPU of a tensor-parallel group; NCCL's by estimate.
+
+    Args:
+        row_bytes: of the hidden state of one token.
+    """
+    return _COLLECTIVE_BYTES + all_reduce_words(num_ranks, row_bytes) * 8 if num_ranks > 1 else 0
+
+
+def pipeline_group_bytes(rank: int, num_ranks: int, step_bytes: int, *, on_gpu: bool) -> int:
+    """Bytes on a pipeline rank; NCCL's by estimate.
+
+    Args:
+        step_bytes: of the largest `IntermediateTensors`.
+    """
+    if num_ranks == 1:
+        return 0
+    # the receive buffer; on GPUs also the memory that other ranks write to, on a CPU the send buffer
+    num_buffers = (rank > 0) + (on_gpu or rank < num_ranks - 1)
+    num_peers = num_ranks  # neighbours, and the way of the sampled tokens
+    return num_buffers * step_bytes + (num_peers * _POINT_TO_POINT_BYTES if on_gpu else 0)

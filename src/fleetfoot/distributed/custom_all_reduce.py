@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
@@ -23,16 +24,12 @@ from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_ker
 if TYPE_CHECKING:
     import triton.language as tl
 
-MAX_ROWS = 128
-"""One program per row. All run at the same time on GPUs with more multiprocessors than this, so that none waits for a
-program that has not started."""
 _MAX_TILE = 16384
-_NUM_SETS = 2
 
 
 def custom_all_reduce_words(hidden_size: int, dtype: torch.dtype, num_ranks: int) -> int:
     """64-bit words that `CustomAllReduce` needs on each rank."""
-    return _NUM_SETS * num_ranks * MAX_ROWS * _words_per_row(hidden_size, dtype)
+    return all_reduce_words(num_ranks, hidden_size * dtype.itemsize)
 
 
 def can_all_reduce(hidden_size: int, dtype: torch.dtype) -> bool:
@@ -45,7 +42,7 @@ def _words_per_row(hidden_size: int, dtype: torch.dtype) -> int:
 
 
 class CustomAllReduce:
-    """Sums of ``[n, size]`` over the ranks, ``n`` at most `MAX_ROWS` and ``size`` at most ``hidden_size``.
+    """Sums of ``[n, size]`` over the ranks, ``n`` at most `ALL_REDUCE_ROWS` and ``size`` at most ``hidden_size``.
 
     Args:
         memory: `custom_all_reduce_words` words on every rank.
@@ -62,11 +59,11 @@ class CustomAllReduce:
         self._num_ranks = num_ranks
         self._hidden_size = hidden_size
         self._dtype = dtype
-        self._num_calls = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+        self._num_calls = torch.zeros(ALL_REDUCE_ROWS, dtype=torch.int32, device=device)
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether ``x`` has a supported shape and dtype."""
-        if x.ndim != 2 or x.dtype is not self._dtype or not 0 < x.shape[0] <= MAX_ROWS:
+        if x.ndim != 2 or x.dtype is not self._dtype or not 0 < x.shape[0] <= ALL_REDUCE_ROWS:
             return False
         return 0 < x.shape[1] <= self._hidden_size and can_all_reduce(x.shape[1], self._dtype)
 
@@ -121,7 +118,7 @@ class CustomAllReduce:
             num_parts=num_parts,
             has_norm=has_norm,
             is_wide=self._dtype.itemsize == 4,
-            max_rows=MAX_ROWS,
+            max_rows=ALL_REDUCE_ROWS,
             tile=tile,
             overlap=overlap,
             num_warps=min(16, max(4, tile // 512)),

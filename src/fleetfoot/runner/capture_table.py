@@ -120,6 +120,15 @@ class CaptureTable:
             return None
         return GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
 
+    def num_bytes(self, num_layers: int, hidden_bytes: int) -> int:
+        """Bytes of the graphs: the nodes of every shape, and the hidden states that it returns.
+
+        Args:
+            hidden_bytes: of the hidden state of one token.
+        """
+        num_tokens = sum(key.num_tokens for key in self.keys)
+        return _VARIANTS * (len(self.keys) * num_layers * _BYTES_PER_LAYER + num_tokens * hidden_bytes)
+
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
         """Tokens in every shape of a batch that holds prefills."""
@@ -143,6 +152,13 @@ class CaptureTable:
         sizes = self.uniform[: self.eager_capture]
         width = 1 + self.num_drafts
         return tuple(GraphKey("uniform", size, size * width, drafting=self.num_drafts) for size in sizes)
+
+
+_BYTES_PER_LAYER = 96 * 1024
+"""Bytes of one layer in a captured graph: a dozen kernels, each with its node and its arguments."""
+_VARIANTS = 3
+"""Graphs of one shape in the memory plan: one for each sampling variant in use, of which an engine with requests of one
+kind has one or two."""
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fleetfoot.kernels.attention import MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS
 from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
-
-# Elements of K gathered at once for a group of decodes, and of the mask of a piece of a prefill: some tens of MB.
-_MAX_GATHERED_ELEMENTS = 1 << 22
-_MAX_MASK_ELEMENTS = 1 << 21
 
 
 class SDPABackend:
@@ -81,7 +78,7 @@ def _decode_groups(seq_lens: list[int], kv_cache: torch.Tensor) -> list[tuple[in
     first, longest = 0, 0
     for row, seq_len in enumerate(seq_lens):
         longest = max(longest, seq_len)
-        if row > first and (row - first + 1) * longest * elements_per_token > _MAX_GATHERED_ELEMENTS:
+        if row > first and (row - first + 1) * longest * elements_per_token > MAX_GATHERED_ELEMENTS:
             groups.append((first, row))
             first, longest = row, seq_len
     if seq_lens:
@@ -158,7 +155,7 @@ def _prefill(
     num_tokens, num_heads = query.shape[:2]
     num_kv_heads, seq_len = keys.shape[0], keys.shape[1]
     context = seq_len - num_tokens
-    step = max(16, _MAX_MASK_ELEMENTS // seq_len)
+    step = max(16, MAX_MASK_ELEMENTS // seq_len)
     for begin in range(0, num_tokens, step):
         end = min(begin + step, num_tokens)
         first = 0 if window is None else max(0, context + begin + 1 - window)

@@ -1,9 +1,8 @@
-"""How the host speaks to the device: one buffer a step, which one kernel takes in.
+"""Staged writes: the host collects the updates of a step in one buffer, which one kernel applies on the device.
 
-All of the runner's state that the host writes lies in one int32 arena on the device. A `StagedWriteTensor` is a view
-of a part of it; writing to one notes pairs of (index in the arena, value) in the step's buffer. The buffer begins with
-what every step says: in which order its requests are, and where their tokens begin. One kernel copies that and scatters
-the pairs.
+The state that the host writes is one int32 arena on the device, divided into `StagedWriteTensor`. A staged write is a
+pair (index in the arena, value) in the step's buffer. The buffer begins with the step's ``idx_mapping`` and
+``query_start_loc``. The kernel copies these and scatters the pairs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class StagingDevice(Protocol):
 
 
 class StagedWriteTensor:
-    """A part of the arena, as an int32 tensor on the device that the host writes to by way of the staging buffer."""
+    """A part of the arena: an int32 tensor on the device that the host writes through the staging buffer."""
 
     __slots__ = ("base", "row_stride", "tensor")
 
@@ -61,10 +60,10 @@ class StagedWriteTensor:
 
 
 class Arena:
-    """One int32 allocation on the device, cut into `StagedWriteTensor`.
+    """One int32 allocation on the device, divided into `StagedWriteTensor`.
 
     Raises:
-        ValueError: it would be too large for int32 indices.
+        ValueError: it is too large for int32 indices.
     """
 
     def __init__(self, device: torch.device, *shapes: tuple[int, ...]) -> None:
@@ -83,14 +82,14 @@ class StagingBuffer:
     """A ring of pinned host buffers, and the device's copy of the front of the last one.
 
     Layout, in int32: ``idx_mapping [max_num_seqs]``, ``query_start_loc [max_num_seqs + 1]``, pairs (index, value).
-    A host buffer is written again only after the device has passed the reading of it. Where a step says more
-    than a buffer holds (hundreds of requests admitted at once), what is there is sent ahead.
+    A host buffer is reused after the device has read it. If a step has more writes than fit a buffer (hundreds of
+    requests admitted at once), the full buffer is applied early.
 
     Args:
-        arena: what the pairs are scattered into.
-        max_num_seqs: most requests in a step.
-        max_writes: most pairs in a step.
-        num_slots: host buffers in the ring: steps that may be queued, plus the one being written.
+        arena: the target of the pairs.
+        max_num_seqs: maximum number of requests in a step.
+        max_writes: maximum number of pairs in a buffer.
+        num_slots: host buffers in the ring: queued steps, and the one that is written.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class StagingBuffer:
         self.query_start_loc = self.on_device[self._starts_begin :]
 
     def begin(self) -> None:
-        """Take the next host buffer; if the device has not read it yet, wait until it has."""
+        """Switch to the next host buffer, and wait until the device has read it."""
         self._slot = (self._slot + 1) % len(self._host)
         reader = self._read_by[self._slot]
         if reader is not None and not reader.passed():
@@ -123,32 +122,29 @@ class StagingBuffer:
         self._num_writes = 0
 
     def write(self, indices: np.ndarray | int, values: np.ndarray | list[int] | int, count: int) -> None:
-        """Note ``count`` pairs; indices of a step must be distinct.
+        """Stage ``count`` pairs; the indices of a step are distinct.
 
         Raises:
-            ValueError: more than a whole buffer at once.
+            ValueError: they exceed a whole buffer.
         """
         if count > self.max_writes:
             raise ValueError(f"{count} values cannot be staged at once: the buffer holds {self.max_writes}")
         if self._num_writes + count > self.max_writes:
-            self._send_ahead()
+            self._apply()
+            self.begin()
         first, last = self._num_writes, self._num_writes + count
         pairs = self._numpy[self._slot][self._pairs_begin + 2 * first : self._pairs_begin + 2 * last]
         pairs[0::2] = indices
         pairs[1::2] = values
         self._num_writes = last
 
-    def _send_ahead(self) -> None:
-        self._copy()
-        self.begin()
-
     def clear_on_device(self, query_start_loc: np.ndarray) -> None:
-        """Make the device see a step of padding requests alone: running it changes nothing.
+        """Set the front on the device to padding requests only; a step of them changes no state.
 
         Args:
-            query_start_loc: ``[padded_reqs + 1]``: how many tokens of padding each has.
+            query_start_loc: ``[padded_reqs + 1]``
         """
-        if self._padding_read_by is not None:  # not of the ring, in which a step may be half written
+        if self._padding_read_by is not None:  # a buffer outside of the ring, in which a step may be half staged
             self._padding_read_by.wait()
         buffer = self._padding.numpy()
         buffer[: self._starts_begin] = -1
@@ -156,19 +152,19 @@ class StagingBuffer:
         self._device.copy_in(self._padding, self.on_device, self._arena, 0)
         self._padding_read_by = self._device.record()
 
-    def _copy(self) -> None:
+    def _apply(self) -> None:
         self._device.copy_in(self._host[self._slot], self.on_device, self._arena, self._num_writes)
         self._read_by[self._slot] = self._device.record()
 
-    def send(self, order: list[int] | np.ndarray, query_start_loc: np.ndarray, padded: int) -> None:
-        """Queue what the step says.
+    def apply_staged_writes(self, rows: list[int] | np.ndarray, query_start_loc: np.ndarray, padded: int) -> None:
+        """Queue the kernel that applies the step's writes.
 
         Args:
-            order: rows in batch order, padded to ``padded`` with -1 by this method.
+            rows: in batch order; this method pads them to ``padded`` with -1.
             query_start_loc: ``[padded + 1]``.
         """
-        buffer, num_reqs = self._numpy[self._slot], len(order)
-        buffer[:num_reqs] = order
+        buffer, num_reqs = self._numpy[self._slot], len(rows)
+        buffer[:num_reqs] = rows
         buffer[num_reqs:padded] = -1
         buffer[self._starts_begin : self._starts_begin + padded + 1] = query_start_loc
-        self._copy()
+        self._apply()

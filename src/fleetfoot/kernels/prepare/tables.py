@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 
+NUM_ROW_FIELDS = 4
+"""int32 fields of a row that the host writes: `RowTables`' first three, and the length of the prompt."""
+_INT32, _INT64 = 4, 8
+
+
 @dataclass(frozen=True, slots=True)
 class RowTables:
     """The state of all rows that steps read and write."""
@@ -59,3 +64,28 @@ class StepBuffers:
     block_tables: torch.Tensor
     """``[n, W]``, W <= B, W * block_size >= each of ``seq_lens``: the blocks of each request, in batch order. Entries
     behind ``ceil(seq_len / block_size)`` are undefined."""
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def row_table_bytes(max_num_seqs: int, max_blocks: int, num_drafts: int) -> int:
+    """Bytes of `RowTables` and the prompts' lengths, without the token pages."""
+    fields = max_num_seqs * (NUM_ROW_FIELDS + 1)  # and the last sampled token
+    return _INT32 * (fields + (max_num_seqs + 1) * num_drafts + max_num_seqs * max_blocks)
+
+
+def token_page_bytes(block_size: int) -> int:
+    """Bytes of the token pages for each KV block."""
+    return _INT32 * block_size
+
+
+def step_buffer_bytes(max_num_seqs: int, max_num_tokens: int, max_blocks: int) -> int:
+    """Bytes of `StepBuffers` without ``idx_mapping`` and ``query_start_loc``."""
+    of_tokens = max_num_tokens * (3 * _INT64 + _INT32)  # positions, slots, input ids; batch index
+    return of_tokens + max_num_seqs * (1 + max_blocks) * _INT32
+
+
+def staging_bytes(max_num_seqs: int) -> int:
+    """Bytes on the device of a `StagingBuffer`: ``idx_mapping`` and ``query_start_loc``."""
+    return (2 * max_num_seqs + 1) * _INT32

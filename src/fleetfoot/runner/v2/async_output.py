@@ -1,4 +1,4 @@
-"""A step's output on its way to the host."""
+"""The output of a step while its copies to the host are in flight."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fleetfoot.sampling.verification import INVALID_MESSAGE
 
 @dataclass(slots=True)
 class _PendingLogprobs:
-    """Rows on their way, of which some are wanted."""
+    """Logprobs in flight, and the rows of logits that use them."""
 
     tensors: LogprobsTensors
-    places: Sequence[int]
+    positions: Sequence[int]
     indices: Sequence[int]
     counts: Sequence[int]
 
     def items(self) -> Iterator[tuple[int, RowLogprobs]]:
-        wanted = LogprobsTensors(self.tensors.packed[list(self.places)])
-        return zip(self.indices, wanted.to_rows(self.counts), strict=True)
+        used = LogprobsTensors(self.tensors.packed[list(self.positions)])
+        return zip(self.indices, used.to_rows(self.counts), strict=True)
 
 
 @dataclass(slots=True)
 class AsyncOutput:
-    """Copies that were queued behind a step. `get` waits for them; nothing before it does.
+    """Copies that are queued behind a step; `get` waits for them.
 
-    The tokens and the flags of invalid rows are one copy; logprobs, where somebody asked for them, are another.
+    Tokens and flags of invalid rows are one copy. Logprobs are a second copy, if requested.
     """
 
     device: Device
@@ -47,7 +47,7 @@ class AsyncOutput:
     _prompt_logprobs: list[tuple[int, int, LogprobsTensors]] = field(default_factory=list)
 
     def send_tokens(self, packed: torch.Tensor, num_decodes: int, num_drafts: int) -> None:
-        """Queue the copy of what `NewTokens.packed` made; the first ``num_decodes`` requests are decodes."""
+        """Queue the copy of `DeviceSamples.packed`; the first ``num_decodes`` requests are decodes."""
         self._num_decodes, self._num_drafts = num_decodes, num_drafts
         self._tokens, self._event = self.device.copy_out(packed)
 
@@ -56,19 +56,19 @@ class AsyncOutput:
         tensors: LogprobsTensors,
         indices: Sequence[int],
         counts: Sequence[int],
-        places: Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
     ) -> None:
-        """Queue the copy of logprobs, of which only some may be wanted.
+        """Queue the copy of logprobs.
 
         Args:
-            indices: rows of the logits. counts: how many most probable tokens each wants; -1: all.
-            places: where in ``tensors`` each of them is; None: at its index.
+            indices: rows of logits that use them. counts: number of top logprobs of each; -1: all tokens.
+            positions: the row of ``tensors`` of each; None: its index.
         """
-        places = indices if places is None else places
-        self._logprobs.append(_PendingLogprobs(self._copied(tensors), places, indices, counts))
+        positions = indices if positions is None else positions
+        self._logprobs.append(_PendingLogprobs(self._copied(tensors), positions, indices, counts))
 
     def send_prompt_logprobs(self, index: int, position: int, tensors: LogprobsTensors) -> None:
-        """``position``: of the first prompt token that the entries are for."""
+        """Queue the copy of prompt logprobs of the request ``index``, from the prompt token at ``position`` on."""
         self._prompt_logprobs.append((index, position, self._copied(tensors)))
 
     def _copied(self, tensors: LogprobsTensors) -> LogprobsTensors:
@@ -76,13 +76,13 @@ class AsyncOutput:
         return LogprobsTensors(host)
 
     def get(self) -> ModelRunnerOutput:
-        """Wait for the copies, and make plain Python of them."""
+        """Wait for the copies, and convert them."""
         if self._event is not None:
             self._event.wait()
         output = ModelRunnerOutput(sampled_token_ids=[], kv_connector_output=self.kv_connector_output)
         if self._tokens is not None:
             if self._num_drafts:
-                self._read_runs(self._tokens.tolist(), output)
+                self._read_drafts(self._tokens.tolist(), output)
             else:
                 self._read_tokens(self._tokens.tolist(), output)
         for index, position, tensors in self._prompt_logprobs:
@@ -90,15 +90,15 @@ class AsyncOutput:
         return output
 
     def _read_tokens(self, packed: list[list[int]], output: ModelRunnerOutput) -> None:
-        """One token for each request."""
+        """Without drafts: one token for each request."""
         token_ids, invalid = packed
         output.sampled_token_ids = [[token] for token in token_ids]
         if any(invalid):
             output.invalid = {index: INVALID_MESSAGE for index, flag in enumerate(invalid) if flag}
         output.logprobs = {index: [row] for pending in self._logprobs for index, row in pending.items()}
 
-    def _read_runs(self, packed: list[list[int]], output: ModelRunnerOutput) -> None:
-        """Accepted drafts and the token behind them for each decode; one token for each prefill that ended."""
+    def _read_drafts(self, packed: list[list[int]], output: ModelRunnerOutput) -> None:
+        """With drafts: 1 + accepted drafts for each decode, one token for each prefill that ended."""
         width, num_decodes = 1 + self._num_drafts, self._num_decodes
         for index, entry in enumerate(packed):
             num_sampled = entry[-2]
@@ -106,10 +106,10 @@ class AsyncOutput:
             if num_sampled and entry[width + num_sampled - 1]:
                 output.invalid[index] = INVALID_MESSAGE
         output.num_drafted = [entry[-1] for entry in packed[:num_decodes]]
-        for place, row in (item for pending in self._logprobs for item in pending.items()):
-            # the logits of decodes come first, so many for each; then one for each prefill that ended
-            index, offset = divmod(place, width)
+        for logits_row, row in (item for pending in self._logprobs for item in pending.items()):
+            # decodes have ``width`` rows of logits each; the prefills behind them have one
+            index, offset = divmod(logits_row, width)
             if index >= num_decodes:
-                index, offset = num_decodes + place - num_decodes * width, 0
+                index, offset = num_decodes + logits_row - num_decodes * width, 0
             if offset < len(output.sampled_token_ids[index]):
                 output.logprobs.setdefault(index, []).append(row)

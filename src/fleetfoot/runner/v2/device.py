@@ -1,8 +1,5 @@
-"""The few things that Model Runner V2 asks of a device besides arithmetic: copies, events and waiting.
-
-They go through one small object, so that tests can count them, and so that a CPU, where everything has happened when
-a call returns, needs no `if` anywhere else.
-"""
+"""Copies, events and graphs of a device, behind one interface: on a CPU, where every call is complete when it returns,
+the runner has the same code, and tests count the calls."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ ApplyStagedWrites = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], No
 
 
 class Capture(Protocol):
-    """Work that was captured once and can be queued again as a whole."""
+    """Captured work that can be queued again."""
 
     output: Any
-    """What the captured work returned; its tensors are filled anew by each replay."""
+    """The return value of the captured work; each replay overwrites its tensors."""
 
     def replay(self) -> None: ...
 
@@ -33,16 +30,16 @@ class Device(StagingDevice, Protocol):
     has_graphs: bool
 
     def capture(self, work: Callable[[], Any]) -> Capture:
-        """Run ``work`` once, so that all it needs is compiled, and once more under capture."""
+        """Run ``work`` once, which compiles its kernels, and once more under capture."""
         ...
 
     def copy_out(self, source: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Queue a copy to new host memory, beside the work that is queued later; the event says when it is there."""
+        """Queue a copy to new host memory, concurrent with work that is queued later; the event is behind the copy."""
         ...
 
 
-class _Passed:
-    """An event on a device that does not queue."""
+class _PassedEvent:
+    """An event on a device without a queue."""
 
     def passed(self) -> bool:
         return True
@@ -52,7 +49,7 @@ class _Passed:
 
 
 class CpuDevice:
-    """Implements `Device` where the host computes itself."""
+    """Implements `Device` on the host."""
 
     torch_device = torch.device("cpu")
     has_graphs = False
@@ -76,7 +73,7 @@ class CpuDevice:
         return _PASSED
 
 
-_PASSED = _Passed()
+_PASSED = _PassedEvent()
 
 
 class _CudaEvent:
@@ -94,14 +91,14 @@ class _CudaEvent:
 
 
 class _CudaCapture:
-    """A CUDA graph. All of a device's graphs share one memory pool: no two of them run at the same time."""
+    """A CUDA graph. All graphs of a device share one memory pool, because they never run concurrently."""
 
     def __init__(self, work: Callable[[], Any], pool: Any, stream: torch.cuda.Stream) -> None:
         work()
-        # Not the whole device: in a pipeline it may be sending what the peer, which captures too, takes later.
+        # not the whole device: a send to a pipeline rank that is capturing may still be queued
         torch.cuda.current_stream().synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # Not `torch.cuda.graph`, which collects garbage and empties caches first: a step that captures waits for this.
+        # not `torch.cuda.graph`, which collects garbage and empties caches first: the step that captures waits for this
         with torch.cuda.stream(stream):
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -115,7 +112,7 @@ class _CudaCapture:
 
 
 class CudaDevice:
-    """Implements `Device` on a GPU: work is queued on the current stream, outputs leave on a stream of their own."""
+    """Implements `Device` on a GPU: work is queued on the current stream, and outputs are copied on another stream."""
 
     has_graphs = True
 
@@ -140,7 +137,7 @@ class CudaDevice:
         with torch.cuda.stream(self._out):
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             host.copy_(source, non_blocking=True)
-            source.record_stream(self._out)  # its memory must not be reused before it is read
+            source.record_stream(self._out)  # keep its memory until the copy has read it
         return host, _CudaEvent(self._out)
 
     def record(self) -> Event:

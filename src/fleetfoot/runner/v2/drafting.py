@@ -1,4 +1,4 @@
-"""Drafting at the end of a step: proposals for the requests that sampled, into their rows, for the next step."""
+"""Drafting at the end of a step: drafts for the requests that sampled are written to their rows, for the next step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fleetfoot.speculative.drafter import DraftBatch, DraftSettings
 
 
 class Drafting:
-    """Asks whoever makes drafts, and keeps them in ``RequestState.draft_tokens``. Queues work and waits for nothing.
+    """Runs the drafter, and keeps its drafts in ``RowTables.draft_tokens``. Queues device work without synchronisation.
 
     Args:
-        max_model_len: most tokens of a request.
+        max_model_len: maximum number of tokens of a request.
     """
 
     def __init__(self, draft_settings: DraftSettings, state: DeviceState, max_model_len: int) -> None:
@@ -29,96 +29,91 @@ class Drafting:
         drafter = self._draft_settings.drafter
         return drafter is not None and drafter.reads_hidden
 
-    def wanted(self, scheduler_output: SchedulerOutput) -> int | None:
-        """How many drafts to propose at a step's end; 0: none, but a drafter fills its cache; None: nothing to do."""
+    def num_to_propose(self, scheduler_output: SchedulerOutput) -> int | None:
+        """Number of drafts to propose at the end of a step; 0: a drafter only fills its KV cache; None: no drafting."""
         if scheduler_output.num_to_propose or self._draft_settings.drafter is not None:
             return scheduler_output.num_to_propose
         return None
 
     def propose(
-        self, batch: InputBatch, hidden: torch.Tensor, new: DeviceSamples | None, num_to_propose: int | None
-    ) -> torch.Tensor | None:
-        """After the rows were updated.
+        self, batch: InputBatch, hidden_states: torch.Tensor, samples: DeviceSamples | None, num_to_propose: int | None
+    ) -> None:
+        """Write drafts to the rows of the requests that sampled, after the post-update.
 
         Args:
-            hidden: ``[padded_tokens, hidden_size]``; anything where nobody `reads_hidden`.
-            new: what the requests that sample have got; None: nobody samples in this step.
-            num_to_propose: as `wanted` gives it.
-
-        Returns ``[n, k]`` int32 drafts of the requests that sample, which are in their rows already; None: none.
+            hidden_states: ``[padded_tokens, hidden_size]``; undefined unless `reads_hidden`.
+            samples: None: no request samples in this step.
+            num_to_propose: see `num_to_propose`.
         """
         if num_to_propose is None:
-            return None
-        draft_settings, requests = self._draft_settings, self._state.requests
-        num_sampled = 0 if new is None else len(new.token_ids)
+            return
+        draft_settings, tables = self._draft_settings, self._state.tables
+        num_sampled = 0 if samples is None else len(samples.token_ids)
         rows = batch.idx_mapping[:num_sampled]
         if draft_settings.ngram is not None:
             if not num_to_propose or not num_sampled:
-                return None
+                return
             from fleetfoot.speculative.ngram import propose_ngrams_paged
 
             safe_rows = rows.clamp(min=0).to(torch.int64)
             propose_ngrams_paged(
                 rows,
-                requests.num_computed.index_select(0, safe_rows) + 1,  # the newest token is not computed yet
-                requests.last_sampled,
-                requests.token_pages,
-                self._state.block_tables.tensor,
-                self._state.block_size,
+                tables.num_computed.index_select(0, safe_rows) + 1,  # the newest token is not computed yet
+                tables.last_sampled,
+                tables.token_pages,
+                tables.block_table,
+                tables.block_size,
                 draft_settings.ngram.max_ngram,
                 draft_settings.ngram.min_ngram,
-                draft_tokens=requests.draft_tokens,
+                draft_tokens=tables.draft_tokens,
             )
-            return requests.draft_tokens.index_select(0, safe_rows)
-        if draft_settings.drafter is None:
-            return None
-        drafts = draft_settings.drafter.propose(self._draft_batch(batch, hidden, new), num_to_propose)
-        if drafts is None or not num_sampled:
-            return None
-        scratch = requests.draft_tokens.shape[0] - 1  # what padding requests write
-        target = torch.where(rows < 0, scratch, rows).to(torch.int64)
-        requests.draft_tokens.index_copy_(0, target, drafts)
-        return drafts
+        elif draft_settings.drafter is not None:
+            draft_batch = self._draft_batch(batch, hidden_states, samples)
+            drafts = draft_settings.drafter.propose(draft_batch, num_to_propose)
+            if drafts is not None and num_sampled:
+                last_row = tables.draft_tokens.shape[0] - 1  # of padding requests
+                target = torch.where(rows < 0, last_row, rows).to(torch.int64)
+                tables.draft_tokens.index_copy_(0, target, drafts)
 
-    def _draft_batch(self, batch: InputBatch, hidden: torch.Tensor, new: DeviceSamples | None) -> DraftBatch:
-        state, requests, metadata = self._state, self._state.requests, batch.metadata
-        num_sampled = 0 if new is None else len(new.token_ids)
+    def _draft_batch(self, batch: InputBatch, hidden_states: torch.Tensor, samples: DeviceSamples | None) -> DraftBatch:
+        tables, metadata = self._state.tables, batch.metadata
+        num_sampled = 0 if samples is None else len(samples.token_ids)
         rows = batch.idx_mapping[:num_sampled]
-        safe_rows = rows.clamp(min=0).to(torch.int64)  # padding may read anybody's
+        safe_rows = rows.clamp(min=0).to(torch.int64)  # padding reads row 0
         starts, ends = batch.query_start_loc[:num_sampled], batch.query_start_loc[1 : num_sampled + 1]
-        if new is None:
+        if samples is None:
             last_index = newest = safe_rows
         else:
-            last_index = torch.maximum(ends - 1 - new.num_rejected, starts).clamp(min=0).to(torch.int64)
-            last = (new.num_sampled - 1).clamp(min=0).to(torch.int64)
-            newest = new.token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
+            last_index = torch.maximum(ends - 1 - samples.num_rejected, starts).clamp(min=0).to(torch.int64)
+            last = (samples.num_sampled - 1).clamp(min=0).to(torch.int64)
+            newest = samples.token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
         return DraftBatch(
             input_ids=batch.input_ids,
             metadata=metadata,
-            hidden=hidden,
+            hidden=hidden_states,
             next_ids=self._next_ids(batch, last_index, newest),
             last_index=last_index,
             newest=newest,
             positions=metadata.positions[last_index] + 1,
-            limits=requests.limits[safe_rows].to(torch.int64),
-            block_tables=state.block_tables.tensor.index_select(0, safe_rows),
+            limits=tables.limits[safe_rows].to(torch.int64),
+            block_tables=tables.block_table.index_select(0, safe_rows),
             rows=rows,
-            temperatures=state.sampling.temperature,
-            seeds=state.sampling.seeds,
+            temperatures=self._state.sampling.temperature,
+            seeds=self._state.sampling.seeds,
             is_decode=batch.shape.is_decode,
             max_seq_len=self._max_seq_len,
         )
 
     def _next_ids(self, batch: InputBatch, last_index: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
         """``[T]`` int64: the token behind each token of the batch; see `DraftBatch`."""
-        state, requests, positions = self._state, self._state.requests, batch.metadata.positions
+        tables, positions = self._state.tables, batch.metadata.positions
         following = torch.roll(batch.input_ids, -1)  # within a query; wrong at its end
         if not batch.shape.is_decode:  # the end of a chunk is followed by a prompt token, which is in the pages
             rows = batch.idx_mapping[batch.batch_index.clamp(min=0)].clamp(min=0).to(torch.int64)
             behind = positions + 1
-            is_known = behind < requests.prefill_lens[rows]
-            block = torch.where(is_known, behind // state.block_size, 0)
-            slots = state.block_tables.tensor[rows, block].to(torch.int64) * state.block_size
-            slots = torch.where(is_known, slots + behind % state.block_size, 0)
-            following = torch.where(is_known, requests.token_pages[slots].to(torch.int64), following)
+            is_known = behind < tables.prefill_lens[rows]
+            block = torch.where(is_known, behind // tables.block_size, 0)
+            slots = tables.block_table[rows, block].to(torch.int64) * tables.block_size
+            slots = torch.where(is_known, slots + behind % tables.block_size, 0)
+            following = torch.where(is_known, tables.token_pages[slots].to(torch.int64), following)
         return following.index_copy(0, last_index, newest) if len(newest) else following

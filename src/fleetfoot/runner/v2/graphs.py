@@ -1,4 +1,4 @@
-"""The one place that decides whether a step replays a captured graph or runs eagerly."""
+"""Dispatch of steps to captured graphs."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from fleetfoot.runner.v2.device import Capture
 from fleetfoot.runner.v2.input_batch import BatchShape
 from fleetfoot.sampling.shape import SamplingVariant
 
-CaptureMaker = Callable[[GraphKey], Capture]
-"""Captures a shape. Called at most once for each key."""
+CaptureShape = Callable[[GraphKey], Capture]
+"""Captures a shape; called at most once for each key."""
 
 
 class GraphManager:
-    """Dispatches batches to captured shapes, captures lazily, and counts.
+    """Decides whether a step replays a graph or runs eagerly, captures shapes when they are first needed, and counts.
 
     Args:
-        table: the shapes; an empty one makes every step eager.
-        make: captures a shape; None where the device has no graphs.
-        has_end: False: steps end with the forward pass, as on a rank that is not the last of its pipeline; keys then
-            know nothing of what comes after it.
+        table: the shapes; with an empty table every step is eager.
+        capture: captures a shape; None: the device has no graphs.
+        includes_sampling: False on a rank that is not the last of its pipeline, whose steps end with the forward pass.
     """
 
-    def __init__(self, table: CaptureTable, make: CaptureMaker | None = None, *, has_end: bool = True) -> None:
-        self._has_end = has_end
-        self._table = table if make is not None else CaptureTable()
-        self._make = make
+    def __init__(
+        self, table: CaptureTable, capture: CaptureShape | None = None, *, includes_sampling: bool = True
+    ) -> None:
+        self._includes_sampling = includes_sampling
+        self._table = table if capture is not None else CaptureTable()
+        self._capture = capture
         self._captured: dict[GraphKey, Capture] = {}
         self.num_steps: Counter[str] = Counter()
-        """Steps by the way they went: ``eager``, ``decode``, ``uniform``, ``mixed``."""
+        """Number of steps: ``eager``, or by the kind of their graph."""
 
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None, drafting: int | None = None
     ) -> tuple[BatchShape, GraphKey | None]:
-        """The shape that a step runs in, padded if a graph serves it, and that graph's key.
+        """The shape of a step, padded to that of its graph, and the graph's key; None: the step runs eagerly.
 
         Args:
             sampling, drafting: as in `GraphKey`.
@@ -51,8 +52,8 @@ class GraphManager:
             max_query_len=max_query_len,
             is_uniform=is_uniform,
             longest_decode=output.longest_decode,
-            sampling=sampling if self._has_end else None,
-            drafting=drafting if self._has_end else None,
+            sampling=sampling if self._includes_sampling else None,
+            drafting=drafting if self._includes_sampling else None,
         )
         shape = BatchShape(
             num_reqs=num_reqs,
@@ -68,32 +69,33 @@ class GraphManager:
         return shape, key
 
     def get(self, key: GraphKey) -> Capture:
-        """The captured shape; the first time, it is captured now."""
+        """The graph of a shape, which is captured if this is its first use."""
         captured = self._captured.get(key)
         if captured is None:
-            if self._make is None:
+            if self._capture is None:
                 raise RuntimeError(f"{key} cannot be captured on this device")
-            captured = self._captured[key] = self._make(key)
+            captured = self._captured[key] = self._capture(key)
         return captured
 
     def capture_first(self) -> None:
-        """Capture the shapes that are wanted at the start."""
+        """Capture `first_keys`."""
         for key in self.first_keys:
             self.get(key)
 
     @property
     def first_keys(self) -> tuple[GraphKey, ...]:
-        """The shapes that are wanted at the start."""
+        """The shapes that are captured at the start."""
         return tuple(
-            key if self._has_end else replace(key, sampling=None, drafting=None) for key in self._table.first_keys
+            key if self._includes_sampling else replace(key, sampling=None, drafting=None)
+            for key in self._table.first_keys
         )
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """Every shape that can be captured, as steps are that want no more than a temperature."""
+        """Every shape that can be captured, with plain sampling."""
         return self._table.keys
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
-        """What has been captured so far."""
+        """The shapes captured so far."""
         return tuple(self._captured)

@@ -1,21 +1,23 @@
-"""A step's inputs, made on the device: buffers that keep their addresses, and the kernels that fill them."""
+"""The inputs of a step: buffers with fixed addresses, filled on the device; and which of its tokens need logits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.tables import StepBuffers
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.attention import AttentionMetadata, WantedTokens
+from fleetfoot.runner.capture_table import GraphKey
 from fleetfoot.runner.v2.state import DeviceState
+from fleetfoot.sampling.verification import LogitsBatch
 
 
 @dataclass(slots=True)
 class BatchShape:
-    """What the host knows of a step; everything else is on the device."""
+    """The sizes of a step, which the host knows; lengths and token ids are on the device."""
 
     num_reqs: int
     num_tokens: int
@@ -23,10 +25,26 @@ class BatchShape:
     num_sampled: int
     max_query_len: int
     padded_reqs: int
-    """Requests as a captured graph wants them; the same as ``num_reqs`` where nothing is replayed."""
+    """The number of requests of the graph that runs the step; ``num_reqs`` if it runs eagerly."""
     padded_tokens: int
     num_drafts: int = 0
-    """Drafts that each decode verifies: it has so many tokens besides the one sampled last."""
+    """Drafts that each decode verifies, besides the token sampled last."""
+
+    @classmethod
+    def of_graph(cls, key: GraphKey) -> BatchShape:
+        """The shape of a captured step, whose requests all sample."""
+        is_decode = key.kind != "mixed"
+        query_len = key.num_tokens // key.num_reqs if is_decode else key.num_tokens
+        return cls(
+            num_reqs=key.num_reqs,
+            num_tokens=key.num_tokens,
+            num_decodes=key.num_reqs if is_decode else 0,
+            num_sampled=key.num_reqs,
+            max_query_len=query_len,
+            padded_reqs=key.num_reqs,
+            padded_tokens=key.num_tokens,
+            num_drafts=query_len - 1 if is_decode else 0,
+        )
 
     @property
     def is_decode(self) -> bool:
@@ -35,13 +53,13 @@ class BatchShape:
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits: of every token of a decode, and of the last one of a prefill that ends."""
+        """Number of rows of logits: one for each token of a decode, and one for each prefill that ends."""
         return self.num_sampled + self.num_decodes * self.num_drafts
 
 
 @dataclass(slots=True)
 class InputBatch(StepBuffers):
-    """Views of the buffers, as long as the padded step, and what the host knows of it."""
+    """Views of the buffers with the lengths of the padded step, and what the host knows of it."""
 
     shape: BatchShape
     rows: list[int]
@@ -51,7 +69,7 @@ class InputBatch(StepBuffers):
 
     @property
     def rows_of_logits(self) -> list[int]:
-        """``num_logits`` rows, as the host knows them: those of decodes with drafts stand there several times."""
+        """``[num_logits]``: the row of each row of logits; rows of decodes with drafts are repeated."""
         shape = self.shape
         if not shape.num_drafts:
             return self.rows[: shape.num_sampled]
@@ -63,7 +81,7 @@ class InputBuffers:
     """Allocated once: a captured graph reads and writes fixed addresses.
 
     Args:
-        max_num_seqs: most requests in a step. max_num_tokens: most tokens in a step.
+        max_num_seqs: maximum number of requests in a step. max_num_tokens: maximum number of tokens in a step.
     """
 
     def __init__(
@@ -94,10 +112,10 @@ class InputBuffers:
         return starts
 
     def batch(self, shape: BatchShape, rows: list[int]) -> InputBatch:
-        """The buffers' views for a step; `fill` gives them their values.
+        """The buffers' views for a step, to be filled by `fill`.
 
         Args:
-            rows: batch order, as the host knows it.
+            rows: the requests' rows in batch order.
         """
         staging = self._state.staging
         reqs, tokens = slice(0, shape.padded_reqs), slice(0, shape.padded_tokens)
@@ -114,7 +132,7 @@ class InputBuffers:
             positions=positions,
             num_decodes=0 if has_long_queries else shape.padded_reqs if shape.is_decode else shape.num_decodes,
             max_query_len=shape.max_query_len,
-            # a bound: the lengths themselves are on the device
+            # an upper bound: the lengths are on the device
             max_seq_len=self._max_model_len + self._state.num_draft,
         )
         return InputBatch(
@@ -135,3 +153,55 @@ class InputBuffers:
         """Queue the preparation of the step's inputs."""
         prepare = self._prepare_decode if batch.shape.is_decode else self._prepare_inputs
         prepare(batch, self._state.tables)
+
+
+# --- logits indices --------------------------------------------------------------------------------------------------
+
+
+def logits_batch(batch: InputBatch, num_sampled: int) -> LogitsBatch:
+    """The rows of logits of a batch whose first ``num_sampled`` requests sample (padding of a graph included)."""
+    shape = batch.shape
+    request_rows = batch.idx_mapping[:num_sampled]
+    num_decodes = num_sampled if shape.is_decode else shape.num_decodes
+    counts = (request_rows, num_decodes, shape.num_drafts)
+    if not shape.num_drafts:
+        indices, seq_lens = None, batch.seq_lens[:num_sampled]
+        if not shape.is_decode:
+            indices = (batch.query_start_loc[1 : num_sampled + 1] - 1).clamp_(min=0)
+        return LogitsBatch(indices, request_rows, seq_lens, *counts)
+    num_verified = num_decodes * (1 + shape.num_drafts)
+    if shape.is_decode:
+        # padding is of request -1, which is the last row of idx_mapping: padding too
+        rows = batch.idx_mapping[batch.batch_index[:num_verified]]
+        return LogitsBatch(None, rows, batch.metadata.positions[:num_verified] + 1, *counts)
+    # decodes come first, with logits for all their tokens; then the last token of each prefill that ends
+    of_decodes = torch.arange(num_verified, device=batch.idx_mapping.device)
+    last_tokens = batch.query_start_loc[shape.num_decodes + 1 : num_sampled + 1] - 1
+    indices = torch.cat((of_decodes, last_tokens))
+    rows = batch.idx_mapping[batch.batch_index[indices]]
+    return LogitsBatch(indices, rows, batch.metadata.positions[indices] + 1, *counts)
+
+
+def wanted_tokens(batch: InputBatch, logits: LogitsBatch, iota: torch.Tensor) -> WantedTokens | None:
+    """The tokens that need logits; None: all of the batch.
+
+    Args:
+        iota: ``[>= n + 1]`` int32: 0, 1, ...
+    """
+    if logits.indices is None:
+        return None
+    shape, num_reqs = batch.shape, len(logits.request_rows)
+    starts = iota[: num_reqs + 1]
+    if shape.num_drafts:  # decodes have 1 + num_drafts tokens each
+        starts = starts + starts.clamp(max=shape.num_decodes) * shape.num_drafts
+    metadata = replace(
+        batch.metadata,
+        query_start_loc=starts,
+        seq_lens=batch.seq_lens[:num_reqs],
+        block_tables=batch.metadata.block_tables[:num_reqs],
+        slot_mapping=batch.metadata.slot_mapping[:0],
+        positions=batch.metadata.positions[:0],
+        num_decodes=0 if shape.num_drafts else num_reqs,
+        max_query_len=1 + shape.num_drafts,
+    )
+    return WantedTokens(logits.indices, metadata)

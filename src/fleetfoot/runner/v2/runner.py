@@ -1,15 +1,15 @@
-"""Model Runner V2: state on the device, inputs made on the device, and a host that only queues.
+"""Model Runner V2: state and inputs of a step are on the device, and the host only queues work.
 
 A step, from top to bottom:
 
-    execute_model   note what changed in the staging buffer; take it in on the device; gather inputs; forward
-    sample_tokens   logits; sample, and verify drafts; write the results back into the rows; draft for the next step;
-                    queue the copy of the tokens to the host; the KV connector
+    execute_model   stage what changed; apply it on the device; prepare the inputs; forward
+    sample_tokens   logits; sample and verify drafts; post-update of the rows; propose drafts; queue the copy of the
+                    tokens to the host; the KV connector
 
-From the gathering to the drafts a step can be one graph, which then has sampled before `sample_tokens` is called.
+From the preparation to the drafts a step can be one graph, which has sampled before `sample_tokens` is called.
 
-Nothing here waits for the device. The tokens of a step reach the next one through the rows, on the device, and the
-host by way of `AsyncOutput`, whenever it asks.
+The host never waits for the device here. The next step reads the sampled tokens from the rows on the device; the host
+gets them from `AsyncOutput.get`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from fleetfoot.runner.contract import ExecuteModelState
 from fleetfoot.runner.kv_cache import allocate_kv_cache
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v2.async_output import AsyncOutput
-from fleetfoot.runner.v2.device import Capture, Device, open_device
+from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting
 from fleetfoot.runner.v2.graphs import GraphManager
-from fleetfoot.runner.v2.input_batch import BatchShape, InputBatch, InputBuffers
-from fleetfoot.runner.v2.logits import logits_batch, wanted_tokens
+from fleetfoot.runner.v2.input_batch import BatchShape, InputBatch, InputBuffers, logits_batch, wanted_tokens
 from fleetfoot.runner.v2.pipeline import SampledTokenSync
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
@@ -48,34 +47,34 @@ from fleetfoot.weights.model_loader import ModelLoader
 
 
 @dataclass(frozen=True, slots=True)
-class StepTensors:
-    """What a step has left on the device."""
+class StepOutput:
+    """The tensors that the device part of a step returns, eagerly or from a graph."""
 
-    hidden: torch.Tensor | IntermediateTensors
-    """``[padded_tokens, hidden_size]``, or ``[num_logits, hidden_size]`` of the tokens that need logits; what goes to
-    the next rank, if this one is not the last of its pipeline."""
+    hidden_states: torch.Tensor | IntermediateTensors
+    """``[padded_tokens, hidden_size]``, or ``[num_logits, hidden_size]`` if only tokens with logits were computed; on a
+    rank that is not the last of its pipeline, the input of the next rank."""
     logits_batch: LogitsBatch | None = None
-    """The rows of logits, if ``hidden`` has their tokens only."""
+    """The rows of logits, if ``hidden_states`` has their tokens only."""
     packed: torch.Tensor | None = None
-    """Of `DeviceSamples.packed`, if everything up to drafting was part of it."""
+    """`DeviceSamples.packed`, if the step has sampled."""
     logprobs: LogprobsTensors | None = None
-    """Then also of the sampler, for each row of logits."""
-    packet: torch.Tensor | None = None
-    """Then also what the last rank of a pipeline sends to the others."""
+    """Logprobs of each row of logits, if the step has sampled."""
+    sync_message: torch.Tensor | None = None
+    """`SampledTokenSync.pack`, if the step has sampled."""
 
 
 class ModelRunnerV2:
     """Implements `ModelRunner`.
 
     Args:
-        loader: builds the model, or a pipeline's part of it, when `load_model` is called.
-        max_num_seqs: most requests in a step. max_num_batched_tokens: most tokens in a step.
-        max_model_len: most tokens of a request.
+        loader: builds the model, or a pipeline stage of it, when `load_model` is called.
+        max_num_seqs: maximum number of requests in a step. max_num_batched_tokens: maximum number of tokens in a step.
+        max_model_len: maximum number of tokens of a request.
         capture_table: the shapes to capture as graphs, from the plan.
-        device: copies and events; None: those of the loader's device.
-        draft_settings: who makes drafts; on the last rank alone, but for their number.
-        connector: moves KV; None: nobody does.
-        pipeline: the ranks that the layers are spread over.
+        device: copies, events and graphs; None: those of the loader's device.
+        draft_settings: the number of drafts, and on the last rank of a pipeline the drafter.
+        connector: moves KV; None: there is none.
+        pipeline: the pipeline-parallel ranks.
     """
 
     name = "v2"
@@ -93,10 +92,13 @@ class ModelRunnerV2:
         connector: StepConnector | None = None,
         pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     ) -> None:
-        self.device = device or open_device(loader.context.device, loader.context.ops)
+        self._kernels = loader.context.ops
+        self.device = device or open_device(loader.context.device, self._kernels)
         can_capture = self.device.has_graphs and loader.context.attention.is_capturable
         self.graphs = GraphManager(
-            capture_table or CaptureTable(), self._capture if can_capture else None, has_end=pipeline.is_last_rank
+            capture_table or CaptureTable(),
+            (lambda key: self.device.capture(self._step(key))) if can_capture else None,
+            includes_sampling=pipeline.is_last_rank,
         )
         self._loader = loader
         self._max_num_seqs = max_num_seqs
@@ -107,11 +109,13 @@ class ModelRunnerV2:
         self._pipeline = pipeline
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
-        self._pending: ExecuteModelState | None = None
-        self._left: AsyncOutput | None = None  # the output of a step that ended in `execute_model`
+        self._execute_state: ExecuteModelState | None = None
+        """The step between `execute_model` and `sample_tokens`."""
+        self._ready_output: AsyncOutput | None = None
+        """The output of a step that was complete after `execute_model`."""
         self._compiler: KernelCompiler | None = None
 
-    # --- starting ---------------------------------------------------------------------------------------------------
+    # --- start ------------------------------------------------------------------------------------------------------
 
     def load_model(self) -> None:
         self._model = self._loader.load()
@@ -139,7 +143,7 @@ class ModelRunnerV2:
             stages_all_tokens=self._connector.fills_blocks,
         )
         self._state = state
-        model, kernels = self._model, self._loader.context.ops
+        model, kernels = self._model, self._kernels
         self._buffers = InputBuffers(
             state, kernels, self._max_num_seqs, self._max_num_batched_tokens, self._max_model_len
         )
@@ -157,7 +161,7 @@ class ModelRunnerV2:
             self._compiler.compile_first(self._first_shapes(steps))
         for scheduler_output in steps:
             self._forward(scheduler_output)
-            if self._pending is not None:
+            if self._execute_state is not None:
                 self._sample().get()
         self._sampler.remove(0)
         self._token_sync.receive_all()
@@ -169,7 +173,7 @@ class ModelRunnerV2:
 
     @contextmanager
     def _shortened(self) -> Iterator[None]:
-        """Steps have few layers meanwhile: enough for all kernels to be launched."""
+        """Within this context, steps run few layers, which launch the kernels of all layers."""
         whole, kv_caches = self._model, self._kv_caches
         assert whole is not None
         self._model, kept = whole.shortened()
@@ -180,16 +184,16 @@ class ModelRunnerV2:
             self._model, self._kv_caches = whole, kv_caches
 
     def _first_shapes(self, steps: list[SchedulerOutput]) -> list[GraphKey]:
-        """Of the warm-up's steps, and the graphs that it captures."""
+        """The shapes of the warm-up's steps, and of the graphs that it captures."""
         shapes = [*self.graphs.first_keys]
         for step in steps:
-            drafting = self._drafting.wanted(step)
+            drafting = self._drafting.num_to_propose(step)
             _, key = self.graphs.dispatch(step, sampling=PLAIN, drafting=drafting)
             shapes.append(key or eager_shape(step, drafting))
         return shapes
 
     def _later_shapes(self) -> list[GraphKey]:
-        """Each rank of a tensor group begins with others: it finds in the cache what the others have compiled."""
+        """Each rank of a tensor group begins at another shape, and finds in the cache what the others have compiled."""
         shapes = later_shapes(self.graphs.keys, self._draft_settings.num_drafts, self._max_num_batched_tokens)
         group = self._loader.context.tensor_group
         begin = len(shapes) * group.rank // group.size
@@ -201,24 +205,25 @@ class ModelRunnerV2:
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
     ) -> IntermediateTensors | None:
         if scheduler_output.is_idle:
-            self._give_back(scheduler_output)
-            self._left = AsyncOutput(self.device, self._connector.no_forward(scheduler_output))
+            self._free_rows(scheduler_output)
+            self._ready_output = AsyncOutput(self.device, self._connector.no_forward(scheduler_output))
             return None
         try:
             self._connector.pre_forward(scheduler_output)
-            hidden = self._forward(scheduler_output, intermediate_tensors)
-            if self._pending is None:  # the last writer of this rank's KV
-                self._left = AsyncOutput(self.device, self._connector.post_forward(scheduler_output.finished_req_ids))
+            next_stage_input = self._forward(scheduler_output, intermediate_tensors)
+            if self._execute_state is None:  # a rank that does not sample: its last write of KV is queued
+                kv_output = self._connector.post_forward(scheduler_output.finished_req_ids)
+                self._ready_output = AsyncOutput(self.device, kv_output)
         except BaseException:
             self._connector.abandon()
             raise
-        return hidden
+        return next_stage_input
 
     def sample_tokens(self, grammar_output: object | None) -> AsyncOutput:
-        if self._left is not None:
-            output, self._left = self._left, None
+        if self._ready_output is not None:
+            output, self._ready_output = self._ready_output, None
             return output
-        finished = set() if self._pending is None else self._pending.finished_req_ids
+        finished = set() if self._execute_state is None else self._execute_state.finished_req_ids
         try:
             output = self._sample()
             output.kv_connector_output = self._connector.post_forward(finished)
@@ -231,86 +236,97 @@ class ModelRunnerV2:
     def _forward(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
     ) -> IntermediateTensors | None:
+        """From the staged updates to the hidden states, or in a graph to the drafts."""
         if self._model is None or not self._kv_caches:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
         self._token_sync.receive_for(scheduler_output)
-        self._note(scheduler_output)
+        self._stage_updates(scheduler_output)
         sampling = self._sampler.variant if self._sampler.fits_graph else None
-        drafting = self._drafting.wanted(scheduler_output)
+        drafting = self._drafting.num_to_propose(scheduler_output)
         shape, key = self.graphs.dispatch(scheduler_output, sampling=sampling, drafting=drafting)
-        graph = None if key is None else self.graphs.get(key)  # captured, if need be, before this step is sent
-        starts = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
-        self._state.staging.send(scheduler_output.rows, starts, shape.padded_reqs)
+        graph = None if key is None else self.graphs.get(key)  # a first capture must precede the step's staged writes
+        query_start_loc = self._buffers.query_start_loc(shape, scheduler_output.num_scheduled_tokens)
+        self._state.staging.apply_staged_writes(scheduler_output.rows, query_start_loc, shape.padded_reqs)
         batch = self._buffers.batch(shape, scheduler_output.rows)
         if graph is None:
             self._buffers.fill(batch)
             received = intermediate_tensors or self._pipeline.receive(shape.num_tokens)
-            done = self._run_model(batch, received, needs_all=self._sampler.prompt_logprobs.is_active)
+            step_output = self._run_model(batch, received, all_tokens=self._sampler.prompt_logprobs.is_active)
         else:
-            self._pipeline.receive(shape.num_tokens)  # to where the graph reads it
+            self._pipeline.receive(shape.num_tokens)  # into the buffer that the graph reads
             graph.replay()
-            done = graph.output
-        if isinstance(done.hidden, IntermediateTensors):
-            return self._pass_on(done.hidden.first(shape.num_tokens), batch)
-        self._pending = ExecuteModelState(
-            scheduler_output, done.hidden, scheduler_output.finished_req_ids, (batch, done)
+            step_output = graph.output
+        hidden_states = step_output.hidden_states
+        if isinstance(hidden_states, IntermediateTensors):
+            return self._send_to_next_stage(hidden_states.first(shape.num_tokens), batch)
+        self._execute_state = ExecuteModelState(
+            scheduler_output, hidden_states, scheduler_output.finished_req_ids, (batch, step_output)
         )
         return None
 
-    def _note(self, scheduler_output: SchedulerOutput) -> None:
-        """Put what changed into the staging buffer, and into the few things that the host keeps about rows."""
+    def _stage_updates(self, scheduler_output: SchedulerOutput) -> None:
+        """Stage the rows of new requests and new blocks, and update what the host tracks of the rows."""
         state, staging = self._state, self._state.staging
         staging.begin()
-        self._give_back(scheduler_output)
+        self._free_rows(scheduler_output)
         for request in scheduler_output.new_requests:
             state.stage_request(request)
             self._sampler.add(request)
         if scheduler_output.new_block_ids:
             state.block_tables.stage_appended(scheduler_output.new_block_ids, staging)
 
-    def _give_back(self, scheduler_output: SchedulerOutput) -> None:
+    def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
         for _, row in scheduler_output.finished:
             self._sampler.remove(row)
 
-    def _pass_on(self, hidden: IntermediateTensors, batch: InputBatch) -> IntermediateTensors | None:
-        """The end of a step on a rank that is not the last of its pipeline."""
+    def _send_to_next_stage(self, hidden_states: IntermediateTensors, batch: InputBatch) -> IntermediateTensors | None:
+        """End a step on a rank that is not the last of its pipeline."""
         self._token_sync.expect(batch)
         if self._pipeline.size == 1:
-            return hidden
-        self._pipeline.send(hidden)
+            return hidden_states
+        self._pipeline.send(hidden_states)
         return None
 
     @torch.inference_mode()
     def _sample(self) -> AsyncOutput:
-        if self._pending is None or self._model is None:
+        """From the hidden states to the output; of a graph that has sampled, only the copies are left."""
+        if self._execute_state is None or self._model is None:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
-        pending, self._pending = self._pending, None
-        batch, done = pending.extra
-        scheduler_output, shape = pending.scheduler_output, batch.shape
+        state, self._execute_state = self._execute_state, None
+        batch, step_output = state.extra
+        scheduler_output, shape = state.scheduler_output, batch.shape
         output = AsyncOutput(self.device)
-        if done.packed is not None:  # the graph has sampled; its memory is written over by the next replay
-            packed = done.packed[: shape.num_sampled] if shape.num_drafts else done.packed[:, : shape.num_sampled]
-            output.send_tokens(packed.clone(), shape.num_sampled, shape.num_drafts)
-            if done.logprobs is not None:
-                logprobs = LogprobsTensors(done.logprobs.packed[: shape.num_logits].clone())
-                self._send_logprobs(batch, logprobs, output)
-            self._token_sync.send(None if done.packet is None else done.packet[: shape.num_sampled])
+        if step_output.packed is not None:
+            self._send_captured(batch, step_output, output)
             return output
-        for index, position, tensors in self._sampler.prompt_logprobs.collect(done.hidden, scheduler_output):
+        prompt_logprobs = self._sampler.prompt_logprobs.collect(step_output.hidden_states, scheduler_output)
+        for index, position, tensors in prompt_logprobs:
             output.send_prompt_logprobs(index, position, tensors)
-        new = None
+        samples = None
         if shape.num_sampled:
-            new = self._sample_logits(batch, done, output)
-            output.send_tokens(new.packed(), shape.num_decodes, shape.num_drafts)
-        self._post_update(batch, new)
-        self._drafting.propose(batch, done.hidden, new, self._drafting.wanted(scheduler_output))
-        if new is not None:
-            self._token_sync.send(self._token_sync.pack(batch, new))
+            samples = self._sample_logits(batch, step_output, output)
+            output.send_tokens(samples.packed(), shape.num_decodes, shape.num_drafts)
+        self._post_update(batch, samples)
+        num_to_propose = self._drafting.num_to_propose(scheduler_output)
+        self._drafting.propose(batch, step_output.hidden_states, samples, num_to_propose)
+        if samples is not None:
+            self._token_sync.send(self._token_sync.pack(batch, samples))
         return output
 
-    def _sample_logits(self, batch: InputBatch, done: StepTensors, output: AsyncOutput) -> DeviceSamples:
+    def _send_captured(self, batch: InputBatch, step_output: StepOutput, output: AsyncOutput) -> None:
+        """Queue the copies of what a graph has sampled, without padding. The next replay overwrites its memory."""
+        shape, packed, message = batch.shape, step_output.packed, step_output.sync_message
+        assert packed is not None
+        packed = packed[: shape.num_sampled] if shape.num_drafts else packed[:, : shape.num_sampled]
+        output.send_tokens(packed.clone(), shape.num_sampled, shape.num_drafts)
+        if step_output.logprobs is not None:
+            logprobs = LogprobsTensors(step_output.logprobs.packed[: shape.num_logits].clone())
+            self._send_logprobs(batch, logprobs, output)
+        self._token_sync.send(None if message is None else message[: shape.num_sampled])
+
+    def _sample_logits(self, batch: InputBatch, step_output: StepOutput, output: AsyncOutput) -> DeviceSamples:
         """Sample with the features that the running requests use, and queue the copies of logprobs."""
-        rows, logits = self._logits(batch, done)  # [num_logits, vocab_size]
+        rows, logits = self._logits(batch, step_output)  # [num_logits, vocab_size]
         sampled = self._sampler(logits, rows)
         if sampled.logprobs is not None:
             self._send_logprobs(batch, sampled.logprobs, output)
@@ -324,81 +340,66 @@ class ModelRunnerV2:
         if counts := self._sampler.num_logprobs(batch.rows_of_logits):
             output.send_logprobs(logprobs, list(counts), list(counts.values()))
 
-    # --- what is queued on the device, eagerly or under capture -----------------------------------------------------
+    # --- device work, eager or captured -----------------------------------------------------------------------------
 
     def _run_model(
-        self, batch: InputBatch, intermediate_tensors: IntermediateTensors | None, *, needs_all: bool
-    ) -> StepTensors:
+        self, batch: InputBatch, intermediate_tensors: IntermediateTensors | None, *, all_tokens: bool
+    ) -> StepOutput:
         """The forward pass. The last layer computes only the tokens that sampling or a drafter reads.
 
         Args:
-            needs_all: the hidden states of all tokens are read.
+            all_tokens: the hidden states of all tokens are read.
         """
         assert self._model is not None
         rows = wanted = None
-        if not (needs_all or self._drafting.reads_hidden or batch.shape.is_decode) and self._model.is_last:
+        if not (all_tokens or self._drafting.reads_hidden or batch.shape.is_decode) and self._model.is_last:
             rows = logits_batch(batch, batch.shape.num_sampled)
             wanted = wanted_tokens(batch, rows, self._iota)
-        hidden = self._model.forward(
+        hidden_states = self._model.forward(
             batch.input_ids, batch.metadata.positions, self._kv_caches, batch.metadata, intermediate_tensors, wanted
         )
-        if isinstance(hidden, IntermediateTensors):  # the step ends here, as if every query were right
+        if isinstance(hidden_states, IntermediateTensors):  # the step ends here, with every draft taken as accepted
             self._post_update(batch, None)
-        return StepTensors(hidden, rows)
+        return StepOutput(hidden_states, rows)
 
-    def _logits(self, batch: InputBatch, done: StepTensors) -> tuple[LogitsBatch, torch.Tensor]:
+    def _logits(self, batch: InputBatch, step_output: StepOutput) -> tuple[LogitsBatch, torch.Tensor]:
         """The rows of logits, and ``[num_logits, vocab_size]``."""
-        assert self._model is not None and isinstance(done.hidden, torch.Tensor)
-        hidden, rows = done.hidden, done.logits_batch
+        hidden_states, rows = step_output.hidden_states, step_output.logits_batch
+        assert self._model is not None and isinstance(hidden_states, torch.Tensor)
         if rows is None:
             rows = logits_batch(batch, batch.shape.num_sampled)
             if rows.indices is not None:  # a pure decode reads all hidden states, in order
-                hidden = hidden.index_select(0, rows.indices)
-        return rows, self._model.compute_logits(hidden[: batch.shape.num_logits])
+                hidden_states = hidden_states.index_select(0, rows.indices)
+        return rows, self._model.compute_logits(hidden_states[: batch.shape.num_logits])
 
-    def _post_update(self, batch: InputBatch, new: DeviceSamples | None) -> None:
+    def _post_update(self, batch: InputBatch, samples: DeviceSamples | None) -> None:
         """Advance every request by its query, and keep the newest tokens; None: no request sampled."""
         tables = self._state.tables
         nothing = tables.last_sampled[:0]
         sampled = (nothing.unsqueeze(1), nothing, nothing)
-        if new is not None:
-            sampled = (new.token_ids, new.num_sampled, new.num_rejected)
-        self._loader.context.ops.post_update(batch.idx_mapping, batch.query_start_loc, tables, *sampled)
+        if samples is not None:
+            sampled = (samples.token_ids, samples.num_sampled, samples.num_rejected)
+        self._kernels.post_update(batch.idx_mapping, batch.query_start_loc, tables, *sampled)
 
-    def _capture(self, key: GraphKey) -> Capture:
-        """A whole step of one shape as a graph."""
-        return self.device.capture(self._step(key))
-
-    def _step(self, key: GraphKey) -> Callable[[], StepTensors]:
-        """A step of padding requests: preparation, forward, and mostly what comes after it."""
-        is_decode = key.kind != "mixed"
-        query_len = key.num_tokens // key.num_reqs if is_decode else key.num_tokens
-        shape = BatchShape(
-            num_reqs=key.num_reqs,
-            num_tokens=key.num_tokens,
-            num_decodes=key.num_reqs if is_decode else 0,
-            num_sampled=key.num_reqs,
-            max_query_len=query_len,
-            padded_reqs=key.num_reqs,
-            padded_tokens=key.num_tokens,
-            num_drafts=query_len - 1 if is_decode else 0,
-        )
+    def _step(self, key: GraphKey) -> Callable[[], StepOutput]:
+        """A step of padding requests that a graph captures: preparation, forward, and the rest if ``key`` samples."""
+        shape = BatchShape.of_graph(key)
         batch = self._buffers.batch(shape, [])
         self._state.staging.clear_on_device(self._buffers.query_start_loc(shape, [0] * key.num_reqs))
 
-        def work() -> StepTensors:
+        def work() -> StepOutput:
             self._buffers.fill(batch)
             received = self._pipeline.buffers(key.num_tokens)
-            done = self._run_model(batch, received, needs_all=key.sampling is None)
-            if isinstance(done.hidden, IntermediateTensors) or key.sampling is None:
-                return done
-            rows, logits = self._logits(batch, done)
+            step_output = self._run_model(batch, received, all_tokens=key.sampling is None)
+            if isinstance(step_output.hidden_states, IntermediateTensors) or key.sampling is None:
+                return step_output
+            rows, logits = self._logits(batch, step_output)
             sampled = self._sampler.sample(logits, rows, key.sampling)
-            new = sampled.samples
-            packed = new.packed()
-            self._post_update(batch, new)
-            self._drafting.propose(batch, done.hidden, new, key.drafting)
-            return StepTensors(done.hidden, rows, packed, sampled.logprobs, self._token_sync.pack(batch, new))
+            samples, packed = sampled.samples, sampled.samples.packed()
+            self._post_update(batch, samples)
+            self._drafting.propose(batch, step_output.hidden_states, samples, key.drafting)
+            message = self._token_sync.pack(batch, samples)
+            return StepOutput(step_output.hidden_states, rows, packed, sampled.logprobs, message)
 
         return work
 
@@ -406,5 +407,5 @@ class ModelRunnerV2:
         if self._compiler is not None:
             self._compiler.close()
         self._connector.shutdown()
-        self._model = self._pending = self._left = None
+        self._model = self._execute_state = self._ready_output = None
         self._kv_caches = []

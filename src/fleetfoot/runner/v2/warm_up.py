@@ -1,4 +1,4 @@
-"""What a runner does before the first request comes: kernels are compiled, and every buffer is touched."""
+"""Warm-up: the steps that run, and the kernels that are compiled, before the first request."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ logger = logging.getLogger(__name__)
 
 NAME = "warm-up"
 _PROMPT_TOKENS = 1024
-"""Of a prompt that no graph and no kernel for short queries serves."""
+"""The length of a prompt for which no graph and no kernel for short queries is used."""
 _LATER_AT_ONCE = 4
-"""Kernels that are compiled while the engine serves, on all ranks together, by processes, which begin by importing
-torch."""
+"""Processes that compile kernels while the engine serves, on all ranks together. Each imports torch first."""
 _VARIANTS = (SamplingVariant(filters=True), EVERYTHING)
-"""Of sampling, which together launch what it has; edited logits are of another type."""
+"""Variants that together launch all kernels of sampling; processed logits have another dtype."""
 
 
 def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: int) -> list[SchedulerOutput]:
     """A prefill and a decode of one request, in row 0 and block 0.
 
-    Rows and blocks are the scheduler's, which knows nothing of this; what is left in them is written over before anyone
-    reads it.
+    The scheduler does not know of them. What they leave in rows and blocks is overwritten before it is read.
     """
     length = max(1, min(4, block_size, max_num_batched_tokens, max_model_len - 1))
     request = NewRequest(
@@ -69,17 +67,17 @@ def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: i
 
 
 def eager_shape(step: SchedulerOutput, drafting: int | None) -> GraphKey:
-    """The shape of a step of one request that no graph serves."""
+    """The shape of an eager step of one request."""
     kind = "decode" if step.num_decodes else "mixed"
     return GraphKey(kind, 1, step.total_num_scheduled_tokens, drafting=drafting)
 
 
 def later_shapes(captured: Sequence[GraphKey], num_drafts: int, max_num_batched_tokens: int) -> list[GraphKey]:
-    """Steps whose kernels are those of all that serving may meet: first a prompt that is too long for most graphs, and
-    one that fills a step.
+    """Steps that together launch the kernels of serving: first a prompt that is too long for most graphs, and one that
+    fills a step.
 
     Args:
-        captured: the shapes that graphs serve.
+        captured: the shapes of graphs.
     """
     lengths = sorted({min(_PROMPT_TOKENS, max_num_batched_tokens), max_num_batched_tokens})
     prompts = [GraphKey("mixed", 1, length) for length in lengths]
@@ -89,12 +87,12 @@ def later_shapes(captured: Sequence[GraphKey], num_drafts: int, max_num_batched_
 
 
 class KernelCompiler:
-    """Compiles what the warm-up is going to launch, and behind it what serving will launch besides.
+    """Compiles the kernels of the warm-up, and afterwards the other kernels of serving.
 
     Args:
-        make_step: a step of one shape, of padding requests alone.
-        shortened: in it, steps leave out what launches kernels that others launch as well.
-        num_ranks: that do the same at the same time.
+        make_step: a step of one shape, with padding requests only.
+        shortened: a context in which steps run few layers, which launch the kernels of all.
+        num_ranks: ranks that compile at the same time.
     """
 
     def __init__(
@@ -108,10 +106,10 @@ class KernelCompiler:
         self._later_at_once = max(1, _LATER_AT_ONCE // num_ranks)
         self.ahead = CompileAhead()
         self.later = Compilations([])
-        """What `compile_later` has begun. Serving does not wait for it."""
+        """The compilations of `compile_later`. Serving does not wait for them."""
 
     def compile_first(self, shapes: Sequence[GraphKey]) -> None:
-        """Compile the kernels of some shapes, and wait for them. Logs how many there are, and the seconds."""
+        """Compile the kernels of some shapes, wait for them, and log their number and the seconds."""
         begin = time.perf_counter()
         num_failed = self._queue(shapes).wait()
         logger.info(
@@ -124,14 +122,14 @@ class KernelCompiler:
         )
 
     def compile_later(self, shapes: Sequence[GraphKey]) -> None:
-        """Begin with those of other shapes, if any had to be compiled so far: where none had, an earlier start has
-        compiled these. Nothing can be compiled behind them."""
+        """Start compiling the kernels of other shapes, unless all kernels so far were cached: then an earlier start has
+        compiled these too. It is the last call."""
         if self.ahead.num_compiled:
             self.later = self._queue(shapes, self._later_at_once)
         self.ahead.finish()
 
     def close(self) -> None:
-        """Give up what has not begun."""
+        """Cancel what has not started."""
         self.ahead.close()
 
     def _queue(self, shapes: Sequence[GraphKey], at_once: int | None = None) -> Compilations:
