@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.linear.gated import gated
-from fleetfoot.kernels.linear.linear import PlainLinear, PreparedLinear
+from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.kernels.sampling.sample import RandomRows
 
@@ -64,20 +63,27 @@ MODELS = [
 ]
 
 
-def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-    return PlainLinear(weight, bias)
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+
+def triton_kernels() -> Kernels:
+    return load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True)))
 
 
 def library_ops() -> Kernels:
     """The Triton operations, but for the linear layers."""
-    ops = load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True)))
     return replace(
-        ops,
-        name="library",
-        prepare_linear=plain_linear,
-        prepare_gate_up=gated(plain_linear, ops.silu_and_mul),
-        prepare_residual_linear=plain_linear,
+        triton_kernels(), prepare_linear=lambda weight, bias=None: PlainLinear(weight, bias), linear_chain=None
     )
+
+
+def make_layer(ops: Kernels, name: str, weight: torch.Tensor) -> Layer:
+    """A linear layer of a decoder, by the name that `Model.linears` has for it, or the head."""
+    if ops.linear_chain is not None and name != "head":
+        chained = {"gate_up": ops.linear_chain.gate_up, "qkv": ops.linear_chain.linear}
+        return chained.get(name, ops.linear_chain.residual)(weight)
+    linear = ops.prepare_linear(weight)
+    return linear if name != "gate_up" else lambda x: ops.silu_and_mul(linear(x))
 
 
 def random_weight(shape: tuple[int, ...]) -> torch.Tensor:
@@ -101,7 +107,7 @@ class Step:
     def __init__(self, model: Model, weights: Weights, ops: Kernels, rows: int) -> None:
         self.model, self.weights, self.ops, self.rows = model, weights, ops, rows
         self.layers = [
-            {name: self._prepare(name)(stack[layer]) for name, stack in weights.linears.items()}
+            {name: make_layer(ops, name, stack[layer]) for name, stack in weights.linears.items()}
             for layer in range(model.layers)
         ]
         self.head = ops.prepare_linear(weights.head)
@@ -112,11 +118,6 @@ class Step:
         self.slots = torch.arange(rows, device="cuda") * 16
         self.temperatures = torch.ones(rows, device="cuda")
         self.invalid = torch.empty(rows, dtype=torch.bool, device="cuda")
-
-    def _prepare(self, name: str) -> Callable[[torch.Tensor], PreparedLinear]:
-        special = {"gate_up": self.ops.prepare_gate_up}
-        special |= dict.fromkeys(("o", "down"), self.ops.prepare_residual_linear)
-        return special.get(name, self.ops.prepare_linear)
 
     def hidden_states(self) -> torch.Tensor:
         """``[rows, hidden]`` after the last norm."""
@@ -202,13 +203,8 @@ def measure_layers(models: list[Model], rows: list[int]) -> None:
             for count in rows:
                 x = random_weight((count, inputs))
                 times = []
-                for ops in (library_ops(), load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True)))):
-                    prepare = {
-                        "gate_up": ops.prepare_gate_up,
-                        "o": ops.prepare_residual_linear,
-                        "down": ops.prepare_residual_linear,
-                    }.get(name, ops.prepare_linear)
-                    chain = [prepare(weight) for weight in stack]
+                for ops in (library_ops(), triton_kernels()):
+                    chain = [make_layer(ops, name, weight) for weight in stack]
                     times.append(median_us(lambda chain=chain, x=x: [layer(x) for layer in chain]) / copies)
                 label = f"{model.name} {name} {out}x{inputs}"
                 print(

@@ -18,20 +18,24 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.decoder import DecoderStack
 from fleetfoot.native.loading import native_problem
-from fleetfoot.records.attention import WantedTokens
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.runner.v1.runner import ModelRunnerV1
@@ -49,16 +53,16 @@ class NullModel:
 
     def __init__(self, config: ModelConfig, max_tokens: int, max_reqs: int) -> None:
         self.config = config
-        self.layers = (self,)  # one, whose KV nobody writes
+        self.layers = range(1)  # it writes no KV
+        self.model = SimpleNamespace(layers=DecoderStack(lambda *_: nn.Identity(), self.layers))
         self._hidden = torch.zeros(max_tokens, 1)
         self._logits = torch.randn(max_reqs, VOCAB_SIZE)
 
     is_last = True
 
-    def forward(self, input_ids: torch.Tensor, *others: object) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, ctx: ForwardContext, *others: object) -> torch.Tensor:
         hidden = self._hidden[: len(input_ids)]
-        wanted = others[-1]
-        return wanted.of(hidden) if isinstance(wanted, WantedTokens) else hidden
+        return hidden if ctx.logits is None else ctx.logits.select(hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: len(hidden)]
@@ -84,7 +88,11 @@ def build(
         runner = ModelRunnerV1(loader, max_num_seqs=requests, max_model_len=max_model_len)
     else:
         runner = ModelRunnerV2(
-            loader, max_num_seqs=requests, max_num_batched_tokens=budget, max_model_len=max_model_len
+            loader,
+            max_num_seqs=requests,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            fusion=(LayerFusion(False, "the model computes nothing"),),
         )
     runner.load_model()
     num_blocks = requests * (max_model_len // BLOCK_SIZE + 1)

@@ -36,6 +36,7 @@ import torch.multiprocessing as mp
 from fleetfoot.config import env
 from fleetfoot.distributed.peer_memory import NO_MULTICAST
 from fleetfoot.distributed.torch_groups import CudaTensorGroup, StepShape, TorchPipelineGroup, make_groups
+from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedResidual
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.records.intermediate import IntermediateTensors
 
@@ -210,9 +211,9 @@ def chains(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Namespa
     norm = torch.ones(hidden, dtype=DTYPE, device=shape.device)
     layers = [
         (
-            ops.prepare_residual_linear(weight(hidden, hidden // group.size)),
-            ops.prepare_gate_up(weight(2 * INTERMEDIATE // group.size, hidden)),
-            ops.prepare_residual_linear(weight(hidden, INTERMEDIATE // group.size)),
+            ChainedResidual(weight(hidden, hidden // group.size)),
+            ChainedGateUp(weight(2 * INTERMEDIATE // group.size, hidden)),
+            ChainedResidual(weight(hidden, INTERMEDIATE // group.size)),
         )
         for _ in range(LAYERS)
     ]
@@ -253,10 +254,10 @@ def pipelines(group: CudaTensorGroup, shape: StepShape, arguments: argparse.Name
             received = pipeline.receive(num_tokens)
             if received is None:
                 values = torch.full((num_tokens, shape.hidden_size), step, dtype=DTYPE, device=shape.device)
-                received = IntermediateTensors(values, values + 1)
-            wrong.append((received.hidden_states != step).sum() + (received.residual != step + 1).sum())
+                received = IntermediateTensors(values)
+            wrong.append((received.hidden_states != step).sum())
             if not pipeline.is_last_rank:
-                leaving = IntermediateTensors(received.hidden_states.clone(), received.residual.clone())
+                leaving = IntermediateTensors(received.hidden_states.clone())
                 pipeline.send(leaving)
                 leaving.hidden_states.fill_(-1)
             else:

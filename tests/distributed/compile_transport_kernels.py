@@ -25,7 +25,7 @@ def main() -> None:
         rows, norm = torch.empty(4, 1024, dtype=dtype), torch.empty(1024, dtype=dtype)
         sums.all_reduce(rows)
         sums.add_rms_norm(torch.empty(3, 4, 1024), rows, norm, 1e-5)
-    tensors = IntermediateTensors(torch.empty(4, 1024), torch.empty(4, 1024))
+    tensors = IntermediateTensors(torch.empty(4, 1024))
     channel = P2PChannel(PeerMemory(words, words), 1)
     channel.send(tensors)
     channel.receive(tensors)

@@ -8,6 +8,7 @@ import torch
 
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import ForwardContext
 
 BLOCK_SIZE = 4
 Queries = Sequence[tuple[int, int]]
@@ -16,7 +17,7 @@ Queries = Sequence[tuple[int, int]]
 
 def kv_caches(model: CausalLM, num_blocks: int = 64) -> list[torch.Tensor]:
     """For the layers and heads of this part of a model. Nothing may be read that was not written: a NaN would show."""
-    heads = model.heads
+    heads = model.model.layers[str(model.layers[0])].self_attn.heads
     shape = (num_blocks, 2, heads.num_kv_heads, BLOCK_SIZE, heads.head_dim)
     return [torch.full(shape, float("nan"), dtype=torch.float32) for _ in model.layers]
 
@@ -58,7 +59,7 @@ def run_steps(model: CausalLM) -> list[torch.Tensor]:
     with torch.inference_mode():
         for queries in STEPS:
             metadata, input_ids = step_metadata(queries), step_inputs(queries, model.config.vocab_size)
-            hidden = model.forward(input_ids, metadata.positions, caches, metadata)
+            hidden = model(input_ids, ForwardContext(metadata, caches))
             assert isinstance(hidden, torch.Tensor)
             logits.append(model.compute_logits(hidden).clone())
     return logits

@@ -52,7 +52,7 @@ def test_alone_nothing_is_communicated() -> None:
     assert SINGLE_PIPELINE_GROUP.receive(3) is None
     SINGLE_PIPELINE_GROUP.send_sampled_tokens(torch.zeros(1, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="no next rank to send to"):
-        SINGLE_PIPELINE_GROUP.send(IntermediateTensors(x, x))
+        SINGLE_PIPELINE_GROUP.send(IntermediateTensors(x))
     with pytest.raises(RuntimeError, match="sends no packets"):
         SINGLE_PIPELINE_GROUP.receive_sampled_tokens(torch.zeros(1, dtype=torch.int32))
 
@@ -88,6 +88,11 @@ def work_of_four(rank: int) -> dict[str, Any]:
     return found
 
 
+def sent_in(step: int, num_tokens: int) -> torch.Tensor:
+    """By the first rank: whole numbers, so that sums are exact."""
+    return part_of(step, num_tokens, 8).mul(8).round().bfloat16()
+
+
 def run_pipeline(pipeline: Any) -> tuple[list[torch.Tensor], list[Any]]:
     """Steps of various lengths, each sent on by one rank after the other, which adds its number to it.
 
@@ -97,19 +102,16 @@ def run_pipeline(pipeline: Any) -> tuple[list[torch.Tensor], list[Any]]:
     for step, num_tokens in enumerate((3, 1, 16, 2, 3)):
         received = pipeline.receive(num_tokens)
         if received is None:
-            received = IntermediateTensors(
-                part_of(step, num_tokens, 8, dtype=torch.bfloat16), torch.zeros(num_tokens, 8, dtype=torch.bfloat16)
-            )
+            received = IntermediateTensors(sent_in(step, num_tokens))
         else:
             for tensors in (received, pipeline.buffers(num_tokens)):
-                assert tensors.hidden_states.shape == tensors.residual.shape == (num_tokens, 8)
-                addresses.append((tensors.hidden_states.data_ptr(), tensors.residual.data_ptr()))
-        steps.append(torch.stack((received.hidden_states, received.residual)))
+                assert tensors.hidden_states.shape == (num_tokens, 8)
+                addresses.append(tensors.hidden_states.data_ptr())
+        steps.append(received.hidden_states.clone())
         if not pipeline.is_last_rank:
-            leaving = IntermediateTensors(received.hidden_states.clone(), received.residual + pipeline.rank + 1)
+            leaving = IntermediateTensors(received.hidden_states + pipeline.rank + 1)
             pipeline.send(leaving)
             leaving.hidden_states.fill_(float("nan"))
-            leaving.residual.fill_(float("nan"))
     dist.barrier()  # nobody leaves with a step on its way
     return steps, addresses
 
@@ -138,7 +140,7 @@ def errors_of(pipeline: Any) -> list[str]:
     wrong = torch.zeros(17, 8, dtype=torch.bfloat16)
     for call in (
         lambda: pipeline.receive(17),
-        lambda: pipeline.send(IntermediateTensors(wrong, wrong)),
+        lambda: pipeline.send(IntermediateTensors(wrong)),
         lambda: pipeline.send_sampled_tokens(torch.zeros(1)),
         lambda: pipeline.receive_sampled_tokens(torch.zeros(2, 2, dtype=torch.int32).t()),
         lambda: make_groups(3, 1, SHAPE),
@@ -206,10 +208,8 @@ def test_a_norm_takes_the_sum_over_ranks_and_partial_sums(four: list[dict[str, A
 def test_steps_arrive_whole_in_order_and_at_one_address(four: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(four):
         added = sum(range(1, rank + 1))
-        for step, (num_tokens, tensors) in enumerate(zip((3, 1, 16, 2, 3), found["steps"], strict=True)):
-            hidden = part_of(step, num_tokens, 8, dtype=torch.bfloat16)
-            assert torch.equal(tensors[0], hidden)
-            assert torch.equal(tensors[1], torch.full_like(hidden, added))
+        for step, (num_tokens, hidden) in enumerate(zip((3, 1, 16, 2, 3), found["steps"], strict=True)):
+            assert torch.equal(hidden, sent_in(step, num_tokens) + added)
         assert len(set(found["addresses"])) == (0 if rank == 0 else 1)
 
 
@@ -320,6 +320,12 @@ CHANNEL_STEPS = ((1, torch.bfloat16), (16, torch.bfloat16), (3, torch.float32), 
 CHANNEL_WIDTH = 600  # so that a full step takes more than one tile
 
 
+def channel_input(step: int) -> torch.Tensor:
+    """Whole numbers, so that sums are exact."""
+    num_tokens, dtype = CHANNEL_STEPS[step]
+    return part_of(0, num_tokens, CHANNEL_WIDTH, seed=step).mul(8).round().to(dtype)
+
+
 def pass_along(rank: int, folder: Path) -> list[torch.Tensor]:
     """Three ranks, each of which adds its own; the first does all of its steps before it would have to wait."""
     from tests.helpers.interpreter import mend_interpreter
@@ -332,32 +338,29 @@ def pass_along(rank: int, folder: Path) -> list[torch.Tensor]:
     dist.barrier()
     channel = P2PChannel(PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps])), rank)
     found = []
-    for step, (num_tokens, dtype) in enumerate(CHANNEL_STEPS):
-        hidden = part_of(0, num_tokens, CHANNEL_WIDTH, dtype=dtype, seed=step)
-        tensors = IntermediateTensors(hidden, torch.zeros_like(hidden))
+    for step in range(len(CHANNEL_STEPS)):
+        tensors = IntermediateTensors(channel_input(step))
         if rank > 0:
             tensors = tensors.empty_like()
             channel.receive(tensors)
-            found.append(torch.stack((tensors.hidden_states, tensors.residual)))
+            found.append(tensors.hidden_states)
         if rank < 2:
-            channel.send(IntermediateTensors(tensors.hidden_states, tensors.residual + 1))
+            channel.send(IntermediateTensors(tensors.hidden_states + 1))
     return found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")
 def test_steps_go_through_the_receivers_memory(tmp_path: Path) -> None:
     _, second, third = run_world(tmp_path, 3, pass_along, tmp_path, TRITON_INTERPRET="1")
-    for step, (num_tokens, dtype) in enumerate(CHANNEL_STEPS):
-        hidden = part_of(0, num_tokens, CHANNEL_WIDTH, dtype=dtype, seed=step)
+    for step in range(len(CHANNEL_STEPS)):
         for added, found in ((1, second[step]), (2, third[step])):
-            assert torch.equal(found[0], hidden)
-            assert torch.equal(found[1], torch.full_like(hidden, added))
+            assert torch.equal(found, channel_input(step) + added)
 
 
-def test_what_a_lane_can_pass() -> None:
+def test_what_a_channel_can_send() -> None:
     assert can_send(4096, torch.bfloat16) and can_send(6, torch.float32)
     assert not can_send(6, torch.bfloat16)
-    assert p2p_channel_words(16, 4096, torch.bfloat16) == 2 * 16 * 1024 + 16
+    assert p2p_channel_words(16, 4096, torch.bfloat16) == 16 * 1024 + 16
 
 
 def test_which_rows_can_be_summed_in_one_shot() -> None:

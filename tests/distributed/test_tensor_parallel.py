@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from tests.distributed.paged_steps import STEPS, kv_caches, run_steps, step_inputs, step_metadata
 from tests.distributed.world import run_world
+from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.kernels import cpu_kernels
 
 from fleetfoot.assets import embedded_model_path
@@ -17,7 +20,10 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.distributed.torch_groups import StepShape, TorchTensorGroup, make_groups
+from fleetfoot.fusion.decoder import fuse
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.weights.loading import load_model, reload_weights
 
@@ -66,17 +72,47 @@ def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
         if rank < size:
             exact, summing = TorchTensorGroup(groups[size]), SummingGroup(groups[size])
             model = load_model(load_model_config(folders[name]), context(exact), folders[name])
-            found[name, size] = run_steps(model)
-            found["heads", name, size] = (model.heads.num_heads, model.heads.num_kv_heads)
+            found["exact", name, size] = run_steps(model)
+            found["fused exact", name, size] = run_steps(fused(model, exact))
+            heads = model.model.layers["0"].self_attn.heads
+            found["heads", name, size] = (heads.num_heads, heads.num_kv_heads)
             model = load_model(load_model_config(folders[name]), context(summing), folders[name])
             found["summed", name, size] = run_steps(model)
+            found["fused summed", name, size] = run_steps(fused(model, summing))
     if rank < 2:
         group, folder = TorchTensorGroup(groups[2]), folders["biases"]
         model = load_model(load_model_config(folder), context(group), None, "dummy", seed=5)
         found["dummy"] = run_steps(model)
         reload_weights(model, context(group), folder)
         found["reloaded"] = run_steps(model)
+        for name, kind in (("exact", TorchTensorGroup), ("summed", SummingGroup)):
+            group = kind(groups[2])
+            int8 = replace(context(group), linear_method=Int8())
+            folder = folders["int8"]
+            found["int8", name] = run_steps(load_model(load_model_config(folder), int8, folder))
+            for is_fused in (False, True):
+                found["residual", name, is_fused] = residual_streams(folders["biases"], group, is_fused)
     found["pipeline"] = run_pipeline(folders["story-qwen3"])
+    return found
+
+
+def fused(model: CausalLM, group: TensorGroup) -> CausalLM:
+    fuse(model.model.layers, context(group), [True] * len(model.layers))
+    return model
+
+
+def residual_streams(folder: Path, group: TensorGroup, is_fused: bool) -> list[torch.Tensor]:
+    """What the first two layers of a model pass on in each step, ``[num_tokens, hidden_size]``."""
+    model = load_model(load_model_config(folder), context(group), folder, layers=range(2))
+    if is_fused:
+        fused(model, group)
+    caches, found = kv_caches(model), []
+    with torch.inference_mode():
+        for queries in STEPS:
+            ctx = ForwardContext(step_metadata(queries), caches)
+            tensors = model(step_inputs(queries, model.config.vocab_size), ctx)
+            assert isinstance(tensors, IntermediateTensors)
+            found.append(tensors.hidden_states.clone())
     return found
 
 
@@ -92,7 +128,7 @@ def run_pipeline(folder: Path) -> list[torch.Tensor]:
         for queries in STEPS:
             metadata, input_ids = step_metadata(queries), step_inputs(queries, config.vocab_size)
             received = pipeline.receive(len(input_ids))
-            hidden = model.forward(input_ids, metadata.positions, caches, metadata, received)
+            hidden = model(input_ids, ForwardContext(metadata, caches), received)
             if isinstance(hidden, IntermediateTensors):
                 pipeline.send(hidden)
             else:
@@ -109,6 +145,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, (model_type, fields) in TINY.items():
         folders[name] = tmp_path_factory.mktemp(name)
         make_checkpoint(folders[name], model_type, **fields)
+    folder = folders["int8"] = tmp_path_factory.mktemp("int8")
+    (folder / "config.json").write_text((folders["biases"] / "config.json").read_text())
+    quantized, _ = quantize(load_file(folders["biases"] / "model.safetensors"))
+    save_file(quantized, folder / "model.safetensors")
     return folders
 
 
@@ -129,13 +169,13 @@ def assert_same_logits(actual: list[torch.Tensor], expected: list[torch.Tensor])
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-@pytest.mark.parametrize("way", ["exact", "summed"])
+@pytest.mark.parametrize("way", ["exact", "summed", "fused exact", "fused summed"])
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_logits_are_those_of_the_whole_model(
     four: list[dict[Any, Any]], folders: dict[str, Path], name: str, size: int, way: str
 ) -> None:
     expected = whole_logits(folders[name])
-    ranks = [found[name, size] if way == "exact" else found[way, name, size] for found in four[:size]]
+    ranks = [found[way, name, size] for found in four[:size]]
     assert_same_logits(ranks[0], expected)
     for logits in ranks[1:]:
         for one, other in zip(logits, ranks[0], strict=True):
@@ -152,12 +192,32 @@ def test_dummy_weights_are_those_of_the_whole_model(four: list[dict[Any, Any]], 
 
 def test_reloaded_weights_take_effect_on_every_rank(four: list[dict[Any, Any]]) -> None:
     for found in four[:2]:
-        for one, other in zip(found["reloaded"], found["biases", 2], strict=True):
+        for one, other in zip(found["reloaded"], found["exact", "biases", 2], strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", ["exact", "summed"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_the_residual_stream_between_stages_is_complete_on_every_tensor_rank(
+    four: list[dict[Any, Any]], folders: dict[str, Path], way: str, is_fused: bool
+) -> None:
+    expected = residual_streams(folders["biases"], SINGLE_TENSOR_GROUP, is_fused=False)
+    first, second = (found["residual", way, is_fused] for found in four[:2])
+    assert_same_logits(first, expected)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", ["exact", "summed"])
+def test_a_quantized_model_is_shared_by_ranks(four: list[dict[Any, Any]], folders: dict[str, Path], way: str) -> None:
+    int8 = replace(context(SINGLE_TENSOR_GROUP), linear_method=Int8())
+    expected = run_steps(load_model(load_model_config(folders["int8"]), int8, folders["int8"]))
+    for found in four[:2]:
+        assert_same_logits(found["int8", way], expected)
 
 
 def test_a_pipeline_of_tensor_groups_computes_what_a_tensor_group_does(four: list[dict[Any, Any]]) -> None:
     assert [len(found["pipeline"]) for found in four] == [0, 0, 3, 3]
     for found in four[2:]:
-        for one, other in zip(found["pipeline"], four[0]["story-qwen3", 2], strict=True):
+        for one, other in zip(found["pipeline"], four[0]["exact", "story-qwen3", 2], strict=True):
             assert torch.equal(one, other)

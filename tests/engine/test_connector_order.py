@@ -116,9 +116,9 @@ class RecordingModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         self._log.note("forward")
-        return self._model.forward(*args)
+        return self._model(*args)
 
 
 class RecordingDrafter:

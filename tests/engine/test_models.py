@@ -10,73 +10,16 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint, make_reference, reference_logits
-from tests.helpers.kernels import cpu_kernels, reference_kernels
+from tests.helpers.kernels import cpu_kernels
+from tests.helpers.paged_models import LLAMA3, MODELS, YARN, PagedCache, assert_close, context, prompt, run
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES, load_model_config
-from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.kernels.linear.linear import PlainLinear
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
-from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.registry import model_class, supported_architectures
-from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.weights.loading import load_model, reload_weights
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama-groups-of-1": ("llama", {"num_key_value_heads": 4}),
-    "llama-groups-of-3": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}),
-    "llama-groups-of-8": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 6}),
-    "llama-wide-heads": ("llama", {"head_dim": 32}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-odd-sizes": ("llama", {"hidden_size": 52, "intermediate_size": 71, "vocab_size": 89, "head_dim": 10}),
-    "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
-    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}}),
-    "llama-llama3": ("llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 128, "head_dim": 16}),
-    "llama-yarn": ("llama", {"rope_parameters": YARN, "max_position_embeddings": 128, "head_dim": 16}),
-    "llama-yarn-options": (
-        "llama",
-        {
-            "rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7}
-            | {"mscale_all_dim": 1.3},
-            "max_position_embeddings": 128,
-            "head_dim": 16,
-        },
-    ),
-    "llama-yarn-attention-factor": (
-        "llama",
-        {"rope_parameters": {**YARN, "attention_factor": 1.4}, "max_position_embeddings": 128},
-    ),
-    "mistral-window": ("mistral", {"sliding_window": 7}),
-    "mistral-no-window": ("mistral", {"sliding_window": None}),
-    "qwen2": ("qwen2", {}),
-    "qwen2-tied-window": (
-        "qwen2",
-        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    ),
-    "qwen3": ("qwen3", {}),
-    "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 20}),
-    "qwen3-layer-types": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYER_TYPES},
-    ),
-}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,82 +31,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class PagedCache:
-    """KV blocks handed out in a shuffled order, and the metadata of a step over them, built by hand."""
-
-    def __init__(self, config: ModelConfig, block_size: int, num_blocks: int = 64) -> None:
-        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
-        # Nothing may be read that was not written: a NaN would show.
-        self.kv_caches = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
-        self._block_size = block_size
-        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
-        self._tables: dict[int, list[int]] = {}
-        self._lengths: dict[int, int] = {}
-
-    def step(self, new_tokens: dict[int, list[int]]) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-        """``(input_ids, positions, metadata)`` that appends to each request; single tokens have to come first."""
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        for request, tokens in new_tokens.items():
-            table = self._tables.setdefault(request, [])
-            begin = self._lengths.get(request, 0)
-            self._lengths[request] = end = begin + len(tokens)
-            while len(table) * self._block_size < end:
-                table.append(self._free.pop())
-            positions += range(begin, end)
-            slots += [table[i // self._block_size] * self._block_size + i % self._block_size for i in range(begin, end)]
-            starts.append(len(positions))
-        tables = [self._tables[request] for request in new_tokens]
-        width = max(map(len, tables))
-        seq_lens = [self._lengths[request] for request in new_tokens]
-        query_lens = [len(tokens) for tokens in new_tokens.values()]
-        num_decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
-            positions=torch.tensor(positions),
-            num_decodes=num_decodes,
-            max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
-        )
-        return torch.tensor([token for tokens in new_tokens.values() for token in tokens]), metadata.positions, metadata
-
-
-def run(model: CausalLM, cache: PagedCache, new_tokens: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-    """One step; the logits ``[num_new_tokens, vocab_size]`` of each request."""
-    input_ids, positions, metadata = cache.step(new_tokens)
-    hidden = model.forward(input_ids, positions, cache.kv_caches, metadata)
-    assert isinstance(hidden, torch.Tensor)
-    logits = model.compute_logits(hidden).split([len(tokens) for tokens in new_tokens.values()])
-    return dict(zip(new_tokens, logits, strict=True))
-
-
-def context(**changes: Any) -> ModelContext:
-    defaults = {
-        "ops": reference_kernels(),
-        "attention": SDPABackend(),
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-    }
-    return ModelContext(**{**defaults, **changes})
-
-
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.shape == expected.shape
-    largest = expected.abs().max().item()
-    assert (actual - expected).abs().max().item() < 1e-4 * largest
-
-
-def prompt(length: int, vocab_size: int = 89, seed: int = 0) -> list[int]:
-    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MODELS)
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
-    model_type, fields = CASES[case]
+    model_type, fields = MODELS[case]
     reference = make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
     model = load_model(config, context(), tmp_path)
@@ -208,7 +78,7 @@ def test_rotary_angles_equal_those_of_transformers(rope: dict[str, Any], tmp_pat
 @pytest.mark.parametrize("case", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3-layer-types"])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_ragged_batches_equal_single_requests(case: str, block_size: int, tmp_path: Path) -> None:
-    model_type, fields = CASES[case]
+    model_type, fields = MODELS[case]
     reference = make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
     model = load_model(config, context(ops=cpu_kernels()), tmp_path)
@@ -268,122 +138,21 @@ def test_a_model_in_two_parts_gives_the_same_logits(tied: bool, cut: int, tmp_pa
     assert (first.is_first, first.is_last, last.is_first, last.is_last) == (True, False, False, True)
 
     cache = PagedCache(config, 4)
-    input_ids, positions, metadata = cache.step({0: prompt(30)})
-    between = first.forward(input_ids, positions, cache.kv_caches[:cut], metadata)
+    input_ids, ctx = cache.step({0: prompt(30)})
+    between = first(input_ids, replace(ctx, kv_caches=cache.kv_caches[:cut]))
     assert isinstance(between, IntermediateTensors)
     received = between.empty_like()
     received.hidden_states.copy_(between.hidden_states)
-    received.residual.copy_(between.residual)
-    hidden = last.forward(input_ids, positions, cache.kv_caches[cut:], metadata, received)
+    ctx = replace(ctx, kv_caches=cache.kv_caches[cut:])
+    hidden = last(input_ids, ctx, received)
     assert isinstance(hidden, torch.Tensor)
     expected = run(whole, PagedCache(config, 4), {0: prompt(30)})[0]
     torch.testing.assert_close(last.compute_logits(hidden), expected, rtol=0, atol=0)
 
     with pytest.raises(ValueError, match="intermediate_tensors"):
-        last.forward(input_ids, positions, cache.kv_caches[cut:], metadata)
+        last(input_ids, ctx)
     with pytest.raises(ValueError, match="no logits head"):
         first.compute_logits(hidden)
-
-
-class AddsToTheResidual(PlainLinear):
-    """A residual linear layer that adds to the residual itself, where there are more than 8 rows."""
-
-    num_added = 0
-
-    def accumulate(self, x: torch.Tensor, total: torch.Tensor) -> bool:
-        if len(x) <= 8:
-            return False
-        AddsToTheResidual.num_added += 1
-        total.add_(self(x))
-        return True
-
-
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
-def test_layers_that_add_to_the_residual_themselves(case: str, tmp_path: Path) -> None:
-    model_type, fields = CASES[case]
-    reference = make_checkpoint(tmp_path, model_type, **fields)
-    config = load_model_config(tmp_path)
-    ops = replace(reference_kernels(), prepare_residual_linear=AddsToTheResidual)
-    whole = load_model(config, context(ops=ops), tmp_path)
-    first = load_model(config, context(ops=ops), tmp_path, layers=range(1))
-    last = load_model(config, context(ops=ops), tmp_path, layers=range(1, config.num_layers))
-    tokens = prompt(40)
-    expected = reference_logits(reference, tokens)
-
-    before = AddsToTheResidual.num_added
-    cache = PagedCache(config, 16)
-    logits = [run(whole, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 24), (24, 40))]
-    assert AddsToTheResidual.num_added - before == 2 * 2 * config.num_layers  # two chunks of more than 8 tokens
-    assert_close(torch.cat(logits), expected)
-
-    input_ids, positions, metadata = (parts := PagedCache(config, 16)).step({0: tokens})
-    between = first.forward(input_ids, positions, parts.kv_caches[:1], metadata)
-    assert isinstance(between, IntermediateTensors)
-    hidden = last.forward(input_ids, positions, parts.kv_caches[1:], metadata, between)
-    assert isinstance(hidden, torch.Tensor)
-    assert_close(last.compute_logits(hidden), expected)
-
-
-class LeavesTheNormPending(PlainLinear):
-    """A linear layer that takes part in the norms on either side of it, where there are at most 8 rows."""
-
-    num_joined = num_read = 0
-
-    def join(
-        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
-    ) -> PendingNorm | None:
-        if len(x) > 8:
-            return None
-        LeavesTheNormPending.num_joined += 1
-        total = residual + self(x)
-        halves = total.square().chunk(2, dim=1)
-        return PendingNorm(total * norm_weight, torch.stack([half.sum(dim=1) for half in halves]), total, eps)
-
-    def reads_pending_norm(self, num_rows: int) -> bool:
-        return num_rows <= 8
-
-    def of_pending_norm(self, x: PendingNorm) -> torch.Tensor:
-        LeavesTheNormPending.num_read += 1
-        return self(x.finished())
-
-
-class GateBehindANorm(LeavesTheNormPending):
-    """The same of a gate and its up."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return reference_kernels().silu_and_mul(super().__call__(x))
-
-
-@pytest.mark.parametrize("reads_in_mlp", [False, True])
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
-def test_layers_with_a_norm_between_them(case: str, reads_in_mlp: bool, tmp_path: Path) -> None:
-    model_type, fields = CASES[case]
-    reference = make_checkpoint(tmp_path, model_type, **fields)
-    config = load_model_config(tmp_path)
-    layer = LeavesTheNormPending
-    ops = replace(reference_kernels(), prepare_linear=layer, prepare_residual_linear=layer)
-    if reads_in_mlp:
-        ops = replace(ops, prepare_gate_up=GateBehindANorm)
-    whole = load_model(config, context(ops=ops), tmp_path)
-    parts = [
-        load_model(config, context(ops=ops), tmp_path, layers=range(*cut)) for cut in ((0, 1), (1, config.num_layers))
-    ]
-    tokens = prompt(40)
-    expected = reference_logits(reference, tokens)
-
-    before, cache = (layer.num_joined, layer.num_read), PagedCache(config, 16)
-    logits = [run(whole, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 24), (24, 25), (25, 40))]
-    # Twice few tokens: behind each layer but the last, and between attention and MLP if that reads it.
-    norms = 2 * (config.num_layers - 1 + (config.num_layers if reads_in_mlp else 0))
-    assert (layer.num_joined - before[0], layer.num_read - before[1]) == (norms, norms)
-    assert_close(torch.cat(logits), expected)
-
-    input_ids, positions, metadata = (cache := PagedCache(config, 16)).step({0: tokens[:7]})
-    between = parts[0].forward(input_ids, positions, cache.kv_caches[:1], metadata)
-    assert isinstance(between, IntermediateTensors)
-    hidden = parts[1].forward(input_ids, positions, cache.kv_caches[1:], metadata, between)
-    assert isinstance(hidden, torch.Tensor)
-    assert_close(parts[1].compute_logits(hidden), expected[:7])
 
 
 @pytest.mark.parametrize("layers", [range(0), range(2, 4), range(0, 3, 2), range(2, -1, -1)])
@@ -404,7 +173,7 @@ def test_the_rotary_table_can_be_shorter_than_the_models_limit(tmp_path: Path) -
 
 @pytest.mark.parametrize("case", ["llama-tied", "llama-biases", "qwen3"])
 def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
-    model_type, fields = CASES[case]
+    model_type, fields = MODELS[case]
     make_checkpoint(tmp_path / "old", model_type, seed=1, **fields)
     reference = make_checkpoint(tmp_path / "new", model_type, seed=2, **fields)
     config = load_model_config(tmp_path / "old")
@@ -418,39 +187,39 @@ def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
     assert not torch.allclose(before, expected, rtol=0.01)
 
 
-def test_one_reopened_slot_changes_that_tensor_alone(tmp_path: Path) -> None:
+def test_one_reopened_weight_changes_that_tensor_alone(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "llama", attention_bias=True)
     config = load_model_config(tmp_path)
     model = load_model(config, context(ops=cpu_kernels()), tmp_path)
     changed = ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.bias")
     with torch.no_grad():
-        for slot in model.weight_slots():
-            if slot.name in changed:
-                torch.testing.assert_close(slot.destination(), reference.get_parameter(slot.name), rtol=0, atol=0)
-                slot.destination().mul_(-2.0)
-                reference.get_parameter(slot.name).mul_(-2.0)
-    model.finish_loading()
+        for spec in model.weight_specs():
+            if spec.name in changed:
+                torch.testing.assert_close(spec.destination(), reference.get_parameter(spec.name), rtol=0, atol=0)
+                spec.destination().mul_(-2.0)
+                reference.get_parameter(spec.name).mul_(-2.0)
+    model.process_weights_after_loading()
     logits = run(model, PagedCache(config, 16), {0: prompt(30)})[0]
     assert_close(logits, reference_logits(reference, prompt(30)))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_slots_are_the_parameters_of_transformers(case: str, tmp_path: Path) -> None:
-    model_type, fields = CASES[case]
+@pytest.mark.parametrize("case", MODELS)
+def test_the_weight_specs_are_the_parameters_of_transformers(case: str, tmp_path: Path) -> None:
+    model_type, fields = MODELS[case]
     reference = make_reference(model_type, **fields)
     reference.config.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(reference.config.to_json_string(use_diff=False))
     config = load_model_config(tmp_path)
     model = load_model(config, context(), None, "dummy")
-    slots = {slot.name: slot.shape for slot in model.weight_slots()}
-    assert slots == {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
+    specs = {spec.name: spec.shape for spec in model.weight_specs()}
+    assert specs == {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
     assert config.num_parameters == reference.num_parameters()
 
 
 def test_the_registry_and_the_parser_agree() -> None:
     assert supported_architectures() == SUPPORTED_ARCHITECTURES
     for architecture in supported_architectures():
-        assert model_class(architecture).__name__ == architecture
+        assert issubclass(model_class(architecture), CausalLM)
     with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Mistral"):
         model_class("GPT2LMHeadModel")
 
@@ -458,7 +227,7 @@ def test_the_registry_and_the_parser_agree() -> None:
 def test_a_model_that_is_not_loaded_says_so() -> None:
     config = ModelConfig("LlamaForCausalLM", 8, 8, 8, 1, 2, 2, 4, 16, layer_windows=(None,))
     model = model_class("LlamaForCausalLM")(config, context())
-    with pytest.raises(RuntimeError, match="finish_loading"):
+    with pytest.raises(RuntimeError, match="process_weights_after_loading"):
         run(model, PagedCache(config, 4), {0: [1, 2]})
 
 
@@ -475,7 +244,7 @@ def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
     ):
         make_checkpoint(tmp_path / name, "qwen3", **fields)
         model = load_model(load_model_config(tmp_path / name), context(), tmp_path / name, layers=layers)
-        short, indices = model.shortened()
-        assert indices == kept, name
-        assert [short._layers.index(layer) for layer in (model._layers[i] for i in kept)] == list(range(len(kept)))  # type: ignore[attr-defined]
-        assert len(model._layers) == len(model.layers)  # type: ignore[attr-defined]
+        short = model.shortened()
+        runs, kept_layers = short.model.layers._runs, [list(model.model.layers.values())[index] for index in kept]
+        assert len(runs) == len(kept) and all(a is b for a, b in zip(runs, kept_layers, strict=True)), name
+        assert len(model.model.layers._runs) == len(model.layers), name

@@ -13,7 +13,7 @@ from tests.helpers.runner_lives import DRAFT
 from fleetfoot import LLM
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.cli.main import main
-from fleetfoot.layers.slots import WeightError
+from fleetfoot.records.weights import WeightError
 
 Streams = pytest.CaptureFixture[str]
 

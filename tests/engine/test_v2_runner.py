@@ -277,10 +277,12 @@ def test_a_runner_has_all_its_layers_again_behind_a_dry_pass() -> None:
     runner = make_runner(folder=embedded_model_path())
     model, kv_caches = runner._model, runner._kv_caches
     assert len(kv_caches) > 2
+    (run,) = model.model.layers._runs
+    layers = list(run._layers)
     with pytest.raises(KeyError, match="dry"), runner._shortened():
-        assert len(runner._kv_caches) == 2
-        assert runner._kv_caches[0] is kv_caches[0]
-        assert runner._kv_caches[1] is kv_caches[-1]
+        (short,) = runner._model.model.layers._runs
+        assert short._layers == [layers[0], layers[-1]]
         raise KeyError("dry")
     assert runner._model is model
+    assert model.model.layers._runs == [run] and run._layers == layers
     assert runner._kv_caches is kv_caches

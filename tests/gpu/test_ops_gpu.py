@@ -10,7 +10,7 @@ import torch
 from tests.helpers.ops_checks import (
     TRITON,
     TWINS,
-    check_pending_norm,
+    check_deferred_norm,
     check_rms_norm,
     check_rope_and_cache,
     check_samples,
@@ -20,8 +20,7 @@ from tests.helpers.ops_checks import (
 )
 from tests.helpers.waits import waits_are_errors
 
-from fleetfoot.kernels.linear.linear import PreparedLinear
-from fleetfoot.kernels.linear.linear_triton import TritonLinear
+from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.runtime.hopper_support import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.filters import RowFilters
@@ -105,7 +104,7 @@ def test_linear(dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> No
 )
 def test_a_norm_between_two_layers(num_rows: int, shape: tuple[int, int, int]) -> None:
     for gated, bias in ((False, False), (False, True), (True, False), (True, True)):
-        check_pending_norm((num_rows, *shape), gated=gated, bias=bias, device="cuda")
+        check_deferred_norm((num_rows, *shape), gated=gated, bias=bias, device="cuda")
 
 
 def test_a_weight_past_32_bits() -> None:
@@ -156,10 +155,10 @@ class Chain:
         self.norm = torch.rand(hidden, device="cuda").bfloat16()
         self.layers = [
             (
-                TRITON.prepare_linear(weight(hidden + 2 * 128, hidden)),
-                TRITON.prepare_residual_linear(weight(hidden, hidden)),
-                TRITON.prepare_gate_up(weight(2 * intermediate, hidden)),
-                TRITON.prepare_residual_linear(weight(hidden, intermediate)),
+                ChainedLinear(weight(hidden + 2 * 128, hidden)),
+                ChainedResidual(weight(hidden, hidden)),
+                ChainedGateUp(weight(2 * intermediate, hidden)),
+                ChainedResidual(weight(hidden, intermediate)),
             )
             for _ in range(num_layers)
         ]
@@ -167,17 +166,15 @@ class Chain:
         self.heads = hidden // 128
         self.cos_sin = torch.rand(64, 128, device="cuda")
 
-    def joined(
-        self, layer: PreparedLinear, x: torch.Tensor, residual: torch.Tensor, then: PreparedLinear | None
+    def add_and_norm(
+        self, layer: ChainedResidual, x: torch.Tensor, residual: torch.Tensor, next_layer: ChainedLinear | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual, and what ``then`` makes of its norm, or the norm itself."""
-        assert isinstance(layer, TritonLinear)
-        assert then is None or isinstance(then, TritonLinear)
-        pending = layer.join(x, residual, self.norm, 1e-6)
-        if pending is not None and then is not None:
-            return pending.total, then.of_pending_norm(pending)
+        """The residual, and the output of ``next_layer`` for its norm; None: the norm itself."""
+        deferred = layer.add_and_norm(x, residual, self.norm, 1e-6)
+        if deferred is not None and next_layer is not None:
+            return deferred.total, next_layer(deferred)
         normed, total = TRITON.add_rms_norm(layer(x), residual, self.norm, 1e-6)
-        return total, normed if then is None else then(normed)
+        return total, normed if next_layer is None else next_layer(normed)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = len(x)
@@ -188,8 +185,8 @@ class Chain:
             query = TRITON.rope_and_cache(
                 qkv(normed), cache, slots, positions, self.cos_sin, self.heads, self.norm[:128], None, 1e-6
             )
-            residual, between = self.joined(o, query.flatten(1), residual, gate_up)
-            residual, normed = self.joined(down, between, residual, None)
+            residual, between = self.add_and_norm(o, query.flatten(1), residual, gate_up)
+            residual, normed = self.add_and_norm(down, between, residual, None)
         logits = self.head(normed)
         tokens = TRITON.sample(logits, RandomRows(torch.ones(rows, device="cuda"), positions, positions))
         return logits, cache, tokens

@@ -88,7 +88,7 @@ def main() -> None:
             out=fused.qkv.new_empty(len(fused.qkv), shape["num_heads"], shape["head_dim"]),
             rotary=fused.rotary,
             slot_mapping=metadata.slot_mapping,
-            ahead=torch.empty(1024, 4096, dtype=torch.bfloat16),
+            prefetch_weight=torch.empty(1024, 4096, dtype=torch.bfloat16),
         )
     for heads in ((32, 8), (32, 2)):  # 8 rows, and 16
         grouped = make_batch([(1, 5)], **shape | {"num_heads": heads[0], "num_kv_heads": heads[1]})

@@ -15,10 +15,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fleetfoot.kernels.linear.linear_triton import Tiling, TritonLinear
+from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.staged import StagedTiling
 from fleetfoot.kernels.linear.streamed import StreamedTiling
 from fleetfoot.kernels.linear.tiled import TiledTiling
+from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.filters import RowFilters
 from fleetfoot.kernels.sampling.sample import RandomRows
@@ -74,13 +75,13 @@ def main() -> None:
         (40, TiledTiling(row_tile=64, num_stages=3)),
     )
     for num_rows, tiling in tilings:
-        TritonLinear(empty(256, 1024), None, gated=True).launch(empty(num_rows, 1024), tiling)
+        ChainedGateUp(empty(256, 1024)).launch(empty(num_rows, 1024), tiling)
     for num_rows, num_inputs in ((8, 1024), (1, 1000)):
-        pending = TritonLinear(empty(1024, num_inputs), None).join(
+        deferred = ChainedResidual(empty(1024, num_inputs)).add_and_norm(
             empty(num_rows, num_inputs), empty(num_rows, 1024), empty(1024), 1e-6
         )
-        assert pending is not None
-        TritonLinear(empty(512, 1024), None, gated=num_rows == 8).of_pending_norm(pending)
+        assert deferred is not None
+        (ChainedGateUp if num_rows == 8 else ChainedLinear)(empty(512, 1024))(deferred)
 
 
 if __name__ == "__main__":

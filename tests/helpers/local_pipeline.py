@@ -34,7 +34,7 @@ class LocalPipelineGroup(PipelineGroup):
     ) -> None:
         self._buffers = None
         if hidden_size is not None and rank > 0:
-            self._buffers = IntermediateTensors(*torch.full((2, MAX_NUM_TOKENS, hidden_size), float("nan")))
+            self._buffers = IntermediateTensors(torch.full((MAX_NUM_TOKENS, hidden_size), float("nan")))
         self.rank = rank
         self.size = len(ways) + 1
         self._ways = ways
@@ -48,11 +48,7 @@ class LocalPipelineGroup(PipelineGroup):
         assert tensors.hidden_states.shape[0] == num_tokens
         if self._buffers is None:
             return tensors
-        for buffer, tensor in (
-            (self._buffers.hidden_states, tensors.hidden_states),
-            (self._buffers.residual, tensors.residual),
-        ):
-            buffer.fill_(float("nan"))[:num_tokens] = tensor
+        self._buffers.hidden_states.fill_(float("nan"))[:num_tokens] = tensors.hidden_states
         return self.buffers(num_tokens)
 
     def buffers(self, num_tokens: int) -> IntermediateTensors | None:
@@ -62,7 +58,7 @@ class LocalPipelineGroup(PipelineGroup):
         return self._buffers.first(num_tokens)
 
     def send(self, tensors: IntermediateTensors) -> None:
-        self._ways[self.rank].append(IntermediateTensors(tensors.hidden_states.clone(), tensors.residual.clone()))
+        self._ways[self.rank].append(IntermediateTensors(tensors.hidden_states.clone()))
 
     def send_sampled_tokens(self, packet: torch.Tensor) -> None:
         assert self.is_last_rank

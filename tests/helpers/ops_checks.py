@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.linear.linear_triton import Tiling, TritonLinear
+from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
+from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.sampling.sample import RandomRows
 from tests.helpers.kernels import reference_kernels, triton_kernels
 
@@ -107,7 +108,8 @@ def linear_error(
     weight = (torch.randn(num_outputs * scale, num_inputs, device=device) * num_inputs**-0.5).to(dtype)
     offset = torch.randn(num_outputs * scale, device=device).to(dtype) if bias else None
     x = torch.randn(num_rows, num_inputs + 16, device=device).to(dtype)[:, :num_inputs]
-    layer = TritonLinear(weight, offset, gated=gated, may_split=may_split)
+    assert not (gated and may_split)
+    layer = (ChainedGateUp if gated else ChainedResidual if may_split else ChainedLinear)(weight, offset)
     actual = layer(x) if tiling is None else layer.launch(x, tiling)
     if actual.ndim == 3:
         assert may_split or tiling is not None
@@ -122,8 +124,8 @@ def linear_error(
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-def check_pending_norm(shape: tuple[int, int, int, int], *, gated: bool, bias: bool, device: str) -> None:
-    """A layer whose outputs join a residual, the norm of the sum, and the layer that reads it.
+def check_deferred_norm(shape: tuple[int, int, int, int], *, gated: bool, bias: bool, device: str) -> None:
+    """A layer that adds to the residual and defers the norm of the sum, and the layer that reads it.
 
     Args:
         shape: rows, the first layer's inputs and outputs, and the second's outputs.
@@ -134,24 +136,22 @@ def check_pending_norm(shape: tuple[int, int, int, int], *, gated: bool, bias: b
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device).to(dtype)
 
-    joining = TRITON.prepare_residual_linear(random(hidden, num_inputs) * num_inputs**-0.5, random(hidden))
+    adding = ChainedResidual(random(hidden, num_inputs) * num_inputs**-0.5, random(hidden))
     second = random(num_outputs * (2 if gated else 1), hidden) * hidden**-0.5
     offset = random(len(second)) if bias else None
-    reading = (TRITON.prepare_gate_up if gated else TRITON.prepare_linear)(second, offset)
-    assert isinstance(joining, TritonLinear)
-    assert isinstance(reading, TritonLinear)
+    reading = (ChainedGateUp if gated else ChainedLinear)(second, offset)
     x, residual, norm = random(num_rows, num_inputs), 20 * random(num_rows, hidden), random(hidden)
-    pending = joining.join(x, residual, norm, EPS)
-    assert pending is not None
-    assert reading.reads_pending_norm(num_rows)
-    total = TRITON.add_rms_norm(joining(x), residual, norm, EPS)[1]
-    assert torch.equal(pending.total, total)  # the same sums, rounded where the steps apart round
-    assert_near(pending.finished(), rms_norm_64(total, norm))
+    deferred = adding.add_and_norm(x, residual, norm, EPS)
+    assert deferred is not None
+    assert reading.reads_deferred_norm(num_rows)
+    total = TRITON.add_rms_norm(adding(x), residual, norm, EPS)[1]
+    assert torch.equal(deferred.total, total)  # the same sums, rounded where the steps apart round
+    assert_near(deferred.finished(), rms_norm_64(total, norm))
     expected = rms_norm_64(total, norm) @ second.double().T + (0 if offset is None else offset.double())
     if gated:
         gate, up = expected.to(dtype).double().chunk(2, dim=1)
         expected = F.silu(gate) * up
-    error = float((reading.of_pending_norm(pending).double() - expected).norm() / expected.norm())
+    error = float((reading(deferred).double() - expected).norm() / expected.norm())
     assert error < (3 if gated else 1) * torch.finfo(dtype).eps
 
 

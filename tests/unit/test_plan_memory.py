@@ -114,8 +114,8 @@ def fitted(total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", **se
 def test_weights_are_what_the_model_holds(changes: dict[str, Any], device: str) -> None:
     model = dataclasses.replace(SMALL, **changes)
     context = ModelContext(cpu_kernels(), cpu_kernels().attention, getattr(torch, model.dtype), torch.device("meta"))
-    slots = list(model_class(model.architecture)(model, context).weight_slots())
-    held = sum(slot.destination().nbytes for slot in slots)
+    specs = list(model_class(model.architecture)(model, context).weight_specs())
+    held = sum(spec.destination().nbytes for spec in specs)
     packed_again = SMALL.vocab_size * SMALL.hidden_size * DTYPE_BYTES[model.dtype] * model.tie_word_embeddings
     expected = held + (packed_again if device == "cpu" else 0)
     assert weight_bytes(shape_of(model, device)) == expected
@@ -206,14 +206,15 @@ def test_weights_of_a_rank_are_what_it_holds(tensor_size: int, pipeline_size: in
         )
         part = model_class(model.architecture)(model, context, stage.layers)
         assert (part.is_first, part.is_last) == (stage.is_first, stage.is_last)
-        held = sum(slot.destination().nbytes for slot in part.weight_slots())
+        held = sum(spec.destination().nbytes for spec in part.weight_specs())
         rows = min(vocab_rows(model.vocab_size, tensor_size), model.vocab_size)
         padding = (vocab_rows(model.vocab_size, tensor_size) - rows) * model.hidden_size * 4
         has_embedding = stage.is_first or (stage.is_last and tied)
         lookup = (model.hidden_size * 4 + model.vocab_size * 8) * (tensor_size > 1 and has_embedding)
         assert weight_bytes(stage) == held + padding + lookup
         layout = KVLayout.of(model, 1, 16, "float32", tensor_parallel_size=tensor_size, layers=stage.layers)
-        assert layout.layers == (KVCacheSpec(part.heads.num_kv_heads, part.heads.head_dim),) * len(part.layers)
+        heads = [layer.self_attn.heads for layer in part.model.layers.values()]
+        assert layout.layers == tuple(KVCacheSpec(each.num_kv_heads, each.head_dim) for each in heads)
         assert kv_block_bytes(stage) == layout.bytes_per_block
 
 
@@ -236,12 +237,12 @@ def test_buffers_between_ranks() -> None:
     tensor = shape_of(LLAMA_8B, "cuda", EngineConfig(tensor_parallel_size=2))
     words = custom_all_reduce_words(LLAMA_8B.hidden_size, torch.bfloat16, 2)
     assert communication_bytes(tensor) - words * 8 == 752 << 20  # NCCL's own
-    step = 2 * 2048 * 48 * 4
+    step = 2048 * 48 * 4
     pipeline = shape_of(SMALL, "cpu", EngineConfig(pipeline_parallel_size=3))
     assert [communication_bytes(stage) for stage in pipeline.stages()] == [step, 2 * step, step]
     on_gpus = shape_of(SMALL, "cuda", EngineConfig(pipeline_parallel_size=2))
     first, last = (communication_bytes(stage) for stage in on_gpus.stages())
-    step = 2 * on_gpus.max_num_batched_tokens * 48 * DTYPE_BYTES[on_gpus.dtype]
+    step = on_gpus.max_num_batched_tokens * 48 * DTYPE_BYTES[on_gpus.dtype]
     assert last - first == step  # both have room for what the other writes
     assert communication_bytes(shape_of(SMALL, "cpu", EngineConfig(tensor_parallel_size=2))) == 0
 

@@ -15,8 +15,8 @@ from tests.helpers.kernels import cpu_kernels
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.slots import WeightError
 from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.weights import WeightError
 from fleetfoot.speculative.draft_steps import DraftSteps
 from fleetfoot.speculative.drafter import DraftBatch
 from fleetfoot.speculative.eagle import EagleDrafter
@@ -57,7 +57,7 @@ def weights(*, bias: bool = False, norm: bool = False, prefix: str = "", extra: 
 
 @dataclass
 class Target:
-    """The two ends of a model, between which nothing is wanted here."""
+    """The two ends of a model, without any layers between them."""
 
     has_embedding: bool = True
     table: torch.Tensor = field(

@@ -18,7 +18,7 @@ from tests.helpers.attention_batches import Batch, Requests, make_batch, make_fu
 from tests.helpers.interpreter import mend_interpreter
 
 from fleetfoot.kernels.attention import triton_backend as triton_module
-from fleetfoot.kernels.attention.decode import _ahead_rows, paged_attention_decode
+from fleetfoot.kernels.attention.decode import _prefetch_arguments, paged_attention_decode
 from fleetfoot.kernels.attention.decode_tiling import MAX_ROWS, DecodeTiling, choose_decode_tiling, most_rows
 from fleetfoot.kernels.attention.prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
@@ -333,13 +333,13 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
     check_fused(requests, head_dim=head_dim, has_norm=has_norm, window=window)
 
 
-def test_how_much_of_a_weight_is_asked_for() -> None:
+def test_how_much_of_a_weight_is_prefetched() -> None:
     def rows(*shape: int) -> tuple[int, int, int, int]:
-        return _ahead_rows(torch.empty(shape, dtype=torch.bfloat16, device="meta"), 528)
+        return _prefetch_arguments(torch.empty(shape, dtype=torch.bfloat16, device="meta"), 528)
 
     assert rows(4096, 4096) == (4096, 8, 8192, 8192)
     assert rows(16384, 16384) == (16384, 32, 32768, 2048)  # a stretch of every row, 32 MB in all
-    assert rows(100, 20) == _ahead_rows(None, 528) == (0, 0, 0, 0)  # rows of 40 bytes are not aligned
+    assert rows(100, 20) == _prefetch_arguments(None, 528) == (0, 0, 0, 0)  # rows of 40 bytes are not aligned
 
 
 def check_fused(
@@ -364,7 +364,7 @@ def check_fused(
         tiling=TILING,
         rotary=batch.rotary,
         slot_mapping=metadata.slot_mapping,
-        ahead=torch.ones(37, 24),
+        prefetch_weight=torch.ones(37, 24),
     )
     live = metadata.slot_mapping >= 0
     assert relative_error(out[live], expected[live]) < BOUND[out.dtype]

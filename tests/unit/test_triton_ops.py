@@ -14,7 +14,7 @@ import torch
 from tests.helpers.ops_checks import (
     TRITON,
     TWINS,
-    check_pending_norm,
+    check_deferred_norm,
     check_rms_norm,
     check_rope_and_cache,
     check_samples,
@@ -23,12 +23,12 @@ from tests.helpers.ops_checks import (
     random_logits,
 )
 
-from fleetfoot.kernels.linear.linear import Accumulates
-from fleetfoot.kernels.linear.linear_triton import Tiling, TritonLinear, choose_tiling, gated_row_groups, shared_bytes
+from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.staged import StagedTiling
 from fleetfoot.kernels.linear.streamed import StreamedTiling
 from fleetfoot.kernels.linear.tiled import TiledTiling
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups, shared_bytes
+from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
 from fleetfoot.kernels.norm.rms_norm_triton import MAX_SIZE
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.sampling.sample import RandomRows
@@ -207,21 +207,20 @@ def test_linear_chooses(num_rows: int) -> None:
 )
 def test_a_norm_between_two_layers(shape: tuple[int, int, int, int], gated: bool, bias: bool) -> None:
     """Staged and streamed on either side, whole tiles and not."""
-    check_pending_norm(shape, gated=gated, bias=bias, device="cpu")
+    check_deferred_norm(shape, gated=gated, bias=bias, device="cpu")
 
 
-def test_norms_are_left_to_layers_of_few_rows_in_bfloat16() -> None:
+def test_norms_are_deferred_for_few_rows_in_bfloat16() -> None:
     weight, x, norm = torch.randn(64, 128).bfloat16(), torch.randn(9, 128).bfloat16(), torch.ones(64).bfloat16()
-    layer, half = TritonLinear(weight, None, may_split=True), TritonLinear(weight.half(), None)
-    gated = TritonLinear(weight, None, gated=True)
-    assert [layer.reads_pending_norm(num_rows) for num_rows in (1, 8, 9)] == [True, True, False]
-    assert gated.reads_pending_norm(8)
-    assert not half.reads_pending_norm(1)
-    assert layer.join(x, x[:, :64], norm, 1e-6) is None
-    assert half.join(x[:1].half(), x[:1, :64].half(), norm.half(), 1e-6) is None
-    assert gated.join(x[:1], x[:1, :32], norm[:32], 1e-6) is None
-    with pytest.raises(ValueError, match=r"x \[9, 128\] is not read with its norm pending"):
-        layer.of_pending_norm(PendingNorm.empty(x, 1, 1e-6))
+    layer, half = ChainedResidual(weight), ChainedResidual(weight.half())
+    assert [layer.reads_deferred_norm(num_rows) for num_rows in (1, 8, 9)] == [True, True, False]
+    assert ChainedGateUp(weight).reads_deferred_norm(8)
+    assert not half.reads_deferred_norm(1)
+    assert layer.add_and_norm(x, x[:, :64], norm, 1e-6) is None
+    assert half.add_and_norm(x[:1].half(), x[:1, :64].half(), norm.half(), 1e-6) is None
+    for rows in (x, x[:1, :64]):  # too many, and too narrow
+        with pytest.raises(ValueError, match=rf"a deferred norm \[{len(rows)}, {rows.shape[1]}\] is not read: see"):
+            layer(DeferredRMSNorm.empty(rows, 1, 1e-6))
 
 
 @pytest.mark.parametrize("num_rows", [0, 257])
@@ -232,7 +231,7 @@ def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) 
     x = torch.randn(num_rows, 32).bfloat16()
     if gated and num_rows and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("the gate needs Triton's interpreter")
-    layer = TritonLinear(weight, bias, gated=gated)
+    layer = (ChainedGateUp if gated else ChainedLinear)(weight, bias)
     expected = torch.nn.functional.linear(x, weight, bias)
     if gated:
         expected = TWINS.silu_and_mul(expected)
@@ -241,19 +240,17 @@ def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) 
 
 def test_the_library_adds_to_the_residual() -> None:
     weight, x, total = torch.randn(1024, 64).bfloat16(), torch.randn(300, 64).bfloat16(), torch.randn(300, 1024)
-    layer = TRITON.prepare_residual_linear(weight)
-    assert isinstance(layer, Accumulates)
+    layer = ChainedResidual(weight)
     summed = total.bfloat16()
-    assert layer.accumulate(x, summed)
+    assert layer.add_to(x, summed)
     expected = total.bfloat16().float() + x.float() @ weight.float().t()
     torch.testing.assert_close(summed, expected.bfloat16(), rtol=1e-2, atol=1e-2)
     # Where a kernel of ours is faster, and where there is a bias, nothing is done.
     few = total[:16].bfloat16()
-    assert not layer.accumulate(x[:16], few)
-    biased = TRITON.prepare_residual_linear(weight, torch.ones(1024).bfloat16())
-    assert isinstance(biased, Accumulates)
+    assert not layer.add_to(x[:16], few)
+    biased = ChainedResidual(weight, torch.ones(1024).bfloat16())
     whole = total.bfloat16()
-    assert not biased.accumulate(x, whole)
+    assert not biased.add_to(x, whole)
     assert torch.equal(few, total[:16].bfloat16())
     assert torch.equal(whole, total.bfloat16())
 

@@ -18,8 +18,8 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.slots import WeightError, WeightSlot
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.weights import WeightError, WeightSpec
 from fleetfoot.weights.checkpoint import Checkpoint
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
@@ -46,9 +46,9 @@ def config(*, tied: bool = False) -> ModelConfig:
 
 
 def weights(model: CausalLM) -> Tensors:
-    """A copy of what the slots hold."""
-    values = {slot.name: slot.destination().clone() for slot in model.weight_slots()}
-    model.finish_loading()
+    """A copy of what the specs hold."""
+    values = {spec.name: spec.destination().clone() for spec in model.weight_specs()}
+    model.process_weights_after_loading()
     return values
 
 
@@ -291,8 +291,8 @@ def rank_context(rank: int, size: int) -> ModelContext:
 def save_shared(folder: Path, *, tied: bool) -> tuple[ModelConfig, Tensors]:
     shared = dataclasses.replace(SHARED, tie_word_embeddings=tied)
     whole = load_model(shared, CONTEXT, None, "dummy")
-    for slot in whole.weight_slots():  # biases and norms are made to differ too
-        slot.destination().normal_()
+    for spec in whole.weight_specs():  # biases and norms are made to differ too
+        spec.destination().normal_()
     tensors = weights(whole)
     save(folder, tensors)
     return shared, tensors
@@ -305,12 +305,12 @@ def test_ranks_hold_their_parts_and_together_all(tied: bool, size: int, tmp_path
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
     for rank in range(size):
         model = load_model(shared, rank_context(rank, size), tmp_path)
-        for slot in model.weight_slots():
-            held = slot.destination()
-            assert torch.equal(held, tensors[slot.name][slot.part] if slot.part else tensors[slot.name])
-            assert slot.shape == tensors[slot.name].shape
-            found[slot.name][slot.part] = held
-        names = {slot.name for slot in model.weight_slots()}
+        for spec in model.weight_specs():
+            held = spec.destination()
+            assert torch.equal(held, tensors[spec.name][spec.part] if spec.part else tensors[spec.name])
+            assert spec.shape == tensors[spec.name].shape
+            found[spec.name][spec.part] = held
+        names = {spec.name for spec in model.weight_specs()}
         assert {name for name in tensors.keys() - names} == (
             set() if rank == 0 else {name for name in tensors if name.endswith(("o_proj.bias", "down_proj.bias"))}
         )
@@ -336,7 +336,7 @@ def test_a_rank_reads_only_its_bytes(
     for rank in range(size):
         read.clear()
         model = load_model(shared, rank_context(rank, size), tmp_path, layers=layers)
-        assert read == {slot.name: slot.destination().nbytes for slot in model.weight_slots()}
+        assert read == {spec.name: spec.destination().nbytes for spec in model.weight_specs()}
         numbers = {int(name.split(".")[2]) for name in read if name.startswith("model.layers.")}
         assert numbers == set(layers or range(2))
         totals.append(sum(read.values()))
@@ -367,9 +367,9 @@ def test_padding_of_the_vocabulary_is_zero(tied: bool, tmp_path: Path) -> None:
     sizes = []
     for rank in range(4):
         model = load_model(shared, rank_context(rank, 4), tmp_path)
-        (embedding,) = [slot for slot in model.weight_slots() if slot.name == EMBEDDING]
+        (embedding,) = [spec for spec in model.weight_specs() if spec.name == EMBEDDING]
         sizes.append(len(embedding.destination()))
-        logits = model._head._prepared if tied else model._head._linear._prepared  # type: ignore[attr-defined]
+        logits = model.lm_head._prepared if tied else model.lm_head.weight._prepared  # type: ignore[union-attr]
         assert logits.weight().shape == (16, 16)
         assert not logits.weight()[sizes[-1] :].any()
         assert torch.equal(logits.weight()[: sizes[-1]], tensors[EMBEDDING if tied else HEAD][16 * rank :][:16])
@@ -401,16 +401,16 @@ def test_ranks_share_the_dummy_weights_of_the_whole(size: int) -> None:
     whole = weights(load_model(SHARED, CONTEXT, None, "dummy", 3))
     for rank in range(size):
         model = load_model(SHARED, rank_context(rank, size), None, "dummy", 3)
-        for slot in model.weight_slots():
-            assert torch.equal(slot.destination(), whole[slot.name][slot.part] if slot.part else whole[slot.name])
+        for spec in model.weight_specs():
+            assert torch.equal(spec.destination(), whole[spec.name][spec.part] if spec.part else whole[spec.name])
 
 
 @pytest.mark.parametrize("part", [(slice(100, 1100), slice(0, 1024)), (slice(0, 1200), slice(512, 768))])
 def test_parts_of_large_dummy_weights(part: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetfoot.weights.dummy._MAX_COPIED", 100_000)
     whole, held = torch.empty(1200, 1024), torch.empty(1200, 1024)[part]
-    fill_dummy([WeightSlot("matrix", (1200, 1024), lambda: whole)], seed=0)
-    fill_dummy([WeightSlot("matrix", (1200, 1024), lambda: held, part=part)], seed=0)
+    fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: whole)], seed=0)
+    fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: held, part=part)], seed=0)
     assert torch.equal(held, whole[part])
 
 
@@ -435,7 +435,7 @@ def test_dummy_weights() -> None:
 
 def test_large_dummy_weights_repeat_no_row() -> None:
     matrix = torch.empty(1200, 1024)
-    fill_dummy([WeightSlot("matrix", (1200, 1024), lambda: matrix)], seed=0)
+    fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: matrix)], seed=0)
     assert torch.equal(matrix.view(-1)[1048573:], matrix.view(-1)[: 1200 * 1024 - 1048573])
     assert len(matrix.unique(dim=0)) == 1200
     assert matrix.std().item() == pytest.approx(0.02, rel=0.01)

@@ -27,7 +27,7 @@ _MOST_PROGRAMS = 128
 
 def p2p_channel_words(max_num_tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
     """64-bit words that `P2PChannel` needs on each rank."""
-    return _DATA + 2 * (max_num_tokens * hidden_size * dtype.itemsize // 8)
+    return _DATA + max_num_tokens * hidden_size * dtype.itemsize // 8
 
 
 def can_send(hidden_size: int, dtype: torch.dtype) -> bool:
@@ -51,10 +51,9 @@ class P2PChannel:
 
     def send(self, tensors: IntermediateTensors) -> None:
         """Queue the copy to the next rank. Work queued later may overwrite the tensors."""
-        hidden, residual = _words(tensors.hidden_states), _words(tensors.residual)
+        hidden = _words(tensors.hidden_states)
         _push_kernel[(_num_programs(hidden),)](
             hidden,
-            residual,
             self._memory.local,
             self._memory.addresses[self._rank + 1],
             self._num_sent,
@@ -68,11 +67,10 @@ class P2PChannel:
 
     def receive(self, tensors: IntermediateTensors) -> None:
         """Queue the copy of the previous rank's step into ``tensors``, which have its shape."""
-        hidden, residual = _words(tensors.hidden_states), _words(tensors.residual)
+        hidden = _words(tensors.hidden_states)
         self._num_received += 1
         _pull_kernel[(_num_programs(hidden),)](
             hidden,
-            residual,
             self._memory.local,
             self._num_received,
             hidden.numel(),
@@ -98,7 +96,6 @@ def _num_programs(words: torch.Tensor) -> int:
 @triton_kernel(unspecialized=("number", "num_words"))
 def _push_kernel(
     hidden_ptr,
-    residual_ptr,
     local_ptr,
     address_ptr,
     number,
@@ -113,13 +110,11 @@ def _push_kernel(
         index = begin + tl.arange(0, tile)
         is_word = index < num_words
         tl.store(peer_ptr + index, tl.load(hidden_ptr + index, mask=is_word), mask=is_word)
-        tl.store(peer_ptr + num_words + index, tl.load(residual_ptr + index, mask=is_word), mask=is_word)
 
 
 @triton_kernel(unspecialized=("number", "num_words"))
 def _pull_kernel(
     hidden_ptr,
-    residual_ptr,
     local_ptr,
     number,
     num_words,
@@ -134,9 +129,7 @@ def _pull_kernel(
         is_word = index < num_words
         # from L2, where the other GPU writes
         hidden = tl.load(data_ptr + index, mask=is_word, cache_modifier=".cg")
-        residual = tl.load(data_ptr + num_words + index, mask=is_word, cache_modifier=".cg")
         tl.store(hidden_ptr + index, hidden, mask=is_word)
-        tl.store(residual_ptr + index, residual, mask=is_word)
 
 
 @triton_kernel()

@@ -207,7 +207,7 @@ class TorchPipelineGroup(PipelineGroup):
         self._max_num_tokens = shape.max_num_tokens
 
         def buffer() -> torch.Tensor:
-            sizes = (2, shape.max_num_tokens, shape.hidden_size)
+            sizes = (shape.max_num_tokens, shape.hidden_size)
             return torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
 
         self._outgoing = None if self.is_last_rank or channel is not None else buffer()  # on its way to the next rank
@@ -229,8 +229,7 @@ class TorchPipelineGroup(PipelineGroup):
             self._channel.receive(tensors)
         else:
             # waits until the device reaches this step: a pending receive would slow down the previous step's kernels
-            for tensor in (tensors.hidden_states, tensors.residual):
-                dist.recv(tensor, group=self._activations, group_src=self.rank - 1)
+            dist.recv(tensors.hidden_states, group=self._activations, group_src=self.rank - 1)
         return tensors
 
     def buffers(self, num_tokens: int) -> IntermediateTensors | None:
@@ -247,10 +246,8 @@ class TorchPipelineGroup(PipelineGroup):
         outgoing = self._of_step(self._outgoing, tensors.hidden_states.shape[0])
         for work in self._sending:
             work.wait()  # until then the buffer belongs to the previous step
-        self._sending = []
-        for own, leaving in ((outgoing.hidden_states, tensors.hidden_states), (outgoing.residual, tensors.residual)):
-            own.copy_(leaving)
-            self._sending.append(dist.isend(own, group=self._activations, group_dst=self.rank + 1))
+        outgoing.hidden_states.copy_(tensors.hidden_states)
+        self._sending = [dist.isend(outgoing.hidden_states, group=self._activations, group_dst=self.rank + 1)]
 
     def send_sampled_tokens(self, packet: torch.Tensor) -> None:
         """See `PipelineGroup.send_sampled_tokens`. Never waits; earlier ranks receive packets when they need them.
@@ -280,9 +277,9 @@ class TorchPipelineGroup(PipelineGroup):
             dist.recv(packet, group=self._token_group, group_src=self.size - 1)
 
     def _of_step(self, buffer: torch.Tensor, num_tokens: int) -> IntermediateTensors:
-        """The first tokens of a buffer ``[2, max_num_tokens, hidden_size]``."""
+        """The first tokens of a buffer ``[max_num_tokens, hidden_size]``."""
         self._check_num_tokens(num_tokens)
-        return IntermediateTensors(buffer[0, :num_tokens], buffer[1, :num_tokens])
+        return IntermediateTensors(buffer[:num_tokens])
 
     def _check_num_tokens(self, num_tokens: int) -> None:
         if num_tokens > self._max_num_tokens:

@@ -85,7 +85,8 @@ class Worker:
             return DraftSettings(num_drafts=plan.drafter.num_drafts)
         from fleetfoot.speculative.build import build_speculation
 
-        return build_speculation(plan.config, plan.drafter.model, plan.max_model_len, context)
+        fuses = plan.runner == "v2"
+        return build_speculation(plan.config, plan.drafter.model, plan.max_model_len, context, fuses=fuses)
 
     def _make_runner(self, loader: ModelLoader, draft_settings: DraftSettings, connector: StepConnector) -> ModelRunner:
         plan = self.plan
@@ -99,6 +100,7 @@ class Worker:
                 draft_settings=draft_settings,
                 connector=connector,
                 pipeline=self.groups.pipeline,
+                fusion=plan.fusion,
             )
         return ModelRunnerV1(
             loader,

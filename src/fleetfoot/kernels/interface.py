@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from fleetfoot.kernels.attention.backend import AttentionBackend
     from fleetfoot.kernels.linear.linear import PreparedLinear
+    from fleetfoot.kernels.linear.linear_triton import LinearChain
     from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
     from fleetfoot.kernels.sampling.logits_processors import ListedTokens, LogitsProcessorTables
     from fleetfoot.kernels.sampling.sample import RandomRows
@@ -132,7 +133,7 @@ class Kernels:
     """``x [num_tokens, hidden]`` -> the same shape, normalised in float32, times ``weight [hidden]``."""
     add_rms_norm: AddRMSNorm
     """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first. ``x`` may
-    be what a layer of ``prepare_residual_linear`` gave: ``[splits, num_tokens, hidden]`` float32, to be summed."""
+    be partial sums ``[splits, num_tokens, hidden]`` float32."""
     silu_and_mul: SiluAndMul
     """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
     rope_and_cache: RopeAndCache
@@ -142,11 +143,6 @@ class Kernels:
     return ``query [num_tokens, num_heads, head_dim]``."""
     prepare_linear: PrepareLinear
     """Arrange ``weight [out, in]`` once for the device; the result maps ``x [n, in]`` -> ``[n, out]``."""
-    prepare_gate_up: PrepareLinear
-    """The same for a weight that is gate above up: it maps ``x [n, in]`` -> ``silu(gate) * up [n, out / 2]``."""
-    prepare_residual_linear: PrepareLinear
-    """The same for a layer whose output goes to ``add_rms_norm`` and nowhere else: it may be partial sums, and may be
-    something that `fleetfoot.kernels.linear.linear.Accumulates`, which adds to the residual at once."""
     sample: Sample
     """``logits [n, vocab]`` -> ``[n]`` int64: the argmax, or a draw: see `fleetfoot.kernels.sampling.sample`."""
     process_logits: ProcessLogits
@@ -165,3 +161,5 @@ class Kernels:
     """``(idx_mapping, query_start_loc, rows, sampled, num_sampled, num_rejected)``: advance the rows by a step."""
     apply_staged_writes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
     """``(staged, front, target, num_writes)``: bring a step's staged writes from the host into the device's state."""
+    linear_chain: LinearChain | None
+    """Linear layers for fused decoders; None: they call the plain layers."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
-from fleetfoot.kernels.linear.gated import GatedLinear
-from fleetfoot.kernels.linear.linear import PreparedLinear
-from fleetfoot.kernels.linear.linear_native import prepare_linear_native
 from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul_torch
 from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch, rms_norm_torch
 from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
@@ -184,12 +179,6 @@ def sample_native(
     if invalid is not None:
         mark_invalid(logits, token_ids, invalid)
     return token_ids
-
-
-def prepare_gate_up_native(
-    library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> PreparedLinear:
-    return GatedLinear(prepare_linear_native(library, weight, bias), partial(silu_and_mul_native, library))
 
 
 def _is_norm(weight: torch.Tensor | None, head_dim: int, dtype: torch.dtype) -> bool:

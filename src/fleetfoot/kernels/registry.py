@@ -93,18 +93,9 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "prepare_linear": _implementations(
             torch="linear.linear:prepare_linear_torch",
             native="linear.linear_native:prepare_linear_native",
-            triton="linear.linear_triton:prepare_linear_triton",
+            triton="linear.linear_triton:TritonLinear",
         ),
-        "prepare_gate_up": _implementations(
-            torch="linear.gated:prepare_gate_up_torch",
-            native="native_ops:prepare_gate_up_native",
-            triton="linear.linear_triton:prepare_gate_up_triton",
-        ),
-        "prepare_residual_linear": _implementations(
-            torch="linear.linear:prepare_linear_torch",
-            native="linear.linear_native:prepare_linear_native",
-            triton="linear.linear_triton:prepare_residual_linear_triton",
-        ),
+        "linear_chain": _implementations(torch="linear.linear:NO_CHAIN", triton="linear.linear_triton:TRITON_CHAIN"),
         # sampling
         "sample": _implementations(
             torch="sampling.sample:sample_torch",

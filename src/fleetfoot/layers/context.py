@@ -1,4 +1,4 @@
-"""What a model's layers are built with, handed down from the runner: no layer looks for itself."""
+"""What a model's layers are built with, handed down from the worker."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.kernels.attention.backend import AttentionBackend
 from fleetfoot.kernels.interface import Kernels
+from fleetfoot.quantization.base import LinearMethod
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +26,5 @@ class ModelContext:
     """Rows of the rotary table: the longest sequence that will be served. None: the model's own limit."""
     tensor_group: TensorGroup = SINGLE_TENSOR_GROUP
     """The ranks that share each layer."""
+    linear_method: LinearMethod = UNQUANTIZED
+    """How linear layers store and apply their weights."""

@@ -1,91 +1,104 @@
-"""One layer of a decoder: what a model has many of."""
+"""The decoder: a stack of layers on the residual stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
-from fleetfoot.layers.attention import Attention, AttentionHeads
+from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.mlp import MLP
-from fleetfoot.layers.norm import NormedLinear, RMSNorm
-from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.records.attention import AttentionMetadata, WantedTokens
+from fleetfoot.layers.mlp import GatedMLP
+from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.records.forward_context import ForwardContext
 
 
-class DecoderParts:
-    """Attention and MLP, each behind a norm; the first norm may be missing."""
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm, each added to the residual stream.
 
-    __slots__ = ("attention", "attention_norm", "before_mlp", "mlp", "mlp_norm")
-
-    attention_norm: RMSNorm | None
+    Args:
+        has_input_norm: False: attention reads the residual stream as it is (EAGLE heads).
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         context: ModelContext,
-        heads: AttentionHeads,
         cos_sin: torch.Tensor,
         layer: int,
+        kv_index: int,
         *,
         has_input_norm: bool = True,
     ) -> None:
-        self.attention_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps) if has_input_norm else None
-        self.attention = Attention(config, context, heads, cos_sin, layer)
-        self.mlp_norm = RMSNorm(context, config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, context)
-        self.before_mlp = NormedLinear(self.mlp_norm, self.mlp.gate_up)
+        super().__init__()
+        eps = config.rms_norm_eps
+        self.input_layernorm = RMSNorm(context, config.hidden_size, eps) if has_input_norm else nn.Identity()
+        self.self_attn = Attention(config, context, cos_sin, layer, kv_index)
+        self.post_attention_layernorm = RMSNorm(context, config.hidden_size, eps)
+        self.mlp = GatedMLP(config, context)
 
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        if self.attention_norm is not None:
-            yield from self.attention_norm.weight_slots(f"{prefix}input_layernorm.")
-        yield from self.attention.weight_slots(f"{prefix}self_attn.")
-        yield from self.mlp_norm.weight_slots(f"{prefix}post_attention_layernorm.")
-        yield from self.mlp.weight_slots(f"{prefix}mlp.")
-
-    def finish_loading(self) -> None:
-        self.attention.finish_loading()
-        self.mlp.finish_loading()
+    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), ctx)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class DecoderLayer(DecoderParts):
-    """With all its norms; sums with the residual stream are left to the norm that follows."""
+class DecoderRun(Protocol):
+    """Consecutive layers that run as one, such as those of `fleetfoot.fusion`."""
 
-    __slots__ = ("begins_with",)
+    def __call__(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape, or only the rows of ``ctx.logits`` of it."""
+        ...
 
-    attention_norm: RMSNorm
+    @property
+    def selects_logits(self) -> bool:
+        """Whether it returns only the rows of ``ctx.logits``."""
+        ...
 
-    def __init__(
-        self, config: ModelConfig, context: ModelContext, heads: AttentionHeads, cos_sin: torch.Tensor, layer: int
-    ) -> None:
-        super().__init__(config, context, heads, cos_sin, layer)
-        self.begins_with = NormedLinear(self.attention_norm, self.attention.qkv)
+    def shortened(self) -> DecoderRun:
+        """With as few layers as launch all the kernels that it launches."""
+        ...
 
-    def __call__(
-        self,
-        hidden: torch.Tensor | PendingNorm,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        wanted: WantedTokens | None = None,
-        then: NormedLinear | None = None,
-    ) -> tuple[torch.Tensor | PendingNorm, torch.Tensor]:
-        """``(hidden, residual)``, whose sum ``[num_tokens, hidden_size]`` is the layer's output, or twice that output
-        itself, or for ``then`` what else `RMSNorm.add` takes. The residual that was given may be written to.
+
+class DecoderStack(nn.ModuleDict):
+    """The layers of one rank, by their numbers in the model.
+
+    `set_runs` replaces layers by runs of them; the modules stay, and with them the weights.
+    """
+
+    def __init__(self, make_layer: Callable[[int, int], nn.Module], numbers: range) -> None:
+        """``make_layer``: called with a layer's number in the model and its index on this rank."""
+        super().__init__({str(number): make_layer(number, index) for index, number in enumerate(numbers)})
+        self._runs: list[DecoderRun | nn.Module] = list(self.values())
+        self._selects_logits = False
+
+    def set_runs(self, runs: Sequence[DecoderRun | nn.Module]) -> None:
+        """What `forward` calls, in order."""
+        self._runs = list(runs)
+        self._selects_logits = bool(getattr(runs[-1], "selects_logits", False))
+
+    def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape, or ``[num_logits, hidden_size]`` where ``ctx`` has
+        `LogitsMetadata`."""
+        for run in self._runs:
+            x = run(x, ctx)
+        return x if ctx.logits is None or self._selects_logits else ctx.logits.select(x)
+
+    def shortened(self, windows: Sequence[int | None]) -> DecoderStack:
+        """The same weights, with as few layers as launch all the kernels that this launches.
 
         Args:
-            wanted: the tokens whose output is made; of the others K and V alone. None: all.
-            then: what the layer that follows begins with, if it is given nothing but this one's result.
+            windows: of each layer; in between the first and the last, layers differ in nothing else.
         """
-        hidden, residual = self.attention_norm.add(hidden, residual)
-        if wanted is not None:
-            residual = wanted.of(residual)
-        hidden = self.attention(hidden, positions, kv_cache, metadata, residual, wanted, self.before_mlp)
-        if not len(residual):
-            return residual, residual
-        hidden, residual = self.mlp_norm.add(hidden, residual)
-        return self.mlp(hidden, residual, then), residual
+        short = copy(self)
+        if all(isinstance(run, nn.Module) for run in self._runs):
+            last = len(self._runs) - 1
+            kept = sorted({0, last, *(windows.index(window) for window in windows[:last])})
+            short._runs = [self._runs[index] for index in kept]
+        else:
+            short._runs = [run if isinstance(run, nn.Module) else run.shortened() for run in self._runs]
+        return short

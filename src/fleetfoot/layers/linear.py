@@ -1,36 +1,30 @@
-"""A linear layer that holds one or more of the checkpoint's, fused by rows into a single matrix product."""
+"""Linear layers over a tensor group: split by outputs, or by inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 
-from fleetfoot.kernels.interface import PrepareLinear
-from fleetfoot.kernels.linear.linear import PreparedLinear, ReadsPendingNorm
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.config.sharding import vocab_rows, vocab_span
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.slots import WeightSlot
+from fleetfoot.layers.weights import WeightModule
+from fleetfoot.quantization.base import LinearShape
+from fleetfoot.records.weights import WeightSpec
 
 
-class Linear:
-    """``x [n, in_features]`` -> ``x @ weight.T + bias [n, sum of the parts]``, or this rank's part of it.
+class ColumnParallelLinear(WeightModule):
+    """``x [n, in_features]`` -> ``x @ weight.T + bias [n, outputs of this rank]``.
 
-    The weight lies plain while values are being written to its slots. `finish_loading` then hands it to the operation
-    that prepares it, which may rearrange it, and lets go of the plain one. A slot that is opened later gets the plain
-    values back, and the next `finish_loading` puts them in the place of the prepared ones.
+    Several layers of the checkpoint that read the same input are one matrix product (q, k and v; gate and up).
     """
-
-    __slots__ = ("_bias", "_columns", "_in_features", "_parts", "_prepare", "_prepared", "_rows", "_shape", "_weight")
 
     def __init__(
         self,
         context: ModelContext,
         in_features: int,
         parts: Sequence[tuple[str, int]],
-        bias: bool,
-        prepare: PrepareLinear | None = None,
+        bias: bool = False,
         *,
         rows: Sequence[slice] | None = None,
         columns: slice | None = None,
@@ -39,69 +33,71 @@ class Linear:
         """Args:
         in_features, parts: as in the checkpoint: the number of input features, and the name of each fused layer with
             its number of output features.
-        prepare: the operation that makes the layer, which may give its result another form; None:
-            ``Kernels.prepare_linear``.
         rows: of each part, the outputs that this rank computes; None: all.
-        columns: the inputs that this rank has; None: all. With fewer, its outputs are to be summed over the ranks, and
-            one rank alone is to have the bias.
+        columns: the inputs that this rank has; None: all.
         padding: outputs behind the others that are always 0.
         """
-        self._prepare = context.ops.prepare_linear if prepare is None else prepare
-        self._parts = tuple(parts)
-        self._in_features = in_features
-        self._rows = tuple(slice(0, size) for _, size in parts) if rows is None else tuple(rows)
-        self._columns = slice(0, in_features) if columns is None else columns
-        held = sum(span.stop - span.start for span in self._rows)
-        self._shape = (held + padding, self._columns.stop - self._columns.start)
-        weight = torch.empty(self._shape, dtype=context.dtype, device=context.device)
-        weight[held:] = 0
-        self._weight: torch.Tensor | None = weight
-        self._bias = torch.zeros(self._shape[0], dtype=context.dtype, device=context.device) if bias else None
-        self._prepared: PreparedLinear | None = None
+        super().__init__()
+        own_rows = tuple(slice(0, size) for _, size in parts) if rows is None else tuple(rows)
+        own_columns = slice(0, in_features) if columns is None else columns
+        shape = LinearShape(in_features, tuple(parts), own_rows, own_columns, bias, padding)
+        self.weight = context.linear_method.make_weight(shape, context.ops, context.dtype, context.device)
 
-    def __call__(self, x: torch.Tensor | PendingNorm) -> torch.Tensor:
-        """``x`` may be what a norm gives, with part of the norm left to be done, if it `reads_pending_norm`."""
-        if self._prepared is None:
-            raise RuntimeError("a linear layer was called before finish_loading()")
-        if isinstance(x, PendingNorm):
-            assert isinstance(self._prepared, ReadsPendingNorm)
-            return self._prepared.of_pending_norm(x)
-        return self._prepared(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.apply(x)
 
-    def reads_pending_norm(self, num_rows: int) -> bool:
-        """Whether it takes a `PendingNorm` of so many rows."""
-        return isinstance(self._prepared, ReadsPendingNorm) and self._prepared.reads_pending_norm(num_rows)
+    def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
+        return self.weight.weight_specs(prefix)
 
-    @property
-    def prepared(self) -> PreparedLinear:
-        """What the operation has made of it, from the first `finish_loading` on."""
-        assert self._prepared is not None
-        return self._prepared
+    def process_own_weights(self) -> None:
+        self.weight.process_weights_after_loading()
 
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """One slot for the weight, and the bias if there is one, of each part: ``{prefix}{part}.weight``."""
-        first = 0
-        for (name, size), rows in zip(self._parts, self._rows, strict=True):
-            span = slice(first, first + rows.stop - rows.start)
-            weight, bias, has_all_rows = f"{prefix}{name}.weight", f"{prefix}{name}.bias", rows == slice(0, size)
-            part = () if has_all_rows and self._columns == slice(0, self._in_features) else (rows, self._columns)
-            yield WeightSlot(weight, (size, self._in_features), partial(self._weight_rows, span), part=part)
-            if self._bias is not None:
-                open_bias = partial(self._bias.__getitem__, span)
-                yield WeightSlot(bias, (size,), open_bias, part=() if has_all_rows else (rows,))
-            first = span.stop
 
-    def finish_loading(self) -> None:
-        if self._weight is None:  # nothing was opened since; a bias is written where it is used
-            return
-        if self._prepared is None:
-            self._prepared = self._prepare(self._weight, self._bias)
+class RowParallelLinear(WeightModule):
+    """``x [n, inputs of this rank]`` -> ``[n, out_features]``, complete on every rank.
+
+    There are two ways over a tensor group. Split by inputs, each rank computes a part of a sum (Megatron-LM, Shoeybi et
+    al. 2019): one all-reduce, and rounding that depends on the number of ranks. Split by outputs, the inputs are
+    gathered before and the outputs behind: two messages, and the bits of one rank. The group determines which
+    (`TensorGroup.bitwise_reproducible`).
+    """
+
+    def __init__(
+        self, context: ModelContext, name: str, in_features: int, out_features: int, bias: bool, inputs: slice
+    ) -> None:
+        """``name``: in the checkpoint. ``inputs``: those of ``in_features`` that this rank has."""
+        super().__init__()
+        group = self.group = context.tensor_group
+        self._in_features, self._out_features = in_features, out_features
+        self.is_gathered = group.bitwise_reproducible and group.size > 1
+        if self.is_gathered:
+            rows = vocab_span(out_features, group.rank, group.size)
+            shape = LinearShape(
+                in_features,
+                ((name, out_features),),
+                (rows,),
+                slice(0, in_features),
+                bias,
+                padding=vocab_rows(out_features, group.size) - (rows.stop - rows.start),
+            )
         else:
-            self._prepared.replace(self._weight)
-        self._weight = None
+            has_bias = bias and group.is_first_rank  # once in the sum over the ranks
+            shape = LinearShape(in_features, ((name, out_features),), (slice(0, out_features),), inputs, has_bias)
+        self.weight = context.linear_method.make_weight(shape, context.ops, context.dtype, context.device)
 
-    def _weight_rows(self, span: slice) -> torch.Tensor:
-        if self._weight is None:
-            assert self._prepared is not None
-            self._weight = self._prepared.weight()
-        return self._weight[span]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        partial = self.partial(x)
+        return partial if self.is_gathered else self.group.all_reduce(partial)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """``[n, out_features]``: this rank's part of the sum over the group; the whole where it is gathered."""
+        if not self.is_gathered:
+            return self.weight.apply(x)
+        whole = self.group.all_gather(x, self._in_features)
+        return self.group.all_gather(self.weight.apply(whole), self._out_features)
+
+    def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
+        return self.weight.weight_specs(prefix)
+
+    def process_own_weights(self) -> None:
+        self.weight.process_weights_after_loading()

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.sharding import even_span
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.linear import Linear
-from fleetfoot.layers.norm import NormedLinear
-from fleetfoot.layers.residual_linear import ResidualLinear
-from fleetfoot.layers.slots import WeightSlot
+from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
-class MLP:
+class MLP(Protocol):
+    """What a decoder layer needs of its feed-forward part; dense is one, experts are another."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape."""
+        ...
+
+
+class GatedMLP(nn.Module):
     """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, gate and up in one product."""
 
-    __slots__ = ("down", "gate_up")
-
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        hidden_size, size = config.hidden_size, config.intermediate_size
-        group, ops = context.tensor_group, context.ops
+        super().__init__()
+        size, group = config.intermediate_size, context.tensor_group
         part = even_span(size, group.rank, group.size)
-        gate_up = (("gate_proj", size), ("up_proj", size))
-        self.gate_up = Linear(context, hidden_size, gate_up, config.mlp_bias, ops.prepare_gate_up, rows=(part, part))
-        self.down = ResidualLinear(context, "down_proj", size, hidden_size, config.mlp_bias, part)
+        parts = (("gate_proj", size), ("up_proj", size))
+        self.gate_up_proj = ColumnParallelLinear(context, config.hidden_size, parts, config.mlp_bias, rows=(part, part))
+        self.down_proj = RowParallelLinear(context, "down_proj", size, config.hidden_size, config.mlp_bias, part)
+        self._silu_and_mul = context.ops.silu_and_mul
 
-    def __call__(
-        self, x: torch.Tensor | PendingNorm, residual: torch.Tensor | None = None, then: NormedLinear | None = None
-    ) -> torch.Tensor | PendingNorm:
-        """``x [num_tokens, hidden_size]`` -> the same shape, or what else `ResidualLinear` gives, for the norm that
-        follows, which also adds up what the ranks of a tensor group have."""
-        return self.down(self.gate_up(x), residual, then)
-
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        yield from self.gate_up.weight_slots(prefix)
-        yield from self.down.weight_slots(prefix)
-
-    def finish_loading(self) -> None:
-        self.gate_up.finish_loading()
-        self.down.finish_loading()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x)  # [num_tokens, 2 * intermediate size of this rank]
+        return self.down_proj(self._silu_and_mul(gate_up))

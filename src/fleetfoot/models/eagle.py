@@ -1,27 +1,26 @@
 """EAGLE (Li, Wei, Zhang, Zhang 2024): a decoder layer that carries on the target's last hidden states.
 
-For each token the head reads the embedding of the token behind it and the target's hidden state, after the final norm,
-and yields what that hidden state will be one token later; the target's own logits head then says what is likely.
+For each token the head reads the embedding of the token behind it and the target's hidden state after the final norm,
+and predicts that hidden state one token later. The target's own logits head maps the prediction to logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
-from fleetfoot.kernels.norm.rms_norm import sum_parts
-from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.decoder import DecoderParts
-from fleetfoot.layers.embedding import Embedding
-from fleetfoot.layers.linear import Linear
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
+from fleetfoot.layers.embedding import VocabParallelEmbedding
+from fleetfoot.layers.linear import ColumnParallelLinear
 from fleetfoot.layers.rotary import rotary_table
-from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.layers.weights import process_weights_after_loading, weight_specs
+from fleetfoot.records.forward_context import ForwardContext
+from fleetfoot.records.weights import WeightSpec
 
 INPUT_NORM = "layers.0.input_layernorm.weight"
 FC_WEIGHT, FC_BIAS = "fc.weight", "fc.bias"
@@ -30,87 +29,55 @@ OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
 _BASE_PREFIX = "model."
 
 
-class EagleLayer(DecoderParts):
-    """A decoder layer whose norm before attention may be missing; it makes its sums itself."""
-
-    __slots__ = ()
-
-    def __call__(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """``[num_tokens, hidden_size]`` -> the same shape; what was given may be written to."""
-        normed = hidden if self.attention_norm is None else self.attention_norm(hidden)
-        attended = self.attention(normed, positions, kv_cache, metadata, hidden, then=self.before_mlp)
-        unscaled, residual = self.mlp_norm.add(attended, hidden)
-        output = self.mlp(unscaled)
-        assert not isinstance(output, PendingNorm)  # no norm was named that follows
-        return sum_parts(output, residual) + residual
-
-
-class EagleHead:
-    """The whole of it, on one rank.
+class EagleHead(nn.Module):
+    """The whole head, on one rank.
 
     Args:
         config: of its decoder layers; ``hidden_size`` and ``vocab_size`` are the target's.
         names: of the tensors in its checkpoint, without ``model.`` before them. A bias of ``fc`` and a norm before the
-            first layer's attention are there or not: published heads have the bias and no norm, for what they read has
-            been normalised by the target.
+            first layer's attention are there or not: published heads have the bias and no norm, because the target has
+            normalised their input.
         has_embedding: hold the embedding too, where the target's is on another rank.
     """
 
     def __init__(
         self, config: ModelConfig, context: ModelContext, names: Collection[str] = (), *, has_embedding: bool = False
     ) -> None:
+        super().__init__()
         size = config.hidden_size
         max_positions = context.max_positions or config.max_position_embeddings
         cos_sin = rotary_table(config.rope, config.head_dim, max_positions, context.device)
-        heads = AttentionHeads.of(config, context.tensor_group)
-        self.config = config
-        self.embedding = Embedding(config, context) if has_embedding else None
-        self._fc = Linear(context, 2 * size, (("fc", size),), bias=FC_BIAS in names)
-        self._layers = [
-            EagleLayer(config, context, heads, cos_sin, layer, has_input_norm=layer > 0 or INPUT_NORM in names)
-            for layer in range(config.num_layers)
-        ]
 
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        hidden: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Foresee the target's hidden states one token on, and write K and V.
+        def make_layer(layer: int, kv_index: int) -> DecoderLayer:
+            has_input_norm = layer > 0 or INPUT_NORM in names
+            return DecoderLayer(config, context, cos_sin, layer, kv_index, has_input_norm=has_input_norm)
+
+        self.config = config
+        self.embed_tokens = VocabParallelEmbedding(config, context) if has_embedding else None
+        self.fc = ColumnParallelLinear(context, 2 * size, (("fc", size),), bias=FC_BIAS in names)
+        self.layers = DecoderStack(make_layer, range(config.num_layers))
+
+    def forward(self, embeddings: torch.Tensor, hidden: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Predict the target's hidden states one token on, and write K and V.
 
         Args:
             embeddings: ``[num_tokens, hidden_size]``, of the token behind each token.
-            hidden: ``[num_tokens, hidden_size]``: of each token, the target's or what was foreseen of it.
-            kv_caches: of the head's layers.
+            hidden: ``[num_tokens, hidden_size]``: of each token, the target's hidden state or its prediction.
+            ctx: with the KV caches of the head's layers.
 
         Returns:
             ``[num_tokens, hidden_size]``, as the target's logits head reads them.
         """
-        hidden = self._fc(torch.cat((embeddings, hidden), dim=-1))  # [num_tokens, hidden_size]
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            hidden = layer(hidden, metadata.positions, kv_cache, metadata)
-        return hidden
+        return self.layers(self.fc(torch.cat((embeddings, hidden), dim=-1)), ctx)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor that it holds; a checkpoint may have ``model.`` before the names."""
-        for slot in self._slots():
-            yield replace(slot, aliases=(_BASE_PREFIX + slot.name,))
+        for spec in weight_specs(self):
+            yield replace(spec, aliases=(_BASE_PREFIX + spec.name,))
 
-    def _slots(self) -> Iterator[WeightSlot]:
-        if self.embedding is not None:
-            yield from self.embedding.weight_slots("embed_tokens.")
-        yield from self._fc.weight_slots("")
-        for number, layer in enumerate(self._layers):
-            yield from layer.weight_slots(f"layers.{number}.")
-
-    def finish_loading(self) -> None:
-        self._fc.finish_loading()
-        for layer in self._layers:
-            layer.finish_loading()
+    def process_weights_after_loading(self) -> None:
+        """Call it after the first load and after each later update."""
+        process_weights_after_loading(self)
 
 
 def plain_name(name: str) -> str:

@@ -1,93 +1,133 @@
-"""What a runner may ask of every model."""
+"""What runners, loading and drafters ask of every model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
+from copy import copy
+from typing import Self
 
 import torch
+from torch import nn
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.attention import AttentionHeads
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.slots import WeightSlot
-from fleetfoot.records.attention import AttentionMetadata, WantedTokens
+from fleetfoot.layers.decoder import DecoderStack
+from fleetfoot.layers.embedding import LMHead, TiedLMHead, VocabParallelEmbedding
+from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.layers.weights import process_weights_after_loading, weight_specs
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.weights import WeightSpec
 
 
-class CausalLM(Protocol):
-    """A decoder-only language model, or the consecutive layers of it that one pipeline rank holds."""
+class Decoder(nn.Module):
+    """The modules of a decoder-only model under ``model.`` in its checkpoint; what another rank of a pipeline holds is
+    None."""
 
-    config: ModelConfig
-    heads: AttentionHeads
-    """The attention heads of this rank, from which its KV cache is shaped."""
-    layers: range
-    """The decoder layers of this rank."""
+    embed_tokens: VocabParallelEmbedding | None
+    layers: DecoderStack
+    norm: RMSNorm | None
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model, or the consecutive layers of it that one pipeline rank holds.
+
+    A model's class makes `model` and `lm_head`; the rest is common to all.
+
+    Args:
+        layers: the part to hold; None: all.
+
+    Raises:
+        ValueError: ``layers`` is empty, has gaps or reaches beyond the model.
+    """
+
+    model: Decoder
+    lm_head: LMHead | TiedLMHead | None
 
     def __init__(self, config: ModelConfig, context: ModelContext, layers: range | None = None) -> None:
-        """Allocate the weights, unset. ``layers``: the part to hold; None: all.
-
-        Raises:
-            ValueError: ``layers`` is empty, has gaps or reaches beyond the model.
-        """
-        ...
+        super().__init__()
+        whole = range(config.num_layers)
+        layers = whole if layers is None else layers
+        if not layers or layers.step != 1 or layers[0] not in whole or layers[-1] not in whole:
+            raise ValueError(f"layers is {layers}; expected consecutive ones out of {whole}")
+        self.config = config
+        self.layers = layers
+        """The decoder layers of this rank."""
 
     @property
     def is_first(self) -> bool:
         """Whether this part embeds the token ids."""
-        ...
+        return self.layers.start == 0
 
     @property
     def is_last(self) -> bool:
         """Whether this part has the final norm and the logits head."""
-        ...
+        return self.layers.stop == self.config.num_layers
+
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the logits head of this part is the embedding's matrix."""
+        return self.is_last and self.config.tie_word_embeddings
+
+    def make_lm_head(self, context: ModelContext) -> LMHead | TiedLMHead | None:
+        """For a model whose `model.embed_tokens` is there wherever `is_first` or `has_tied_head`."""
+        if not self.is_last:
+            return None
+        embedding = self.model.embed_tokens
+        return TiedLMHead(embedding, context) if self.has_tied_head and embedding else LMHead(self.config, context)
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        metadata: AttentionMetadata,
-        intermediate_tensors: IntermediateTensors | None = None,
-        wanted: WantedTokens | None = None,
+        self, input_ids: torch.Tensor, ctx: ForwardContext, intermediate_tensors: IntermediateTensors | None = None
     ) -> torch.Tensor | IntermediateTensors:
-        """Run the step's tokens through the layers and write their K and V.
+        """Run a step's tokens through the layers and write their K and V.
 
         Args:
             input_ids: ``[num_tokens]`` int64; read by the first part only.
-            positions: ``[num_tokens]`` int64: each token's position in its sequence.
-            kv_caches: one ``[num_blocks, 2, num_kv_heads, block_size, head_dim]`` for each of this part's layers.
-            intermediate_tensors: the output of the part before; None for the first part.
-            wanted: for the last part: the tokens whose hidden states the caller reads; None: all.
+            intermediate_tensors: the output of the part before; None for the first part. It may be written to.
 
         Returns:
-            The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm, or those of the tokens that
-            are wanted; others: the next input.
+            The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm, or ``[num_logits,
+            hidden_size]`` where ``ctx`` has `LogitsMetadata`; others: the next part's input.
         """
-        ...
-
-    def shortened(self) -> tuple[CausalLM, list[int]]:
-        """This part with as few of its layers as launch all the kernels that it launches: the same weights, and the
-        indices of the layers within it. What it computes means nothing."""
-        ...
+        if intermediate_tensors is not None:
+            x = intermediate_tensors.hidden_states
+        elif self.is_first:
+            x = self.embed(input_ids)
+        else:
+            raise ValueError(f"layers {self.layers} need the intermediate_tensors of the layers before them")
+        x = self.model.layers(x, ctx)
+        return IntermediateTensors(x) if self.model.norm is None else self.model.norm(x)
 
     @property
     def has_embedding(self) -> bool:
         """Whether this part can embed token ids: the first one can, and one whose logits head is the same matrix."""
-        ...
+        return self.model.embed_tokens is not None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``input_ids [num_tokens]`` int64 -> ``[num_tokens, hidden_size]``, where `has_embedding`."""
-        ...
+        if self.model.embed_tokens is None:
+            raise ValueError(f"layers {self.layers} have no embedding; it is with the first one")
+        return self.model.embed_tokens(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``hidden [n, hidden_size]`` -> logits ``[n, vocab_size]`` in the model's dtype, on the last part alone."""
-        ...
+        if self.lm_head is None:
+            raise ValueError(f"layers {self.layers} have no logits head; it is with the last one")
+        return self.lm_head(hidden)
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
+    def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor of the checkpoint that this part holds."""
-        ...
+        return weight_specs(self)
 
-    def finish_loading(self) -> None:
-        """Make the values written to the slots count; call it after the first load and after each later change."""
-        ...
+    def process_weights_after_loading(self) -> None:
+        """Call it after the first load and after each later update, while no step runs."""
+        process_weights_after_loading(self)
+
+    def shortened(self) -> Self:
+        """This part with as few of its layers as launch all the kernels that it launches: the same weights. Its results
+        are meaningless."""
+        short, model = copy(self), copy(self.model)
+        short._modules, model._modules = dict(self._modules), dict(self.model._modules)
+        model.layers = self.model.layers.shortened([self.config.layer_windows[layer] for layer in self.layers])
+        short.model = model
+        return short

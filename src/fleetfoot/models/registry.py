@@ -1,21 +1,23 @@
-"""From an architecture's name to its class, imported when it is wanted."""
+"""Model classes by architecture, imported when one is used. No torch."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from fleetfoot.models.interface import CausalLM
+if TYPE_CHECKING:
+    from fleetfoot.models.interface import CausalLM
 
-_MODULES = {
-    "LlamaForCausalLM": "fleetfoot.models.llama",
-    "MistralForCausalLM": "fleetfoot.models.mistral",
-    "Qwen2ForCausalLM": "fleetfoot.models.qwen2",
-    "Qwen3ForCausalLM": "fleetfoot.models.qwen3",
+_CLASSES = {
+    "LlamaForCausalLM": "fleetfoot.models.llama:LlamaForCausalLM",
+    "MistralForCausalLM": "fleetfoot.models.llama:LlamaForCausalLM",
+    "Qwen2ForCausalLM": "fleetfoot.models.llama:LlamaForCausalLM",
+    "Qwen3ForCausalLM": "fleetfoot.models.llama:LlamaForCausalLM",
 }
 
 
 def supported_architectures() -> tuple[str, ...]:
-    return tuple(_MODULES)
+    return tuple(_CLASSES)
 
 
 def model_class(architecture: str) -> type[CausalLM]:
@@ -24,6 +26,7 @@ def model_class(architecture: str) -> type[CausalLM]:
     Raises:
         ValueError: it is not supported; the message lists those that are.
     """
-    if architecture not in _MODULES:
-        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(_MODULES)}")
-    return getattr(import_module(_MODULES[architecture]), architecture)
+    if architecture not in _CLASSES:
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(_CLASSES)}")
+    module, _, name = _CLASSES[architecture].partition(":")
+    return getattr(import_module(module), name)

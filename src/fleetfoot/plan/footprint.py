@@ -147,7 +147,7 @@ def communication_bytes(shape: EngineShape) -> int:
     """NCCL's memory and the buffers between ranks."""
     row_bytes, on_gpu = shape.model.hidden_size * DTYPE_BYTES[shape.dtype], shape.device == "cuda"
     tensor = tensor_group_bytes(shape.tensor_parallel_size, row_bytes) if on_gpu else 0
-    step_bytes = 2 * shape.max_num_batched_tokens * row_bytes
+    step_bytes = shape.max_num_batched_tokens * row_bytes
     rank, size = shape.pipeline_rank, shape.pipeline_parallel_size
     return tensor + pipeline_group_bytes(rank, size, step_bytes, on_gpu=on_gpu)
 

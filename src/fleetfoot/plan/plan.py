@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.features import Unsupported
@@ -45,6 +46,8 @@ class EnginePlan:
     capture_table: CaptureTable
     """The batch shapes that are captured as graphs."""
     memory: MemoryPlan
+    fusion: tuple[LayerFusion, ...]
+    """For each decoder layer, whether it is fused, and why."""
     connector: ConnectorPlan | None = None
     """The active KV connector."""
     drafter: DrafterShape = NO_DRAFTER

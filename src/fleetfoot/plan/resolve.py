@@ -10,6 +10,7 @@ from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
+from fleetfoot.fusion.fit import plan_fusion
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.kv_transfer.base.registry import V2_LAYOUT
 from fleetfoot.plan.connector import locate_connector, resolve_connector
@@ -78,6 +79,7 @@ def resolve_plan(
         async_scheduling=_async_scheduling(config, decision.runner, device),
         capture_table=shape.capture_table,
         memory=memory,
+        fusion=plan_fusion(model, decision.runner),
         connector=locate_connector(situation.connector),
         drafter=shape.drafter,
     )

@@ -48,21 +48,3 @@ class AttentionMetadata:
     @property
     def num_reqs(self) -> int:
         return self.seq_lens.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class WantedTokens:
-    """The tokens of a step whose hidden states will be read: the last of a prompt, and every token of a decode.
-
-    What the others are for is their K and V. Those are all there is of them in a model's last layer, where nothing
-    further depends on them.
-    """
-
-    indices: torch.Tensor
-    """``[n]`` int64: in the step's flat token dimension."""
-    metadata: AttentionMetadata
-    """Of the batch that they would be by themselves, with K and V in the cache already."""
-
-    def of(self, per_token: torch.Tensor) -> torch.Tensor:
-        """``[num_tokens, ...]`` -> ``[n, ...]``"""
-        return per_token.index_select(0, self.indices)

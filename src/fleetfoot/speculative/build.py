@@ -15,13 +15,14 @@ if TYPE_CHECKING:  # a plan can be made where there is no torch
 
 
 def build_speculation(
-    config: EngineConfig, found: DrafterModel | None, max_model_len: int, context: ModelContext
+    config: EngineConfig, found: DrafterModel | None, max_model_len: int, context: ModelContext, *, fuses: bool
 ) -> DraftSettings:
     """The drafter of the last rank of a pipeline. Nothing is loaded yet.
 
     Args:
         found: the model that drafts, as the plan has it; None: n-grams do.
         max_model_len: the engine's.
+        fuses: replace the drafter's decoder layers by fused ones.
         context: of the target on this rank. Over a tensor group each rank has the whole drafter: a drafter is small,
             and sharing its layers would put two sums over the ranks into each of its short passes.
     """
@@ -34,7 +35,7 @@ def build_speculation(
         longest, shortest = speculative.prompt_lookup_max, speculative.prompt_lookup_min
         assert longest is not None and shortest is not None  # filled in by the config
         return DraftSettings(speculative.num_speculative_tokens, ngram=NgramSettings(longest, shortest))
-    drafter = _build_drafter(config, speculative, found, max_model_len, context)
+    drafter = _build_drafter(config, speculative, found, max_model_len, context, fuses=fuses)
     return DraftSettings(speculative.num_speculative_tokens, drafter=drafter)
 
 
@@ -44,6 +45,8 @@ def _build_drafter(
     found: DrafterModel,
     max_model_len: int,
     context: ModelContext,
+    *,
+    fuses: bool,
 ) -> Drafter:
     from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP
 
@@ -52,8 +55,9 @@ def _build_drafter(
     if found.method == "eagle":
         from fleetfoot.speculative.eagle import EagleDrafter
 
-        return EagleDrafter(found, alone, num_drafts, config.load_format, config.seed)
+        return EagleDrafter(found, alone, num_drafts, config.load_format, config.seed, fuses=fuses)
     from fleetfoot.speculative.draft_model import DraftModel
     from fleetfoot.weights.model_loader import ModelLoader
 
-    return DraftModel(ModelLoader(found.config, alone, found.folder, config.load_format, config.seed), num_drafts)
+    loader = ModelLoader(found.config, alone, found.folder, config.load_format, config.seed)
+    return DraftModel(loader, num_drafts, fuses=fuses)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from fleetfoot.fusion.decoder import fuse
+from fleetfoot.fusion.fit import plan_fusion
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
 from fleetfoot.speculative.drafter import DraftBatch
@@ -20,21 +23,26 @@ class DraftModel:
     Args:
         loader: of the draft model, for a single rank.
         num_drafts: ``k``.
+        fuses: replace its decoder layers by fused ones.
     """
 
     method = "draft_model"
     reads_hidden = False
 
-    def __init__(self, loader: ModelLoader, num_drafts: int) -> None:
+    def __init__(self, loader: ModelLoader, num_drafts: int, *, fuses: bool = True) -> None:
         config = loader.config
         self.num_drafts = num_drafts
         self.kv_specs = kv_cache_specs(config)
         self._loader = loader
+        self._fuses = fuses
         self._model: CausalLM | None = None
         self._kv_caches: Sequence[torch.Tensor] = ()
 
     def load_model(self, target: CausalLM) -> None:
         self._model = self._loader.load()
+        if self._fuses:
+            fusion = plan_fusion(self._model.config, "v2")
+            fuse(self._model.model.layers, self._loader.context, [layer.is_fused for layer in fusion])
 
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         self._kv_caches = kv_caches
@@ -73,7 +81,7 @@ class DraftModel:
         """``[num_tokens]`` int64 -> hidden states ``[num_tokens, hidden_size]``."""
         if self._model is None:
             raise RuntimeError("propose was called before load_model")
-        hidden = self._model.forward(input_ids, metadata.positions, self._kv_caches, metadata)
+        hidden = self._model(input_ids, ForwardContext(metadata, self._kv_caches))
         assert isinstance(hidden, torch.Tensor)
         return hidden
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from fleetfoot.fusion.decoder import fuse
+from fleetfoot.fusion.fit import plan_fusion
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.slots import WeightError
 from fleetfoot.models.eagle import FC_WEIGHT, EagleHead, not_of_the_head, plain_name
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs
+from fleetfoot.records.weights import WeightError
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
 from fleetfoot.speculative.drafter import DraftBatch
 from fleetfoot.speculative.find import DrafterModel
@@ -34,13 +37,21 @@ class EagleDrafter:
         context: for a single rank.
         num_drafts: ``k``.
         load_format, seed: as for the target.
+        fuses: replace its decoder layers by fused ones.
     """
 
     method = "eagle"
     reads_hidden = True
 
     def __init__(
-        self, model: DrafterModel, context: ModelContext, num_drafts: int, load_format: str = "auto", seed: int = 0
+        self,
+        model: DrafterModel,
+        context: ModelContext,
+        num_drafts: int,
+        load_format: str = "auto",
+        seed: int = 0,
+        *,
+        fuses: bool = True,
     ) -> None:
         config = model.config
         self.num_drafts = num_drafts
@@ -49,6 +60,7 @@ class EagleDrafter:
         self._context = context
         self._load_format = load_format
         self._seed = seed
+        self._fuses = fuses
         self._kv_caches: Sequence[torch.Tensor] = ()
 
     def load_model(self, target: CausalLM) -> None:
@@ -59,7 +71,7 @@ class EagleDrafter:
         needs_embedding = not target.has_embedding
         if self._load_format == "dummy":
             self._head = EagleHead(self._found.config, self._context, has_embedding=needs_embedding)
-            fill_dummy(self._head.weight_slots(), self._seed)
+            fill_dummy(self._head.weight_specs(), self._seed)
         else:
             with Checkpoint(self._found.folder) as checkpoint:
                 names = list(checkpoint.names())
@@ -70,9 +82,12 @@ class EagleDrafter:
                     "whole model drafts with method 'draft_model'"
                 )
             self._head = EagleHead(self._found.config, self._context, own_names, has_embedding=needs_embedding)
-            load_safetensors(self._head.weight_slots(), self._found.folder, not_of_the_head(names))
-        self._head.finish_loading()
-        self._embed = target.embed if self._head.embedding is None else self._head.embedding
+            load_safetensors(self._head.weight_specs(), self._found.folder, not_of_the_head(names))
+        self._head.process_weights_after_loading()
+        if self._fuses:
+            fusion = plan_fusion(self._found.config, "v2")
+            fuse(self._head.layers, self._context, [layer.is_fused for layer in fusion])
+        self._embed = target.embed if self._head.embed_tokens is None else self._head.embed_tokens
 
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         self._kv_caches = kv_caches
@@ -80,7 +95,7 @@ class EagleDrafter:
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         """One pass over the step's tokens, which gives the first draft, and one for each further draft."""
         embeddings = self._embed(batch.next_ids)
-        predicted = self._head.forward(embeddings, batch.hidden, self._kv_caches, batch.metadata)
+        predicted = self._head(embeddings, batch.hidden, ForwardContext(batch.metadata, self._kv_caches))
         if not num_drafts or not len(batch.rows):
             return None
         steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._context.ops.sample)
@@ -88,6 +103,6 @@ class EagleDrafter:
         tokens = [steps.draw(self._target.compute_logits(hidden), batch.positions + 1)]
         for metadata in steps.singles(0, num_drafts - 1):
             # fills the KV of the position before the last draft
-            hidden = self._head.forward(self._embed(tokens[-1]), hidden, self._kv_caches, metadata)
+            hidden = self._head(self._embed(tokens[-1]), hidden, ForwardContext(metadata, self._kv_caches))
             tokens.append(steps.draw(self._target.compute_logits(hidden), metadata.seq_lens + 1))
         return as_drafts(tokens)

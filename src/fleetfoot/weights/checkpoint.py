@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fleetfoot.layers.slots import WeightError
+from fleetfoot.records.weights import WeightError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

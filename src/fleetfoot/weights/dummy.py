@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fleetfoot.layers.slots import WeightSlot
+from fleetfoot.records.weights import WeightSpec
 
 _STD = 0.02  # what these models are initialised with before they are trained
 # A CPU draws some hundred million values a second, and a model has billions: what is drawn is repeated after this many.
@@ -18,38 +18,38 @@ _GPU_PERIOD = 16777213
 _MAX_COPIED = 1 << 24  # values that are laid out at once to take some columns of
 
 
-def fill_dummy(slots: Iterable[WeightSlot], seed: int) -> None:
+def fill_dummy(specs: Iterable[WeightSpec], seed: int) -> None:
     """Fill norms with 1 and all else with normally distributed values, drawn on the device that holds them.
 
     The values of a tensor depend on the seed, its name, shape, dtype and device type alone: each part of a model holds
     the same weights as the whole, whichever way it is cut.
     """
-    for slot in slots:
-        destination = slot.destination()
-        if slot.init == "ones":
+    for spec in specs:
+        destination = spec.destination()
+        if spec.init == "ones":
             destination.fill_(1.0)
         elif destination.numel() > 0:
-            _fill_part(destination, slot, _drawn(slot, destination, seed))
+            _fill_part(destination, spec, _drawn(spec, destination, seed))
 
 
-def _drawn(slot: WeightSlot, like: torch.Tensor, seed: int) -> torch.Tensor:
+def _drawn(spec: WeightSpec, like: torch.Tensor, seed: int) -> torch.Tensor:
     """The first values of the whole tensor, flat, after which they begin again."""
     generator = torch.Generator(like.device)
-    generator.manual_seed(zlib.crc32(slot.name.encode(), seed & 0xFFFFFFFF))
+    generator.manual_seed(zlib.crc32(spec.name.encode(), seed & 0xFFFFFFFF))
     period = _CPU_PERIOD if like.device.type == "cpu" else _GPU_PERIOD
-    drawn = torch.empty(min(math.prod(slot.shape), period), dtype=like.dtype, device=like.device)
+    drawn = torch.empty(min(math.prod(spec.shape), period), dtype=like.dtype, device=like.device)
     return drawn.normal_(0.0, _STD, generator=generator)
 
 
-def _fill_part(destination: torch.Tensor, slot: WeightSlot, drawn: torch.Tensor) -> None:
-    """Write the slot's part of the tensor whose flat values are ``drawn`` over and over."""
-    rows = slot.part[0] if slot.part else slice(0, slot.shape[0])
-    row_size = math.prod(slot.shape[1:])
-    has_all_columns = len(slot.part) < 2 or slot.part[1] == slice(0, slot.shape[1])
+def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor) -> None:
+    """Write the spec's part of the tensor whose flat values are ``drawn`` over and over."""
+    rows = spec.part[0] if spec.part else slice(0, spec.shape[0])
+    row_size = math.prod(spec.shape[1:])
+    has_all_columns = len(spec.part) < 2 or spec.part[1] == slice(0, spec.shape[1])
     if has_all_columns and destination.is_contiguous():
         _repeat(destination.view(-1), drawn, rows.start * row_size)
         return
-    columns = slice(None) if has_all_columns else slot.part[1]
+    columns = slice(None) if has_all_columns else spec.part[1]
     step = max(1, _MAX_COPIED // row_size)
     for row in range(rows.start, rows.stop, step):
         some = min(step, rows.stop - row)

@@ -42,8 +42,8 @@ def load_model(
         raise ValueError(f"load_format is {load_format!r}; expected one of {', '.join(LOAD_FORMATS)}")
     model = model_class(config.architecture)(config, context, layers)
     if load_format == "dummy":
-        fill_dummy(model.weight_slots(), seed)
-        model.finish_loading()
+        fill_dummy(model.weight_specs(), seed)
+        model.process_weights_after_loading()
     elif folder is None:
         raise ValueError(f"load_format {load_format!r} reads a folder and none was given; use dummy for random weights")
     else:
@@ -59,8 +59,8 @@ def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -
     """
     is_whole = model.is_first and model.is_last and context.tensor_group.size == 1
     elsewhere = () if is_whole else _all_names(model.config, context)
-    load_safetensors(model.weight_slots(), Path(folder), elsewhere)
-    model.finish_loading()
+    load_safetensors(model.weight_specs(), Path(folder), elsewhere)
+    model.process_weights_after_loading()
 
 
 def _all_names(config: ModelConfig, context: ModelContext) -> set[str]:
@@ -69,4 +69,4 @@ def _all_names(config: ModelConfig, context: ModelContext) -> set[str]:
         context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP
     )
     twin = model_class(config.architecture)(config, shapes_only)
-    return {name for slot in twin.weight_slots() for name in (slot.name, *slot.aliases)}
+    return {name for spec in twin.weight_specs() for name in (spec.name, *spec.aliases)}

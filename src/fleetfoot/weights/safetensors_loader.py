@@ -1,6 +1,6 @@
-"""Fill a model's slots from safetensors files, tensor by tensor, straight to where they stay.
+"""Fill a model's specs from safetensors files, tensor by tensor, straight to where they stay.
 
-Nothing is read but what the slots ask for: a rank of a pipeline reads its layers, a rank of a tensor group its part of
+Nothing is read but what the specs ask for: a rank of a pipeline reads its layers, a rank of a tensor group its part of
 each tensor.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fleetfoot.layers.slots import WeightError, WeightSlot
+from fleetfoot.records.weights import WeightError, WeightSpec
 from fleetfoot.weights.checkpoint import Checkpoint
 
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -21,8 +21,8 @@ _MAX_LISTED = 10
 _MAX_COMPARED_ROWS = 64
 
 
-def load_safetensors(slots: Iterable[WeightSlot], folder: Path, elsewhere: Collection[str] = ()) -> None:
-    """Copy a checkpoint into the slots, converted to their device and dtype; at most one tensor is in memory twice.
+def load_safetensors(specs: Iterable[WeightSpec], folder: Path, elsewhere: Collection[str] = ()) -> None:
+    """Copy a checkpoint into the specs, converted to their device and dtype; at most one tensor is in memory twice.
 
     Everything that does not fit is found before the first byte is copied. Names without the leading ``model.``, as an
     export of the base model has them, are accepted when no name has it. A tied checkpoint may hold the matrix
@@ -30,28 +30,28 @@ def load_safetensors(slots: Iterable[WeightSlot], folder: Path, elsewhere: Colle
     itself differs everywhere, and reading gigabytes to find nothing would slow every start.
 
     Args:
-        elsewhere: names that belong to the model but not to these slots (other ranks').
+        elsewhere: names that belong to the model but not to these specs (other ranks').
 
     Raises:
         WeightError: files that cannot be read; tensors that are missing, misshapen, not of a float dtype or unexpected,
             all of them counted and the first ten named; a second copy of a tied matrix that differs.
     """
-    slots = list(slots)
+    specs = list(specs)
     with Checkpoint(folder) as checkpoint:
-        found = _by_model_name(checkpoint, [*(slot.name for slot in slots), *elsewhere])
-        problems = [*_unfit(slots, found, checkpoint), *_unexpected(slots, found, checkpoint, elsewhere)]
+        found = _by_model_name(checkpoint, [*(spec.name for spec in specs), *elsewhere])
+        problems = [*_unfit(specs, found, checkpoint), *_unexpected(specs, found, checkpoint, elsewhere)]
         if problems:
             raise WeightError(_report(folder, problems))
-        sources = {}  # tensor name in the checkpoint -> slot
-        for slot in slots:
-            first, *copies = _present(slot, found)
+        sources = {}  # tensor name in the checkpoint -> spec
+        for spec in specs:
+            first, *copies = _present(spec, found)
             for copy in copies:
-                _check_same(checkpoint, slot, found[first], found[copy])
-            sources[found[first]] = slot
+                _check_same(checkpoint, spec, found[first], found[copy])
+            sources[found[first]] = spec
         for name in checkpoint.names():
             if name in sources:
-                slot = sources[name]
-                slot.destination().copy_(checkpoint.tensor(name, slot.part))
+                spec = sources[name]
+                spec.destination().copy_(checkpoint.tensor(name, spec.part))
 
 
 def _by_model_name(checkpoint: Checkpoint, wanted: Collection[str]) -> dict[str, str]:
@@ -63,28 +63,28 @@ def _by_model_name(checkpoint: Checkpoint, wanted: Collection[str]) -> dict[str,
     return {_BASE_PREFIX + name if _BASE_PREFIX + name in known else name: name for name in names}
 
 
-def _present(slot: WeightSlot, found: dict[str, str]) -> list[str]:
-    return [name for name in (slot.name, *slot.aliases) if name in found]
+def _present(spec: WeightSpec, found: dict[str, str]) -> list[str]:
+    return [name for name in (spec.name, *spec.aliases) if name in found]
 
 
-def _unfit(slots: list[WeightSlot], found: dict[str, str], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """``(kind, description)`` of each slot that the checkpoint cannot fill."""
-    for slot in slots:
-        names = _present(slot, found)
+def _unfit(specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """``(kind, description)`` of each spec that the checkpoint cannot fill."""
+    for spec in specs:
+        names = _present(spec, found)
         if not names:
-            yield "missing", f"{slot.name}: wanted {list(slot.shape)}"
+            yield "missing", f"{spec.name}: wanted {list(spec.shape)}"
         for name in names:
             shape, dtype = checkpoint.shape(found[name]), checkpoint.dtype(found[name])
-            if shape != slot.shape:
-                yield "misshapen", f"{found[name]}: found {list(shape)}, wanted {list(slot.shape)}"
+            if shape != spec.shape:
+                yield "misshapen", f"{found[name]}: found {list(shape)}, wanted {list(spec.shape)}"
             if dtype not in _FLOAT_DTYPES:
                 yield "quantized", f"{found[name]}: found {dtype}, wanted one of {', '.join(_FLOAT_DTYPES)}"
 
 
 def _unexpected(
-    slots: list[WeightSlot], found: dict[str, str], checkpoint: Checkpoint, elsewhere: Collection[str]
+    specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoint, elsewhere: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    known = {name for slot in slots for name in (slot.name, *slot.aliases)}
+    known = {name for spec in specs for name in (spec.name, *spec.aliases)}
     known.update(elsewhere)
     for name, source in found.items():
         if name not in known and not name.endswith(_REDUNDANT_SUFFIX):
@@ -105,8 +105,8 @@ def _report(folder: Path, problems: list[tuple[str, str]]) -> str:
     return f"the tensors in {folder} do not fit its config.json: {counts}\n" + "\n".join(lines) + hint
 
 
-def _check_same(checkpoint: Checkpoint, slot: WeightSlot, name: str, copy: str) -> None:
-    first, second = checkpoint.tensor(name, slot.part), checkpoint.tensor(copy, slot.part)
+def _check_same(checkpoint: Checkpoint, spec: WeightSpec, name: str, copy: str) -> None:
+    first, second = checkpoint.tensor(name, spec.part), checkpoint.tensor(copy, spec.part)
     rows = torch.linspace(0, first.shape[0] - 1, min(first.shape[0], _MAX_COMPARED_ROWS)).long()
     # As a checkpoint with a NaN differs from itself, let NaN equal NaN.
     if not torch.allclose(first[rows].float(), second[rows].float(), rtol=0, atol=0, equal_nan=True):

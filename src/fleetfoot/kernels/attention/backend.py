@@ -41,11 +41,11 @@ class AttentionBackend(Protocol):
         rotary: RotaryInputs,
         scale: float,
         window: int | None,
-        ahead: torch.Tensor | None = None,
+        prefetch_weight: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # [num_tokens, num_heads, head_dim]
         """``Kernels.rope_and_cache`` and `forward` at once; None where this batch has no kernel for that.
 
         Args:
-            ahead: ``[out, in]`` contiguous, the weight that is read next, which may be brought closer meanwhile.
+            prefetch_weight: ``[out, in]`` contiguous, read by the next kernel; it may be prefetched into the cache.
         """
         ...

@@ -74,7 +74,7 @@ def paged_attention_decode(
     tiling: DecodeTiling | None = None,
     rotary: RotaryInputs | None = None,
     slot_mapping: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
+    prefetch_weight: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of the last tokens of each request.
 
@@ -93,7 +93,7 @@ def paged_attention_decode(
         rotary: with it, ``query`` is ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``: q, k and v before norm
             and rotation; K and V of the tokens are written to the cache.
         slot_mapping: ``[num_tokens]`` int64, wanted with ``rotary``; a negative slot writes nothing.
-        ahead: ``[rows, columns]`` contiguous, a weight that the kernel behind this one reads: programs that have read
+        prefetch_weight: ``[rows, columns]`` contiguous, read by the next kernel: programs that have read
             their K and V ask for it to be brought to L2, since memory is idle while they merge what they have.
     """
     num_reqs = seq_lens.shape[0]
@@ -137,8 +137,8 @@ def paged_attention_decode(
         tiling.min_tiles,
         tiling.full_tiles,
         tiling.pair_tiles,
-        query if ahead is None else ahead,
-        *_ahead_rows(ahead, num_programs),
+        query if prefetch_weight is None else prefetch_weight,
+        *_prefetch_arguments(prefetch_weight, num_programs),
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -163,11 +163,11 @@ def paged_attention_decode(
     )
 
 
-def _ahead_rows(ahead: torch.Tensor | None, num_programs: int) -> tuple[int, int, int, int]:
-    """Rows of ``ahead``, its rows for each program, bytes of a row, and how many of those are asked for."""
-    if ahead is None:
+def _prefetch_arguments(prefetch_weight: torch.Tensor | None, num_programs: int) -> tuple[int, int, int, int]:
+    """Rows of ``prefetch_weight``, its rows for each program, bytes of a row, and how many of those are asked for."""
+    if prefetch_weight is None:
         return 0, 0, 0, 0
-    num_rows, row_bytes = ahead.shape[0], ahead.shape[1] * ahead.element_size()
+    num_rows, row_bytes = prefetch_weight.shape[0], prefetch_weight.shape[1] * prefetch_weight.element_size()
     num_bytes = min(row_bytes, _AHEAD_BYTES // num_rows) // 16 * 16
     if not num_bytes or row_bytes % 16:
         return 0, 0, 0, 0
@@ -218,11 +218,11 @@ def _paged_attention_decode_kernel(
     min_tiles,
     full_tiles,
     pair_tiles,
-    ahead_ptr,
-    num_ahead_rows,
-    ahead_rows_each,
-    ahead_row_bytes,
-    num_ahead_bytes,
+    prefetch_ptr,
+    num_prefetch_rows,
+    prefetch_rows_each,
+    prefetch_row_bytes,
+    num_prefetch_bytes,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -388,10 +388,10 @@ def _paged_attention_decode_kernel(
             acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
             top = new_top
         if at == program * stretch:  # once for each program
-            first_row = program * ahead_rows_each
-            first_ahead_ptr = ahead_ptr.to(tl.pointer_type(tl.int8)) + first_row.to(tl.int64) * ahead_row_bytes
-            num_rows = tl.minimum(num_ahead_rows - first_row, ahead_rows_each)
-            prefetch_rows(first_ahead_ptr, ahead_row_bytes, num_rows, num_ahead_bytes, overlap)
+            first_row = program * prefetch_rows_each
+            first_prefetch_ptr = prefetch_ptr.to(tl.pointer_type(tl.int8)) + first_row.to(tl.int64) * prefetch_row_bytes
+            num_rows = tl.minimum(num_prefetch_rows - first_row, prefetch_rows_each)
+            prefetch_rows(first_prefetch_ptr, prefetch_row_bytes, num_rows, num_prefetch_bytes, overlap)
         total = tl.sum(weights, 1)
 
         if (begin == 0) & (stop == count):

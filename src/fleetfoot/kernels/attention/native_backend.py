@@ -101,7 +101,7 @@ class NativeBackend:
         rotary: RotaryInputs,
         scale: float,
         window: int | None,
-        ahead: torch.Tensor | None = None,
+        prefetch_weight: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionBackend.forward_fused`: there is no such kernel here."""
         return

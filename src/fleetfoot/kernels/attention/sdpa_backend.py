@@ -65,7 +65,7 @@ class SDPABackend:
         rotary: RotaryInputs,
         scale: float,
         window: int | None,
-        ahead: torch.Tensor | None = None,
+        prefetch_weight: torch.Tensor | None = None,
     ) -> None:
         """See `AttentionBackend.forward_fused`: there is no such kernel here."""
         return

@@ -111,7 +111,7 @@ class TritonBackend:
         rotary: RotaryInputs,
         scale: float,
         window: int | None,
-        ahead: torch.Tensor | None = None,
+        prefetch_weight: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """See `AttentionBackend.forward_fused`: for decodes, also with drafts."""
         num_kv_heads, _, head_dim = kv_cache.shape[2:]
@@ -141,7 +141,7 @@ class TritonBackend:
             out=out,
             rotary=rotary,
             slot_mapping=metadata.slot_mapping,
-            ahead=ahead,
+            prefetch_weight=prefetch_weight,
         )
         return out
 

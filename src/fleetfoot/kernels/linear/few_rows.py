@@ -1,7 +1,8 @@
-"""What the linear layers of few rows have in common: how a program's sums become outputs.
+"""The epilogue that the linear kernels of few rows share: how a program's sums become outputs.
 
-On either side of the product there may be half a norm (`fleetfoot.kernels.norm.pending_norm`): the inputs still lack
-a factor in each row, which is applied to the sums; the outputs join the residual and get the weight of the norm behind.
+There may be half a norm on either side of the product (`fleetfoot.kernels.norm.deferred_rms_norm`). Before it: the
+inputs lack a factor in each row, which is applied to the sums. Behind it: the outputs are added to the residual and
+multiplied by the weight of the next norm.
 """
 
 from __future__ import annotations
@@ -11,44 +12,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fleetfoot.kernels.linear.silu_and_mul_triton import silu_and_mul
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-class Joint(NamedTuple):
-    """The sum that a product's outputs join."""
+class FusedAddNorm(NamedTuple):
+    """The residual sum and norm behind a product."""
 
     residual: torch.Tensor
     """``[n, out]``, contiguous."""
     norm_weight: torch.Tensor
     """``[out]``, of the norm behind."""
-    result: PendingNorm
+    result: DeferredRMSNorm
     """Written to: ``parts`` are the kernel's programs."""
 
 
 def norm_arguments(
-    unused: torch.Tensor, pending: PendingNorm | None, joint: Joint | None
+    unused: torch.Tensor, deferred: DeferredRMSNorm | None, add_norm: FusedAddNorm | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a kernel: what it is given for the two halves of norms, and what it is compiled for."""
-    squares, eps = (unused, 0.0) if pending is None else (pending.squares, pending.eps)
-    num_parts = 1 if pending is None else len(squares)
-    joined = (unused,) * 4
-    if joint is not None:
-        joined = (joint.residual, joint.norm_weight, joint.result.total, joint.result.squares)
+    """Of a kernel: its arguments for the two halves of norms, and its constexprs."""
+    squares, eps = (unused, 0.0) if deferred is None else (deferred.squares, deferred.eps)
+    num_parts = 1 if deferred is None else len(squares)
+    add_norm_tensors = (unused,) * 4
+    if add_norm is not None:
+        result = add_norm.result
+        add_norm_tensors = (add_norm.residual, add_norm.norm_weight, result.total, result.squares)
     options = {
         "parts_tile": next_power_of_2(num_parts),
-        "is_pending": pending is not None,
-        "joins": joint is not None,
+        "has_deferred_norm": deferred is not None,
+        "fused_add_norm": add_norm is not None,
     }
-    return (squares, num_parts, eps, *joined), options
+    return (squares, num_parts, eps, *add_norm_tensors), options
 
 
 @triton_kernel()
 def load_squares(squares_ptr, num_parts, num_rows, parts_tile: tl.constexpr, row_tile: tl.constexpr):
-    """``[parts_tile, row_tile]``: see `PendingNorm.squares`."""
+    """``[parts_tile, row_tile]``: see `DeferredRMSNorm.squares`."""
     part = tl.arange(0, parts_tile)[:, None]
     row = tl.arange(0, row_tile)[None, :]
     return tl.load(squares_ptr + part * num_rows + row, mask=(part < num_parts) & (row < num_rows), other=0.0)
@@ -56,7 +58,7 @@ def load_squares(squares_ptr, num_parts, num_rows, parts_tile: tl.constexpr, row
 
 @triton_kernel()
 def load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs: tl.constexpr, row_tile: tl.constexpr):
-    """``[outputs, row_tile]``: what a program's outputs join."""
+    """``[outputs, row_tile]``: the residual that a program's outputs are added to."""
     output = tl.arange(0, outputs)[:, None]
     row = tl.arange(0, row_tile)[None, :]
     pointers = residual_ptr + row.to(tl.int64) * num_outputs + first + output
@@ -84,14 +86,15 @@ def write_outputs(
     row_tile: tl.constexpr,
     has_bias: tl.constexpr,
     gated: tl.constexpr,
-    is_pending: tl.constexpr,
-    joins: tl.constexpr,
+    has_deferred_norm: tl.constexpr,
+    fused_add_norm: tl.constexpr,
 ):
     """Write a program's ``stretch`` outputs from ``first`` on.
 
     Args:
         sums: ``[slices, outputs, row_tile]`` float32, to be summed over the slices; ``up_sums`` alike, if gated.
-        squares: `load_squares`, if pending. residual: `load_residual`, and ``norm_weight [outputs]``, if it joins one.
+        squares: `load_squares`, if has_deferred_norm. residual: `load_residual`, and ``norm_weight [outputs]``, if
+            fused_add_norm.
     """
     dtype = output_ptr.dtype.element_ty
     output = tl.arange(0, outputs)
@@ -100,20 +103,20 @@ def write_outputs(
     is_written = is_output[:, None] & (row < num_rows)
     offset = row.to(tl.int64) * num_outputs + first + output[:, None]
     result = tl.sum(sums, axis=0)  # [outputs, row_tile]
-    if is_pending:
+    if has_deferred_norm:
         factor = (1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / num_inputs + eps))[None, :]
         result *= factor
     if has_bias:
         result += tl.load(bias_ptr + first + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
     if gated:
         up = tl.sum(up_sums, axis=0)
-        if is_pending:
+        if has_deferred_norm:
             up *= factor
         if has_bias:
             up_bias_ptr = bias_ptr + num_outputs + first
             up += tl.load(up_bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
         result = silu_and_mul(result.to(dtype), up.to(dtype))
-    if joins:
+    if fused_add_norm:
         # Rounded where the steps apart have their roundings.
         total = (result.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(total_ptr + offset, total, mask=is_written)

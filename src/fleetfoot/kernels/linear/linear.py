@@ -1,18 +1,19 @@
-"""Linear layers with a weight that is arranged once, for the device that will read it at every step."""
+"""Linear layers with a weight that is arranged once for the device."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
-
 
 class PreparedLinear(Protocol):
     """``x [n, in]`` -> ``x @ weight.T + bias [n, out]``."""
+
+    is_dense: bool
+    """Whether the weight lies plain and contiguous at a fixed address, for kernels that read it in place."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -29,50 +30,6 @@ class PreparedLinear(Protocol):
         ...
 
 
-@runtime_checkable
-class Accumulates(Protocol):
-    """What a `PreparedLinear` may be able to do besides."""
-
-    def accumulate(self, x: torch.Tensor, total: torch.Tensor) -> bool:
-        """Add the product to ``total [n, out]`` where it lies; False: for ``x`` that is not done, and nothing was."""
-        ...
-
-
-@runtime_checkable
-class Joins(Protocol):
-    """What a `PreparedLinear` may be able to do besides."""
-
-    def join(
-        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
-    ) -> PendingNorm | None:
-        """The product's sum with ``residual [n, out]``, and of the norm behind it what can be done at once; None: for
-        ``x`` that is not done."""
-        ...
-
-
-@runtime_checkable
-class ReadsPendingNorm(Protocol):
-    """What a `PreparedLinear` may be able to do besides."""
-
-    def reads_pending_norm(self, num_rows: int) -> bool:
-        """Whether `of_pending_norm` takes so many rows."""
-        ...
-
-    def of_pending_norm(self, x: PendingNorm) -> torch.Tensor:
-        """The product with what the norm gives."""
-        ...
-
-
-@runtime_checkable
-class Streams(Protocol):
-    """What a `PreparedLinear` may be besides: one whose weight kernels read as it is."""
-
-    @property
-    def streamed(self) -> torch.Tensor:
-        """``[out, in]``, contiguous; it stays where it is."""
-        ...
-
-
 def check_replacement(new: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     """Raise ValueError unless ``new`` has this shape and dtype."""
     if new.shape != shape or new.dtype != dtype:
@@ -85,6 +42,7 @@ class PlainLinear:
     """The weight as it came: `torch.nn.functional.linear`, on any device and dtype."""
 
     __slots__ = ("_bias", "_weight")
+    is_dense = True
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight
@@ -98,7 +56,8 @@ class PlainLinear:
 
     def replace(self, weight: torch.Tensor) -> None:
         check_replacement(weight, self._weight.shape, self._weight.dtype)
-        self._weight = weight.to(self._weight.device)
+        if weight.data_ptr() != self._weight.data_ptr() or weight.device != self._weight.device:
+            self._weight.copy_(weight)
 
 
 class PackedLinear:
@@ -108,6 +67,7 @@ class PackedLinear:
     """
 
     __slots__ = ("_apply", "_bias", "_packed")
+    is_dense = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = _pack(weight)
@@ -140,6 +100,10 @@ def can_pack(dtype: torch.dtype) -> bool:
         return same and linear(weight[:3]).shape == (3, 24)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
+
+
+NO_CHAIN = None
+"""`Kernels.linear_chain` where linear layers are not chained."""
 
 
 def prepare_linear_torch(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:

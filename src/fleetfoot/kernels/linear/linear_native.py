@@ -43,6 +43,7 @@ class NativeLinear:
         "_units",
         "_values_per_unit",
     )
+    is_dense = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: NativeLibrary) -> None:
         """Args:

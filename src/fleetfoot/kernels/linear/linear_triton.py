@@ -1,311 +1,193 @@
-"""Linear layers on a GPU: Triton kernels for the few rows of a decode step, the vendor's library for more.
-
-With few rows a linear layer reads its weight once and does next to nothing with it, and the library's kernels, made for
-many rows, leave much of the memory's bandwidth unused: on an H100, one row, 1.4 of 3.0 TB/s on a 4096 x 4096 weight.
-Gated layers of many rows have a kernel as well, on Hopper GPUs.
-"""
+"""Linear layers on a GPU: Triton kernels for the few rows of a decode step, the vendor's library for more."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.linear.few_rows import Joint
-from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement
+from fleetfoot.kernels.linear.few_rows import FusedAddNorm
+from fleetfoot.kernels.linear.linear import check_replacement
 from fleetfoot.kernels.linear.silu_and_mul_triton import silu_and_mul_triton
 from fleetfoot.kernels.linear.staged import StagedTiling, linear_staged
 from fleetfoot.kernels.linear.streamed import StreamedTiling, linear_streamed
 from fleetfoot.kernels.linear.tiled import TiledTiling, linear_tiled
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
-from fleetfoot.kernels.runtime.gpu_limits import GPULimits, gpu_limits
+from fleetfoot.kernels.linear.tilings import FewRowsTiling, Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.hopper_support import has_hopper_kernels
-from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
-
-_MOST_BYTES = {64: 1 << 62, 128: 256 << 20, 256: 8 << 20}
-"""Up to so many rows, the largest weight that is not left to the library, whose kernels break the chain of dependent
-launches: measured in whole steps on an H100, where at 128 rows and 50 to 235 MB they are 1 to 2% of a step slower."""
-_MOST_GATED_BYTES = _MOST_BYTES | {256: 16 << 20}
-"""The same for gated ones, where the library's product takes a kernel more."""
-_HALVED_BYTES = 16 << 20
-"""Largest weight that is read once for each half of the rows."""
-_STAGED_BYTES = 100 * 1024
-"""Most bytes of the weight for a program that stages them: two such programs fit a multiprocessor of a Hopper GPU."""
-_STAGED_CHUNKS = 8
-_GATED_ROWS = 129
-"""From so many rows on, gated layers that no tiling serves may be Hopper's own kernel's."""
-_LEAST_BUSY = 0.88
-"""Of the time, that tiles must keep the multiprocessors busy: then the kernel is as fast as the library and
-`silu_and_mul` for 4096 inputs, and faster for fewer."""
+from fleetfoot.kernels.runtime.triton_support import cdiv
 
 _DTYPES = (torch.bfloat16, torch.float16)
 """Of the kernels."""
 
-FewRowsTiling = StagedTiling | StreamedTiling
-Tiling = FewRowsTiling | TiledTiling
-
-
-@lru_cache(maxsize=4096)
-def choose_tiling(
-    num_rows: int, num_outputs: int, num_inputs: int, *, gated: bool, may_split: bool, limits: GPULimits
-) -> Tiling | None:
-    """Which kernel serves this product, and how; None: the library's.
-
-    Args:
-        num_outputs: of the result: half the rows of the weight if it is gated.
-        may_split: partial sums will do.
-    """
-    table = _MOST_GATED_BYTES if gated else _MOST_BYTES
-    most_bytes = next((most for rows, most in table.items() if num_rows <= rows), 0)
-    weight_bytes = _weight_bytes(num_outputs, num_inputs, gated)
-    if num_rows == 0 or weight_bytes > most_bytes or num_outputs < 16 or num_inputs < 16 or num_inputs % 8:
-        return None
-    if num_rows <= 8:
-        tiling: Tiling | None = _few_rows(num_rows, num_outputs, num_inputs, gated, limits.num_sms)
-    else:
-        tiling = _some_rows(num_rows, num_outputs, num_inputs, gated, may_split, limits.num_sms)
-    return None if tiling is None else _fitted(tiling, gated, limits.shared_bytes)
-
-
-def _weight_bytes(num_outputs: int, num_inputs: int, gated: bool) -> int:
-    return num_outputs * num_inputs * 2 * (2 if gated else 1)
-
-
-def shared_bytes(tiling: Tiling, gated: bool) -> int:
-    """About how much shared memory a program takes."""
-    if isinstance(tiling, TiledTiling):
-        return (tiling.outputs + tiling.row_tile) * tiling.inputs * tiling.num_stages * 2
-    chunk_bytes = (tiling.outputs * (2 if gated else 1) + tiling.row_tile) * tiling.inputs * tiling.num_warps * 2
-    return chunk_bytes * (tiling.num_chunks if isinstance(tiling, StagedTiling) else tiling.num_stages)
-
-
-def _fitted(tiling: Tiling, gated: bool, available_bytes: int) -> Tiling | None:
-    """The tiling with as many of its stages as fit a program."""
-    if isinstance(tiling, StagedTiling):
-        if shared_bytes(tiling, gated) <= available_bytes:
-            return tiling
-        tiling = StreamedTiling(outputs=16, num_stages=4, row_tile=tiling.row_tile)
-    while shared_bytes(tiling, gated) > available_bytes and tiling.num_stages > 2:
-        tiling = replace(tiling, num_stages=tiling.num_stages - 1)
-    return tiling if shared_bytes(tiling, gated) <= available_bytes else None
-
-
-def _few_rows(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num_sms: int) -> Tiling:
-    row_tile = 1 if num_rows == 1 else 8
-    staged_bytes = 16 * num_inputs * 2 * (2 if gated else 1)
-    chunk = _power_of_2_divisor(num_inputs, 1024)
-    # Beyond a few programs for each multiprocessor, programs come and go, and a stream is better than stages.
-    few_programs = _weight_bytes(num_outputs, num_inputs, gated) <= num_sms * 2 * _STAGED_BYTES
-    if staged_bytes <= _STAGED_BYTES and few_programs and chunk >= 64 and num_inputs // chunk <= _STAGED_CHUNKS:
-        warps = 8 if chunk == 1024 and num_inputs >= 2048 and row_tile == 1 else 4
-        return StagedTiling(chunk // warps, num_inputs // chunk, row_tile, num_warps=warps)
-    if row_tile == 1:
-        # A program that has a multiprocessor to itself wants deep stages; else two should fit, unless gated.
-        has_own = cdiv(num_outputs, 16) <= num_sms and not gated
-        return StreamedTiling(outputs=16, num_stages=8 if has_own else 6, row_tile=row_tile)
-    if not gated and cdiv(num_outputs, 32) <= num_sms:
-        return StreamedTiling(outputs=32, num_stages=4, row_tile=row_tile)
-    return StreamedTiling(outputs=16, num_stages=3 if gated else 4, row_tile=row_tile)
-
-
-def _some_rows(
-    num_rows: int, num_outputs: int, num_inputs: int, gated: bool, may_split: bool, num_sms: int
-) -> Tiling | None:
-    row_tile = max(16, min(128, next_power_of_2(num_rows)))
-    if gated and row_tile == 128 and (num_rows > 128 or cdiv(num_outputs, 64) >= num_sms):
-        return TiledTiling(row_tile, 6 if num_rows <= 128 else 4, outputs=128, inputs=64, num_warps=8)
-    column_tiles = cdiv(num_outputs, 32 if gated else 64)
-    # Two tiles of half the rows read a weight twice, the second time from L2 if it fits: worth it where they keep twice
-    # as many multiprocessors busy, and better than splitting the inputs, which leaves sums to be made.
-    if num_rows > 32 and _weight_bytes(num_outputs, num_inputs, gated) <= _HALVED_BYTES:
-        halved = column_tiles * cdiv(num_rows, row_tile // 2)
-        if halved <= num_sms:
-            row_tile //= 2
-    num_tiles = column_tiles * cdiv(num_rows, row_tile)
-    most_splits = 8 if num_rows <= 16 else 4  # whoever reads the sums reads all of them
-    splits = 1
-    while may_split and splits < most_splits and num_tiles * splits * 2 <= num_sms and num_inputs >= splits * 512:
-        splits *= 2
-    if num_tiles * splits < num_sms // 3:
-        return None
-    # One program on a multiprocessor wants deep stages; where there are several for each, two should fit.
-    one_each = num_tiles * splits <= num_sms
-    stages = {16: (6, 4), 32: (5 if gated or num_rows > 32 else 4, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
-    return TiledTiling(row_tile, stages[0] if one_each else stages[1], splits)
-
-
-@lru_cache(maxsize=4096)
-def gated_row_groups(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> int | None:
-    """Groups of 64 rows to a tile of `fleetfoot.kernels.linear.gated_hopper`; None: the library is faster."""
-    if num_rows < _GATED_ROWS or num_outputs % 8 or num_inputs % 8:
-        return None
-
-    def rounds(groups: int) -> float:
-        """How long the multiprocessors take, in tiles of 64 rows. Wider tiles read a little less."""
-        tiles = cdiv(num_rows, 64 * groups) * cdiv(num_outputs, 128)
-        return cdiv(tiles, num_sms) * groups * (1.0 if groups == 2 else 0.97)
-
-    groups = min((2, 3), key=rounds)
-    return groups if num_rows * num_outputs >= _LEAST_BUSY * rounds(groups) * num_sms * 64 * 128 else None
-
-
-def _power_of_2_divisor(number: int, most: int) -> int:
-    divisor = 1
-    while divisor < most and number % (divisor * 2) == 0:
-        divisor *= 2
-    return divisor
-
 
 class TritonLinear:
-    """The weight as it came, read by the kernel that suits the number of rows, which the host knows."""
+    """Implements `PreparedLinear`. The weight stays as it was loaded; the number of rows, which the host knows, selects
+    the kernel.
 
-    __slots__ = ("_bias", "_gated", "_has_gated_kernel", "_limits", "_may_split", "_weight")
+    Args:
+        weight: ``[out, in]``; bias: ``[out]``.
+    """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, may_split: bool = False
-    ) -> None:
-        """Args:
-        gated: the result is ``silu`` of the first half of the outputs times the second.
-        may_split: the result may be partial sums ``[splits, n, out]`` float32.
-        """
+    is_dense = True
+    _is_gated = False
+    _may_split = False
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight.contiguous()
         self._bias = None if bias is None else bias.contiguous()
-        self._gated = gated
-        self._may_split = may_split
         self._limits = gpu_limits(weight.device)
-        can_be_kernel = gated and bias is None and weight.dtype in _DTYPES
-        self._has_gated_kernel = can_be_kernel and has_hopper_kernels(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises:
         ValueError: ``x`` is not ``[n, in]`` of the weight's dtype.
         """
-        num_rows = x.shape[0]
         if x.shape[1] != self._weight.shape[1] or x.dtype is not self._weight.dtype:
             raise ValueError(
                 f"x {list(x.shape)} {x.dtype} does not go with a weight {list(self._weight.shape)} {self._weight.dtype}"
             )
-        tiling = self._tiling(num_rows)
+        tiling = self._tiling(x.shape[0])
         if tiling is None:
             return self._of_many_rows(x)
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        return self.launch(x, tiling)
+        return self.launch(x if x.stride(1) == 1 else x.contiguous(), tiling)
 
-    def accumulate(self, x: torch.Tensor, total: torch.Tensor) -> bool:
-        """See `Accumulates`: where the library multiplies, it can add as well, which spares whoever would do it next a
-        pass over ``x`` times the weight. Rounded once, where two steps round twice."""
-        if self._gated or self._bias is not None or self._tiling(x.shape[0]) is not None:
-            return False
-        total.addmm_(x, self._weight.t())
-        return True
+    def launch(
+        self,
+        x: torch.Tensor,
+        tiling: Tiling,
+        *,
+        deferred: DeferredRMSNorm | None = None,
+        add_norm: FusedAddNorm | None = None,
+    ) -> torch.Tensor:
+        """`__call__` with a given tiling.
 
-    def reads_pending_norm(self, num_rows: int) -> bool:
-        """See `ReadsPendingNorm`. In float16, what a norm has not scaled yet may be too large."""
-        return self._weight.dtype is torch.bfloat16 and isinstance(self._tiling(num_rows), FewRowsTiling)
-
-    def of_pending_norm(self, x: PendingNorm) -> torch.Tensor:
-        """See `ReadsPendingNorm`.
-
-        Raises:
-            ValueError: not for so many rows.
+        Args:
+            deferred: the norm that ``x`` is part of. add_norm: the sum and norm behind. For few rows alone.
         """
-        num_rows = len(x.weighted)
-        tiling = self._tiling(num_rows)
-        if not isinstance(tiling, FewRowsTiling) or x.weighted.shape[1] != self._weight.shape[1]:
-            raise ValueError(f"x {list(x.weighted.shape)} is not read with its norm pending: see reads_pending_norm()")
-        return self.launch(x.weighted, tiling, pending=x)
+        shape: tuple[int, ...] = (x.shape[0], self._num_outputs)
+        dtype = x.dtype
+        if isinstance(tiling, TiledTiling) and tiling.splits > 1:
+            shape, dtype = (tiling.splits, *shape), torch.float32
+        output = torch.empty(shape, dtype=dtype, device=x.device) if add_norm is None else add_norm.result.weighted
+        arguments = (output, x, self._weight, self._bias, self._is_gated)
+        if isinstance(tiling, StagedTiling):
+            linear_staged(*arguments, tiling, deferred, add_norm)
+        elif isinstance(tiling, StreamedTiling):
+            linear_streamed(*arguments, tiling, deferred, add_norm)
+        else:
+            linear_tiled(*arguments, tiling)
+        return output
 
-    def join(
-        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
-    ) -> PendingNorm | None:
-        """See `Joins`."""
-        tiling = self._tiling(len(x))
-        if (
-            self._gated
-            or not isinstance(tiling, FewRowsTiling)
-            or not (x.dtype is self._weight.dtype is torch.bfloat16)
-        ):
-            return None
-        residual = residual.contiguous()  # as the result will be
-        result = PendingNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
-        joint = Joint(residual, norm_weight, result)
-        self.launch(x if x.stride(1) == 1 else x.contiguous(), tiling, joint=joint)
-        return result
+    def weight(self) -> torch.Tensor:
+        return self._weight
+
+    def replace(self, weight: torch.Tensor) -> None:
+        """Write another weight to the memory of this one: captured graphs read it there."""
+        check_replacement(weight, self._weight.shape, self._weight.dtype)
+        if weight.data_ptr() != self._weight.data_ptr() or weight.device != self._weight.device:
+            self._weight.copy_(weight)
+
+    @property
+    def _num_outputs(self) -> int:
+        return self._weight.shape[0] // (2 if self._is_gated else 1)
+
+    def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
 
     def _tiling(self, num_rows: int) -> Tiling | None:
         if self._weight.dtype not in _DTYPES:
             return None
         return choose_tiling(
             num_rows,
-            self._weight.shape[0] // (2 if self._gated else 1),
+            self._num_outputs,
             self._weight.shape[1],
-            gated=self._gated,
+            gated=self._is_gated,
             may_split=self._may_split,
             limits=self._limits,
         )
 
-    def launch(
-        self, x: torch.Tensor, tiling: Tiling, *, pending: PendingNorm | None = None, joint: Joint | None = None
-    ) -> torch.Tensor:
-        """What `__call__` does, with a tiling of the caller's.
 
-        Args:
-            pending: what ``x`` is part of; joint: what the result becomes part of. For few rows alone.
+class ChainedLinear(TritonLinear):
+    """A linear layer in the chain of a fused decoder: norms before and behind it, and the residual sum, are part of the
+    product where the kernel can do that. It reads a weight that a layer owns."""
+
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
+        """``x``: ``[n, in]``, or a deferred norm if `reads_deferred_norm`.
+
+        Raises:
+            ValueError: ``x`` is not ``[n, in]`` of the weight's dtype, or a deferred norm of too many rows.
         """
-        num_outputs = self._weight.shape[0] // (2 if self._gated else 1)
-        shape: tuple[int, ...] = (x.shape[0], num_outputs)
-        dtype = x.dtype
-        if isinstance(tiling, TiledTiling) and tiling.splits > 1:
-            shape, dtype = (tiling.splits, *shape), torch.float32
-        output = torch.empty(shape, dtype=dtype, device=x.device) if joint is None else joint.result.weighted
-        arguments = (output, x, self._weight, self._bias, self._gated)
-        if isinstance(tiling, StagedTiling):
-            linear_staged(*arguments, tiling, pending, joint)
-        elif isinstance(tiling, StreamedTiling):
-            linear_streamed(*arguments, tiling, pending, joint)
-        else:
-            linear_tiled(*arguments, tiling)
-        return output
+        if not isinstance(x, DeferredRMSNorm):
+            return super().__call__(x)
+        num_rows = len(x.weighted)
+        tiling = self._tiling(num_rows)
+        if not isinstance(tiling, FewRowsTiling) or x.weighted.shape[1] != self._weight.shape[1]:
+            raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not read: see reads_deferred_norm()")
+        return self.launch(x.weighted, tiling, deferred=x)
+
+    def reads_deferred_norm(self, num_rows: int) -> bool:
+        """Whether it takes a deferred norm of so many rows. In float16, unscaled values may be too large."""
+        return self._weight.dtype is torch.bfloat16 and isinstance(self._tiling(num_rows), FewRowsTiling)
+
+
+class ChainedGateUp(ChainedLinear):
+    """``x [n, in]`` -> ``silu(x @ gate.T) * (x @ up.T) [n, out / 2]``, of a weight that is gate above up."""
+
+    _is_gated = True
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        has_kernel = bias is None and weight.dtype in _DTYPES
+        self._has_hopper_kernel = has_kernel and has_hopper_kernels(weight.device)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._gated:
-            return F.linear(x, self._weight, self._bias)
-        if self._has_gated_kernel and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
-            num_outputs, num_sms = self._weight.shape[0] // 2, self._limits.num_sms
-            groups = gated_row_groups(x.shape[0], num_outputs, x.shape[1], num_sms)
+        if self._has_hopper_kernel and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+            num_sms = self._limits.num_sms
+            groups = gated_row_groups(x.shape[0], self._num_outputs, x.shape[1], num_sms)
             if groups is not None:
                 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 
                 return gated_linear_hopper(x, self._weight, groups, num_sms)
         return silu_and_mul_triton(F.linear(x, self._weight, self._bias))
 
-    def weight(self) -> torch.Tensor:
-        return self._weight
 
-    @property
-    def streamed(self) -> torch.Tensor:
-        return self._weight
+class ChainedResidual(ChainedLinear):
+    """A layer whose output is added to the residual stream. Called alone, the result may be partial sums ``[splits, n,
+    out]`` float32 for the norm behind it."""
 
-    def replace(self, weight: torch.Tensor) -> None:
-        """Take another weight, in the place of this one: captured graphs read it there."""
-        check_replacement(weight, self._weight.shape, self._weight.dtype)
-        if weight.data_ptr() != self._weight.data_ptr() or weight.device != self._weight.device:
-            self._weight.copy_(weight)
+    _may_split = True
+
+    def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
+        """Add the product to ``residual [n, out]`` in place, where the library multiplies: it can add as well, which
+        saves the next kernel a pass. Rounded once, where two steps round twice. False: nothing was done."""
+        if self._bias is not None or self._tiling(x.shape[0]) is not None:
+            return False
+        residual.addmm_(x, self._weight.t())
+        return True
+
+    def add_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> DeferredRMSNorm | None:
+        """The sum with ``residual [n, out]`` and its norm but for the row factors; None: not for so many rows."""
+        tiling = self._tiling(len(x))
+        if not isinstance(tiling, FewRowsTiling) or not (x.dtype is self._weight.dtype is torch.bfloat16):
+            return None
+        residual = residual.contiguous()  # as the result will be
+        result = DeferredRMSNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
+        add_norm = FusedAddNorm(residual, norm_weight, result)
+        self.launch(x if x.stride(1) == 1 else x.contiguous(), tiling, add_norm=add_norm)
+        return result
 
 
-def prepare_linear_triton(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-    """See `Kernels.prepare_linear`."""
-    return TritonLinear(weight, bias)
+@dataclass(frozen=True, slots=True)
+class LinearChain:
+    """Makes the linear layers of a fused decoder's dependent launches. Each reads its weight and bias in place."""
+
+    linear: type[ChainedLinear]
+    gate_up: type[ChainedGateUp]
+    residual: type[ChainedResidual]
 
 
-def prepare_gate_up_triton(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-    """See `Kernels.prepare_gate_up`."""
-    return TritonLinear(weight, bias, gated=True)
-
-
-def prepare_residual_linear_triton(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-    """See `Kernels.prepare_residual_linear`."""
-    return TritonLinear(weight, bias, may_split=True)
+TRITON_CHAIN = LinearChain(ChainedLinear, ChainedGateUp, ChainedResidual)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.linear.few_rows import (
-    Joint,
+    FusedAddNorm,
     load_residual,
     load_squares,
     norm_arguments,
     write_outputs,
 )
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -53,8 +53,8 @@ def linear_staged(
     bias: torch.Tensor | None,
     gated: bool,
     tiling: StagedTiling,
-    pending: PendingNorm | None = None,
-    joint: Joint | None = None,
+    deferred: DeferredRMSNorm | None = None,
+    add_norm: FusedAddNorm | None = None,
 ) -> None:
     """Write ``x [n, in] @ weight.T + bias`` to ``output [n, out]``; gated: ``silu`` of its first half times the second.
 
@@ -63,13 +63,13 @@ def linear_staged(
     """
     num_rows, num_outputs = output.shape
     overlap = can_overlap(x.device)
-    norm_pointers, norms = norm_arguments(weight, pending, joint)
+    norm_tensors, norms = norm_arguments(weight, deferred, add_norm)
     _linear_staged_kernel[(cdiv(num_outputs, tiling.outputs),)](
         output,
         x,
         weight,
         weight if bias is None else bias,
-        *norm_pointers,
+        *norm_tensors,
         num_rows,
         num_outputs,
         weight.shape[1],
@@ -94,7 +94,7 @@ def _linear_staged_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    pending_ptr,
+    squares_in_ptr,
     num_parts,
     eps,
     residual_ptr,
@@ -113,8 +113,8 @@ def _linear_staged_kernel(
     has_bias: tl.constexpr,
     gated: tl.constexpr,
     parts_tile: tl.constexpr,
-    is_pending: tl.constexpr,
-    joins: tl.constexpr,
+    has_deferred_norm: tl.constexpr,
+    fused_add_norm: tl.constexpr,
     overlap: tl.constexpr,
 ):
     launch_dependents(overlap)
@@ -143,7 +143,7 @@ def _linear_staged_kernel(
             ups += (tl.load(up_ptr + weight_offset + i * chunk),)  # type: ignore[assignment]
 
     norm_weight = weight_row
-    if joins:
+    if fused_add_norm:
         norm_weight = tl.load(norm_ptr + first + tl.minimum(output, stretch - 1))
     wait_for_inputs(overlap)
     row = tl.arange(0, row_tile)[None, None, :]
@@ -152,10 +152,10 @@ def _linear_staged_kernel(
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     # Asked for before the product, so that they have arrived behind it.
     squares = sums
-    if is_pending:
-        squares = load_squares(pending_ptr, num_parts, num_rows, parts_tile, row_tile)
+    if has_deferred_norm:
+        squares = load_squares(squares_in_ptr, num_parts, num_rows, parts_tile, row_tile)
     residual = sums
-    if joins:
+    if fused_add_norm:
         residual = load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs, row_tile)
     for i in tl.static_range(num_chunks):
         x = tl.load(x_ptr + x_offset + i * chunk, mask=row < num_rows, other=0.0)
@@ -183,6 +183,6 @@ def _linear_staged_kernel(
         row_tile,
         has_bias,
         gated,
-        is_pending,
-        joins,
+        has_deferred_norm,
+        fused_add_norm,
     )

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.linear.few_rows import (
-    Joint,
+    FusedAddNorm,
     load_residual,
     load_squares,
     norm_arguments,
     write_outputs,
 )
-from fleetfoot.kernels.norm.pending_norm import PendingNorm
+from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -56,20 +56,20 @@ def linear_streamed(
     bias: torch.Tensor | None,
     gated: bool,
     tiling: StreamedTiling,
-    pending: PendingNorm | None = None,
-    joint: Joint | None = None,
+    deferred: DeferredRMSNorm | None = None,
+    add_norm: FusedAddNorm | None = None,
 ) -> None:
     """Like `linear_staged`, for any ``in`` that is a multiple of 8."""
     num_rows, num_outputs = output.shape
     num_inputs = weight.shape[1]
     overlap = can_overlap(x.device)
-    norm_pointers, norms = norm_arguments(weight, pending, joint)
+    norm_tensors, norms = norm_arguments(weight, deferred, add_norm)
     _linear_streamed_kernel[(cdiv(num_outputs, tiling.outputs),)](
         output,
         x,
         weight,
         weight if bias is None else bias,
-        *norm_pointers,
+        *norm_tensors,
         num_rows,
         num_outputs,
         num_inputs,
@@ -96,7 +96,7 @@ def _linear_streamed_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    pending_ptr,
+    squares_in_ptr,
     num_parts,
     eps,
     residual_ptr,
@@ -117,8 +117,8 @@ def _linear_streamed_kernel(
     has_bias: tl.constexpr,
     gated: tl.constexpr,
     parts_tile: tl.constexpr,
-    is_pending: tl.constexpr,
-    joins: tl.constexpr,
+    has_deferred_norm: tl.constexpr,
+    fused_add_norm: tl.constexpr,
     overlap: tl.constexpr,
 ):
     launch_dependents(overlap)
@@ -140,15 +140,15 @@ def _linear_streamed_kernel(
     sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     norm_weight = weight_row
-    if joins:
+    if fused_add_norm:
         norm_weight = tl.load(norm_ptr + first + tl.minimum(output, stretch - 1))
     wait_for_inputs(overlap)
     # Asked for before the product, so that they have arrived behind it.
     squares = sums
-    if is_pending:
-        squares = load_squares(pending_ptr, num_parts, num_rows, parts_tile, row_tile)
+    if has_deferred_norm:
+        squares = load_squares(squares_in_ptr, num_parts, num_rows, parts_tile, row_tile)
     residual = sums
-    if joins:
+    if fused_add_norm:
         residual = load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs, row_tile)
     for begin in tl.range(0, num_inputs, slices * inputs, num_stages=num_stages):
         weight_offset = weight_row + weight_column + begin  # [slices, outputs, inputs]
@@ -186,6 +186,6 @@ def _linear_streamed_kernel(
         row_tile,
         has_bias,
         gated,
-        is_pending,
-        joins,
+        has_deferred_norm,
+        fused_add_norm,
     )

@@ -12,6 +12,7 @@ import torch
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
@@ -152,7 +153,7 @@ class ModelRunnerV1:
         inputs = prepare_inputs(self._host, scheduler_output, self.device)
         self._host.num_computed[inputs.rows] += inputs.query_lens
         received = intermediate_tensors or self._pipeline.receive(len(inputs.positions))
-        hidden = model.forward(inputs.input_ids, inputs.metadata.positions, self._kv_caches, inputs.metadata, received)
+        hidden = model(inputs.input_ids, ForwardContext(inputs.metadata, self._kv_caches), received)
         if isinstance(hidden, torch.Tensor):
             finished = scheduler_output.finished_req_ids
             self._pending = ExecuteModelState(scheduler_output, hidden, finished, inputs)

@@ -9,7 +9,8 @@ import torch
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.tables import StepBuffers
-from fleetfoot.records.attention import AttentionMetadata, WantedTokens
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import LogitsMetadata
 from fleetfoot.runner.capture_table import GraphKey
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.sampling.verification import LogitsBatch
@@ -182,7 +183,7 @@ def logits_batch(batch: InputBatch, num_sampled: int) -> LogitsBatch:
     return LogitsBatch(indices, rows, batch.metadata.positions[indices] + 1, *counts)
 
 
-def wanted_tokens(batch: InputBatch, logits: LogitsBatch, iota: torch.Tensor) -> WantedTokens | None:
+def logits_metadata(batch: InputBatch, logits: LogitsBatch, iota: torch.Tensor) -> LogitsMetadata | None:
     """The tokens that need logits; None: all of the batch.
 
     Args:
@@ -204,4 +205,4 @@ def wanted_tokens(batch: InputBatch, logits: LogitsBatch, iota: torch.Tensor) ->
         num_decodes=0 if shape.num_drafts else num_reqs,
         max_query_len=1 + shape.num_drafts,
     )
-    return WantedTokens(logits.indices, metadata)
+    return LogitsMetadata(logits.indices, metadata)

@@ -14,15 +14,18 @@ gets them from `AsyncOutput.get`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
+from fleetfoot.fusion.decoder import fuse
+from fleetfoot.fusion.fit import LayerFusion, plan_fusion
 from fleetfoot.kernels.runtime.compile_ahead import can_compile_ahead
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput
@@ -34,7 +37,7 @@ from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting
 from fleetfoot.runner.v2.graphs import GraphManager
-from fleetfoot.runner.v2.input_batch import BatchShape, InputBatch, InputBuffers, logits_batch, wanted_tokens
+from fleetfoot.runner.v2.input_batch import BatchShape, InputBatch, InputBuffers, logits_batch, logits_metadata
 from fleetfoot.runner.v2.pipeline import SampledTokenSync
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
@@ -75,6 +78,7 @@ class ModelRunnerV2:
         draft_settings: the number of drafts, and on the last rank of a pipeline the drafter.
         connector: moves KV; None: there is none.
         pipeline: the pipeline-parallel ranks.
+        fusion: which layers of the whole model are fused, from the plan; empty: all that fit.
     """
 
     name = "v2"
@@ -91,6 +95,7 @@ class ModelRunnerV2:
         draft_settings: DraftSettings = NO_DRAFTING,
         connector: StepConnector | None = None,
         pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
+        fusion: Sequence[LayerFusion] = (),
     ) -> None:
         self._kernels = loader.context.ops
         self.device = device or open_device(loader.context.device, self._kernels)
@@ -107,6 +112,7 @@ class ModelRunnerV2:
         self._draft_settings = draft_settings
         self._connector = connector or NoConnector()
         self._pipeline = pipeline
+        self._fusion = fusion
         self._model: CausalLM | None = None
         self._kv_caches: list[torch.Tensor] = []
         self._execute_state: ExecuteModelState | None = None
@@ -118,7 +124,9 @@ class ModelRunnerV2:
     # --- start ------------------------------------------------------------------------------------------------------
 
     def load_model(self) -> None:
-        self._model = self._loader.load()
+        self._model = model = self._loader.load()
+        fusion = self._fusion or plan_fusion(model.config, "v2")
+        fuse(model.model.layers, self._loader.context, [fusion[layer].is_fused for layer in model.layers])
         if self._draft_settings.drafter is not None:
             self._draft_settings.drafter.load_model(self._model)
 
@@ -174,14 +182,13 @@ class ModelRunnerV2:
     @contextmanager
     def _shortened(self) -> Iterator[None]:
         """Within this context, steps run few layers, which launch the kernels of all layers."""
-        whole, kv_caches = self._model, self._kv_caches
+        whole = self._model
         assert whole is not None
-        self._model, kept = whole.shortened()
-        self._kv_caches = [kv_caches[index] for index in kept]
+        self._model = whole.shortened()
         try:
             yield
         finally:
-            self._model, self._kv_caches = whole, kv_caches
+            self._model = whole
 
     def _first_shapes(self, steps: list[SchedulerOutput]) -> list[GraphKey]:
         """The shapes of the warm-up's steps, and of the graphs that it captures."""
@@ -351,13 +358,12 @@ class ModelRunnerV2:
             all_tokens: the hidden states of all tokens are read.
         """
         assert self._model is not None
-        rows = wanted = None
+        rows = metadata = None
         if not (all_tokens or self._drafting.reads_hidden or batch.shape.is_decode) and self._model.is_last:
             rows = logits_batch(batch, batch.shape.num_sampled)
-            wanted = wanted_tokens(batch, rows, self._iota)
-        hidden_states = self._model.forward(
-            batch.input_ids, batch.metadata.positions, self._kv_caches, batch.metadata, intermediate_tensors, wanted
-        )
+            metadata = logits_metadata(batch, rows, self._iota)
+        ctx = ForwardContext(batch.metadata, self._kv_caches, metadata)
+        hidden_states = self._model(batch.input_ids, ctx, intermediate_tensors)
         if isinstance(hidden_states, IntermediateTensors):  # the step ends here, with every draft taken as accepted
             self._post_update(batch, None)
         return StepOutput(hidden_states, rows)

@@ -1,4 +1,4 @@
-"""A norm that is left to the products before and behind it, which spares a decode step a kernel."""
+"""An RMSNorm that the products before and behind it compute between them, which saves a decode step a kernel."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class PendingNorm:
-    """What RMSNorm gives of ``total``, but for one factor in each row: whoever multiplies it next applies the factor to
-    its product, where ``(total * weight * factor) @ w.T`` is ``(total * weight) @ w.T * factor``.
+class DeferredRMSNorm:
+    """RMSNorm of ``total`` without the 1/rms factor of each row; the next matmul applies it to its product:
+    ``(total * weight * factor) @ w.T`` is ``(total * weight) @ w.T * factor``.
 
-    Whoever makes the sum has a few of its columns, and cannot know the factor, but can add up the squares of those.
+    The kernel that computes the sum has a few of its columns. It cannot know the factor, but can add up the squares of
+    those columns.
     """
 
     weighted: torch.Tensor
@@ -24,12 +25,12 @@ class PendingNorm:
     eps: float
 
     @classmethod
-    def empty(cls, residual: torch.Tensor, num_parts: int, eps: float) -> PendingNorm:
+    def empty(cls, residual: torch.Tensor, num_parts: int, eps: float) -> DeferredRMSNorm:
         """For a sum with ``residual [n, hidden]``, to be written by ``num_parts`` programs."""
         squares = torch.empty((num_parts, len(residual)), dtype=torch.float32, device=residual.device)
         return cls(torch.empty_like(residual), squares, torch.empty_like(residual), eps)
 
     def finished(self) -> torch.Tensor:
-        """``[n, hidden]``: what the norm by itself would give, up to rounding."""
+        """``[n, hidden]``: the complete norm, up to rounding."""
         mean_square = self.squares.sum(dim=0) / self.total.shape[1]
         return (self.weighted * torch.rsqrt(mean_square + self.eps)[:, None]).to(self.weighted.dtype)

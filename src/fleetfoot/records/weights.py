@@ -1,12 +1,13 @@
-"""Where a checkpoint's tensors go: the names that a model wants, and the memory behind each."""
+"""Where a checkpoint's tensors go: the names that a model reads, and the memory behind each. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class WeightError(ValueError):
@@ -14,11 +15,11 @@ class WeightError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSlot:
+class WeightSpec:
     """One tensor of a checkpoint and its place in the model.
 
-    Slots serve the first load and every later change alike: write to ``destination()``, then call the model's
-    ``finish_loading()`` once for all of them.
+    Specs serve the first load and every later update alike: write to ``destination()``, then call
+    `process_weights_after_loading` once for all of them.
     """
 
     name: str
@@ -26,10 +27,10 @@ class WeightSlot:
     shape: tuple[int, ...]
     """Of the whole tensor, in the checkpoint."""
     destination: Callable[[], torch.Tensor]
-    """Opens the slot: a tensor of the shape of ``part`` to write to, often a view into a larger one. It holds the
-    current values, and counts until the next ``finish_loading()``; open the slot again after that."""
+    """Returns a tensor of the shape of ``part`` to write to, often a view into a larger one. It holds the current
+    values, and is valid until the next `process_weights_after_loading`; call it again after that."""
     init: Literal["normal", "ones"] = "normal"
-    """What random weights put there."""
+    """How dummy weights are initialised."""
     aliases: tuple[str, ...] = ()
     """Further names under which a checkpoint may hold the same tensor, in place of ``name`` or beside it."""
     part: tuple[slice, ...] = ()

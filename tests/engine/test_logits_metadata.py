@@ -1,4 +1,4 @@
-"""Of a model's last layer, no more is computed than somebody reads: K and V of all tokens, the rest of those wanted."""
+"""`LogitsMetadata`: K and V of all tokens, but hidden states only of the rows that are read."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from tests.helpers.kernels import cpu_kernels, reference_kernels
 
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.records.attention import AttentionMetadata, WantedTokens
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.weights.loading import load_model
 
 BLOCK_SIZE = 4
 QUERY_LENS, SEQ_LENS = (1, 3, 6, 9), (9, 13, 6, 20)
 STARTS = (0, 1, 4, 10, 19)
-WISHES = {
-    "nobody's": ([], []),
+ROWS = {
+    "none": ([], []),
     "the last of each": ([0, 3, 9, 18], [0, 1, 2, 3, 4]),
     "the last of some": ([0, 3], [0, 1, 2]),
     "every token of a request with drafts": ([0, 1, 2, 3, 9], [0, 1, 4, 5]),
@@ -52,10 +54,10 @@ def batch_metadata() -> AttentionMetadata:
     )
 
 
-def wanted_tokens(indices: list[int], starts: list[int]) -> WantedTokens:
+def logits_metadata(indices: list[int], starts: list[int]) -> LogitsMetadata:
     metadata = batch_metadata()
     count = max(len(starts) - 1, 0)
-    return WantedTokens(
+    return LogitsMetadata(
         torch.tensor(indices, dtype=torch.int64),
         AttentionMetadata(
             query_start_loc=torch.tensor(starts or [0], dtype=torch.int32),
@@ -74,23 +76,25 @@ def wanted_tokens(indices: list[int], starts: list[int]) -> WantedTokens:
 @pytest.mark.parametrize(
     ("model_type", "fields"), [("llama", {}), ("mistral", {"sliding_window": 7}), ("qwen3", {"num_hidden_layers": 1})]
 )
-@pytest.mark.parametrize("wish", WISHES)
-def test_a_model_gives_those_that_are_wanted(
-    wish: str, model_type: str, fields: dict[str, Any], ops: Any, tmp_path: Path
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_model_returns_the_rows_that_are_read(
+    rows: str, is_fused: bool, model_type: str, fields: dict[str, Any], ops: Any, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
     context = ModelContext(ops=ops, attention=SDPABackend(), dtype=torch.float32, device=torch.device("cpu"))
     model = load_model(config, context, tmp_path)
+    if is_fused:
+        fuse(model.model.layers, context, [True] * config.num_layers)
     metadata = batch_metadata()
     ids = torch.randint(0, 80, (19,), generator=torch.Generator().manual_seed(1))
     shape = (28, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     before = [torch.randn(shape, generator=torch.Generator().manual_seed(layer)) for layer in range(config.num_layers)]
     caches, narrow_caches = ([cache.clone() for cache in before] for _ in range(2))
-    indices, starts = WISHES[wish]
-    every = model.forward(ids, metadata.positions, caches, metadata)
-    wanted = wanted_tokens(indices, starts)
-    some = model.forward(ids, metadata.positions, narrow_caches, metadata, wanted=wanted)
+    indices, starts = ROWS[rows]
+    every = model(ids, ForwardContext(metadata, caches))
+    some = model(ids, ForwardContext(metadata, narrow_caches, logits_metadata(indices, starts)))
     assert isinstance(every, torch.Tensor) and isinstance(some, torch.Tensor)
     assert some.shape == (len(indices), config.hidden_size)
     torch.testing.assert_close(some, every[indices], rtol=1e-4, atol=1e-5)
@@ -100,34 +104,36 @@ def test_a_model_gives_those_that_are_wanted(
 
 
 class RowCount:
-    """Stands in for a layer's MLP, and counts the tokens that reach it."""
+    """Counts the tokens that reach the MLP of a fused layer."""
 
     def __init__(self, engine: LLMEngine, index: int) -> None:
-        layer = engine.core.executor._worker.runner._model._layers[index]  # type: ignore[attr-defined]
-        self._mlp = layer.mlp
+        model = engine.core.executor._worker.runner._model  # type: ignore[attr-defined]
+        (run,) = model.model.layers._runs
+        layer = run._layers[index]
+        self._down = layer._down
         self.steps: list[int] = []
-        layer.mlp = self
+        layer._down = self
 
-    def __call__(self, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
-        self.steps.append(len(hidden))
-        return self._mlp(hidden, *others)
+    def __call__(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        self.steps.append(len(x))
+        return self._down(x, *others)
 
 
 PROMPTS = {"long": list(range(300, 340)), "short": list(range(300, 305))}
 
 
-def count_rows(wishes: dict[str, Any], **keywords: Any) -> tuple[list[int], list[int]]:
+def count_rows(options: dict[str, Any], **keywords: Any) -> tuple[list[int], list[int]]:
     """Tokens that reach the first and the last layer's MLP, step by step: prompts of 40 and of 5, 16 tokens a step."""
     keywords |= {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 128}
     engine = make_engine(STORY, use_v2_model_runner=True, **keywords)
     first, last = RowCount(engine, 0), RowCount(engine, -1)
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, **wishes)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, **options)
     run_requests(engine, {name: ({"prompt_token_ids": ids}, params) for name, ids in PROMPTS.items()})
     engine.shutdown()
     return first.steps, last.steps
 
 
-def test_the_last_layer_of_a_chunk_that_does_not_end_a_prompt_makes_keys_and_values_alone() -> None:
+def test_the_last_layer_of_a_chunk_inside_a_prompt_computes_only_k_and_v() -> None:
     first, last = count_rows({})
     # Two chunks of 16 of which nothing is read; the third, of 8 and the short prompt, ends both; then decodes.
     assert first == [16, 16, 13, 2, 2]
@@ -141,7 +147,7 @@ def test_prompt_logprobs_read_every_token() -> None:
 
 
 @pytest.mark.parametrize(("method", "reads_all"), [("eagle", True), ("draft_model", False), ("ngram", False)])
-def test_a_drafter_says_whether_it_reads_every_token(method: str, reads_all: bool) -> None:
+def test_only_eagle_reads_every_token(method: str, reads_all: bool) -> None:
     first, last = count_rows({}, speculative_config=METHODS[method])
     assert (last == first) == reads_all
     if not reads_all:

@@ -1,0 +1,1 @@
+"""Fusion: a pass over a loaded model that replaces runs of plain decoder layers by fused ones."""

@@ -1,0 +1,231 @@
+"""Fused decoder layers: the arithmetic of the plain ones as a chain of dependent kernels.
+
+The input and output of a run is the plain residual stream. Within it:
+
+- **Residual sums and norms.** The residual sum is made with the norm behind it, in one kernel. Where a linear layer of
+  few rows comes before, that layer's kernel makes the sum, and the norm is deferred (`DeferredRMSNorm`). Where the
+  library multiplies, it adds to the residual itself.
+- **Tensor parallelism.** The sum over the ranks waits for the next norm, where it can be one kernel with it. At the end
+  of the run the residual stream is complete.
+- **Gate and up** are one product with SiLU inside.
+- **Attention of few query tokens** norms, rotates and caches within its own kernel, and prefetches the weight of the
+  output projection.
+- **The last layer** computes no more than K and V for rows that are not read (`LogitsMetadata`).
+
+A run owns no tensor: it reads the weights of the layers that it replaces, which live updates write in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fleetfoot.kernels.interface import AddRMSNorm
+from fleetfoot.kernels.linear.linear_triton import ChainedLinear, LinearChain
+from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
+from fleetfoot.kernels.norm.rms_norm import sum_parts
+from fleetfoot.layers.attention import Attention
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
+from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
+from fleetfoot.layers.mlp import GatedMLP
+from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
+
+Hidden = torch.Tensor | DeferredRMSNorm
+"""Between two layers of a run: a branch's output, ``[num_tokens, hidden_size]`` or partial sums of it, that is still to
+be added to the residual; the residual itself, where it was added in place; or the norm of the sum, deferred."""
+Product = Callable[[Any], torch.Tensor]
+"""A linear layer of the run; it takes a deferred norm only where it reads one."""
+
+
+def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -> None:
+    """Replace runs of consecutive layers of the stack, whose weights are loaded.
+
+    Args:
+        is_fused: for each layer of the stack.
+    """
+    runs: list[FusedDecoder | nn.Module] = []
+    layers: list[DecoderLayer] = []
+    for layer, fused in zip(stack.values(), is_fused, strict=True):
+        if fused:
+            assert isinstance(layer, DecoderLayer)
+            layers.append(layer)
+            continue
+        if layers:
+            runs.append(FusedDecoder(layers, context))
+            layers = []
+        runs.append(layer)
+    if layers:
+        runs.append(FusedDecoder(layers, context, is_last=True))
+    stack.set_runs(runs)
+
+
+class FusedDecoder:
+    """Consecutive decoder layers as one.
+
+    Args:
+        is_last: the run ends the stack: it returns only the rows of ``ctx.logits``.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], context: ModelContext, *, is_last: bool = False) -> None:
+        self._set_layers([_FusedLayer(layer, context) for layer in layers])
+        self._group = context.tensor_group
+        self.selects_logits = is_last
+
+    def _set_layers(self, layers: list[_FusedLayer]) -> None:
+        self._layers = layers
+        self._next_norms = [layer.input_norm for layer in layers[1:]]
+
+    def __call__(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape, or ``[num_logits, hidden_size]``; may write to ``x``."""
+        hidden: Hidden = x
+        residual = x
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=False):  # the last has none
+            hidden, residual = layer(hidden, residual, ctx, next_norm)
+        last, logits = self._layers[-1], ctx.logits if self.selects_logits else None
+        hidden, residual = last(hidden, residual, ctx, None, logits)
+        if hidden is residual:
+            return residual
+        assert not isinstance(hidden, DeferredRMSNorm)  # there is no next norm
+        hidden = sum_parts(hidden, residual)
+        return residual + (hidden if last.is_summed else self._group.all_reduce(hidden))
+
+    def shortened(self) -> FusedDecoder:
+        """See `DecoderRun.shortened`: the first layer has no sum before it, and the last may have fewer rows."""
+        short = copy(self)
+        windows = [layer.window for layer in self._layers]
+        last = len(windows) - 1
+        kept = sorted({0, last, *(windows.index(window) for window in windows[:last])})
+        short._set_layers([self._layers[index] for index in kept])
+        return short
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """A norm, with the residual sum before it and the linear layer behind it."""
+
+    norm: RMSNorm | None
+    """None: the residual stream is read as it is."""
+    add_rms_norm: AddRMSNorm
+    """Sums over the tensor group too."""
+    reads_deferred_norm: Callable[[int], bool]
+    """Of the linear layer."""
+
+    def add(self, hidden: Hidden, residual: torch.Tensor) -> tuple[Hidden, torch.Tensor]:
+        """The input of the linear layer, and the residual stream, which is ``residual`` plus ``hidden`` unless that is
+        it."""
+        if isinstance(hidden, DeferredRMSNorm):
+            return hidden, hidden.total
+        if self.norm is None:
+            return hidden, residual
+        if hidden is residual:
+            return self.norm(residual), residual
+        return self.add_rms_norm(hidden, residual, self.norm.weight, self.norm.eps)
+
+
+class _Residual:
+    """A row-parallel linear layer, whose output is added to the residual stream."""
+
+    def __init__(self, linear: RowParallelLinear, chain: LinearChain | None) -> None:
+        dense = linear.weight.dense if chain is not None and not linear.is_gathered else None
+        self._chained = None if dense is None or chain is None else chain.residual(*dense)
+        self._product = self._chained or (linear.partial if linear.is_gathered else linear.weight.apply)
+        self._is_alone = linear.group.size == 1  # else the sum over the ranks comes before the residual sum
+        self.is_summed = self._is_alone or linear.is_gathered
+        self.prefetch_weight = None if dense is None else dense[0]
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, next_norm: _Norm | None) -> Hidden:
+        if self._chained is not None and self._is_alone:
+            if next_norm is not None and next_norm.norm is not None and next_norm.reads_deferred_norm(len(x)):
+                norm = next_norm.norm
+                deferred = self._chained.add_and_norm(x, residual, norm.weight, norm.eps)
+                if deferred is not None:
+                    return deferred
+            if self._chained.add_to(x, residual):
+                return residual
+        return self._product(x)
+
+
+class _FusedLayer:
+    """One decoder layer of a run."""
+
+    def __init__(self, layer: DecoderLayer, context: ModelContext) -> None:
+        attention, mlp, chain = layer.self_attn, layer.mlp, context.ops.linear_chain
+        assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
+        add_rms_norm = context.tensor_group.reducing(context.ops.add_rms_norm)
+        self._attention = attention
+        self._attend, self._attend_fused = context.attention.forward, context.attention.forward_fused
+        self._qkv, reads_qkv = _column(attention.qkv_proj, None if chain is None else chain.linear)
+        self._gate_up, reads_gate_up = _column(mlp.gate_up_proj, None if chain is None else chain.gate_up)
+        if chain is None or mlp.gate_up_proj.weight.dense is None:
+            gate_up, silu_and_mul = mlp.gate_up_proj.weight.apply, context.ops.silu_and_mul
+            self._gate_up = lambda x: silu_and_mul(gate_up(x))
+        self._o, self._down = _Residual(attention.o_proj, chain), _Residual(mlp.down_proj, chain)
+        norm = layer.input_layernorm if isinstance(layer.input_layernorm, RMSNorm) else None
+        self.input_norm = _Norm(norm, add_rms_norm, reads_qkv)
+        self._mlp_norm = _Norm(layer.post_attention_layernorm, add_rms_norm, reads_gate_up)
+        self.is_summed = self._down.is_summed
+        self.window = attention.window
+
+    def __call__(
+        self,
+        hidden: Hidden,
+        residual: torch.Tensor,
+        ctx: ForwardContext,
+        next_norm: _Norm | None,
+        logits: LogitsMetadata | None = None,
+    ) -> tuple[Hidden, torch.Tensor]:
+        """``(hidden, residual)`` of the layers before -> those of this one.
+
+        Args:
+            next_norm: of the next layer in the run. logits: the rows that are read; None: all.
+        """
+        hidden, residual = self.input_norm.add(hidden, residual)
+        qkv = self._qkv(hidden)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        if logits is None:
+            attended = self._attended(qkv, ctx)  # [num_tokens, num_heads, head_dim]
+        else:
+            residual = logits.select(residual)  # [num_logits, hidden_size], like all below
+            query = logits.select(self._attention.rotate_and_cache(qkv, ctx))
+            if not len(query):
+                return residual, residual
+            attended = self._attend_to(query, ctx, logits.attention)
+        attended_sum = self._o(attended.flatten(1), residual, self._mlp_norm)
+        hidden, residual = self._mlp_norm.add(attended_sum, residual)
+        return self._down(self._gate_up(hidden), residual, next_norm), residual
+
+    def _attended(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        attention = self._attention
+        attended = self._attend_fused(
+            qkv,
+            ctx.kv_caches[attention.kv_index],
+            ctx.attention,
+            attention.num_heads,
+            attention.rotary,
+            attention.scale,
+            attention.window,
+            self._o.prefetch_weight,
+        )
+        if attended is None:
+            attended = self._attend_to(attention.rotate_and_cache(qkv, ctx), ctx, ctx.attention)
+        return attended
+
+    def _attend_to(self, query: torch.Tensor, ctx: ForwardContext, metadata: AttentionMetadata) -> torch.Tensor:
+        attention = self._attention
+        return self._attend(query, ctx.kv_caches[attention.kv_index], metadata, attention.scale, attention.window)
+
+
+def _column(linear: ColumnParallelLinear, chained: type[ChainedLinear] | None) -> tuple[Product, Callable[[int], bool]]:
+    """The layer within the chain, and whether it reads a deferred norm of so many rows."""
+    dense = linear.weight.dense
+    if chained is None or dense is None:
+        return linear.weight.apply, lambda num_rows: False
+    layer = chained(*dense)
+    return layer, layer.reads_deferred_norm

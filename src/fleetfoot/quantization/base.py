@@ -1,0 +1,94 @@
+"""The linear method protocol: how a linear layer stores its weight, fills it from a checkpoint, and applies it.
+
+To add a method: a `LinearWeight` that keeps the storage, and a `LinearMethod` that makes it. Layers, loading, live
+updates, fusion and the memory plan go through these two. No torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fleetfoot.records.weights import WeightSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleetfoot.kernels.interface import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer on one rank: one or more of the checkpoint's, fused by rows into one matrix."""
+
+    in_features: int
+    """As in the checkpoint."""
+    parts: tuple[tuple[str, int], ...]
+    """Name and number of output features of each fused layer, as in the checkpoint."""
+    rows: tuple[slice, ...]
+    """Of each part, the outputs that this rank computes."""
+    columns: slice
+    """The inputs that this rank has."""
+    has_bias: bool = False
+    padding: int = 0
+    """Outputs behind the others that are always 0."""
+
+    @property
+    def num_outputs(self) -> int:
+        """On this rank, without the padding."""
+        return sum(span.stop - span.start for span in self.rows)
+
+    @property
+    def num_inputs(self) -> int:
+        """On this rank."""
+        return self.columns.stop - self.columns.start
+
+    def row_spans(self) -> Iterator[tuple[str, int, slice, slice]]:
+        """For each part: its name, its outputs in the checkpoint, those of this rank, and where they lie here."""
+        first = 0
+        for (name, size), rows in zip(self.parts, self.rows, strict=True):
+            span = slice(first, first + rows.stop - rows.start)
+            yield name, size, rows, span
+            first = span.stop
+
+
+class LinearWeight(ABC):
+    """The storage of one linear layer."""
+
+    @property
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight ``[out, in]``, contiguous and at a fixed address, and bias ``[out]``, for fused kernels that read
+        them in place; None: the weight is not stored so."""
+        return None
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, in]`` -> ``x @ weight.T + bias [n, out]``"""
+
+    @abstractmethod
+    def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        """The checkpoint's tensors that it holds: ``{prefix}{part}.weight`` and so on."""
+
+    @abstractmethod
+    def process_weights_after_loading(self) -> None:
+        """Bring what was written to the specs' destinations into the form that `apply` reads."""
+
+
+class LinearMethod(ABC):
+    """Makes the storage of linear layers."""
+
+    name: str
+
+    @abstractmethod
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
+        """Allocate the storage, unset but for padding and biases, which are 0.
+
+        Args:
+            dtype: of activations.
+        """
+
+    @abstractmethod
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
+        """Of a weight without its bias, for the memory plan. ``dtype``: of activations, by its name."""

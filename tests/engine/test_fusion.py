@@ -1,0 +1,478 @@
+"""Fused decoder layers against the plain ones that they replace, and what a fused run may and may not keep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.helpers.checkpoints import make_checkpoint, reference_logits
+from tests.helpers.draft_matrix import STORY
+from tests.helpers.engines import make_engine
+from tests.helpers.int8_method import Int8, quantize
+from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
+from tests.helpers.paged_models import MODELS, PagedCache, assert_close, context, prompt, run
+from torch import nn
+
+from fleetfoot.config.parsing import load_model_config
+from fleetfoot.fusion.decoder import FusedDecoder, fuse
+from fleetfoot.fusion.fit import LayerFusion, plan_fusion
+from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.linear.linear import PlainLinear
+from fleetfoot.kernels.linear.linear_triton import LinearChain
+from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
+from fleetfoot.layers.attention import Attention
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
+from fleetfoot.layers.mlp import GatedMLP
+from fleetfoot.models.interface import CausalLM
+from fleetfoot.quantization.base import LinearWeight
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
+from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.weights.loading import load_model
+
+try:
+    import triton  # noqa: F401
+
+    IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+except ImportError:
+    IS_INTERPRETED = False
+if IS_INTERPRETED:
+    from tests.helpers.interpreter import mend_interpreter
+
+    mend_interpreter()
+
+ALL = (True, True, True)
+MIXES = [ALL, (False, True, True), (True, False, True), (True, True, False), (False, True, False)]
+FAMILIES = ["llama", "llama-biases", "llama-tied", "mistral-window", "qwen2-tied-window", "qwen3-layer-types"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """On tensors this small, threads cost more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- a chain of linear layers in torch --------------------------------------------------------------------------------
+
+
+class ChainedTorch(PlainLinear):
+    """A linear layer of a chain that reads deferred norms of at most 8 rows, and counts what it does."""
+
+    num_added = num_deferred = num_read = 0
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
+        if isinstance(x, DeferredRMSNorm):
+            assert self.reads_deferred_norm(len(x.weighted))
+            ChainedTorch.num_read += 1
+            x = x.finished()
+        return super().__call__(x)
+
+    def reads_deferred_norm(self, num_rows: int) -> bool:
+        return num_rows <= 8
+
+
+class ReadsNoDeferredNorm(ChainedTorch):
+    def reads_deferred_norm(self, num_rows: int) -> bool:
+        return False
+
+
+class ChainedTorchGateUp(ChainedTorch):
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
+        return reference_kernels().silu_and_mul(super().__call__(x))
+
+
+class PlainGateUp(ReadsNoDeferredNorm):
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
+        return reference_kernels().silu_and_mul(super().__call__(x))
+
+
+class ChainedTorchResidual(ChainedTorch):
+    """Defers norms of at most 8 rows, leaves up to 16 to the norm as partial sums, and adds more rows in place."""
+
+    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
+        product = super().__call__(x)
+        return product if len(product) > 16 else torch.stack((product * 0.25, product * 0.75)).float()
+
+    def add_and_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    ) -> DeferredRMSNorm | None:
+        if len(x) > 8:
+            return None
+        ChainedTorch.num_deferred += 1
+        total = residual + PlainLinear.__call__(self, x)
+        squares = torch.stack([half.sum(dim=1) for half in total.square().chunk(2, dim=1)])
+        return DeferredRMSNorm(total * norm_weight, squares, total, eps)
+
+    def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
+        if len(x) <= 16:
+            return False
+        ChainedTorch.num_added += 1
+        residual.add_(PlainLinear.__call__(self, x))
+        return True
+
+
+def chain_ops(*, defers_in_mlp: bool = True) -> Kernels:
+    """Torch's operations with weights as they are loaded, and a chain on them."""
+    gate_up = ChainedTorchGateUp if defers_in_mlp else PlainGateUp
+    chain = LinearChain(ChainedTorch, gate_up, ChainedTorchResidual)  # type: ignore[arg-type]
+    return replace(
+        reference_kernels(), prepare_linear=lambda weight, bias=None: PlainLinear(weight, bias), linear_chain=chain
+    )
+
+
+OPS = {"torch": reference_kernels, "native": cpu_kernels, "chain": chain_ops}
+
+
+def counts() -> tuple[int, int, int]:
+    return ChainedTorch.num_added, ChainedTorch.num_deferred, ChainedTorch.num_read
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def make(folder: Path, model_context: ModelContext, fused: Sequence[bool] = (), **keywords: Any) -> CausalLM:
+    """The checkpoint's model. ``fused``: for each of its layers; empty: none."""
+    model = load_model(load_model_config(folder), model_context, folder, **keywords)
+    if fused:
+        fuse(model.model.layers, model_context, fused)
+    return model
+
+
+def checkpoint(folder: Path, case: str, seed: int = 0) -> Any:
+    model_type, fields = MODELS[case]
+    return make_checkpoint(folder, model_type, seed=seed, **fields)
+
+
+def last_rows(metadata: AttentionMetadata, num_reqs: int) -> LogitsMetadata:
+    """The last token of each of the first requests."""
+    return LogitsMetadata(
+        metadata.query_start_loc[1 : num_reqs + 1].long() - 1,
+        replace(
+            metadata,
+            query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32),
+            seq_lens=metadata.seq_lens[:num_reqs],
+            block_tables=metadata.block_tables[:num_reqs],
+            slot_mapping=metadata.slot_mapping[:0],
+            positions=metadata.positions[:0],
+            num_decodes=num_reqs,
+            max_query_len=1,
+        ),
+    )
+
+
+SCHEDULE: list[tuple[dict[int, int], int | None]] = [
+    ({0: 20, 1: 8}, None),
+    ({1: 1, 0: 13, 2: 4}, 2),
+    ({0: 1, 2: 21, 3: 30}, 3),
+    ({3: 3}, 0),
+    ({3: 1, 0: 1, 2: 1}, None),
+    ({0: 6}, 1),
+    ({3: 1}, None),
+]
+"""Tokens of each request in a step, those of one token first, and of how many requests the last row is read; None: all
+rows are."""
+
+
+def outputs(model: CausalLM, cache: PagedCache, schedule: Sequence[tuple[dict[int, int], int | None]]) -> Any:
+    """The logits of each step, ``[num_tokens or num_logits, vocab_size]``."""
+    tokens, begin, logits = {request: prompt(60, seed=request) for request in range(4)}, [0] * 4, []
+    for counts, num_read in schedule:
+        batch = {request: tokens[request][begin[request] : begin[request] + n] for request, n in counts.items()}
+        input_ids, ctx = cache.step(batch)
+        if num_read is not None:
+            ctx = replace(ctx, logits=last_rows(ctx.attention, num_read))
+        hidden = model(input_ids, ctx)
+        assert isinstance(hidden, torch.Tensor)
+        logits.append(model.compute_logits(hidden))
+        for request, n in counts.items():
+            begin[request] += n
+    return logits
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Within ``tolerance`` of the largest expected value, and NaN where that is."""
+    assert actual.shape == expected.shape
+    assert torch.equal(actual.isnan(), expected.isnan())
+    if expected.numel():
+        actual, expected = actual.nan_to_num().float(), expected.nan_to_num().float()
+        assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+# --- fused against plain ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("fused", MIXES, ids=str)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_fused_and_plain_layers_agree(case: str, fused: tuple[bool, ...], ops: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path, case)
+    model_context = context(ops=OPS[ops](), attention=cpu_kernels().attention)
+    config = load_model_config(tmp_path)
+    plain_cache, fused_cache = PagedCache(config, 4), PagedCache(config, 4)
+    expected = outputs(make(tmp_path, model_context), plain_cache, SCHEDULE)
+    actual = outputs(make(tmp_path, model_context, fused), fused_cache, SCHEDULE)
+    for (_, num_read), one, other in zip(SCHEDULE, actual, expected, strict=True):
+        assert num_read is None or len(one) == num_read
+        assert_near(one, other, 1e-5)
+    for one, other in zip(fused_cache.kv_caches, plain_cache.kv_caches, strict=True):
+        assert_near(one, other, 1e-5)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("case", "fused", "num_norms"),  # norms are deferred behind attention, and behind MLPs before another fused layer
+    [("llama-biases", (True, True), 3), ("qwen3", (True, False, True), 2)],
+)
+def test_the_triton_chain_in_bfloat16(
+    case: str, fused: tuple[bool, ...], num_norms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows, so that norms are deferred, and tiles of 16 rows. Fused layers are as near to float32 as plain ones."""
+    from fleetfoot.kernels.linear.linear_triton import ChainedResidual
+
+    model_type, fields = MODELS[case]
+    fields = {**fields, "num_hidden_layers": len(fused), "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    make_checkpoint(tmp_path, model_type, **fields)
+    deferred = []
+    add_and_norm = ChainedResidual.add_and_norm
+
+    def counted(self: Any, x: torch.Tensor, *others: Any) -> DeferredRMSNorm | None:
+        deferred.append((len(x), result := add_and_norm(self, x, *others)))
+        return result
+
+    monkeypatch.setattr(ChainedResidual, "add_and_norm", counted)
+    schedule: list[tuple[dict[int, int], int | None]] = [({0: 5, 1: 3}, None), ({0: 1, 1: 1}, None), ({1: 4, 2: 16}, 2)]
+    config = load_model_config(tmp_path)
+    expected = outputs(make(tmp_path, context()), PagedCache(config, 16), schedule)
+    found = {}
+    for name, mask in (("plain", ()), ("fused", fused)):
+        model_context = context(ops=triton_kernels(), attention=cpu_kernels().attention, dtype=torch.bfloat16)
+        cache = PagedCache(config, 16)
+        cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
+        found[name] = outputs(make(tmp_path, model_context, mask), cache, schedule)
+        assert bool(deferred) == (name == "fused")
+    # In the last step, only the last layer has few rows: those that are read.
+    assert [rows for rows, result in deferred if result is not None] == [8] * num_norms + [2] * num_norms + [2]
+    for plain, actual, exact in zip(found["plain"], found["fused"], expected, strict=True):
+        plain_error, error = ((each.float() - exact).norm() / exact.norm() for each in (plain, actual))
+        assert plain_error < 0.03 and error < max(1.5 * plain_error, 0.01)
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_layers_that_add_to_the_residual_in_place(case: str, tmp_path: Path) -> None:
+    reference = checkpoint(tmp_path, case)
+    config, model_context, tokens = load_model_config(tmp_path), context(ops=chain_ops()), prompt(60)
+    expected = reference_logits(reference, tokens)
+    model, cache = make(tmp_path, model_context, ALL), PagedCache(config, 16)
+    before = counts()
+    logits = [run(model, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 32), (32, 60))]
+    # Two of three chunks have more than 16 tokens; the other is of partial sums.
+    assert counts() == (before[0] + 2 * 2 * config.num_layers, before[1], before[2])
+    assert_close(torch.cat(logits), expected)
+    assert_close(run_in_parts(tmp_path, model_context, tokens), expected)
+
+
+@pytest.mark.parametrize("defers_in_mlp", [False, True])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_norms_that_are_deferred(case: str, defers_in_mlp: bool, tmp_path: Path) -> None:
+    reference = checkpoint(tmp_path, case)
+    config, model_context = load_model_config(tmp_path), context(ops=chain_ops(defers_in_mlp=defers_in_mlp))
+    tokens = prompt(40)
+    expected = reference_logits(reference, tokens)
+    model, cache = make(tmp_path, model_context, ALL), PagedCache(config, 16)
+    before = counts()
+    logits = [run(model, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 24), (24, 25), (25, 40))]
+    # Two steps of few tokens: behind each layer but the last, and between attention and MLP if that reads it.
+    norms = 2 * (config.num_layers - 1 + (config.num_layers if defers_in_mlp else 0))
+    assert counts()[1:] == (before[1] + norms, before[2] + norms)
+    assert_close(torch.cat(logits), expected)
+    assert_close(run_in_parts(tmp_path, model_context, tokens[:7]), expected[:7])
+
+
+def run_in_parts(folder: Path, model_context: ModelContext, tokens: list[int]) -> torch.Tensor:
+    """Logits of a fused model in two parts; between them is the residual stream of the plain one."""
+    config = load_model_config(folder)
+    (input_ids, ctx), plain_cache = (cache := PagedCache(config, 16)).step({0: tokens}), PagedCache(config, 16)
+    parts = [range(1), range(1, config.num_layers)]
+    first, last = (make(folder, model_context, [True] * len(part), layers=part) for part in parts)
+    between = first(input_ids, replace(ctx, kv_caches=cache.kv_caches[:1]))
+    plain = make(folder, model_context, layers=parts[0])(
+        input_ids, ForwardContext(plain_cache.step({0: tokens})[1].attention, plain_cache.kv_caches[:1])
+    )
+    assert isinstance(between, IntermediateTensors) and isinstance(plain, IntermediateTensors)
+    assert_near(between.hidden_states, plain.hidden_states, 1e-5)
+    hidden = last(input_ids, replace(ctx, kv_caches=cache.kv_caches[1:]), between)
+    assert isinstance(hidden, torch.Tensor)
+    return last.compute_logits(hidden)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Those that an object holds itself: not through layers and weights, which own theirs."""
+    if id(value) in seen or isinstance(value, nn.Module | LinearWeight | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item, seen)
+    elif type(value).__module__.startswith(("fleetfoot.", "tests.")):
+        slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        yield from tensors_in([*slots, *getattr(value, "__dict__", {}).values()], seen)
+    elif callable(value):
+        yield from tensors_in([cell.cell_contents for cell in getattr(value, "__closure__", None) or ()], seen)
+
+
+def dense_tensors(model: CausalLM) -> Iterator[torch.Tensor]:
+    for layer in model.model.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
+        for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            yield from (tensor for tensor in linear.weight.dense or () if tensor is not None)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen3"])
+def test_new_weights_reach_a_fused_model_at_the_same_addresses(case: str, ops: str, tmp_path: Path) -> None:
+    for number, name in enumerate(("old", "new")):
+        checkpoint(tmp_path / name, case, seed=number)
+    model_context = context(ops=OPS[ops](), attention=cpu_kernels().attention)
+    old, new = (make(tmp_path / name, model_context, ALL) for name in ("old", "new"))
+    config = old.config
+    addresses = {tensor.data_ptr() for tensor in dense_tensors(old)}
+    assert bool(addresses) == (ops == "chain")
+    (decoder,) = old.model.layers._runs
+    assert isinstance(decoder, FusedDecoder)
+    assert {tensor.data_ptr() for tensor in tensors_in(decoder, set())} <= addresses
+    before = outputs(old, PagedCache(config, 4), SCHEDULE)
+    values = {spec.name: spec.destination().clone() for spec in new.weight_specs()}
+    new.process_weights_after_loading()
+    for spec in old.weight_specs():
+        spec.destination().copy_(values[spec.name])
+    old.process_weights_after_loading()
+    after = outputs(old, PagedCache(config, 4), SCHEDULE)
+    expected = outputs(new, PagedCache(config, 4), SCHEDULE)
+    for was, one, other in zip(before, after, expected, strict=True):
+        assert torch.equal(one, other)
+        assert not len(one) or not torch.allclose(was, other, rtol=0.01)
+    assert {tensor.data_ptr() for tensor in dense_tensors(old)} == addresses
+
+
+@pytest.mark.parametrize("fused", [(), ALL, (False, True, True)], ids=str)
+@pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen3"])
+def test_a_quantized_model_runs_fused_and_plain(case: str, fused: tuple[bool, ...], tmp_path: Path) -> None:
+    """The chain reads dense weights only: a method without them is applied by its plain layers."""
+    checkpoint(tmp_path / "whole", case)
+    quantized, rounded = quantize(load_file(tmp_path / "whole" / "model.safetensors"))
+    for name, tensors in (("int8", quantized), ("rounded", rounded)):
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+        save_file(tensors, folder / "model.safetensors")
+    config = load_model_config(tmp_path / "int8")
+    model = make(tmp_path / "int8", context(ops=chain_ops(), linear_method=Int8()), fused)
+    assert not list(dense_tensors(model))
+    before = counts()
+    actual = outputs(model, PagedCache(config, 4), SCHEDULE)
+    assert counts() == before
+    expected = outputs(make(tmp_path / "rounded", context()), PagedCache(config, 4), SCHEDULE)
+    for one, other in zip(actual, expected, strict=True):
+        assert_near(one, other, 1e-5)
+    names = {spec.name for spec in model.weight_specs()}
+    assert names == quantized.keys()
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def kinds(stack: DecoderStack) -> list[Any]:
+    """Of each run: the numbers of its layers on the rank, in a list for a fused one."""
+    layers = list(stack.values())
+    attentions = [layer.self_attn for layer in layers]
+    return [
+        [attentions.index(layer._attention) for layer in decoder._layers]
+        if isinstance(decoder, FusedDecoder)
+        else layers.index(decoder)
+        for decoder in stack._runs
+    ]
+
+
+SLIDING = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("fused", "whole", "short"),
+    [
+        ("------", [0, 1, 2, 3, 4, 5], [0, 1, 5]),
+        ("######", [[0, 1, 2, 3, 4, 5]], [[0, 1, 5]]),
+        ("-#####", [0, [1, 2, 3, 4, 5]], [0, [1, 3, 5]]),
+        ("###-##", [[0, 1, 2], 3, [4, 5]], [[0, 1, 2], 3, [4, 5]]),
+        ("#####-", [[0, 1, 2, 3, 4], 5], [[0, 1, 4], 5]),
+    ],
+)
+def test_a_shortened_model(fused: str, whole: list[Any], short: list[Any], tmp_path: Path) -> None:
+    fields = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 6}
+    make_checkpoint(tmp_path, "qwen3", **fields, layer_types=[*SLIDING, "full_attention"])
+    model = make(tmp_path, context(ops=chain_ops()), [kind == "#" for kind in fused])
+    config = model.config
+    assert kinds(model.model.layers) == whole
+    expected = outputs(model, PagedCache(config, 4), SCHEDULE)
+    shortened = model.shortened()
+    assert kinds(shortened.model.layers) == short
+    assert list(shortened.parameters()) == list(model.parameters())
+    assert shortened.lm_head is model.lm_head and shortened.model.norm is model.model.norm
+    for (_, num_read), logits in zip(SCHEDULE, outputs(shortened, PagedCache(config, 4), SCHEDULE), strict=True):
+        assert num_read is None or len(logits) == num_read
+    assert kinds(model.model.layers) == whole
+    for one, other in zip(outputs(model, PagedCache(config, 4), SCHEDULE), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_run_of_one_layer_is_its_own_shortened(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    model = make(tmp_path, context(), [True])
+    assert kinds(model.shortened().model.layers) == [[0]]
+
+
+def test_model_runner_v1_never_fuses() -> None:
+    engine = make_engine(STORY, use_v2_model_runner=False)
+    worker = engine.core.executor._worker  # type: ignore[attr-defined]
+    assert [layer.is_fused for layer in worker.plan.fusion] == [False] * worker.plan.model.num_layers
+    assert {layer.reason for layer in worker.plan.fusion} == {"Model Runner V1 runs plain layers"}
+    assert kinds(worker.runner._model.model.layers) == list(range(worker.plan.model.num_layers))
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("plain", [(), (2,), (0, 7)])
+def test_model_runner_v2_fuses_what_the_plan_names(plain: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_some(config: Any, runner: str) -> tuple[LayerFusion, ...]:
+        return tuple(
+            LayerFusion(False, "a test") if layer in plain else fusion
+            for layer, fusion in enumerate(plan_fusion(config, runner))
+        )
+
+    monkeypatch.setattr("fleetfoot.plan.resolve.plan_fusion", plan_some)
+    engine = make_engine(STORY, use_v2_model_runner=True)
+    worker = engine.core.executor._worker  # type: ignore[attr-defined]
+    built = kinds(worker.runner._model.model.layers)
+    assert (
+        built == {(): [list(range(8))], (2,): [[0, 1], 2, [3, 4, 5, 6, 7]], (0, 7): [0, [1, 2, 3, 4, 5, 6], 7]}[plain]
+    )
+    is_fused = {layer: isinstance(run, list) for run in built for layer in (run if isinstance(run, list) else [run])}
+    assert [is_fused[layer] for layer in range(8)] == [layer.is_fused for layer in worker.plan.fusion]
+    engine.shutdown()

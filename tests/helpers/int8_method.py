@@ -1,0 +1,64 @@
+"""A linear method for tests: int8 weights with a float32 scale for each output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from fleetfoot.kernels.interface import Kernels
+from fleetfoot.quantization.base import LinearMethod, LinearShape, LinearWeight
+from fleetfoot.records.weights import WeightSpec
+
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+
+
+class Int8Weight(LinearWeight):
+    """The checkpoint has whole numbers as ``{part}.weight [out, in]`` and ``{part}.weight_scale [out]``."""
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = shape
+        num_outputs = shape.num_outputs + shape.padding
+        self._values = torch.zeros(num_outputs, shape.num_inputs, dtype=torch.int8, device=device)
+        self._scales = torch.ones(num_outputs, dtype=torch.float32, device=device)
+        self._bias = torch.zeros(num_outputs, dtype=dtype, device=device) if shape.has_bias else None
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, (self._values * self._scales[:, None]).to(x.dtype), self._bias)
+
+    def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        for name, size, rows, span in self._shape.row_spans():
+            name = prefix + name
+            values, scales, bias = self._values[span], self._scales[span], self._bias
+            size_in = (size, self._shape.in_features)
+            yield WeightSpec(f"{name}.weight", size_in, lambda values=values: values, part=(rows, self._shape.columns))
+            yield WeightSpec(f"{name}.weight_scale", (size,), lambda scales=scales: scales, part=(rows,))
+            if bias is not None:
+                yield WeightSpec(f"{name}.bias", (size,), lambda part=bias[span]: part, part=(rows,))
+
+    def process_weights_after_loading(self) -> None:
+        """Nothing: they are applied as they are stored."""
+
+
+class Int8(LinearMethod):
+    name = "int8"
+
+    def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
+        return Int8Weight(shape, dtype, device)
+
+    def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:
+        return num_outputs * (num_inputs + 4)
+
+
+def quantize(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A checkpoint in the form that `Int8Weight` reads, and an unquantized one of the same values."""
+    quantized, rounded = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module.rpartition(".")[2] in _LINEAR:
+            scale = tensor.abs().amax(dim=1) / 127  # [out]
+            quantized[name] = (tensor / scale[:, None]).round()
+            quantized[f"{module}.weight_scale"] = scale
+            rounded[name] = quantized[name] * scale[:, None]
+    return quantized, rounded

@@ -1,0 +1,141 @@
+"""Tiny models of every architecture, and their steps through a paged KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fleetfoot.config.model import ModelConfig
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import ForwardContext
+from tests.helpers.kernels import reference_kernels
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-groups-of-1": ("llama", {"num_key_value_heads": 4}),
+    "llama-groups-of-3": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}),
+    "llama-groups-of-8": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 6}),
+    "llama-wide-heads": ("llama", {"head_dim": 32}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-odd-sizes": ("llama", {"hidden_size": 52, "intermediate_size": 71, "vocab_size": 89, "head_dim": 10}),
+    "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 128, "head_dim": 16}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN, "max_position_embeddings": 128, "head_dim": 16}),
+    "llama-yarn-options": (
+        "llama",
+        {
+            "rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7}
+            | {"mscale_all_dim": 1.3},
+            "max_position_embeddings": 128,
+            "head_dim": 16,
+        },
+    ),
+    "llama-yarn-attention-factor": (
+        "llama",
+        {"rope_parameters": {**YARN, "attention_factor": 1.4}, "max_position_embeddings": 128},
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied-window": (
+        "qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 20}),
+    "qwen3-layer-types": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYER_TYPES},
+    ),
+}
+
+
+class PagedCache:
+    """KV blocks handed out in a shuffled order, and the metadata of a step over them, built by hand."""
+
+    def __init__(self, config: ModelConfig, block_size: int, num_blocks: int = 64) -> None:
+        shape = (num_blocks, 2, config.num_kv_heads, block_size, config.head_dim)
+        # Nothing may be read that was not written: a NaN would show.
+        self.kv_caches = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
+        self._block_size = block_size
+        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3)).tolist()
+        self._tables: dict[int, list[int]] = {}
+        self._lengths: dict[int, int] = {}
+
+    def step(self, new_tokens: dict[int, list[int]]) -> tuple[torch.Tensor, ForwardContext]:
+        """``(input_ids, ctx)`` of a step that appends to each request; single tokens have to come first."""
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for request, tokens in new_tokens.items():
+            table = self._tables.setdefault(request, [])
+            begin = self._lengths.get(request, 0)
+            self._lengths[request] = end = begin + len(tokens)
+            while len(table) * self._block_size < end:
+                table.append(self._free.pop())
+            positions += range(begin, end)
+            slots += [table[i // self._block_size] * self._block_size + i % self._block_size for i in range(begin, end)]
+            starts.append(len(positions))
+        tables = [self._tables[request] for request in new_tokens]
+        width = max(map(len, tables))
+        seq_lens = [self._lengths[request] for request in new_tokens]
+        query_lens = [len(tokens) for tokens in new_tokens.values()]
+        num_decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
+            positions=torch.tensor(positions),
+            num_decodes=num_decodes,
+            max_query_len=max(query_lens),
+            max_seq_len=max(seq_lens),
+        )
+        input_ids = torch.tensor([token for tokens in new_tokens.values() for token in tokens])
+        return input_ids, ForwardContext(metadata, self.kv_caches)
+
+
+def run(model: CausalLM, cache: PagedCache, new_tokens: dict[int, list[int]]) -> dict[int, torch.Tensor]:
+    """One step; the logits ``[num_new_tokens, vocab_size]`` of each request."""
+    hidden = model(*cache.step(new_tokens))
+    assert isinstance(hidden, torch.Tensor)
+    logits = model.compute_logits(hidden).split([len(tokens) for tokens in new_tokens.values()])
+    return dict(zip(new_tokens, logits, strict=True))
+
+
+def context(**changes: Any) -> ModelContext:
+    defaults = {
+        "ops": reference_kernels(),
+        "attention": SDPABackend(),
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
+    return ModelContext(**{**defaults, **changes})
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    largest = expected.abs().max().item()
+    assert (actual - expected).abs().max().item() < 1e-4 * largest
+
+
+def prompt(length: int, vocab_size: int = 89, seed: int = 0) -> list[int]:
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
