@@ -1,9 +1,10 @@
 # Everything starts here: each target installs what it needs into .venv and then does its work.
 #
-#   make demo    stream text from the embedded model
-#   make test    run every test
-#   make check   lint, formatting, import contracts and types
-#   make bench   the benchmarks of the host's part, as ratios and microseconds
+#   make demo         stream text from the embedded model
+#   make test         run every test
+#   make test-quick   run those that take less than a minute together
+#   make check        lint, formatting, import contracts and types
+#   make bench        the benchmarks of the host's part, as ratios and microseconds
 
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do \
   $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' >/dev/null 2>&1 && echo $$p && break; done)
@@ -11,14 +12,19 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # the CPU build, pinned and installed first: a later resolution would otherwise bring several GB of CUDA libraries
 TORCH := torch==2.13.0
+# two processes, each of which takes over tests that the other has not begun
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-quick check bench clean
 
 demo: .venv/demo
 	$(BIN)/fleetfoot generate --stream --prompt "Once upon a time, there was a"
 
 test: .venv/dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-quick: .venv/dev
+	$(PYTEST) -m "not (slow or interpreter or compiler)" tests/unit tests/engine/test_quick.py $(PYTEST_ARGS)
 
 check: .venv/dev
 	$(BIN)/ruff check .

@@ -20,6 +20,16 @@ if not torch.cuda.is_available():
 _PROBLEM = native_problem()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of kernels that cannot run here."""
+    from tests.helpers.interpreter import HAS_INTERPRETER, HAS_TRITON
+
+    if item.get_closest_marker("interpreter") and not HAS_INTERPRETER:
+        pytest.skip("needs Triton's interpreter; on a GPU, tests/gpu runs such cases compiled")
+    if item.get_closest_marker("compiler") and not HAS_TRITON:
+        pytest.skip("needs Triton's compiler")
+
+
 @pytest.fixture(autouse=True)
 def no_warning_of_missing_c_kernels() -> Iterator[None]:
     """Where the C library was not built, each engine warns of it; tests that compare all that is logged do not expect

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.world import run_world
+from tests.helpers.interpreter import compiled, run_python  # closes gaps of the interpreter in the ranks too
 
 from fleetfoot.distributed import ALL_REDUCE_ROWS
 from fleetfoot.distributed.custom_all_reduce import (
@@ -27,7 +25,6 @@ from fleetfoot.distributed.torch_groups import StepShape, make_groups
 from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch
 from fleetfoot.records.intermediate import IntermediateTensors
 
-REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SHAPE = StepShape(max_num_tokens=16, hidden_size=8, dtype=torch.bfloat16, device=CPU)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -238,9 +235,6 @@ def test_what_does_not_fit_is_refused(four: list[dict[str, Any]]) -> None:
 
 def sum_in_one_shot(rank: int, folder: Path) -> list[Any]:
     """The kernel in Triton's interpreter on each of two ranks, whose "GPU memory" is a file that both have mapped."""
-    from tests.helpers.interpreter import mend_interpreter
-
-    mend_interpreter()
     results = []
     for number, (dtype, hidden_size) in enumerate(ONE_SHOT_CASES):
         num_words = custom_all_reduce_words(hidden_size, dtype, 2)
@@ -302,15 +296,11 @@ def assert_rounded(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
+@compiled
 def test_what_goes_through_peers_memory_compiles_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter forgives what the compiler does not."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    arguments = [sys.executable, "-m", "tests.distributed.compile_transport_kernels"]
-    result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    names = [line.split(":")[0] for line in result.stdout.splitlines()]
+    output = run_python("-m", "tests.distributed.compile_transport_kernels", TRITON_CACHE_DIR=str(tmp_path))
+    names = [line.split(":")[0] for line in output.splitlines()]
     assert names == [*["_all_reduce_kernel"] * 4, "_push_kernel", "_signal_kernel", "_pull_kernel", "_signal_kernel"]
 
 
@@ -328,9 +318,6 @@ def channel_input(step: int) -> torch.Tensor:
 
 def pass_along(rank: int, folder: Path) -> list[torch.Tensor]:
     """Three ranks, each of which adds its own; the first does all of its steps before it would have to wait."""
-    from tests.helpers.interpreter import mend_interpreter
-
-    mend_interpreter()
     num_words = p2p_channel_words(16, CHANNEL_WIDTH, torch.float32)
     maps = [
         torch.from_file(str(folder / str(peer)), shared=True, size=num_words, dtype=torch.int64) for peer in range(3)

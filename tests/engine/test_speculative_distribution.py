@@ -15,7 +15,7 @@ from tests.helpers.checkpoints import make_checkpoint, make_reference, reference
 from tests.helpers.engines import make_engine
 
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.runner.v1 import verification
+from fleetfoot.sampling import verification
 from fleetfoot.scheduler.stats import DraftStats
 
 VOCAB = 6
@@ -168,8 +168,8 @@ def test_a_rule_that_accepts_too_much_is_caught(
     models: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first draft holds whether the target has chosen it or not: the token behind it then follows another one."""
-    right = verification._count_right
-    monkeypatch.setattr(verification, "_count_right", lambda *drafts: max(1, right(*drafts)))
+    right = verification._num_accepted
+    monkeypatch.setattr(verification, "_num_accepted", lambda drafts, *row: max(len(drafts[:1]), right(drafts, *row)))
     folder, reference = models["target"]
     triples, _ = sample(folder, "v1", DRAFTERS["close"](models))
     assert p_value(triples, probabilities_of(reference)) < 1e-6

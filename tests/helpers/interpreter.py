@@ -1,22 +1,46 @@
-"""Two gaps of Triton 3.6's interpreter that the kernels would fall into, closed for the tests.
+"""What tests need of Triton: its interpreter, which runs kernels on a CPU, or its compiler.
 
-With numpy 2.4 it cannot turn a runtime value into a bound of ``tl.range``, and it multiplies bfloat16 matrices as if
-their bits were integers.
+Importing this module closes two gaps of Triton 3.6's interpreter. With numpy 2.4 it cannot turn a runtime value into a
+bound of ``tl.range``, and it multiplies bfloat16 matrices as if their bits were integers.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import pytest
 
-def mend_interpreter() -> None:
-    """Patch the interpreter, if it is the one in use."""
-    from triton import knobs
+HAS_TRITON = find_spec("triton") is not None
+HAS_INTERPRETER = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.interpreter
+"""Skipped without the interpreter: `tests/conftest.py`. On a GPU, tests/gpu runs such cases compiled."""
+compiled = pytest.mark.compiler
+"""Skipped without Triton."""
+
+
+def run_python(*arguments: str, **environment: str) -> str:
+    """The standard output of a Python process that compiles kernels instead of interpreting them.
+
+    Args:
+        environment: further variables.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    command = [sys.executable, *arguments]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def _patch_interpreter() -> None:
     from triton import language as tl
     from triton.runtime import interpreter
 
-    if not knobs.runtime.interpret or hasattr(interpreter, "mended"):
-        return
     patch_tensor, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
@@ -34,4 +58,7 @@ def mend_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patched_tensor
     interpreter.InterpreterBuilder.create_dot = patched_dot
-    interpreter.mended = True
+
+
+if HAS_INTERPRETER:
+    _patch_interpreter()

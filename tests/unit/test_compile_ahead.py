@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.interpreter import HAS_INTERPRETER, compiled, run_python
 from tests.helpers.silent_process import SILENT
 
 from fleetfoot.kernels.runtime import compile_ahead, compile_worker
@@ -26,7 +26,6 @@ from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shape
 from fleetfoot.sampling.shape import PLAIN
 
 pytest.importorskip("triton")
-REPOSITORY = Path(__file__).parent.parent.parent
 
 
 class FakeKernel:
@@ -54,7 +53,7 @@ def test_a_cpu_compiles_nothing() -> None:
     assert not can_compile_ahead(torch.device("cpu"))
 
 
-@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="kernels are compiled here")
+@pytest.mark.skipif(not HAS_INTERPRETER, reason="kernels are compiled here")
 def test_the_interpreter_compiles_nothing() -> None:
     assert not can_compile_ahead(torch.device("cuda"))
 
@@ -120,6 +119,7 @@ print("served")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_waits_for_no_kernel() -> None:
     result = subprocess.run([sys.executable, "-c", SLOW_COMPILER], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "served\n", "")
@@ -188,16 +188,11 @@ def test_shapes() -> None:
         assert any(getattr(variant, field) for variant in variants)
 
 
+@compiled
 def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     """With the compiler, for an H100, in another process; twice, for the second finds what the first has compiled."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    arguments = [sys.executable, "-m", "tests.helpers.warm_up_without_gpu"]
-    reports = []
-    for _ in range(2):
-        result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
-        reports.append(json.loads(result.stdout))
+    command = ("-m", "tests.helpers.warm_up_without_gpu")
+    reports = [json.loads(run_python(*command, TRITON_CACHE_DIR=str(tmp_path))) for _ in range(2)]
     cold, warm = reports
     for report in reports:
         assert report["start"]["late"] == report["eager"]["late"] == []

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.interpreter import compiled, run_python
 
-pytest.importorskip("triton")
-REPOSITORY = Path(__file__).parent.parent.parent
+pytestmark = compiled
 KINDS = (
     "plain",
     "eager",
@@ -34,11 +30,7 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    arguments = [sys.executable, "-m", "tests.helpers.dry_passes_without_gpu", *KINDS]
-    result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    reports: dict[str, Any] = json.loads(result.stdout)
+    reports: dict[str, Any] = json.loads(run_python("-m", "tests.helpers.dry_passes_without_gpu", *KINDS))
     return reports
 
 

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.interpreter import mend_interpreter
+from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.filters import RowFilters
 from fleetfoot.kernels.sampling.sample import RandomRows, sample_torch
 from fleetfoot.kernels.sampling.sample_triton import sample_triton
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-pytestmark = pytest.mark.skipif(
-    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter; on a GPU, tests/gpu holds the kernels against the twin",
-)
-
-
-@pytest.fixture(autouse=True)
-def _mended() -> None:
-    mend_interpreter()
+pytestmark = interpreted
 
 
 def filters_of(*wanted: tuple[float, int, float]) -> RowFilters:

@@ -64,7 +64,7 @@ def sequences(prompt: Any, processor: InputProcessor | None = None, **params: An
         {"prompt_token_ids": [5, 6, 7]},
         {"prompt_token_ids": np.array([5, 6, 7]), "cache_salt": None},
     ],
-    ids=repr,
+    ids=lambda prompt: repr(prompt).split(" at 0x")[0],
 )
 def test_token_ids(prompt: Any) -> None:
     processor = processor_of()
@@ -137,7 +137,7 @@ def test_token_ids_win_over_text() -> None:
         ([5] * 32, ValueError, "the prompt has 32 tokens; with max_model_len=32 it can have at most 31"),
         ("text", ValueError, "this engine has no tokenizer"),
     ],
-    ids=lambda value: repr(value)[:40] if not isinstance(value, type) else "",
+    ids=lambda value: repr(value).split(" at 0x")[0][:40] if not isinstance(value, type) else "",
 )
 def test_prompts_that_are_refused(prompt: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kv_transfer.base.block_copies import CpuBlockCopies, HostMemory, LayerRows, block_copies
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 
-if importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.helpers.interpreter import mend_interpreter
-
-    mend_interpreter()
-
-interpreted = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter; on a GPU, tests/gpu runs such cases compiled",
-)
 LAYOUTS = {
     "plain": KVLayout(9, 4, "float32", (KVCacheSpec(2, 6),) * 2),
     "drafter": KVLayout(9, 4, "bfloat16", (*[KVCacheSpec(2, 300)] * 2, KVCacheSpec(1, 4))),

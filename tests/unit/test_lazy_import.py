@@ -44,6 +44,7 @@ for name in ("fleetfoot.config", "fleetfoot.records", "fleetfoot.scheduler"):
     assert not modules_after(code) & {"torch", "numpy", "tokenizers", "transformers", "safetensors"}
 
 
+@pytest.mark.slow
 def test_token_ids_alone_need_torch_numpy_and_safetensors_alone() -> None:
     """With every other dependency missing, an engine still starts and generates."""
     code = """

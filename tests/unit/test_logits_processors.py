@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.helpers.interpreter import HAS_INTERPRETER, compiled, interpreted, run_python
 from tests.helpers.logits_processor_cases import ProcessorCase, processor_case
 from tests.helpers.no_values import NoValues
 
@@ -25,12 +21,6 @@ from fleetfoot.sampling.logits_processors import banned_tokens
 from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
 from fleetfoot.sampling.sampler_v1 import process_logits
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-HAS_INTERPRETER = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
-REPOSITORY = Path(__file__).parents[2]
-interpreted = pytest.mark.skipif(
-    not HAS_INTERPRETER, reason="needs Triton's interpreter; on a GPU, tests/gpu runs the same cases compiled"
-)
 SEEDS = pytest.mark.parametrize("seed", range(4))
 float32 = np.float32
 
@@ -141,15 +131,12 @@ def test_nan_and_inf_stay_visible() -> None:
         assert not logits[:, 1::4].isneginf().any()
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's compiler")
+@compiled
 def test_kernels_compile_for_a_gpu() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.compile_sampling_kernels"]
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    output = run_python("-m", "tests.helpers.compile_sampling_kernels")
     for name in ("_keep_allowed", "_listed_tokens", "_penalties", "_tile_stats", "_select"):
-        assert f"{name}_kernel: " in result.stdout
-    assert result.stdout.count("_penalties_kernel") == 3
+        assert f"{name}_kernel: " in output
+    assert output.count("_penalties_kernel") == 3
 
 
 # --- what the cases do not cover --------------------------------------------------------------------------------------

@@ -1,21 +1,14 @@
 """Log-probabilities: values, order, ranks, bounded work, kernels, and the dictionaries of the public API."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
+from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch
 from fleetfoot.kernels.sampling.token_logprobs_triton import select_logprobs
 from fleetfoot.records.logprobs import Logprob, logprob_dict
 from fleetfoot.sampling.logprobs import prompt_logprobs, token_logprobs
-
-interpreted = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter; on a GPU, tests/gpu runs the same cases compiled",
-)
 
 
 def test_equals_a_stable_sort():

@@ -27,7 +27,7 @@ from fleetfoot.native.library import load_library
 from fleetfoot.native.loading import NativeUnavailableError, open_library, supported_variants
 
 REASON = loading.native_problem()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.slow]
 
 TWINS = reference_kernels()
 DTYPES = (torch.float32, torch.bfloat16)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,17 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers.interpreter import mend_interpreter
+from tests.helpers.interpreter import HAS_INTERPRETER
 
 from fleetfoot.speculative.ngram import (
     propose_ngrams,
     propose_ngrams_paged_cpu,
     propose_ngrams_paged_triton,
 )
-
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-if INTERPRETED:
-    mend_interpreter()
 
 
 def search(tokens: list[int], num_drafts: int, longest: int, shortest: int) -> list[int]:
@@ -97,7 +91,7 @@ def paged(lengths: list[int], block_size: int, seed: int) -> Paged:
 @pytest.mark.parametrize(("block_size", "lengths"), [(4, [1, 2, 3, 17, 40]), (16, [33, 16, 1100]), (8, [8, 9])])
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
 def test_in_pages(implementation: str, block_size: int, lengths: list[int], num_drafts: int) -> None:
-    if implementation == "triton" and not INTERPRETED:
+    if implementation == "triton" and not HAS_INTERPRETER:
         pytest.skip("needs Triton's interpreter; on a GPU, tests/gpu runs the same case compiled")
     case = paged(lengths, block_size, seed=num_drafts)
     drafts = torch.full((len(lengths) + 3, num_drafts), 99, dtype=torch.int32)

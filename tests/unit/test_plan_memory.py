@@ -420,7 +420,7 @@ ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enfo
         (80, "cuda", {"kv_cache_memory_bytes": 10}, {"kv_cache_memory_bytes"}),
         (64, "cpu", {"kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_a_plan_that_does_not_fit_says_what_would(
     total: float, device: str, settings: dict[str, Any], advised: set[str]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.interpreter import compiled, interpreted, run_python
 from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
 from tests.helpers.no_values import NoValues
 from tests.helpers.prepare_cases import get_batch, int32
@@ -21,24 +18,6 @@ from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.reference import slots_of
 from fleetfoot.kernels.prepare.tables import StepBuffers
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-REPOSITORY = Path(__file__).parents[2]
-
-interpreted = pytest.mark.skipif(
-    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter; on a GPU, tests/gpu runs the same cases compiled",
-)
-
-
-def run_python(*arguments: str) -> str:
-    """The output of a Python process that is not told to interpret kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.parametrize(("op", "batch"), CASES)
@@ -98,10 +77,12 @@ def test_prepare_decode_takes_uniform_batches_only(
         kernels().prepare_decode(step, row_tables(batch, draft_tokens=batch.draft_tokens[:, :1]))
 
 
+@pytest.mark.slow
 def test_a_cpu_needs_no_triton() -> None:
     script = """
 import sys
 sys.modules["triton"] = None  # any import of it fails
+from tests.helpers.interpreter import compiled, interpreted, run_python
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.prepare_runs import OPS, run
 for op in OPS:
@@ -111,12 +92,11 @@ print("done")
     assert run_python("-c", script) == "done\n"
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's compiler")
-def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = run_python("-m", "tests.helpers.compile_prepare_kernels").splitlines()
-    names = {line.split(":")[0] for line in compiled}
-    assert len(names) == len(compiled) == len(OPS) + 5  # five of `prepare_inputs`, and the n-gram drafter's
+@compiled
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    lines = run_python("-m", "tests.helpers.compile_prepare_kernels", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
+    names = {line.split(":")[0] for line in lines}
+    assert len(names) == len(lines) == len(OPS) + 5  # five of `prepare_inputs`, and the n-gram drafter's
 
 
 @interpreted

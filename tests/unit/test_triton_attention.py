@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -15,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.attention_batches import Batch, Requests, make_batch, make_fused_batch, relative_error
-from tests.helpers.interpreter import mend_interpreter
+from tests.helpers.interpreter import compiled, interpreted, run_python
 
 from fleetfoot.kernels.attention import triton_backend as triton_module
 from fleetfoot.kernels.attention.decode import _prefetch_arguments, paged_attention_decode
@@ -25,23 +22,10 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-REPOSITORY = Path(__file__).parents[2]
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DECODES: Requests = [(1, 50), (1, 1), (1, 0), (1, 130), (1, 16), (1, 17)]
 TILING = DecodeTiling(16, min_tiles=1, full_tiles=2, pair_tiles=1, programs_per_sm=2, num_warps=4, num_stages=3)
 MIXED: Requests = [(1, 5), (1, 40), (3, 3), (33, 80), (1, 7), (17, 17)]
-
-interpreted = pytest.mark.skipif(
-    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter; on a GPU, tests/gpu holds the kernels against the twin",
-)
-
-
-@pytest.fixture(autouse=True)
-def _mended() -> None:
-    if HAS_TRITON:
-        mend_interpreter()
 
 
 def check(actual: torch.Tensor, batch: Batch, window: int | None = None) -> None:
@@ -289,16 +273,7 @@ def test_another_version_of_triton_gets_the_plain_kernel(monkeypatch: pytest.Mon
     assert triton_module._hopper_kernels.__wrapped__(torch.device("cpu")) is None
 
 
-def run_python(*arguments: str) -> str:
-    """The output of a Python process that is not told to interpret kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
+@pytest.mark.slow
 def test_importing_the_backend_needs_no_triton() -> None:
     script = (
         "import sys; sys.modules['triton'] = None; import fleetfoot.kernels.attention.triton_backend; print('done')"
@@ -306,16 +281,15 @@ def test_importing_the_backend_needs_no_triton() -> None:
     assert run_python("-c", script) == "done\n"
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's compiler")
-def test_kernels_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@compiled
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """A kernel's line ends in the bytes of registers that spilled: a few outside of loops at most."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = run_python("-m", "tests.helpers.compile_attention_kernels").splitlines()
-    assert len(compiled) == 9
-    spilled = [int(line.split()[1]) for line in compiled]
+    lines = run_python("-m", "tests.helpers.compile_attention_kernels", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
+    assert len(lines) == 9
+    spilled = [int(line.split()[1]) for line in lines]
     # decode alone; with norm, rotation and cache write; the same with drafts; for Hopper with 8 and 16 rows; prefill,
     # plain and for Hopper; gated linear layers of many rows
-    assert all(found <= most for found, most in zip(spilled, (64, 96, 320, 0, 0, 32, 32, 0, 0), strict=True)), compiled
+    assert all(found <= most for found, most in zip(spilled, (64, 96, 320, 0, 0, 32, 32, 0, 0), strict=True)), lines
 
 
 @interpreted

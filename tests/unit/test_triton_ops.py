@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.interpreter import HAS_INTERPRETER, compiled, interpreted, run_python
 from tests.helpers.ops_checks import (
     TRITON,
     TWINS,
@@ -33,20 +30,8 @@ from fleetfoot.kernels.norm.rms_norm_triton import MAX_SIZE
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.sampling.sample import RandomRows
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-REPOSITORY = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 H100 = GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
-
-if HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.helpers.interpreter import mend_interpreter
-
-    mend_interpreter()
-
-interpreted = pytest.mark.skipif(
-    not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs Triton's interpreter; on a GPU, tests/gpu runs such cases compiled",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -229,7 +214,7 @@ def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) 
     weight, bias = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
     assert choose_tiling(num_rows, 64, 32, gated=gated, may_split=True, limits=H100) is None
     x = torch.randn(num_rows, 32).bfloat16()
-    if gated and num_rows and os.environ.get("TRITON_INTERPRET") != "1":
+    if gated and num_rows and not HAS_INTERPRETER:
         pytest.skip("the gate needs Triton's interpreter")
     layer = (ChainedGateUp if gated else ChainedLinear)(weight, bias)
     expected = torch.nn.functional.linear(x, weight, bias)
@@ -332,15 +317,10 @@ def test_replace_writes_in_place() -> None:
         layer.replace(other[:4])
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's compiler")
+@compiled
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    arguments = [sys.executable, "-m", "tests.helpers.compile_op_kernels"]
-    result = subprocess.run(arguments, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    compiled = {line.split(":")[0] for line in result.stdout.splitlines()}
-    assert compiled == {
+    output = run_python("-m", "tests.helpers.compile_op_kernels", TRITON_CACHE_DIR=str(tmp_path))
+    assert {line.split(":")[0] for line in output.splitlines()} == {
         "_rms_norm_kernel",
         "_silu_and_mul_kernel",
         "_rope_and_cache_kernel",

@@ -100,7 +100,7 @@ def test_keywords_that_ask_for_nothing_are_taken() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"lora_request": object()}, "'lora_request'; LoRA adapters are not served"),
+        ({"lora_request": "adapter"}, "'lora_request'; LoRA adapters are not served"),
         ({"tokenization_kwargs": {}}, r"'tokenization_kwargs'; SamplingParams\(truncate_prompt_tokens"),
         ({"chat_template_content_format": "openai"}, "'chat_template_content_format'; leave it out"),
         ({"prompt_token_ids": [[5]]}, r"'prompt_token_ids'; give \{'prompt_token_ids': \[...\]\} as a prompt"),
