@@ -63,7 +63,7 @@ def one(llm: LLM, prompt: list[int] = PROMPT, **params: Any) -> CompletionOutput
 
 
 def result(output: RequestOutput) -> list[Any]:
-    """All that must not depend on the path; logprobs, which may differ by rounding, are compared where they matter."""
+    """What must not depend on the path. Logprobs may differ by rounding and have tests of their own."""
     return [
         (completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason)
         for completion in output.outputs
@@ -153,33 +153,33 @@ def test_degenerate_filters_are_greedy(llm: LLM) -> None:
         assert one(llm, **{"temperature": 2.0, "seed": 3, **params}).token_ids == greedy, params
 
 
-# --- logits that are edited, against a second implementation --------------------------------------------------------
+# --- logits processors, against a second implementation --------------------------------------------------------------
 
 
-def _edited_greedy(reference: Any, prompt: list[int], count: int, **edits: Any) -> list[int]:
-    """Greedy tokens from the reference's logits, edited as the parameters' documentation says."""
+def _greedy_reference(reference: Any, prompt: list[int], count: int, **processors: Any) -> list[int]:
+    """Greedy tokens from the reference's logits, processed as the parameters' documentation describes."""
     tokens = list(prompt)
     for _ in range(count):
         logits = reference_logits(reference, tokens)[-1].clone()  # [vocab]
         output = tokens[len(prompt) :]
-        if (allowed := edits.get("allowed_token_ids")) is not None:
+        if (allowed := processors.get("allowed_token_ids")) is not None:
             keep = torch.full_like(logits, -torch.inf)
             keep[allowed] = logits[allowed]
             logits = keep
-        for token, bias in edits.get("logit_bias", {}).items():
+        for token, bias in processors.get("logit_bias", {}).items():
             logits[token] += bias
         for token in set(tokens):
-            factor = edits.get("repetition_penalty", 1.0)
+            factor = processors.get("repetition_penalty", 1.0)
             logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
         for token in set(output):
-            logits[token] -= edits.get("frequency_penalty", 0.0) * output.count(token)
-            logits[token] -= edits.get("presence_penalty", 0.0)
+            logits[token] -= processors.get("frequency_penalty", 0.0) * output.count(token)
+            logits[token] -= processors.get("presence_penalty", 0.0)
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize(
-    "edits",
+    "processors",
     [
         {},
         {"repetition_penalty": 1.8},
@@ -194,9 +194,9 @@ def _edited_greedy(reference: Any, prompt: list[int], count: int, **edits: Any) 
     ],
     ids=str,
 )
-def test_edited_logits(edits: dict[str, Any], llm: LLM, reference: Any) -> None:
-    expected = _edited_greedy(reference, PROMPT, 20, **edits)
-    assert one(llm, max_tokens=20, ignore_eos=True, **edits).token_ids == expected
+def test_logits_processors(processors: dict[str, Any], llm: LLM, reference: Any) -> None:
+    expected = _greedy_reference(reference, PROMPT, 20, **processors)
+    assert one(llm, max_tokens=20, ignore_eos=True, **processors).token_ids == expected
 
 
 def test_logit_bias_forces_and_forbids(llm: LLM) -> None:
@@ -216,21 +216,21 @@ def test_bad_words_are_not_completed(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     word = " garden"
     pieces = tokenizer.encode(word, add_special_tokens=False)
-    wanted = {token: 30.0 for token in pieces}
-    assert one(llm, logit_bias=wanted).token_ids.count(pieces[-1]) > 0
+    biases = {token: 30.0 for token in pieces}
+    assert one(llm, logit_bias=biases).token_ids.count(pieces[-1]) > 0
     banned = bad_words_token_ids([word], lambda text: tokenizer.encode(text, add_special_tokens=False))
-    output = one(llm, logit_bias=wanted, bad_words=[word], ignore_eos=True).token_ids
+    output = one(llm, logit_bias=biases, bad_words=[word], ignore_eos=True).token_ids
     for sequence in banned:
         assert not any(output[i : i + len(sequence)] == sequence for i in range(len(output)))
 
 
 def test_a_bad_word_of_several_tokens(llm: LLM) -> None:
-    """Its first tokens may come; the last one may not follow them, but may stand elsewhere."""
+    """Its first tokens are allowed; the last one must not follow them, but is allowed elsewhere."""
     tokenizer = llm.get_tokenizer()
     word = "QXZ"
     (sequence, *_) = bad_words_token_ids([word], lambda text: tokenizer.encode(text, add_special_tokens=False))
     assert len(sequence) > 1
-    # the model has nothing but the word's own tokens: sooner or later it would spell it
+    # only the word's own tokens are allowed: eventually the model would spell it
     params: dict[str, Any] = {"allowed_token_ids": sequence, "temperature": 100.0, "max_tokens": 100}
 
     def spelled(tokens: list[int]) -> bool:
@@ -247,20 +247,19 @@ def test_a_bad_word_of_several_tokens(llm: LLM) -> None:
 
 
 def test_the_end_token(llm: LLM) -> None:
-    ended = one(llm, logit_bias={EOS: 1e9})
-    assert (ended.token_ids, ended.text, ended.finish_reason, ended.stop_reason) == ([EOS], "", "stop", None)
-    kept = one(llm, logit_bias={EOS: 1e9}, include_stop_str_in_output=True, skip_special_tokens=False)
-    assert (kept.token_ids, kept.text) == ([EOS], "<|end|>")
-
-
-def test_the_end_token_is_ignored(llm: LLM) -> None:
-    params = {"logit_bias": {EOS: 1e9}, "ignore_eos": True, "max_tokens": 4}
-    ignored = one(llm, **params)
-    assert (ignored.token_ids, ignored.text, ignored.finish_reason) == ([EOS] * 4, "", "length")
-    assert one(llm, **params, skip_special_tokens=False).text == "<|end|>" * 4
-    # unless the request itself names it
-    stopped = one(llm, **params, stop_token_ids=[EOS])
-    assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == ([EOS], "stop", EOS)
+    bias: dict[str, Any] = {"logit_bias": {EOS: 1e9}, "max_tokens": 4}
+    shown = {"skip_special_tokens": False}
+    cases: list[tuple[dict[str, Any], tuple[int, str, str, int | None]]] = [
+        ({}, (1, "", "stop", None)),
+        ({"include_stop_str_in_output": True, **shown}, (1, "<|end|>", "stop", None)),
+        ({"ignore_eos": True}, (4, "", "length", None)),
+        ({"ignore_eos": True, **shown}, (4, "<|end|>" * 4, "length", None)),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, (1, "", "stop", EOS)),  # the request's own stop token
+    ]
+    for params, (count, text, *reasons) in cases:
+        found = one(llm, **bias, **params)
+        assert (found.token_ids, found.text) == ([EOS] * count, text), params
+        assert [found.finish_reason, found.stop_reason] == reasons, params
 
 
 @pytest.mark.parametrize("min_tokens", [1, 5, 12])
@@ -360,7 +359,7 @@ def test_logprobs(wanted: int, llm: LLM, reference: Any) -> None:
     assert completion.cumulative_logprob == pytest.approx(sum(chosen))
 
 
-def test_no_logprobs_unless_asked(llm: LLM) -> None:
+def test_no_logprobs_by_default(llm: LLM) -> None:
     (output,) = run(llm, PROMPT, SamplingParams())
     assert output.prompt_logprobs is None
     assert output.outputs[0].logprobs is None
@@ -412,7 +411,7 @@ def test_prompt_logprobs_of_copies(keywords: dict[str, Any], start: Start, refer
 # --- streaming ------------------------------------------------------------------------------------------------------
 
 
-def test_output_kinds_say_the_same(text_model: Path) -> None:
+def test_output_kinds_agree(text_model: Path) -> None:
     common: dict[str, Any] = {"max_tokens": 25, "seed": 1, "n": 2, "logprobs": 1, "stop": ["zzz", "a"]}
     engine = make_engine(text_model)
     for kind in RequestOutputKind:

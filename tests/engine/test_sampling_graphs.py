@@ -1,5 +1,5 @@
-"""Everything that a request may want of the sampler, in steps that are graphs: tokens and logprobs are those of eager
-steps and of Model Runner V1, whoever stands beside them, and the host asks for nothing more."""
+"""Every sampling parameter in steps that are graphs: tokens and logprobs equal those of eager steps and of Model Runner
+V1, in any batch, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
     bool(native_problem()), reason="torch's attention rounds otherwise in other batches, and here bits count"
 )
 VOCAB = 2048
-EDITS = {
+PROCESSORS = {
     "repetition": {"repetition_penalty": 1.4},
     "presence": {"presence_penalty": 1.5, "temperature": 0.0},
     "frequency": {"frequency_penalty": 0.8},
@@ -53,7 +53,7 @@ EDITS = {
     "one_allowed": {"allowed_token_ids": [VOCAB - 1, VOCAB - 1]},
     "bad_words": {"bad_words": ["a pair"], "temperature": 0.0},
     "min_tokens": {"min_tokens": 20, "ignore_eos": False, "temperature": 0.0},
-    "all_edits": {
+    "all_processors": {
         "repetition_penalty": 1.2,
         "presence_penalty": 0.5,
         "logit_bias": {20: 3.0, 21: -2.0},
@@ -68,10 +68,10 @@ LOGPROBS: dict[str, dict[str, Any]] = {
     "chosen": {"logprobs": 0},
     "most_probable": {"logprobs": 5, "temperature": 0.0},
     "as_many_as_fit": {"logprobs": MAX_SELECTED},
-    "of_edited": {"logprobs": 3, "logit_bias": {30: 8.0}, "repetition_penalty": 1.3},
+    "of_processed": {"logprobs": 3, "logit_bias": {30: 8.0}, "repetition_penalty": 1.3},
 }
 FILTERS: dict[str, dict[str, Any]] = {"filters": {"top_k": 20, "top_p": 0.8, "min_p": 0.02}}
-FEATURES = {**EDITS, **LOGPROBS, **FILTERS}
+FEATURES = {**PROCESSORS, **LOGPROBS, **FILTERS}
 BEYOND: dict[str, dict[str, Any]] = {
     "too_many_biases": {"logit_bias": {3 * token: token % 5 - 2.0 for token in range(LIST_CAPACITY + 1)}},
     "too_many_logprobs": {"logprobs": MAX_SELECTED + 1},
@@ -94,8 +94,8 @@ class StrictDevice(RecordingDevice):
         return super().capture(watched)
 
 
-def params_of(*wishes: dict[str, Any]) -> list[SamplingParams]:
-    return [SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **wish}) for wish in wishes]
+def params_of(*settings: dict[str, Any]) -> list[SamplingParams]:
+    return [SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **one}) for one in settings]
 
 
 def captured_runner(
@@ -142,14 +142,14 @@ def test_every_feature_is_in_the_graph(feature: str) -> None:
     room = FEATURES[feature].get("logprobs")
     expected = SamplingVariant(
         filters=feature in FILTERS or "top_k" in FEATURES[feature],
-        logits_processors=feature in EDITS or feature == "of_edited",
+        logits_processors=feature in PROCESSORS or feature == "of_processed",
         logprobs=None if room is None else max(32, room),
     )
     assert expected in variants(runner)
     assert None not in variants(runner)
 
 
-def test_all_features_together_and_with_fewer_blocks_than_they_want() -> None:
+def test_all_features_together_with_preemption() -> None:
     params = params_of(*PLAIN_ONES, *FEATURES.values(), *PLAIN_ONES)
     runner = captured_runner()
     scheduler = Scheduler(SchedulerConfig(24, 8, MAX_NUM_SEQS, 64))
@@ -161,8 +161,8 @@ def test_all_features_together_and_with_fewer_blocks_than_they_want() -> None:
 
 
 @pytest.mark.parametrize("feature", BEYOND)
-def test_what_no_graph_holds_is_sampled_behind_one(feature: str) -> None:
-    params = params_of(*PLAIN_ONES, EDITS["all_edits"], BEYOND[feature], LOGPROBS["of_edited"])
+def test_features_outside_graphs_are_sampled_eagerly(feature: str) -> None:
+    params = params_of(*PLAIN_ONES, PROCESSORS["all_processors"], BEYOND[feature], LOGPROBS["of_processed"])
     params += params_of({"max_tokens": 40, "frequency_penalty": 1.0})
     runner = captured_runner()
     got = live(in_one_runner(runner), params)
@@ -189,8 +189,8 @@ def test_features_with_drafts(share_of_errors: float) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_no_step_waits_and_logprobs_are_one_copy_more(depth: int) -> None:
-    wishes = {"frequency_penalty": 1.0, "logit_bias": {30: 1.0}, "bad_words": ["a pair"], "logprobs": 4}
-    params = params_of(*PLAIN_ONES, wishes)
+    features = {"frequency_penalty": 1.0, "logit_bias": {30: 1.0}, "bad_words": ["a pair"], "logprobs": 4}
+    params = params_of(*PLAIN_ONES, features)
     device = StrictDevice()
     runner = captured_runner(device=device)
     counts = []
@@ -207,8 +207,8 @@ def test_no_step_waits_and_logprobs_are_one_copy_more(depth: int) -> None:
     assert len(counts) > 20
 
 
-def test_who_wants_nothing_pays_for_no_logprobs() -> None:
-    """Rows that are taken make the variant; a step in which nobody wants logprobs sends none."""
+def test_a_step_without_logprobs_copies_none() -> None:
+    """Running requests determine the variant; a step without logprobs copies none."""
     device = StrictDevice()
     runner = captured_runner(device=device)
     live(in_one_runner(runner), params_of(*PLAIN_ONES))

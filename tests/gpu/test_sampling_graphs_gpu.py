@@ -98,7 +98,7 @@ def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
     state.staging.begin()
     rng = np.random.default_rng(0)
     lengths = []
-    for row, wish in enumerate(PARAMS):
+    for row, features in enumerate(PARAMS):
         tokens = rng.integers(0, 300, 20 + 9 * row).tolist()
         lengths.append(len(tokens))
         request = NewRequest(
@@ -108,7 +108,7 @@ def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
             num_prompt_tokens=10 + row,
             num_computed_tokens=0,
             block_ids=list(range(8 * row, 8 * row + 8)),
-            params=SamplingParams(max_tokens=99, **wish),
+            params=SamplingParams(max_tokens=99, **features),
             seed=row * 12345,
             stop_token_ids=frozenset({3, 150000}),
             bad_words_token_ids=[[*tokens[-2:], 8], [9]] if row % 2 else [],
@@ -171,10 +171,10 @@ def _exact_products() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-def engine(**wishes: Any) -> LLMEngine:
+def engine(**changes: Any) -> LLMEngine:
     limits: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 256}
     settings: dict[str, Any] = {"block_size": 16, "dtype": "float32", "max_model_len": 80, "skip_tokenizer_init": True}
-    return make_engine(embedded_model_path(), device="cuda", **settings, **{**limits, **wishes})
+    return make_engine(embedded_model_path(), device="cuda", **settings, **{**limits, **changes})
 
 
 def graphs_of(engine: LLMEngine) -> Any:
@@ -182,7 +182,7 @@ def graphs_of(engine: LLMEngine) -> Any:
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "ngram"])
-@pytest.mark.parametrize("seed", [4, 5, 6])  # lives in which decodes want what has graphs of its own
+@pytest.mark.parametrize("seed", [4, 5, 6])  # with decodes in several sampling variants
 def test_random_requests_in_graphs(seed: int, drafts: bool) -> None:
     lives = random_lives(seed, 2048)
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False} if drafts else None
@@ -201,18 +201,18 @@ def test_random_requests_in_graphs(seed: int, drafts: bool) -> None:
 
 
 def test_no_step_of_decodes_ends_with_its_forward_pass() -> None:
-    """All that requests may want is in graphs, and each is captured once."""
+    """Every sampling parameter is in graphs, and each variant is captured once."""
     tried = engine(runner="v2")
     params = [
-        SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False, **wish)
-        for wish in (
+        SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False, **features)
+        for features in (
             {},
             {"repetition_penalty": 1.2, "logprobs": 5},
             {"logit_bias": {5: 1.0}, "top_p": 0.9, "min_tokens": 9},
         )
     ]
-    for number, wish in enumerate(params):
-        tried.add_request(str(number), [7, 8, 9], wish)
+    for number, one in enumerate(params):
+        tried.add_request(str(number), [7, 8, 9], one)
     while tried.has_unfinished_requests():
         tried.step()
     graphs = graphs_of(tried)

@@ -239,7 +239,7 @@ def test_top_p_of_long_rows_equals_a_full_sort():
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rows_without_numbers_are_flagged_and_hurt_nobody_else(temperature, value):
+def test_invalid_rows_are_flagged_and_do_not_affect_others(temperature, value):
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(9))
     rows = [
         row(temperature=temperature, seed=i, top_k=5 * i, top_p=1 - 0.1 * i, logprobs=i or None, min_p=0.01)

@@ -124,9 +124,9 @@ def _draw_selected(token_ids: torch.Tensor, logits: torch.Tensor, selected: torc
 
 
 def _draw(logits: torch.Tensor, highest: torch.Tensor, random: RandomRows, *, on_host: bool) -> torch.Tensor:
-    """Draw from every row; ``highest [n, 1]`` are the maxima. Returns ``[n]`` int64."""
+    """Draw from every row; ``highest [n, 1]`` float32 are the maxima. Returns ``[n]`` int64."""
     # subtracting the maximum first keeps the quotient from overflowing at small temperatures
-    scores = logits.float().sub(highest).div_(random.temperatures.unsqueeze(1))
+    scores = logits.sub(highest).div_(random.temperatures.unsqueeze(1))  # [n, vocab] float32
     if random.filters is not None:
         random.filters.apply(scores, on_host=on_host)
     return gumbel_argmax(scores, random.seeds, random.positions.to(torch.int64), on_host=on_host)
