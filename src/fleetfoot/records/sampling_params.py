@@ -117,10 +117,6 @@ class SamplingParams:
                 f"n must be 1 with greedy sampling (temperature=0), got {self.n}: all copies would be equal"
             )
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
     def clone(self) -> SamplingParams:
         """A validated copy without shared mutable values.
 
