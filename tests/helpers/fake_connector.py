@@ -1,4 +1,4 @@
-"""A KV connector that can load, fail, time out and lend, in any order, on several ranks. It moves tokens instead of KV.
+"""A KV connector that can load, fail, time out and hold, in any order, on several ranks. It moves tokens instead of KV.
 
 Everything that it reads must hold the tokens that the scheduler said, at the very moment it reads.
 """
@@ -31,8 +31,8 @@ class Behaviour:
     """That a request may load anything."""
     fail: float = 0.2
     """That a rank's part of a load fails."""
-    lend: float = 0.4
-    """That blocks of a request that has ended are lent."""
+    hold: float = 0.4
+    """That blocks of a request that has ended are held."""
     end: float = 0.4
     """That a transfer ends on a rank in a step."""
     has_all: bool = False
@@ -58,7 +58,7 @@ class FakeSchedulerConnector(SchedulerConnector):
         self.behaviour = behaviour or Behaviour()
         self.store: dict[bytes, Stored] = {}  # what could be loaded
         self.loading: set[str] = set()
-        self.lent: set[str] = set()
+        self.held: set[str] = set()
         self.finished: list[str] = []
         self.num_metadata = 0
         self._rng = rng
@@ -98,10 +98,10 @@ class FakeSchedulerConnector(SchedulerConnector):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self.finished.append(request.request_id)
-        if self._rng.random() >= self.behaviour.lend:
+        if self._rng.random() >= self.behaviour.hold:
             return False, None
         num_full = request.num_published if request.num_published <= len(request.block_ids) else 0
-        self.lent.add(request.request_id)
+        self.held.add(request.request_id)
         self._next.sends[request.request_id] = self._blocks(request, 0, num_full)
         return True, {"blocks": num_full}
 
@@ -112,7 +112,7 @@ class FakeSchedulerConnector(SchedulerConnector):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self.loading -= output.loaded | output.failed.keys()
-        self.lent -= output.sent
+        self.held -= output.sent
 
     @property
     def has_pending(self) -> bool:

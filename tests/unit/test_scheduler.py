@@ -10,62 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.fake_runner import FakeRunner, reference
+from tests.helpers.schedulers import Drive, make_scheduler, request_of
 
-from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.scheduler import EngineOutput, Scheduler, SchedulerConfig
+from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 VOCAB = 50
 
 
 def scheduler_of(**config: Any) -> Scheduler:
-    defaults = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return Scheduler(SchedulerConfig(**{**defaults, **config}))
-
-
-def request_of(name: str, prompt: int | list[int] = 5, max_tokens: int = 4, **more: Any) -> Request:
-    """With ``prompt`` tokens that no other request has, or just these."""
-    tokens = [1000 * (1 + ord(name[-1])) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-    fields = {key: more.pop(key) for key in ("priority", "cache_salt", "eos_token_ids") if key in more}
-    params = SamplingParams(max_tokens=max_tokens, **more)
-    return Request(name, tokens, params, max_tokens=max_tokens, seed=0, **fields)
-
-
-class Drive:
-    """A scheduler and what stands in for a device; keeps track of which row is whose."""
-
-    def __init__(self, scheduler: Scheduler, *requests: Request) -> None:
-        self.scheduler = scheduler
-        self.names: dict[int, str] = {}
-        for request in requests:
-            scheduler.add_request(request)
-
-    def schedule(self) -> SchedulerOutput:
-        output = self.scheduler.schedule()
-        assert output is not None
-        for name, row in output.finished:
-            assert self.names.pop(row) == name
-        for request in output.new_requests:
-            assert request.row not in self.names
-            self.names[request.row] = request.request_id
-        self.scheduler.check_integrity()
-        return output
-
-    def batch(self, output: SchedulerOutput) -> dict[str, int]:
-        """Request id -> scheduled tokens, in batch order."""
-        return {self.names[row]: count for row, count in zip(output.rows, output.num_scheduled_tokens, strict=True)}
-
-    def update(self, output: SchedulerOutput, token: int = 7, **more: Any) -> list[EngineOutput]:
-        results = self.scheduler.update(output, ModelRunnerOutput([[token]] * output.num_sampled, **more))
-        self.scheduler.check_integrity()
-        return results
-
-    def step(self, token: int = 7) -> dict[str, int]:
-        output = self.schedule()
-        batch = self.batch(output)
-        self.update(output, token)
-        return batch
+    return make_scheduler(**{"max_num_batched_tokens": 16, **config})
 
 
 # --- order and budget -----------------------------------------------------------------------------------------------
@@ -187,11 +142,11 @@ def test_how_requests_end() -> None:
         request_of("d", 2, 9, eos_token_ids=frozenset([7]), ignore_eos=True),
     ]
     drive = Drive(scheduler_of(), *requests)
-    drive.step(token=7)
+    drive.step()
     assert [request.finish_reason for request in requests] == [None, "stop", "stop", None]
     assert [request.stop_reason for request in requests] == [None, 7, None, None]
-    drive.step(token=7)
-    drive.step(token=7)
+    drive.step()
+    drive.step()
     assert [request.finish_reason for request in requests] == ["length", "stop", "stop", None]
     assert requests[0].output_token_ids == [7, 7, 7]
     assert drive.scheduler.finish("d", RequestStatus.FINISHED_ABORTED) is requests[3]
@@ -204,7 +159,7 @@ def test_a_stop_token_before_min_tokens_does_not_stop() -> None:
     request = request_of("a", 2, 9, stop_token_ids=[7], min_tokens=3)
     drive = Drive(scheduler_of(), request)
     for expected in (None, None, "stop"):
-        drive.step(token=7)
+        drive.step()
         assert request.finish_reason == expected
 
 

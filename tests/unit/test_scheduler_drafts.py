@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
+from tests.helpers import schedulers
 from tests.helpers.fake_engine import FakeEngine, expected_output
+from tests.helpers.schedulers import make_scheduler, schedule, update
 
-from fleetfoot.records.request import EngineOutput, Request, RequestStatus
-from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 
@@ -33,13 +33,11 @@ class Switch:
 
 
 def scheduler_of(num_drafts: int = 3, controller: Switch | None = None, **config: Any) -> Scheduler:
-    defaults = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    return Scheduler(SchedulerConfig(**{**defaults, **config}, num_drafts=num_drafts), controller=controller)
+    return make_scheduler(num_drafts=num_drafts, controller=controller, **config)
 
 
 def request_of(name: str, prompt: int = 5, max_tokens: int = 20, **more: Any) -> Request:
-    tokens = [1000 * (1 + ord(name[-1])) + i for i in range(prompt)]
-    return Request(name, tokens, SamplingParams(max_tokens=max_tokens, **more), max_tokens=max_tokens, seed=0)
+    return schedulers.request_of(name, prompt, max_tokens, **more)
 
 
 def begin(scheduler: Scheduler, *requests: Request) -> None:
@@ -50,19 +48,6 @@ def begin(scheduler: Scheduler, *requests: Request) -> None:
     assert output is not None
     assert (output.num_sampled, output.num_drafts) == (len(requests), 0)
     update(scheduler, output, *[[7]] * len(requests))
-
-
-def schedule(scheduler: Scheduler) -> SchedulerOutput:
-    output = scheduler.schedule()
-    assert output is not None
-    scheduler.check_integrity()
-    return output
-
-
-def update(scheduler: Scheduler, output: SchedulerOutput, *sampled: list[int], **more: Any) -> list[EngineOutput]:
-    results = scheduler.update(output, ModelRunnerOutput(list(sampled), **more))
-    scheduler.check_integrity()
-    return results
 
 
 def test_what_one_step_proposes_the_next_verifies() -> None:

@@ -36,7 +36,7 @@ def configs(draw: st.DrawFn, *, plain: bool = False) -> SchedulerConfig:
 def behaviours() -> st.SearchStrategy[Behaviour | None]:
     chance = st.sampled_from([0.0, 0.3, 0.7, 1.0])
     end = st.sampled_from([0.1, 0.5, 1.0])
-    return st.none() | st.builds(Behaviour, match=chance, fail=chance, lend=chance, end=end, has_all=st.booleans())
+    return st.none() | st.builds(Behaviour, match=chance, fail=chance, hold=chance, end=end, has_all=st.booleans())
 
 
 def make_request(rng: random.Random, number: int, config: SchedulerConfig) -> Request:
@@ -100,7 +100,7 @@ def live(engine: FakeEngine, rng: random.Random) -> None:
     if engine.connector is not None:
         assert sorted(engine.connector.finished) == sorted(request.request_id for request in everyone)
         assert not engine.connector.loading
-        assert not engine.connector.lent
+        assert not engine.connector.held
 
 
 @settings(max_examples=300, deadline=None)

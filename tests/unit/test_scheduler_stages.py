@@ -1,4 +1,4 @@
-"""Pipelines: the steps in flight are of different requests, and no stage computes with tokens that it has not heard."""
+"""Pipelines: steps in flight hold different requests, and no stage computes with tokens that it has not received."""
 
 from __future__ import annotations
 
@@ -7,45 +7,16 @@ from typing import Any
 
 import pytest
 from tests.helpers.fake_engine import FakeEngine, expected_output
+from tests.helpers.schedulers import Drive, make_scheduler, request_of
 
-from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-
-
-def scheduler_of(num_stages: int, **config: Any) -> Scheduler:
-    defaults = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return Scheduler(SchedulerConfig(**{**defaults, **config}, num_stages=num_stages))
+from fleetfoot.records.request import RequestStatus
+from fleetfoot.scheduler.scheduler import SchedulerConfig
 
 
-def request_of(name: str, prompt: int = 3, max_tokens: int = 30) -> Request:
-    tokens = [1000 * (1 + ord(name[-1])) + i for i in range(prompt)]
-    return Request(name, tokens, SamplingParams(max_tokens=max_tokens), max_tokens=max_tokens, seed=0)
-
-
-class Drive:
-    """Keeps steps in flight; knows which row is whose."""
-
-    def __init__(self, scheduler: Scheduler, names: str, **more: Any) -> None:
-        self.scheduler = scheduler
-        self.names: dict[int, str] = {}
-        self.in_flight: list[SchedulerOutput] = []
-        for name in names:
-            scheduler.add_request(request_of(name, **more))
-
-    def schedule(self) -> str:
-        output = self.scheduler.schedule()
-        assert output is not None
-        for request in output.new_requests:
-            self.names[request.row] = request.request_id
-        self.in_flight.append(output)
-        self.scheduler.check_integrity()
-        return "".join(self.names[row] for row in output.rows)
-
-    def retire(self) -> None:
-        output = self.in_flight.pop(0)
-        self.scheduler.update(output, ModelRunnerOutput([[7]] * output.num_sampled))
+def drive_of(num_stages: int, names: str, prompt: int = 3, max_tokens: int = 30, **config: Any) -> Drive:
+    limits = {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
+    requests = [request_of(name, prompt, max_tokens) for name in names]
+    return Drive(make_scheduler(num_stages=num_stages, **limits), *requests)
 
 
 @pytest.mark.parametrize(
@@ -55,90 +26,89 @@ class Drive:
         (2, ["abc", "de", "abc", "de"]),
         (3, ["ab", "cd", "e", "ab", "cd"]),
         (5, ["a", "b", "c", "d", "e", "a"]),
-        (7, ["a", "b", "c", "d", "e", "a"]),  # nobody else is left
+        (7, ["a", "b", "c", "d", "e", "a"]),  # no others are left
     ],
 )
-def test_decodes_are_dealt_out(num_stages: int, expected: list[str]) -> None:
-    drive = Drive(scheduler_of(num_stages), "abcde")
-    assert drive.schedule() == "abcde"
+def test_decodes_are_spread_over_the_stages(num_stages: int, expected: list[str]) -> None:
+    drive = drive_of(num_stages, "abcde")
+    assert drive.queue() == "abcde"
     drive.retire()
-    assert [drive.schedule() for _ in expected] == expected
+    assert [drive.queue() for _ in expected] == expected
 
 
-def test_who_is_left_over_joins_another_turn() -> None:
-    drive = Drive(scheduler_of(2), "abcdef")
-    drive.schedule()
+def test_remaining_requests_join_another_microbatch() -> None:
+    drive = drive_of(2, "abcdef")
+    drive.queue()
     drive.retire()
-    assert [drive.schedule() for _ in range(2)] == ["abc", "def"]
+    assert [drive.queue() for _ in range(2)] == ["abc", "def"]
     for name in "de":
         drive.scheduler.finish(name, RequestStatus.FINISHED_ABORTED)
-    assert [drive.schedule() for _ in range(4)] == ["ab", "cf", "ab", "cf"]
+    assert [drive.queue() for _ in range(4)] == ["ab", "cf", "ab", "cf"]
 
 
 def test_steps_in_flight_are_of_different_requests() -> None:
-    drive = Drive(scheduler_of(2), "abcd")
-    drive.schedule()
+    drive = drive_of(2, "abcd")
+    drive.queue()
     drive.retire()
-    turns = []
+    microbatches = []
     for _ in range(6):
-        turns.append(drive.schedule())
+        microbatches.append(drive.queue())
         if len(drive.in_flight) > 1:
             drive.retire()
-    assert turns == ["ab", "cd"] * 3
+    assert microbatches == ["ab", "cd"] * 3
 
 
-def test_prompts_need_no_turn() -> None:
-    drive = Drive(scheduler_of(2, max_num_batched_tokens=12), "ab")
-    drive.schedule()
+def test_prompts_join_every_microbatch() -> None:
+    drive = drive_of(2, "ab", max_num_batched_tokens=12)
+    drive.queue()
     drive.retire()
-    drive.scheduler.add_request(request_of("c", 30))
-    assert [drive.schedule() for _ in range(3)] == ["ac", "bc", "ac"]
+    drive.scheduler.add_request(request_of("c", 30, 30))
+    assert [drive.queue() for _ in range(3)] == ["ac", "bc", "ac"]
     assert [output.num_scheduled_tokens for output in drive.in_flight] == [[1, 11], [1, 11], [1, 8]]
 
 
 def test_a_request_alone_is_in_every_step() -> None:
-    drive = Drive(scheduler_of(2), "a", max_tokens=3)
-    assert [drive.schedule() for _ in range(3)] == ["a", "a", "a"]
+    drive = drive_of(2, "a", max_tokens=3)
+    assert [drive.queue() for _ in range(3)] == ["a", "a", "a"]
     assert drive.scheduler.schedule() is None
     assert [output.awaited_step for output in drive.in_flight] == [-1, 0, 1]
 
 
 def test_awaited_steps() -> None:
-    drive = Drive(scheduler_of(2), "abcd")
+    drive = drive_of(2, "abcd")
     for _ in range(4):
-        drive.schedule()
+        drive.queue()
     # step 0 computes the prompts; 1: a and b, 2: c and d, 3: a and b again
     assert [output.awaited_step for output in drive.in_flight] == [-1, 0, 0, 1]
     drive.retire()
     drive.retire()
     drive.retire()
-    assert drive.schedule() == "cd"
+    assert drive.queue() == "cd"
     assert drive.in_flight[-1].awaited_step == 2
     drive.retire()
-    drive.scheduler.add_request(request_of("e"))
-    drive.schedule()
-    assert drive.in_flight[-1].awaited_step == 3  # the host has seen it: to hear of it costs no waiting
-    single = Drive(scheduler_of(1), "a")
-    single.schedule()
-    single.schedule()
+    drive.scheduler.add_request(request_of("e", 3, 30))
+    drive.queue()
+    assert drive.in_flight[-1].awaited_step == 3  # the host has seen it, so it costs no waiting
+    single = drive_of(1, "a")
+    single.queue()
+    single.queue()
     assert [output.awaited_step for output in single.in_flight] == [-1, -1]
 
 
 def test_drafts_are_verified_by_the_next_step_of_the_same_requests() -> None:
     class Alternating:
-        off_reason = "it was the other's turn"
-        num_asked = 0
+        off_reason = "alternating"
+        num_calls = 0
 
         def choose(self, num_decodes: int) -> int:
-            self.num_asked += 1
-            return 3 * (self.num_asked % 2)
+            self.num_calls += 1
+            return 3 * (self.num_calls % 2)
 
         def observe(self, *observed: Any) -> None:
             pass
 
-    config = SchedulerConfig(64, 4, 8, 64, num_stages=2, num_drafts=3)
-    drive = Drive(Scheduler(config, controller=Alternating()), "ab")
-    assert [drive.schedule() for _ in range(5)] == ["ab", "a", "b", "a", "b"]
+    drive = drive_of(2, "ab", num_drafts=3, controller=Alternating())
+    assert [drive.queue() for _ in range(5)] == ["ab", "a", "b", "a", "b"]
     assert [output.num_to_propose for output in drive.in_flight] == [3, 0, 3, 0, 3]
     assert [output.num_drafts for output in drive.in_flight] == [0, 3, 3, 0, 3]
 

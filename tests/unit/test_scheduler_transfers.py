@@ -1,4 +1,4 @@
-"""KV that is loaded before a request runs and lent after it has ended: who holds which blocks, and for how long."""
+"""KV that is loaded before a request runs and held after it has ended: the owners of blocks at every moment."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.helpers import schedulers
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector
 from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.schedulers import make_scheduler
 
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import EngineOutput, Request, RequestStatus
-from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -22,10 +23,10 @@ LOADING = RequestStatus.LOADING
 
 @dataclass
 class Scripted(SchedulerConnector):
-    """Matches and lends as it is told, and writes down what it is asked."""
+    """Matches and holds as scripted, and records its calls."""
 
     matches: dict[str, int] = field(default_factory=dict)
-    lends: set[str] = field(default_factory=set)
+    holds: set[str] = field(default_factory=set)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     pending: bool = False
 
@@ -47,7 +48,7 @@ class Scripted(SchedulerConnector):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self.calls.append(("finished", request.request_id, request.finish_reason, len(request.block_ids)))
-        return request.request_id in self.lends, {"from": request.request_id} if self.lends else None
+        return request.request_id in self.holds, {"from": request.request_id} if self.holds else None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> int:
         return scheduler_output.step
@@ -60,38 +61,29 @@ class Scripted(SchedulerConnector):
         return self.pending
 
     def reset_cache(self) -> None:
-        self.calls.append(("forget",))
+        self.calls.append(("reset",))
 
     def of(self, kind: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == kind]
 
 
-def world(connector: SchedulerConnector, **config: Any) -> Scheduler:
-    defaults = {"num_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    return Scheduler(SchedulerConfig(**{**defaults, **config}), connector=connector)
+def world(connector: SchedulerConnector, *requests: Request, **config: Any) -> Scheduler:
+    return make_scheduler(*requests, connector=connector, **{"num_blocks": 16, **config})
 
 
 def request_of(name: str, prompt: int | list[int] = 9, max_tokens: int = 4, **more: Any) -> Request:
-    tokens = [1000 * (1 + ord(name[-1])) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
-    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=more.pop("prompt_logprobs", None))
-    return Request(name, tokens, params, max_tokens=max_tokens, seed=0, **more)
+    return schedulers.request_of(name, prompt, max_tokens, **more)
 
 
 def schedule(scheduler: Scheduler) -> SchedulerOutput:
-    output = scheduler.schedule()
-    assert output is not None
+    output = schedulers.schedule(scheduler)
     assert output.kv_connector_metadata == output.step
-    scheduler.check_integrity()
     return output
 
 
 def update(scheduler: Scheduler, output: SchedulerOutput, **transfers: Any) -> list[EngineOutput]:
-    result = ModelRunnerOutput([[7]] * output.num_sampled)
-    if transfers:
-        result.kv_connector_output = KVConnectorOutput(**transfers)
-    results = scheduler.update(output, result)
-    scheduler.check_integrity()
-    return results
+    ended = KVConnectorOutput(**transfers) if transfers else None
+    return schedulers.update(scheduler, output, kv_connector_output=ended)
 
 
 def step(scheduler: Scheduler, **transfers: Any) -> tuple[SchedulerOutput, list[EngineOutput]]:
@@ -107,8 +99,8 @@ FAILED = {"a": TransferFailure("the file is too short")}
 
 def test_a_request_waits_for_its_kv_and_computes_the_rest() -> None:
     connector = Scripted({"a": 8})
-    scheduler, a = world(connector), request_of("a", 11)
-    scheduler.add_request(a)
+    a = request_of("a", 11)
+    scheduler = world(connector, a)
     output, _ = step(scheduler)
     assert output.is_idle
     assert (output.num_sampled, output.total_num_scheduled_tokens, output.new_requests) == (0, 0, [])
@@ -131,8 +123,8 @@ def test_a_request_waits_for_its_kv_and_computes_the_rest() -> None:
 
 def test_what_was_loaded_can_be_hit_and_is_not_saved_again() -> None:
     connector = Scripted({"a": 8})
-    scheduler, a = world(connector), request_of("a", 9)
-    scheduler.add_request(a)
+    a = request_of("a", 9)
+    scheduler = world(connector, a)
     step(scheduler, loaded={"a"})
     scheduler.add_request(request_of("b", list(a.token_ids)))
     output = schedule(scheduler)
@@ -143,8 +135,8 @@ def test_what_was_loaded_can_be_hit_and_is_not_saved_again() -> None:
 
 def test_what_is_loaded_comes_behind_what_is_here() -> None:
     connector = Scripted({"b": 4})
-    scheduler, a = world(connector), request_of("a", 9, max_tokens=1)
-    scheduler.add_request(a)
+    a = request_of("a", 9, max_tokens=1)
+    scheduler = world(connector, a)
     step(scheduler)
     scheduler.add_request(request_of("b", [*a.token_ids[:8], 1, 2, 3, 4, 5]))
     output, _ = step(scheduler, loaded={"b"})
@@ -216,8 +208,7 @@ def test_a_load_needs_blocks_for_the_whole_prompt() -> None:
 
 def test_prompt_logprobs_need_the_prompt_computed() -> None:
     connector = Scripted({"a": 8})
-    scheduler = world(connector)
-    scheduler.add_request(request_of("a", prompt_logprobs=1))
+    scheduler = world(connector, request_of("a", prompt_logprobs=1))
     assert step(scheduler)[0].num_scheduled_tokens == [9]
     assert connector.of("match") == []
 
@@ -235,8 +226,8 @@ def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
 
 def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
     connector = Scripted({"a": 8})
-    scheduler, a = world(connector), request_of("a", 9)
-    scheduler.add_request(a)
+    a = request_of("a", 9)
+    scheduler = world(connector, a)
     scheduler.add_request(request_of("b", 3))
     _, (result,) = step(scheduler, failed=FAILED)
     assert result.request.request_id == "b"
@@ -251,8 +242,8 @@ def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
 
 def test_or_its_request_fails() -> None:
     connector = Scripted({"a": 8})
-    scheduler, a = world(connector, kv_load_failure_policy="fail"), request_of("a", 9)
-    scheduler.add_request(a)
+    a = request_of("a", 9)
+    scheduler = world(connector, a, kv_load_failure_policy="fail")
     _, (result,) = step(scheduler, failed={"a": TransferFailure("60 s are over", timed_out=True)})
     assert (result.request, result.new_token_ids, result.index) == (a, [], -1)
     assert (a.finish_reason, a.stop_reason) == ("error", "its KV could not be loaded: 60 s are over")
@@ -270,8 +261,8 @@ def test_or_its_request_fails() -> None:
 @pytest.mark.parametrize("ending", [{"loaded": {"a"}}, {"failed": FAILED}], ids=["loaded", "failed"])
 def test_aborted_while_loading(ending: dict[str, Any]) -> None:
     connector = Scripted({"a": 8})
-    scheduler, a = world(connector), request_of("a", 9)
-    scheduler.add_request(a)
+    a = request_of("a", 9)
+    scheduler = world(connector, a)
     output = schedule(scheduler)
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     assert connector.of("finished") == [("a", "abort", 3)]
@@ -292,8 +283,7 @@ def test_aborted_while_loading(ending: dict[str, Any]) -> None:
 
 def test_aborted_when_its_kv_has_come() -> None:
     connector = Scripted({"a": 8})
-    scheduler = world(connector)
-    scheduler.add_request(request_of("a", 9))
+    scheduler = world(connector, request_of("a", 9))
     step(scheduler, loaded={"a"})
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     assert scheduler.pool.num_free == 16
@@ -312,7 +302,7 @@ def test_new_weights_while_loading() -> None:
     output = schedule(scheduler)
     update(scheduler, output, loaded={"a"})
     scheduler.reset_prefix_cache(reset_connector=True)
-    assert connector.calls[-1] == ("forget",)
+    assert connector.calls[-1] == ("reset",)
     assert (a.status, a.block_ids, b.status) == (RequestStatus.WAITING, [], LOADING)
     scheduler.check_integrity()
     scheduler.finish("c", RequestStatus.FINISHED_ABORTED)
@@ -326,10 +316,8 @@ def test_new_weights_while_loading() -> None:
 
 def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_was_in_flight() -> None:
     connector = Scripted()
-    scheduler = world(connector, num_blocks=4)
     a, b = request_of("a", 7, 9), request_of("b", 7, 2)
-    for request in (a, b):
-        scheduler.add_request(request)
+    scheduler = world(connector, a, b, num_blocks=4)
     outputs = [schedule(scheduler), schedule(scheduler)]
     assert scheduler.schedule() is None  # a needs a block
     assert b.status is RequestStatus.PREEMPTED
@@ -363,10 +351,8 @@ def test_blocks_are_reported_once_chunk_by_chunk_and_when_a_request_leaves(cachi
 
 def test_blocks_are_reported_before_a_preemption_gives_them_away() -> None:
     connector = Scripted()
-    scheduler = world(connector, num_blocks=4)
     a, b = request_of("a", 7, 9), request_of("b", 7, 9)
-    for request in (a, b):
-        scheduler.add_request(request)
+    scheduler = world(connector, a, b, num_blocks=4)
     while not b.num_preemptions:
         step(scheduler)
     assert ("b", 1, 2, False) in connector.of("filled")
@@ -375,21 +361,20 @@ def test_blocks_are_reported_before_a_preemption_gives_them_away() -> None:
 
 def test_what_an_error_left_is_not_saved() -> None:
     connector = Scripted()
-    scheduler = world(connector)
-    scheduler.add_request(request_of("a", 7, 9))
+    scheduler = world(connector, request_of("a", 7, 9))
     output = schedule(scheduler)
     scheduler.update(output, ModelRunnerOutput([[7]], invalid={0: "NaN"}))
     assert connector.of("filled") == [("a", 0, 1, True)]
     assert connector.of("finished") == [("a", "error", 2)]
 
 
-# --- lent blocks ----------------------------------------------------------------------------------------------------
+# --- held blocks ----------------------------------------------------------------------------------------------------
 
 
-def test_blocks_stay_lent_until_they_are_sent() -> None:
-    connector = Scripted(lends={"a"})
-    scheduler, a = world(connector), request_of("a", 9, max_tokens=1)
-    scheduler.add_request(a)
+def test_blocks_stay_held_until_they_are_sent() -> None:
+    connector = Scripted(holds={"a"})
+    a = request_of("a", 9, max_tokens=1)
+    scheduler = world(connector, a)
     _, (result,) = step(scheduler)
     assert result.request.kv_transfer_output == {"from": "a"}
     assert a.block_ids == []
@@ -410,9 +395,9 @@ def test_blocks_stay_lent_until_they_are_sent() -> None:
 
 
 def test_sent_while_a_step_in_flight_still_holds_the_request() -> None:
-    connector = Scripted(lends={"a"})
-    scheduler, a = world(connector), request_of("a", 9)
-    scheduler.add_request(a)
+    connector = Scripted(holds={"a"})
+    a = request_of("a", 9)
+    scheduler = world(connector, a)
     outputs = [schedule(scheduler), schedule(scheduler), schedule(scheduler)]
     update(scheduler, outputs[0])
     scheduler.finish("a", RequestStatus.FINISHED_STOPPED, "text")
@@ -423,10 +408,10 @@ def test_sent_while_a_step_in_flight_still_holds_the_request() -> None:
     assert scheduler.pool.num_free == 16
 
 
-def test_lent_blocks_can_be_hit_and_nobody_is_stuck_behind_them() -> None:
-    connector = Scripted(lends={"a"})
-    scheduler, a = world(connector, num_blocks=4), request_of("a", 12, max_tokens=1)
-    scheduler.add_request(a)
+def test_held_blocks_can_be_hit_and_block_no_request_forever() -> None:
+    connector = Scripted(holds={"a"})
+    a = request_of("a", 12, max_tokens=1)
+    scheduler = world(connector, a, num_blocks=4)
     step(scheduler)
     scheduler.add_request(request_of("b", a.token_ids[:12], max_tokens=2))
     output, _ = step(scheduler)
@@ -440,10 +425,9 @@ def test_lent_blocks_can_be_hit_and_nobody_is_stuck_behind_them() -> None:
     assert step(scheduler)[0].num_scheduled_tokens == [12]
 
 
-def test_lent_and_still_loading() -> None:
-    connector = Scripted({"a": 8}, lends={"a"})
-    scheduler = world(connector)
-    scheduler.add_request(request_of("a", 9))
+def test_held_and_still_loading() -> None:
+    connector = Scripted({"a": 8}, holds={"a"})
+    scheduler = world(connector, request_of("a", 9))
     output = schedule(scheduler)
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     update(scheduler, output, sent={"a"})
@@ -495,7 +479,7 @@ def test_kv_transfer_params_are_checked_when_a_request_comes() -> None:
 def test_tokens_survive_loads_that_fail_now_and_then() -> None:
     rng = random.Random(0)
     config = SchedulerConfig(16, 4, 3, 16, enable_prefix_caching=False, num_drafts=2)
-    behaviour = Behaviour(match=1.0, fail=0.3, lend=0.5, has_all=True)
+    behaviour = Behaviour(match=1.0, fail=0.3, hold=0.5, has_all=True)
     engine = FakeEngine(config, rng, behaviour=behaviour, num_ranks=2, depth=1)
     requests = [request_of(name, [i % 10 for i in range(5 + number)]) for number, name in enumerate("abcdefgh")]
     for request in requests:
