@@ -18,9 +18,9 @@ ENGINE_KEYWORDS = {
     "tokenizer_revision": "revision holds for model and tokenizer; give tokenizer a folder for another one",
     "disable_log_stats": "leave it out: nothing is logged; stats() has the numbers",
     "disable_custom_all_reduce": "leave it out",
-    "max_seq_len_to_capture": "leave it out: max_num_seqs says which shapes are captured; enforce_eager=True: none",
+    "max_seq_len_to_capture": "leave it out: max_num_seqs determines the captured shapes; enforce_eager=True captures none",
     "kv_cache_dtype": "leave it out: KV has the model's dtype, as with 'auto'",
-    "download_dir": "leave it out: the environment variable HF_HOME says where the hub's files go",
+    "download_dir": "leave it out: the environment variable HF_HOME sets the folder of the hub's files",
     "served_model_name": "leave it out: model is the name",
     "hf_overrides": "change config.json in a copy of the checkpoint's folder; max_model_len has a keyword of its own",
     "rope_scaling": "change config.json in a copy of the checkpoint's folder",
@@ -89,7 +89,7 @@ def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str
         given: the other keywords, with their values.
 
     Raises:
-        TypeError: says what to do instead, or lists near names.
+        TypeError: the message has advice, or near names.
     """
     for name, value in given.items():
         neutral, hint = CALL_KEYWORDS.get(name, (None, None))
