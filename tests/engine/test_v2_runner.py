@@ -62,9 +62,9 @@ def make_scheduler(**limits: int) -> Scheduler:
     return Scheduler(SchedulerConfig(64, 8, MAX_NUM_SEQS, limits.pop("max_num_batched_tokens", 64)))
 
 
-def add(scheduler: Scheduler, name: str, size: int, **wishes: object) -> Request:
+def add(scheduler: Scheduler, name: str, size: int, max_tokens: int = 60, **wishes: object) -> Request:
     params = SamplingParams(max_tokens=60, ignore_eos=True, **wishes)  # type: ignore[arg-type]
-    request = Request(name, [10 + i for i in range(size)], params, max_tokens=60, seed=sum(name.encode()))
+    request = Request(name, [10 + i for i in range(size)], params, max_tokens=max_tokens, seed=sum(name.encode()))
     scheduler.add_request(request)
     return request
 
@@ -110,8 +110,7 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
     while len(requests) < 12 or scheduler.has_unfinished:
         if len(requests) < 12 and rng.random() < 0.5:
             wishes = rng.choice([{}, {"top_k": 5}, {"logprobs": 2}, {"presence_penalty": 1.0}, {"temperature": 0.0}])
-            requests.append(add(scheduler, f"r{len(requests)}", rng.randint(1, 50), **wishes))
-            requests[-1].max_total_tokens = requests[-1].num_prompt_tokens + rng.randint(1, 20)
+            requests.append(add(scheduler, f"r{len(requests)}", rng.randint(1, 50), rng.randint(1, 20), **wishes))
         output = scheduler.schedule()
         if output is not None:
             runner.execute_model(output)
@@ -146,7 +145,7 @@ def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> No
         taken: list[TakenStep] = []
         for sizes in ((75, 122), (60, 37), (60, 36)):  # 100 tokens, then 97 and a decode; 97; 96
             for number, size in enumerate(sizes):
-                add(scheduler, f"r{number}", size, **wishes).max_total_tokens = size + 3
+                add(scheduler, f"r{number}", size, 3, **wishes)
             taken += run_steps(scheduler, in_one_runner(runner))
         scheduler.check_idle()
         runs.append(taken)

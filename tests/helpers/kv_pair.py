@@ -230,7 +230,7 @@ class Engine(Bench):
         request = self.request(request_id, tokens, block_ids)
         request.kv_transfer_params = {"do_remote_decode": True}
         self.scheduler.check_request(request)
-        request.token_ids.append(99)
+        request.output_token_ids.append(99)
         request.status = RequestStatus.FINISHED_LENGTH
         is_held, params = self.scheduler.request_finished(request)
         assert is_held == (params is not None)

@@ -180,7 +180,7 @@ def test_min_tokens_must_have_room() -> None:
     with pytest.raises(ValueError, match=r"min_tokens is 10, but a prompt of 25 tokens leaves room for 7 \("):
         process([5] * 25, min_tokens=10)
     (sequence,) = sequences([5] * 25, min_tokens=7)
-    assert sequence.min_total_tokens == 32
+    assert (sequence.params.min_tokens, sequence.max_tokens) == (7, 7)
 
 
 # --- parameters -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ ENGINE_KEYWORDS = {
     "tokenizer_revision": "revision holds for model and tokenizer; give tokenizer a folder for another one",
     "disable_log_stats": "leave it out: nothing is logged; stats() has the numbers",
     "disable_custom_all_reduce": "leave it out",
-    "max_seq_len_to_capture": "leave it out: max_num_seqs determines the captured shapes; enforce_eager=True captures none",
+    "max_seq_len_to_capture": "leave it out: max_num_seqs sets the captured shapes; enforce_eager=True captures none",
     "kv_cache_dtype": "leave it out: KV has the model's dtype, as with 'auto'",
     "download_dir": "leave it out: the environment variable HF_HOME sets the folder of the hub's files",
     "served_model_name": "leave it out: model is the name",

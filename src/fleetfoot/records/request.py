@@ -38,9 +38,9 @@ FINISH_REASONS = {
 class Request:
     """One sequence to generate.
 
-    Counts are in tokens. ``token_ids`` holds the known tokens. ``num_computed`` counts tokens whose KV is written by
-    steps queued so far, so it may run ahead of ``token_ids``. While steps in flight verify drafts it is an upper bound:
-    all drafts count as accepted until the result is known.
+    Counts are in tokens. ``num_tokens`` counts the known tokens, prompt and output. ``num_computed`` counts tokens whose
+    KV is written by steps queued so far, so it may run ahead of ``num_tokens``. While steps in flight verify drafts it
+    is an upper bound: all drafts count as accepted until the result is known.
     """
 
     __slots__ = (
@@ -55,8 +55,8 @@ class Request:
         "kv_transfer_output",
         "kv_transfer_params",
         "last_sampled_step",
+        "max_tokens",
         "max_total_tokens",
-        "min_total_tokens",
         "num_accepted",
         "num_cached_tokens",
         "num_computed",
@@ -68,8 +68,10 @@ class Request:
         "num_prompt_tokens",
         "num_proposed",
         "num_published",
+        "output_token_ids",
         "params",
         "priority",
+        "prompt_token_ids",
         "request_id",
         "row",
         "scheduled_ts",
@@ -78,7 +80,6 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
-        "token_ids",
     )
 
     def __init__(
@@ -115,10 +116,11 @@ class Request:
         self.cache_salt = cache_salt
         self.kv_transfer_params = kv_transfer_params
         self.kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
-        self.token_ids = array("i", prompt_token_ids)  # int32
-        self.num_prompt_tokens = len(self.token_ids)
+        self.prompt_token_ids = array("i", prompt_token_ids)  # int32
+        self.output_token_ids: list[int] = []
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.max_tokens = max_tokens
         self.max_total_tokens = self.num_prompt_tokens + max_tokens
-        self.min_total_tokens = self.num_prompt_tokens + params.min_tokens
         self.stop_token_ids = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(
             params.stop_token_ids or ()
         )
@@ -154,20 +156,21 @@ class Request:
     def reaches_limit_in_flight(self) -> bool:
         """Whether the steps in flight reach its length even if they accept no draft: no further step is needed."""
         most = self.max_total_tokens
-        return self.num_computed + 1 >= most and len(self.token_ids) + self.num_in_flight >= most
+        return self.num_computed + 1 >= most and self.num_tokens + self.num_in_flight >= most
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
-        return len(self.token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.output_token_ids)
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :].tolist()
+    def token_ids(self) -> array[int]:
+        """A copy of the known tokens, int32: prompt and output."""
+        return self.prompt_token_ids + array("i", self.output_token_ids)
 
     @property
     def finish_reason(self) -> str | None:

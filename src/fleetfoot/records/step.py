@@ -49,7 +49,7 @@ class NewRequest:
         return cls(
             request_id=request.request_id,
             row=request.row,
-            token_ids=request.token_ids[:],
+            token_ids=request.token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed,
             block_ids=list(request.block_ids),

@@ -94,7 +94,7 @@ class RequestBlocks:
         if not self._publishes:
             return
         # drafts in flight count as computed, but their tokens are not known
-        final = min(request.num_computed, len(request.token_ids), request.max_total_tokens - 1)
+        final = min(request.num_computed, request.num_tokens, request.max_total_tokens - 1)
         first, last = request.num_published, final // self.block_size
         if last > first:
             self._publish(request, last)
@@ -115,7 +115,8 @@ class RequestBlocks:
         hashes, size = request.block_hashes, self.block_size
         if count > len(hashes):
             parent = hashes[-1] if hashes else root_hash(request.cache_salt)
-            hashes += extend_chain(parent, request.token_ids, len(hashes) * size, count * size, size)
+            token_ids = request.prompt_token_ids if count * size <= request.num_prompt_tokens else request.token_ids
+            hashes += extend_chain(parent, token_ids, len(hashes) * size, count * size, size)
 
     def hold(self, request: Request) -> None:
         """Hold the blocks of a request that no longer runs, until `free`."""

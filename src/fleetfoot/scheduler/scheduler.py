@@ -339,10 +339,10 @@ class Scheduler:
                     results.append(EngineOutput(request, [], index))
             else:
                 new_token_ids = sampled[index]
-                token_ids = request.token_ids
                 if len(new_token_ids) == 1 and new_token_ids[0] not in request.stop_token_ids:
-                    token_ids.append(new_token_ids[0])
-                    if len(token_ids) >= request.max_total_tokens:
+                    output_token_ids = request.output_token_ids
+                    output_token_ids.append(new_token_ids[0])
+                    if len(output_token_ids) >= request.max_tokens:
                         self._end(request, RequestStatus.FINISHED_LENGTH, None)
                 else:
                     new_token_ids = self._append_tokens(request, new_token_ids)
@@ -360,13 +360,13 @@ class Scheduler:
 
     def _append_tokens(self, request: Request, new_token_ids: list[int]) -> list[int]:
         """Append tokens up to the first that ends the request. Returns the appended tokens."""
-        token_ids, params = request.token_ids, request.params
+        output_token_ids, params = request.output_token_ids, request.params
         for count, token in enumerate(new_token_ids, start=1):
-            token_ids.append(token)
-            if token in request.stop_token_ids and len(token_ids) >= request.min_total_tokens:
+            output_token_ids.append(token)
+            if token in request.stop_token_ids and len(output_token_ids) >= params.min_tokens:
                 reason = token if token in (params.stop_token_ids or ()) else None
                 self._end(request, RequestStatus.FINISHED_STOPPED, reason)
-            elif len(token_ids) >= request.max_total_tokens:
+            elif len(output_token_ids) >= request.max_tokens:
                 self._end(request, RequestStatus.FINISHED_LENGTH, None)
             else:
                 continue
@@ -398,7 +398,7 @@ class Scheduler:
         if result is None or len(result.new_token_ids) < num_new:
             return  # it had ended before that token
         if result.new_token_ids:
-            del request.token_ids[-1]
+            del request.output_token_ids[-1]
             result.new_token_ids = result.new_token_ids[:-1]
         if request.is_finished:
             request.status, request.stop_reason = RequestStatus.FINISHED_ERROR, message
