@@ -38,7 +38,7 @@ FINISH_REASONS = {
 class Request:
     """One sequence to generate.
 
-    Counts are in tokens. ``num_tokens`` counts the known tokens, prompt and output. ``num_computed`` counts tokens whose
+    Counts are in tokens. ``num_tokens`` are the known tokens, prompt and output. ``num_computed`` counts tokens whose
     KV is written by steps queued so far, so it may run ahead of ``num_tokens``. While steps in flight verify drafts it
     is an upper bound: all drafts count as accepted until the result is known.
     """
