@@ -14,8 +14,7 @@ from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput
-from fleetfoot.runner.v1.host_state import HostState
-from fleetfoot.runner.v1.inputs import StepInputs, logits_indices, prepare_inputs
+from fleetfoot.runner.v1.host_state import HostState, StepInputs, logits_indices, prepare_inputs
 from fleetfoot.sampling.verification import verify_drafts
 
 NUM_ROWS = 6
@@ -50,7 +49,7 @@ def make_step(rng: random.Random, num_decodes: int, num_ending: int) -> tuple[Ho
         new_requests=requests,
         num_drafts=NUM_DRAFTS if num_decodes else 0,
     )
-    host.apply(output)
+    host.update(output)
     for row in rows[:num_decodes]:
         host.drafts[row] = [rng.choice((-1, 1, 2, 3)) for _ in range(NUM_DRAFTS)]
     return host, output, prepare_inputs(host, output, torch.device("cpu"))

@@ -1,28 +1,31 @@
-"""The rows of running requests, as Model Runner V1 keeps them: numpy arrays on the host."""
+"""The state of Model Runner V1, numpy arrays on the host with a row for each running request, and a step's inputs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import torch
 
+from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.records.step import NewRequest, SchedulerOutput
 
 
 class HostState:
-    """One row for each running request. The scheduler owns the numbering.
+    """A row for each running request. The scheduler numbers the rows.
 
     Args:
-        max_num_seqs: rows.
-        max_model_len: tokens in a row.
+        max_num_seqs: number of rows.
+        max_model_len: maximum number of tokens of a request.
         block_size: tokens in a KV block.
-        num_drafts: draft tokens that a row can hold, and how far a query may reach beyond ``max_model_len``.
+        num_drafts: draft tokens of a row; a query may exceed ``max_model_len`` by them.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_drafts: int = 0) -> None:
         self.block_size = block_size
         longest = max_model_len + num_drafts
-        # zeros are the operating system's own pages: memory is taken only as rows are first written
+        # pages of zeros take memory only when rows are first written
         self.token_ids = np.zeros((max_num_seqs, longest + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known tokens
         self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)  # tokens whose KV is written
@@ -30,13 +33,13 @@ class HostState:
         self.drafts = np.full((max_num_seqs, num_drafts), -1, dtype=np.int32)  # for the next step; -1: none
         self.temperatures = np.zeros(max_num_seqs, dtype=np.float32)
         self.seeds = np.zeros(max_num_seqs, dtype=np.int64)  # 64-bit patterns
-        # entries past a request's last block are stale, but are ids of blocks
+        # entries behind a request's last block are stale, but valid block ids
         self.block_table = np.zeros((max_num_seqs, -(-longest // block_size)), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
 
-    def apply(self, scheduler_output: SchedulerOutput) -> None:
-        """Give back rows, fill new ones, append new blocks."""
+    def update(self, scheduler_output: SchedulerOutput) -> None:
+        """Free rows, write the rows of new requests, append new blocks."""
         for _, row in scheduler_output.finished:
             self.requests[row] = None
         for request in scheduler_output.new_requests:
@@ -63,19 +66,19 @@ class HostState:
         self.num_blocks[row] = begin + len(block_ids)
 
     def place_drafts(self, rows: np.ndarray, num_drafts: int) -> None:
-        """Put drafts behind the known tokens of ``rows [n]``, where the step reads its inputs and where those that
-        turn out right are to stand. One of -1 is token 0."""
-        places = self.num_tokens[rows, None] + np.arange(num_drafts)  # [n, num_drafts]
-        self.token_ids[rows[:, None], places] = self.drafts[rows, :num_drafts].clip(min=0)
+        """Write drafts behind the known tokens of ``rows [n]``, where the step reads them and accepted ones stay.
+        A draft of -1 becomes token 0."""
+        index = self.num_tokens[rows, None] + np.arange(num_drafts)  # [n, num_drafts]
+        self.token_ids[rows[:, None], index] = self.drafts[rows, :num_drafts].clip(min=0)
 
     def append_tokens(self, rows: np.ndarray, new_token_ids: list[list[int]]) -> None:
-        """New tokens for each of ``rows [n]``, perhaps none."""
+        """Append the new tokens of each of ``rows [n]``, which may be none."""
         counts = np.array([len(token_ids) for token_ids in new_token_ids])  # [n]
-        behind = self.num_tokens[rows] + counts  # [n]
-        # the new tokens of all rows lie one behind the other, and each row's end at its new length
-        places = np.arange(counts.sum()) + np.repeat(behind - np.cumsum(counts), counts)
-        self.token_ids[np.repeat(rows, counts), places] = list(chain.from_iterable(new_token_ids))
-        self.num_tokens[rows] = behind
+        lengths = self.num_tokens[rows] + counts  # [n]
+        # the index of each new token in its row, in the order of their concatenation
+        index = np.arange(counts.sum()) + np.repeat(lengths - np.cumsum(counts), counts)
+        self.token_ids[np.repeat(rows, counts), index] = list(chain.from_iterable(new_token_ids))
+        self.num_tokens[rows] = lengths
         for row, token_ids in zip(rows.tolist(), new_token_ids, strict=True):
             self.request(row).token_ids.extend(token_ids)
 
@@ -84,3 +87,69 @@ class HostState:
         if request is None:
             raise RuntimeError(f"row {row} is scheduled, but no request has it")
         return request
+
+
+# --- the inputs of a step --------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The inputs of the model, and the rows that they belong to."""
+
+    rows: np.ndarray
+    """``[num_reqs]`` int64: batch order."""
+    query_lens: np.ndarray
+    """``[num_reqs]`` int64: tokens to compute."""
+    query_start_loc: np.ndarray
+    """``[num_reqs + 1]`` int64"""
+    token_rows: np.ndarray
+    """``[num_tokens]`` int64: each token's row."""
+    positions: np.ndarray
+    """``[num_tokens]`` int64"""
+    input_ids: torch.Tensor
+    """``[num_tokens]`` int64"""
+    metadata: AttentionMetadata
+
+
+def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: torch.device) -> StepInputs:
+    """Gather tokens, positions and cache slots of every token in the step, in batch order."""
+    rows = np.array(scheduler_output.rows, dtype=np.int64)  # [num_reqs]
+    query_lens = np.array(scheduler_output.num_scheduled_tokens, dtype=np.int64)  # [num_reqs]
+    query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(query_lens, out=query_start_loc[1:])
+    num_computed = state.num_computed[rows]  # [num_reqs]
+    seq_lens = num_computed + query_lens  # [num_reqs]
+    num_drafts, num_decodes = scheduler_output.num_drafts, scheduler_output.num_decodes
+    if num_drafts:
+        state.place_drafts(rows[:num_decodes], num_drafts)
+    if num_decodes == len(rows) and not num_drafts:
+        token_rows, positions = rows, num_computed
+    else:
+        token_rows = np.repeat(rows, query_lens)  # [num_tokens]
+        positions = np.arange(query_start_loc[-1]) + np.repeat(num_computed - query_start_loc[:-1], query_lens)
+    block_size, max_seq_len = state.block_size, int(seq_lens.max())
+    slots = state.block_table[token_rows, positions // block_size] * np.int64(block_size) + positions % block_size
+    slots[positions >= state.limits[token_rows]] = -1  # their KV is not written
+
+    def on_device(array: np.ndarray, dtype: type | None = None) -> torch.Tensor:
+        return torch.from_numpy(array if dtype is None else array.astype(dtype)).to(device)
+
+    metadata = AttentionMetadata(
+        query_start_loc=on_device(query_start_loc, np.int32),
+        seq_lens=on_device(seq_lens, np.int32),
+        block_tables=on_device(state.block_table[rows, : -(-max_seq_len // block_size)]),
+        slot_mapping=on_device(slots),
+        positions=on_device(positions),
+        num_decodes=0 if num_drafts else num_decodes,  # for attention, a decode is a query of one token
+        max_query_len=int(query_lens.max()),
+        max_seq_len=max_seq_len,
+    )
+    input_ids = on_device(state.token_ids[token_rows, positions])
+    return StepInputs(rows, query_lens, query_start_loc, token_rows, positions, input_ids, metadata)
+
+
+def logits_indices(inputs: StepInputs, scheduler_output: SchedulerOutput) -> np.ndarray:
+    """``[num_logits]`` int64: tokens that need logits: all of each decode, and the last of a prefill that ends."""
+    num_decodes = scheduler_output.num_decodes
+    last_tokens = inputs.query_start_loc[num_decodes + 1 : scheduler_output.num_sampled + 1] - 1
+    return np.concatenate((np.arange(num_decodes * (1 + scheduler_output.num_drafts)), last_tokens))
