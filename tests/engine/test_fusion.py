@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.helpers.checkpoints import make_checkpoint, reference_logits
 from tests.helpers.draft_matrix import STORY
 from tests.helpers.engines import make_engine
 from tests.helpers.int8_method import Int8, quantize
+from tests.helpers.interpreter import interpreted
 from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
 from tests.helpers.paged_models import MODELS, PagedCache, assert_close, context, prompt, run
 from torch import nn
@@ -36,17 +36,6 @@ from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
 from fleetfoot.records.intermediate import IntermediateTensors
 from fleetfoot.weights.loading import load_model
-
-try:
-    import triton  # noqa: F401
-
-    IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-except ImportError:
-    IS_INTERPRETED = False
-if IS_INTERPRETED:
-    from tests.helpers.interpreter import mend_interpreter
-
-    mend_interpreter()
 
 ALL = (True, True, True)
 MIXES = [ALL, (False, True, True), (True, False, True), (True, True, False), (False, True, False)]
@@ -231,7 +220,7 @@ def test_fused_and_plain_layers_agree(case: str, fused: tuple[bool, ...], ops: s
         assert_near(one, other, 1e-5)
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton's interpreter")
+@interpreted
 @pytest.mark.parametrize(
     ("case", "fused", "num_norms"),  # norms are deferred behind attention, and behind MLPs before another fused layer
     [("llama-biases", (True, True), 3), ("qwen3", (True, False, True), 2)],

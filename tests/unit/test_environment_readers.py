@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import fleetfoot
+from fleetfoot.config.env import USE_NATIVE_KERNELS, use_native_kernels
+from fleetfoot.native.loading import native_problem, open_library
 
 PACKAGE = Path(fleetfoot.__file__).parent
 READER = PACKAGE / "config" / "env.py"
@@ -74,3 +76,14 @@ def test_the_variable_is_named_once_and_read_by_the_oracle_alone() -> None:
             if isinstance(called, ast.Attribute) and called.attr == "use_v2_model_runner":
                 callers.append(str(path.relative_to(PACKAGE)))
     assert callers == ["plan/oracle.py"]
+
+
+def test_the_c_kernels_can_be_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_library.cache_clear()
+    monkeypatch.setenv(USE_NATIVE_KERNELS, "0")
+    assert native_problem() == "FLEETFOOT_USE_NATIVE_KERNELS=0 excludes them"
+    monkeypatch.setenv(USE_NATIVE_KERNELS, "1")
+    assert use_native_kernels() and "excludes" not in native_problem()
+    monkeypatch.setenv(USE_NATIVE_KERNELS, "no")
+    with pytest.raises(ValueError, match="FLEETFOOT_USE_NATIVE_KERNELS is 'no'; it can be 0, 1 or unset"):
+        use_native_kernels()

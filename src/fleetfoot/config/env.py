@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 USE_V2_MODEL_RUNNER = "FLEETFOOT_USE_V2_MODEL_RUNNER"
 """Unset: the oracle chooses the model runner; ``0``: V1; ``1``: V2. `use_v2_model_runner` reads it."""
+USE_NATIVE_KERNELS = "FLEETFOOT_USE_NATIVE_KERNELS"
+"""``0``: the C kernels for CPUs are not used, as if they had not been built; ``1`` or unset: used where they load."""
 NO_COLOR = "NO_COLOR"
 """Any non-empty value: no colours on terminals (https://no-color.org)."""
 
@@ -22,14 +24,24 @@ def use_v2_model_runner(environ: Mapping[str, str] | None = None) -> bool | None
         ValueError: it holds anything but 0 or 1, an empty string included.
     """
     value = (os.environ if environ is None else environ).get(USE_V2_MODEL_RUNNER)
-    if value is None:
-        return None
-    if value not in ("0", "1"):
-        raise ValueError(
-            f"{USE_V2_MODEL_RUNNER} is {value!r}; it can be 0 (Model Runner V1), 1 (Model Runner V2) or unset "
-            "(the oracle chooses)"
-        )
-    return value == "1"
+    return _parse_flag(
+        USE_V2_MODEL_RUNNER, value, "0 (Model Runner V1), 1 (Model Runner V2) or unset (the oracle chooses)"
+    )
+
+
+def use_native_kernels() -> bool:
+    """Whether the C kernels may be used.
+
+    Raises:
+        ValueError: ``FLEETFOOT_USE_NATIVE_KERNELS`` holds anything but 0 or 1, an empty string included.
+    """
+    return _parse_flag(USE_NATIVE_KERNELS, os.environ.get(USE_NATIVE_KERNELS), "0, 1 or unset (1)") is not False
+
+
+def _parse_flag(name: str, value: str | None, allowed: str) -> bool | None:
+    if value not in (None, "0", "1"):
+        raise ValueError(f"{name} is {value!r}; it can be {allowed}")
+    return None if value is None else value == "1"
 
 
 def no_color() -> bool:

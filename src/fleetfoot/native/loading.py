@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fleetfoot.config import env
+
 PATH = Path(__file__).with_name("libfleetfoot.so")
 
 VARIANTS = ("v4_bf16", "v4", "v3", "v2", "generic")
@@ -72,7 +74,7 @@ def open_library() -> ctypes.CDLL:
     Raises:
         NativeUnavailableError: the library is missing or does not load.
     """
-    _check_exists()
+    _check_usable()
     try:
         _expose_openmp()
         return ctypes.CDLL(str(PATH))
@@ -118,7 +120,7 @@ def _check(library: ctypes.CDLL) -> None:
 
 
 def _probe() -> None:
-    _check_exists()
+    _check_usable()
     dl = ctypes.CDLL(None)
     dl.dlopen.argtypes, dl.dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     dl.dlclose.argtypes = (ctypes.c_void_p,)
@@ -135,7 +137,9 @@ def _probe() -> None:
         dl.dlclose(handle)
 
 
-def _check_exists() -> None:
+def _check_usable() -> None:
+    if not env.use_native_kernels():
+        raise NativeUnavailableError(f"{env.USE_NATIVE_KERNELS}=0 excludes them")
     if not PATH.exists():
         raise NativeUnavailableError(
             f"{PATH.name} was not built: installing Fleetfoot where a C compiler (gcc or clang) is present builds it"
