@@ -1,4 +1,4 @@
-"""Draws under min-p, top-k and top-p by the Triton kernels, interpreted, against the torch twin."""
+"""Draws under min-p, top-k and top-p by the Triton kernels, interpreted, against the reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fleetfoot.kernels.sampling.sample_triton import sample_triton
 pytestmark = interpreted
 
 
-def filters_of(*wanted: tuple[float, int, float]) -> RowFilters:
+def filters_of(*rows: tuple[float, int, float]) -> RowFilters:
     """(min_p, top_k, top_p) of each row; 0, 0, 1 are off."""
     return RowFilters(
-        torch.tensor([min_p for min_p, _, _ in wanted]).log(),
-        torch.tensor([top_k for _, top_k, _ in wanted], dtype=torch.int32),
-        torch.tensor([top_p for _, _, top_p in wanted]),
+        torch.tensor([min_p for min_p, _, _ in rows]).log(),
+        torch.tensor([top_k for _, top_k, _ in rows], dtype=torch.int32),
+        torch.tensor([top_p for _, _, top_p in rows]),
     )
 
 
@@ -90,6 +90,7 @@ def _packed(logits: torch.Tensor) -> list[int]:
     """The best candidate of each row, as `fleetfoot.kernels.sampling.candidates_triton` packs it."""
     chosen = logits.argmax(dim=-1)
     bits = logits.gather(1, chosen[:, None]).view(torch.int32)[:, 0]
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # of negative floats: the order is reversed
     return [(int(key) << 32) | (0x7FFFFFFF - int(index)) for key, index in zip(bits, chosen, strict=True)]
 
 
@@ -111,6 +112,10 @@ def test_parameters_are_read_through_rows() -> None:
     random = RandomRows(torch.ones(4), torch.arange(4), torch.tensor([4, 5, 6]), filters, rows)
     got, expected = sample_triton(logits, random).tolist(), sample_torch(logits, random).tolist()
     assert (got[0], got[2]) == (expected[0], expected[2])
+
+
+def test_a_row_of_negative_logits() -> None:
+    check(torch.tensor([[-torch.inf, -torch.inf, -1.0429, -0.8276]]), filters_of((1.0, 0, 0.5)), temperature=0.5)
 
 
 @settings(max_examples=10, deadline=None)
