@@ -1,4 +1,4 @@
-"""Whether an engine fits in its device's memory, how long requests can be there, and with which settings it would."""
+"""Whether an engine fits in its device's memory, the longest max_model_len that fits, and settings that would fit."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fleetfoot.plan.footprint import EngineShape, Footprint, kv_block_bytes, sta
 from fleetfoot.plan.memory import CPU_KV_LIMIT, CPU_KV_SHARE, GIB, MemoryPlan, is_kv_given, share_out
 
 LEAST_CONTEXT = 256
-"""Tokens of a request for which there must be room where nobody says how long requests are."""
+"""The smallest max_model_len that is chosen if the settings have none."""
 _MOST_UTILIZATION = 0.98
-"""The largest gpu_memory_utilization that is ever advised."""
+"""The largest gpu_memory_utilization in a suggestion."""
 _LEAST_TOKENS = 256
-"""The smallest max_num_batched_tokens that is ever advised."""
+"""The smallest max_num_batched_tokens in a suggestion."""
 
 ShapeMaker = Callable[[EngineConfig, int], EngineShape]
 """The shape of an engine with these settings and a max_model_len."""
 
 
 class MemoryPlanError(ValueError):
-    """The model does not fit; the message has the bytes, and the settings with which it would."""
+    """The model does not fit; the message has the bytes, and settings with which it fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What everything must fit in. Of several ranks, each has one like it."""
+    """The memory of each rank's device."""
 
     total: int
     """Bytes."""
@@ -40,8 +40,7 @@ class Device:
 def fit_engine(config: EngineConfig, device: Device) -> tuple[EngineShape, MemoryPlan]:
     """The engine's shape and its memory plan.
 
-    A ``max_model_len`` that was asked for must fit. Where nobody asked, it is the model's own limit, or as much of it
-    as fits.
+    A ``max_model_len`` in the settings must fit. Without one, it is the model's limit, or the longest that fits.
 
     Raises:
         MemoryPlanError: it does not fit.
@@ -54,7 +53,7 @@ def fit_engine(config: EngineConfig, device: Device) -> tuple[EngineShape, Memor
 
 
 def _try(config: EngineConfig, device: Device) -> tuple[EngineShape, MemoryPlan, str]:
-    """Shape, plan, and why they do not work; empty if they do."""
+    """Shape, plan, and the reason why they do not fit; empty if they do."""
     length = config.max_model_len or _longest(config, device) or _least_context(device)
     shape = device.make_shape(config, length)
     return shape, *share_out(config, shape, device.total)
@@ -65,7 +64,7 @@ def _least_context(device: Device) -> int:
 
 
 def _longest(config: EngineConfig, device: Device) -> int | None:
-    """The longest max_model_len that the KV cache has room for; None: none that is worth while has."""
+    """The longest max_model_len that the KV cache has space for; None: not even the smallest."""
 
     def fits(length: int) -> bool:
         return not share_out(config, device.make_shape(config, length), device.total)[1]
@@ -86,12 +85,11 @@ def _longest(config: EngineConfig, device: Device) -> int | None:
     return min(low * size, most)
 
 
-# --- what would help -------------------------------------------------------------------------------------------------
+# --- suggestions -----------------------------------------------------------------------------------------------------
 
 
 def _remedies(config: EngineConfig, device: Device) -> Iterator[str]:
-    """Settings, each of which would make it fit by itself (or, where none does, all together), and the memory with
-    which it fits as it is."""
+    """Settings that each make it fit (or, if none does, several together), and the memory with which it fits."""
     shape = _try(config, device)[0]
     changes: list[tuple[str, Iterable[Any]]] = [
         ("num_gpu_blocks_override", _fewer_blocks(config, shape, device.total)),
@@ -110,7 +108,7 @@ def _remedies(config: EngineConfig, device: Device) -> Iterator[str]:
                 yield _setting(name, value)
                 break
         if found and is_kv_given(config):
-            break  # the KV cache was made too large or too small, and nothing else is amiss
+            break  # only the size of the KV cache is wrong
     if not found:
         yield from _together(config, shape, device)
     needed = _needed(config, shape)
@@ -121,7 +119,7 @@ def _remedies(config: EngineConfig, device: Device) -> Iterator[str]:
 
 
 def _together(config: EngineConfig, shape: EngineShape, device: Device) -> Iterator[str]:
-    """Settings that take little, one after the other until it fits; nothing if it never does."""
+    """Settings with small sizes, added one by one until it fits; nothing if it never does."""
     chosen: list[str] = []
     little: list[tuple[str, list[Any]]] = [
         ("max_num_seqs", list(_halves(shape.max_num_seqs, 16))),
@@ -145,7 +143,7 @@ def _setting(name: str, value: Any) -> str:
 
 
 def _shorter(config: EngineConfig, device: Device) -> list[int]:
-    """The longest that fits, if a longer one was asked for."""
+    """The longest max_model_len that fits, if the settings have a longer one."""
     if config.max_model_len is None or is_kv_given(config):
         return []
     longest = _longest(config, device)
@@ -158,7 +156,7 @@ def _higher_utilizations(config: EngineConfig) -> list[float]:
 
 
 def _fewer_blocks(config: EngineConfig, shape: EngineShape, total: int) -> list[int]:
-    """The most that fit, if it is they who are too many."""
+    """The largest number of blocks that fits, if the settings have one."""
     if config.num_gpu_blocks_override is None:
         return []
     fitting = _fitting_blocks(shape, total)
@@ -166,7 +164,7 @@ def _fewer_blocks(config: EngineConfig, shape: EngineShape, total: int) -> list[
 
 
 def _other_kv_sizes(config: EngineConfig, shape: EngineShape, total: int) -> list[int]:
-    """Room for the longest request where it was too small, and for what fits where it was too large."""
+    """The size for the longest request if it was too small, and the largest that fits if it was too large."""
     if config.num_gpu_blocks_override is not None:
         return []
     if config.kv_cache_memory_bytes is None and (shape.device == "cuda" or config.max_model_len is None):
@@ -186,7 +184,7 @@ def _fitting_blocks(shape: EngineShape, total: int) -> int:
 
 
 def _largest_block(shape: EngineShape) -> int:
-    """Bytes of a KV block where they are most: kv_cache_memory_bytes is what each rank has."""
+    """Bytes of a KV block on the rank with the largest: kv_cache_memory_bytes is per rank."""
     return max(kv_block_bytes(stage) for stage in shape.stages())
 
 
@@ -196,13 +194,13 @@ def _halves(value: int, least: int) -> Iterator[int]:
 
 
 def _least_tokens(config: EngineConfig, device: Device, least: int) -> int:
-    """The fewest tokens that a step must hold."""
+    """The smallest max_num_batched_tokens that the settings allow."""
     whole = 0 if config.enable_chunked_prefill else config.max_model_len or device.max_positions
     return max(least, config.max_decode_tokens, whole)
 
 
 def _needed(config: EngineConfig, shape: EngineShape) -> int | None:
-    """The least memory of each rank with which it fits as it is; None: no memory is enough."""
+    """The memory of each rank with which it fits unchanged; None: no memory is enough."""
     blocks = config.num_gpu_blocks_override
     if blocks is None and config.kv_cache_memory_bytes is not None:
         blocks = config.kv_cache_memory_bytes // _largest_block(shape)
@@ -215,7 +213,7 @@ def _needed(config: EngineConfig, shape: EngineShape) -> int | None:
 
 
 def _needed_by_stage(config: EngineConfig, shape: EngineShape, blocks: int) -> int:
-    """Where nobody says how large the KV cache is."""
+    """Without settings for the size of the KV cache."""
     needed = _with_blocks(shape, blocks)
     if shape.device == "cpu":
         return max(needed, Footprint.of(shape).weights + math.ceil(blocks * kv_block_bytes(shape) / CPU_KV_SHARE))

@@ -1,4 +1,4 @@
-"""The memory plan: how the memory of each rank's device is shared out, and how many KV blocks fit on all of them."""
+"""The memory plan: the parts of each rank's device memory, and the number of KV blocks that fit on all ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from fleetfoot.plan.footprint import EngineShape, Footprint, kv_block_bytes, sta
 
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4
-"""Most of a CPU's memory beside the weights that the KV cache may come to take."""
+"""The largest part of a CPU's memory, without the weights, for the KV cache."""
 CPU_KV_LIMIT = 4 * GIB
-"""And never more than this, unless kv_cache_memory_bytes says so."""
+"""The largest KV cache on a CPU without kv_cache_memory_bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What each part of the engine takes, on the rank with the least room if there are several. Sizes in bytes."""
+    """Sizes in bytes of the parts of an engine, on the rank with the least free memory."""
 
     total: int
-    """The device's memory; on a CPU, a rank's share of what programs can still take."""
+    """The device's memory; on a CPU, a rank's share of the available memory."""
     budget: int
-    """What the engine may use of it: gpu_memory_utilization's share; all on a CPU, or where the KV's size is given."""
+    """The memory that the engine may use: the share of gpu_memory_utilization; all on a CPU or with a set KV size."""
     footprint: Footprint
     num_blocks: int
     block_size: int
@@ -30,7 +30,7 @@ class MemoryPlan:
     """KV of one block over all layers."""
     state_bytes_per_block: int
     kv_reason: str
-    """What decided on ``num_blocks``."""
+    """The limit that determined ``num_blocks``."""
     stages: tuple[MemoryPlan, ...] = ()
     """The plan of each pipeline rank, where there are several. They have equally many blocks."""
 
@@ -53,11 +53,11 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        """What the budget leaves."""
+        """Unused bytes of the budget."""
         return self.budget - sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Every part by its name; with what is left they add up to the budget."""
+        """Every part by name; with `left` they add up to the budget."""
         footprint = self.footprint
         return {
             "weights": footprint.weights,
@@ -82,7 +82,7 @@ class MemoryPlan:
 
 
 def share_out(config: EngineConfig, shape: EngineShape, total: int) -> tuple[MemoryPlan, str]:
-    """Share out ``total`` bytes of each rank's device.
+    """Divide ``total`` bytes of each rank's device.
 
     Returns:
         The plan, and why it does not work; empty if it does.
@@ -102,7 +102,7 @@ def share_out(config: EngineConfig, shape: EngineShape, total: int) -> tuple[Mem
 def _share_out_stage(config: EngineConfig, shape: EngineShape, total: int) -> MemoryPlan:
     footprint = Footprint.of(shape)
     block, state = kv_block_bytes(shape), state_block_bytes(shape)
-    # who says how large the KV cache is may use all there is
+    # a KV cache with a set size may use all memory
     is_share = shape.device == "cuda" and not is_kv_given(config)
     budget = int(total * config.gpu_memory_utilization) if is_share else total
     room = budget - footprint.total
@@ -138,15 +138,15 @@ def _problem(config: EngineConfig, shape: EngineShape, plan: MemoryPlan) -> str:
 
 
 def is_kv_given(config: EngineConfig) -> bool:
-    """Whether the settings say how large the KV cache is."""
+    """Whether the settings determine the size of the KV cache."""
     return config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None
 
 
 def _num_blocks(config: EngineConfig, shape: EngineShape, total: int, room: int) -> tuple[int, str]:
-    """Blocks of the KV cache, and what decided on them."""
+    """Blocks of the KV cache, and the limit that determined them."""
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override, "num_gpu_blocks_override"
-    # more than every request at its longest can never be used
+    # more than all requests of maximum length is never used
     useful = -(-shape.max_model_len // shape.block_size) * shape.max_num_seqs
     block = kv_block_bytes(shape)
     if config.kv_cache_memory_bytes is not None:

@@ -1,4 +1,4 @@
-"""Which batch shapes are captured as graphs, and which captured shape serves a batch. No torch: the plan shows it."""
+"""The batch shapes that are captured as graphs, and the shape that a batch runs in. No torch: the plan reports it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ WIDER_STEP = 32
 WIDER_STEP_FROM = 64
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 MIXED_FOR_ALL = 512
-"""Mixed batches up to so many tokens are captured for every model; beyond, if launching takes longer than computing."""
+"""Mixed batches up to this number of tokens are captured for every model, larger ones if launches dominate."""
 LONGEST_MIXED_DECODE = 8192
-"""Tokens that a decode may attend to in a captured mixed batch. The kernel for prompts serves decodes there as well,
-with one program for each KV head, which goes through all of them; beyond, everybody would wait for it."""
+"""Context of a decode in a captured mixed batch. There the prefill kernel processes decodes too, with one program for
+each KV head, and a longer context would dominate the step."""
 FULL_STEP_PADDING = 32
-"""A mixed batch fills a step if at most one token of so many is padding, of a step's ``max_num_batched_tokens``."""
+"""A mixed batch fills a step if at most 1 / this of ``max_num_batched_tokens`` is padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """One captured shape."""
+    """A captured shape."""
 
     kind: str
     """``decode``: one token for each request; ``uniform``: 1 + k tokens for each, k drafts; ``mixed``: any lengths."""
     num_reqs: int
     num_tokens: int
     sampling: SamplingVariant | None = PLAIN
-    """How the step samples. None: it ends with the forward pass, because a request wants what no graph can hold:
-    logprobs of a prompt or of very many tokens, or longer lists of tokens than a row has room for."""
+    """The sampling of the step. None: the graph ends with the forward pass, because a request uses prompt logprobs,
+    more than 256 logprobs, or a list of tokens that exceeds a row of the tables."""
     drafting: int | None = None
-    """How many drafts are proposed at the end; 0: a drafter fills its cache alone; None: there is nothing to do."""
+    """Number of drafts to propose at the end; 0: a drafter only fills its KV cache; None: no drafting."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureTable:
-    """The shapes, smallest first in each kind. Empty kinds are never replayed.
+    """The shapes, smallest first in each kind. A kind may be empty.
 
     Attributes:
         decode: requests in a pure decode.
@@ -74,8 +74,8 @@ class CaptureTable:
         """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager.
 
         Args:
-            most_mixed_tokens: of a mixed batch that is worth padding to a captured one.
-            most_full_tokens: of a mixed batch that is worth capturing if it fills a step.
+            most_mixed_tokens: size up to which mixed batches are captured.
+            most_full_tokens: size up to which a batch that fills a step is captured.
         """
         if device == "cpu" or enforce_eager:
             return cls()
@@ -131,12 +131,12 @@ class CaptureTable:
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
-        """Tokens in every shape of a batch that holds prefills."""
+        """Numbers of tokens of the mixed shapes."""
         return self.mixed if self.full_step is None else (*self.mixed, self.full_step)
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """Every shape, as plain sampling has it."""
+        """Every shape, with plain sampling."""
         return (
             *(GraphKey("decode", size, size) for size in self.decode),
             *(GraphKey("uniform", size, size * (1 + self.num_drafts)) for size in self.uniform),
@@ -145,8 +145,7 @@ class CaptureTable:
 
     @property
     def first_keys(self) -> tuple[GraphKey, ...]:
-        """The shapes to capture at the start: the smallest decodes, as steps are when requests want no more than a
-        temperature and drafting is on."""
+        """The shapes to capture at the start: the smallest decodes with plain sampling, and with drafts if any."""
         if not self.num_drafts:
             return self.keys[: self.eager_capture]
         sizes = self.uniform[: self.eager_capture]
@@ -164,8 +163,8 @@ kind has one or two."""
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """1, 2, 4, 8, 16, then in steps of 16 to 64 and of 32 beyond.
 
-    A request of padding costs next to nothing (no KV is read for it, and linear layers compute in tiles of 64 tokens),
-    while each shape costs tens of milliseconds when it is first met.
+    A padding request costs little (no KV is read, and linear layers compute in tiles of 64 tokens), and a shape costs
+    tens of milliseconds when it is captured.
     """
     sizes = [size for size in SMALL if size < max_num_seqs]
     size = SMALL[-1] + DECODE_STEP

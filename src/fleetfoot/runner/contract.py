@@ -1,4 +1,4 @@
-"""What every model runner does, so that the engine never asks which one it has."""
+"""The interface of a model runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 
 @dataclass(slots=True)
 class ExecuteModelState:
-    """What `execute_model` leaves for `sample_tokens`: the step between the two calls."""
+    """A step between `execute_model` and `sample_tokens`."""
 
     scheduler_output: SchedulerOutput
     hidden_states: torch.Tensor
@@ -22,11 +22,11 @@ class ExecuteModelState:
     finished_req_ids: set[str] = field(default_factory=set)
     """Requests that ended before this step, for the KV connector's `post_forward`."""
     extra: Any = None
-    """What a runner keeps for itself."""
+    """Data of the runner."""
 
 
 class PendingOutput(Protocol):
-    """A step's output, which may still be on its way from the device."""
+    """The output of a step, whose copies from the device may be in flight."""
 
     def get(self) -> ModelRunnerOutput:
         """Wait for it."""
@@ -37,18 +37,18 @@ class ModelRunner(Protocol):
     """Turns a `SchedulerOutput` into tokens. Calls come in pairs: `execute_model`, then `sample_tokens`."""
 
     name: str
-    """``v1`` or ``v2``: what really runs, which engines and tests report."""
+    """``v1`` or ``v2``."""
 
     def load_model(self) -> None:
         """Read the weights to the device."""
         ...
 
     def initialize_kv_cache(self, layout: KVLayout) -> None:
-        """Take the KV cache's memory."""
+        """Allocate the KV cache and the runner's state."""
         ...
 
     def warm_up(self) -> None:
-        """Compile and capture what serving will use, leaving no trace in state or statistics."""
+        """Compile and capture what serving uses, without an effect on state or statistics."""
         ...
 
     def execute_model(
@@ -57,19 +57,19 @@ class ModelRunner(Protocol):
         """Queue the forward pass.
 
         Args:
-            intermediate_tensors: what the rank before this one in the pipeline computed; None on the first.
+            intermediate_tensors: of the previous pipeline stage; None: there is none, or the runner receives it.
 
         Returns:
-            What the next rank needs, on a rank that is not the last; else None, and `sample_tokens` comes next.
+            The input of the next pipeline stage, if the caller sends it; else None. `sample_tokens` is called next.
         """
         ...
 
     def sample_tokens(self, grammar_output: Any | None) -> PendingOutput:
         """Logits, sampling, verification of drafts, drafting, and then the KV connector, for the step that
         `execute_model` queued. On a rank that is not last in its pipeline, and after an idle step, the output has
-        nothing but what the KV connector reports."""
+        only that of the KV connector."""
         ...
 
     def shutdown(self) -> None:
-        """Give back memory; the runner cannot be used afterwards."""
+        """Free the memory; the runner cannot be used afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""What a model runner may or may not be able to do. Each runner declares it in its ``capabilities.py``. No torch."""
+"""Features of model runners, which each runner declares in its ``capabilities.py``. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Feature(enum.Enum):
-    """One thing that a runner supports or not; the value is its name for people."""
+    """A feature that a runner may support; the value is its display name."""
 
     # the model
     QUANTIZED_WEIGHTS = "quantized weights"
@@ -15,7 +15,7 @@ class Feature(enum.Enum):
     HYBRID_LAYERS = "hybrid or state-space layers"
     SLIDING_WINDOW = "sliding window attention"
     POOLING = "pooling tasks"
-    # how it runs
+    # execution
     GRAPHS = "graphs"
     TORCH_COMPILE = "stock torch.compile"
     ASYNC_SCHEDULING = "asynchronous scheduling"
@@ -34,7 +34,7 @@ class Feature(enum.Enum):
     PRIORITY_SCHEDULING = "priority scheduling"
     KV_CONNECTOR = "KV connectors"
     KV_OFFLOADING = "KV offloading"
-    # what a request may ask for
+    # request parameters
     SAMPLING = "seeded sampling with temperature, top-k, top-p and min-p"
     PENALTIES = "presence, frequency and repetition penalties"
     LOGIT_BIAS = "logit bias and allowed tokens"
@@ -52,7 +52,7 @@ class Support:
     """Whether a runner supports a feature."""
 
     why_not: str = ""
-    """A sentence for people; empty: it is supported."""
+    """A sentence for the user; empty: the feature is supported."""
 
     @property
     def is_supported(self) -> bool:

@@ -1,4 +1,4 @@
-"""The KV cache's memory."""
+"""Allocation of the KV cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fleetfoot.records.kv_layout import KVLayout
 
 
 def allocate_kv_cache(layout: KVLayout, device: torch.device) -> list[torch.Tensor]:
-    """The tensors of all layers (`KVLayout.layer_shapes`), zeroed: masking cannot undo a NaN in a slot that was never
-    written.
+    """The tensors of all layers (`KVLayout.layer_shapes`), zeroed, because masking does not remove a NaN in a
+    slot that was never written.
 
-    On a CPU the zeros are the operating system's own pages, so memory is taken only as blocks are first written.
+    On a CPU, pages of zeros take memory only when blocks are first written.
     """
     dtype = getattr(torch, layout.dtype)
     if device.type != "cpu":

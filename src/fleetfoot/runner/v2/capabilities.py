@@ -1,4 +1,4 @@
-"""What Model Runner V2 can do. No torch. ``tests/engine/test_capabilities.py`` holds it against a running model."""
+"""The features of Model Runner V2. No torch. ``tests/engine/test_capabilities.py`` runs a model for each of them."""
 
 from __future__ import annotations
 

@@ -381,9 +381,10 @@ class ModelRunnerV2:
     def _post_update(self, batch: InputBatch, samples: DeviceSamples | None) -> None:
         """Advance every request by its query, and keep the newest tokens; None: no request sampled."""
         tables = self._state.tables
-        nothing = tables.last_sampled[:0]
-        sampled = (nothing.unsqueeze(1), nothing, nothing)
-        if samples is not None:
+        if samples is None:
+            nothing = tables.last_sampled[:0]
+            sampled = (nothing.unsqueeze(1), nothing, nothing)
+        else:
             sampled = (samples.token_ids, samples.num_sampled, samples.num_rejected)
         self._kernels.post_update(batch.idx_mapping, batch.query_start_loc, tables, *sampled)
 
