@@ -1,34 +1,33 @@
-"""Parses the ``config.json`` of the supported model families into a `ModelConfig`."""
+"""Parses the ``config.json`` of the supported architectures into a `ModelConfig`."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fleetfoot.config.architectures import ARCHITECTURES, Architecture
 from fleetfoot.config.json_fields import ConfigError, Fields
 from fleetfoot.config.model import DTYPES, ModelConfig, RopeConfig, read_config_json, read_generation_json
 
 logger = logging.getLogger(__name__)
 
-LayerWindows = tuple[int | None, ...]
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """How an architecture reads ``config.json``: defaults, biases and sliding windows."""
-
-    model_type: str
-    base_model: str
-    """The class name of the model without its logits head."""
-    defaults: Mapping[str, Any]
-    traits: Callable[[Fields], dict[str, bool]]
-    windows: Callable[[Fields, int], LayerWindows]
+_NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id")
+# defaults of `transformers` 5 for absent fields
+_COMMON_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 
 def load_model_config(folder: str | Path) -> ModelConfig:
@@ -60,15 +59,15 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     Raises:
         ConfigError: a field is invalid or not supported; names the field, the value and what would work.
     """
-    architecture, family = _family(config, source)
-    fields = Fields(config, {**_COMMON_DEFAULTS, **family.defaults}, source, nullable=_NULLABLE)
+    name, architecture = _find_architecture(config, source)
+    fields = Fields(config, {**_COMMON_DEFAULTS, **architecture.defaults}, source, nullable=_NULLABLE)
     _refuse_unsupported(fields)
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers")
     num_heads, num_kv_heads, head_dim = _heads(fields)
     generation_fields = Fields(generation, {}, source.replace("config.json", "generation_config.json"))
     return ModelConfig(
-        architecture=architecture,
+        architecture=name,
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
@@ -79,31 +78,28 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
         max_position_embeddings=fields.integer("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=parse_rope(fields, source),
-        layer_windows=family.windows(fields, num_layers),
+        layer_windows=architecture.windows(fields, num_layers),
         tie_word_embeddings=fields.boolean("tie_word_embeddings"),
         dtype=_dtype(fields),
         bos_token_id=fields.optional_integer("bos_token_id", minimum=0),
         eos_token_ids=_eos_token_ids(generation_fields, fields, vocab_size),
-        **family.traits(fields),
+        **architecture.traits(fields),
     )
 
 
-def _family(config: Mapping[str, Any], source: str) -> tuple[str, _Family]:
+def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Architecture]:
+    """The entry of ARCHITECTURES that ``architectures`` names, else the one of ``model_type``."""
+    supported = f"supported architectures: {', '.join(ARCHITECTURES)}"
     names = config.get("architectures")
     if not names:  # some exports have the model type only
         model_type = config.get("model_type")
-        names = [name for name, family in _FAMILIES.items() if family.model_type == model_type]
+        names = [name for name, entry in ARCHITECTURES.items() if entry.model_type == model_type]
         if not names:
-            raise ConfigError(
-                f"{source}: architectures is missing and model_type is {model_type!r}; "
-                f"supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
-    for architecture, family in _FAMILIES.items() if isinstance(names, list) else ():
-        if architecture in names or family.base_model in names:
-            return architecture, family
-    raise ConfigError(
-        f"{source}: architectures is {names!r}; supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
+            raise ConfigError(f"{source}: architectures is missing and model_type is {model_type!r}; {supported}")
+    for name, entry in ARCHITECTURES.items() if isinstance(names, list) else ():
+        if name in names or entry.base_model in names:
+            return name, entry
+    raise ConfigError(f"{source}: architectures is {names!r}; {supported}")
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -158,111 +154,6 @@ def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple
         raise fields.error("eos_token_id", "expected a token id or a list of token ids, integers of at least 0")
     # a reduced vocabulary often keeps the ids of the full one; ids outside it can never be sampled
     return tuple(dict.fromkeys(token for token in ids if token < vocab_size))
-
-
-def _llama_traits(fields: Fields) -> dict[str, bool]:
-    attention_bias = fields.boolean("attention_bias")
-    return {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": fields.boolean("mlp_bias")}
-
-
-def _mistral_traits(fields: Fields) -> dict[str, bool]:
-    fields.refuse("attention_bias", "mlp_bias", because="Mistral has no biases; expected false")
-    return {}
-
-
-def _qwen2_traits(fields: Fields) -> dict[str, bool]:
-    fields.refuse("mlp_bias", because="Qwen2 has biases on q, k and v alone; expected false")
-    return {"qkv_bias": True}
-
-
-def _qwen3_traits(fields: Fields) -> dict[str, bool]:
-    fields.refuse("mlp_bias", because="Qwen3 has no biases in its MLP; expected false")
-    attention_bias = fields.boolean("attention_bias")
-    return {"qkv_bias": attention_bias, "o_bias": attention_bias, "qk_norm": True}
-
-
-def _no_windows(fields: Fields, num_layers: int) -> LayerWindows:
-    fields.refuse("sliding_window", because="Llama attends to every position; expected null")
-    return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
-
-
-def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
-    """One window for all layers. Null means none; absent means 4096, as in the first Mistral."""
-    window = fields.optional_integer("sliding_window")
-    layer_type = _FULL if window is None else _SLIDING
-    return _windows_by_layer(fields, [layer_type] * num_layers, {layer_type: window})
-
-
-def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
-    """With ``use_sliding_window``: the layers in ``layer_types``, else those from ``max_window_layers`` on."""
-    window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
-    if window is None:
-        return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
-    first = fields.integer("max_window_layers", minimum=0)
-    default = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
-    return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
-
-
-def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, int | None]) -> LayerWindows:
-    """The window of each layer. ``windows`` maps the layer types that the other fields allow to their windows."""
-    layer_types = default if fields.raw("layer_types") is None else fields.raw("layer_types")
-    fits = isinstance(layer_types, list) and len(layer_types) == len(default)
-    if not fits or any(layer_type not in list(windows) for layer_type in layer_types):
-        raise fields.error(
-            "layer_types",
-            f"with these window fields, expected {len(default)} entries out of: {', '.join(windows)}",
-        )
-    return tuple(windows[layer_type] for layer_type in layer_types)
-
-
-_NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id")
-# defaults of `transformers` 5 for absent fields
-_COMMON_DEFAULTS: dict[str, Any] = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 1.0,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MISTRAL_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_QWEN_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_FAMILIES: dict[str, _Family] = {
-    "LlamaForCausalLM": _Family("llama", "LlamaModel", _LLAMA_DEFAULTS, _llama_traits, _no_windows),
-    "MistralForCausalLM": _Family("mistral", "MistralModel", _MISTRAL_DEFAULTS, _mistral_traits, _mistral_windows),
-    "Qwen2ForCausalLM": _Family("qwen2", "Qwen2Model", _QWEN_DEFAULTS, _qwen2_traits, _qwen_windows),
-    "Qwen3ForCausalLM": _Family(
-        "qwen3", "Qwen3Model", {**_QWEN_DEFAULTS, "head_dim": 128}, _qwen3_traits, _qwen_windows
-    ),
-}
-SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
 # --- rotary embedding -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
+from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.runner.features import Feature, Support
 from fleetfoot.runner.v1 import capabilities as v1
 from fleetfoot.runner.v2 import capabilities as v2
@@ -74,7 +74,7 @@ class ModelFeatures:
     def is_loadable(self) -> bool:
         """Whether some runner can load a model of this kind, if its other fields are valid."""
         special = self.quantization is not None or self.has_experts or self.is_hybrid
-        return not special and self.architecture in SUPPORTED_ARCHITECTURES
+        return not special and self.architecture in ARCHITECTURES
 
 
 def _architecture(content: Mapping[str, Any]) -> str:

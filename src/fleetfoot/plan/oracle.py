@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from fleetfoot.config import env
+from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
-from fleetfoot.config.parsing import SUPPORTED_ARCHITECTURES
 from fleetfoot.kv_transfer.base.registry import CONNECTORS, V2_LAYOUT
 from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.features import ModelFeatures, Unsupported, required_features, unsupported_features
 
-DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
-"""Dense models that have run on V2 for long enough to run there unasked."""
+DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = tuple(name for name, entry in ARCHITECTURES.items() if entry.default_on_v2)
+"""The architectures that Model Runner V2 is the default of."""
 
 NAMES = {"v1": "Model Runner V1", "v2": "Model Runner V2"}
 
@@ -131,13 +131,14 @@ def _choose(situation: Situation, lacking: tuple[Unsupported, ...]) -> tuple[str
     if refusal is not None:
         return "v1", f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {refusal.rstrip('.')}", False
     architecture = situation.model.architecture
-    if architecture not in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES:
+    entry = ARCHITECTURES.get(architecture)
+    if entry is None or not entry.default_on_v2:
         reason = (
             f"{architecture} is not one of the architectures that Model Runner V2 is the default of "
             f"({', '.join(DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)})"
         )
-        is_loadable = architecture in SUPPORTED_ARCHITECTURES
-        return "v1", f"{reason}{'; use_v2_model_runner=True would choose it' * is_loadable}", False
+        advice = "" if entry is None else "; use_v2_model_runner=True would choose it"
+        return "v1", f"{reason}{advice}", False
     if situation.config.task != "generate":
         return "v1", f"the task is {situation.config.task}, and Model Runner V2 is for generate alone", False
     if situation.lacks_triton:

@@ -1,0 +1,136 @@
+"""The registry of architectures: how each one reads ``config.json``, and which class runs it. No torch.
+
+An architecture is one entry of ARCHITECTURES. No other module has its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fleetfoot.config.json_fields import Fields
+
+LayerWindows = tuple[int | None, ...]
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One architecture."""
+
+    model_type: str
+    """``model_type`` in ``config.json``."""
+    base_model: str
+    """The class name of the model without its logits head, which some checkpoints have in ``architectures``."""
+    model: str
+    """``module:class`` of the `CausalLM`, imported when a model is built."""
+    defaults: Mapping[str, Any]
+    """Values of absent fields, where they differ from those common to all: the defaults of ``transformers``."""
+    traits: Callable[[Fields], dict[str, Any]]
+    """Further fields of `ModelConfig`. Raises ConfigError for a field of ``config.json`` that is not supported."""
+    windows: Callable[[Fields, int], LayerWindows]
+    """``(fields, num_layers)`` -> the sliding window of each layer."""
+    default_on_v2: bool = False
+    """Whether Model Runner V2 is the default: the model passes V2's equivalence suite."""
+
+
+def llama_traits(fields: Fields) -> dict[str, bool]:
+    """``attention_bias`` and ``mlp_bias``."""
+    attention_bias = fields.boolean("attention_bias")
+    return {"qkv_bias": attention_bias, "o_bias": attention_bias, "mlp_bias": fields.boolean("mlp_bias")}
+
+
+def _mistral_traits(fields: Fields) -> dict[str, bool]:
+    fields.refuse("attention_bias", "mlp_bias", because="Mistral has no biases; expected false")
+    return {}
+
+
+def _qwen2_traits(fields: Fields) -> dict[str, bool]:
+    fields.refuse("mlp_bias", because="Qwen2 has biases on q, k and v alone; expected false")
+    return {"qkv_bias": True}
+
+
+def _qwen3_traits(fields: Fields) -> dict[str, bool]:
+    fields.refuse("mlp_bias", because="Qwen3 has no biases in its MLP; expected false")
+    attention_bias = fields.boolean("attention_bias")
+    return {"qkv_bias": attention_bias, "o_bias": attention_bias, "qk_norm": True}
+
+
+def no_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """Full attention in every layer."""
+    fields.refuse("sliding_window", because="this architecture attends to every position; expected null")
+    return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
+
+
+def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """One window for all layers. Null means none; absent means 4096, as in the first Mistral."""
+    window = fields.optional_integer("sliding_window")
+    layer_type = _FULL if window is None else _SLIDING
+    return _windows_by_layer(fields, [layer_type] * num_layers, {layer_type: window})
+
+
+def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
+    """With ``use_sliding_window``: the layers in ``layer_types``, else those from ``max_window_layers`` on."""
+    window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
+    if window is None:
+        return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
+    first = fields.integer("max_window_layers", minimum=0)
+    default = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
+    return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
+
+
+def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, int | None]) -> LayerWindows:
+    """The window of each layer. ``windows`` maps the layer types that the other fields allow to their windows."""
+    layer_types = default if fields.raw("layer_types") is None else fields.raw("layer_types")
+    fits = isinstance(layer_types, list) and len(layer_types) == len(default)
+    if not fits or any(layer_type not in list(windows) for layer_type in layer_types):
+        raise fields.error(
+            "layer_types",
+            f"with these window fields, expected {len(default)} entries out of: {', '.join(windows)}",
+        )
+    return tuple(windows[layer_type] for layer_type in layer_types)
+
+
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MISTRAL_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_LLAMA = "fleetfoot.models.llama:LlamaForCausalLM"
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        "llama", "LlamaModel", _LLAMA, _LLAMA_DEFAULTS, llama_traits, no_windows, default_on_v2=True
+    ),
+    "MistralForCausalLM": Architecture(
+        "mistral", "MistralModel", _LLAMA, _MISTRAL_DEFAULTS, _mistral_traits, _mistral_windows, default_on_v2=True
+    ),
+    "Qwen2ForCausalLM": Architecture("qwen2", "Qwen2Model", _LLAMA, _QWEN_DEFAULTS, _qwen2_traits, _qwen_windows),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3", "Qwen3Model", _LLAMA, {**_QWEN_DEFAULTS, "head_dim": 128}, _qwen3_traits, _qwen_windows,
+        default_on_v2=True,
+    ),
+}  # fmt: skip
+"""By the names in ``architectures`` of ``config.json``."""
