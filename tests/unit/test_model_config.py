@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": (llama(torch_dtype="float64"), "torch_dtype is 'float64'; supported: bfloat16, float16, float32"),
     "eos": (llama(eos_token_id=-1), "config.json: eos_token_id is -1; expected a token id or a list"),
     "eos-list": (llama(eos_token_id=[1, "2"]), r"eos_token_id is \[1, '2'\]"),
-    "llama-window": (llama(sliding_window=16), "sliding_window is 16; Llama attends to every position"),
+    "llama-window": (llama(sliding_window=16), "sliding_window is 16; this architecture attends to every position"),
     "llama-layer-types": (llama(layer_types=["sliding_attention"] * 4), "layer_types is .*4 entries out of: full_att"),
     "mistral-mixed": (
         family("Mistral", layer_types=["sliding_attention", "full_attention"] * 2),

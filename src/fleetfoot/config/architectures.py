@@ -93,7 +93,7 @@ def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, 
     return tuple(windows[layer_type] for layer_type in layer_types)
 
 
-_LLAMA_DEFAULTS: dict[str, Any] = {
+LLAMA_DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "intermediate_size": 11008,
     "max_position_embeddings": 2048,
@@ -122,7 +122,7 @@ _LLAMA = "fleetfoot.models.llama:LlamaForCausalLM"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
-        "llama", "LlamaModel", _LLAMA, _LLAMA_DEFAULTS, llama_traits, no_windows, default_on_v2=True
+        "llama", "LlamaModel", _LLAMA, LLAMA_DEFAULTS, llama_traits, no_windows, default_on_v2=True
     ),
     "MistralForCausalLM": Architecture(
         "mistral", "MistralModel", _LLAMA, _MISTRAL_DEFAULTS, _mistral_traits, _mistral_windows, default_on_v2=True

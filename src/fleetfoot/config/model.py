@@ -59,6 +59,10 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
+    unfusible: str = ""
+    """How the decoder layers differ from those that `fleetfoot.fusion` can fuse; empty: they do not."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of ``config.json`` that only this architecture reads, by their names there."""
     dtype: str = "float32"
     """Dtype of the checkpoint, one of DTYPES."""
     bos_token_id: int | None = None

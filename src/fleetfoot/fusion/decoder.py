@@ -55,7 +55,11 @@ def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -
     layers: list[DecoderLayer] = []
     for layer, fused in zip(stack.values(), is_fused, strict=True):
         if fused:
-            assert isinstance(layer, DecoderLayer)
+            if type(layer) is not DecoderLayer:  # a subclass computes something else
+                raise TypeError(
+                    f"the plan fuses a {type(layer).__name__}, and only DecoderLayer can be fused; set "
+                    "ModelConfig.unfusible in the traits of the architecture"
+                )
             layers.append(layer)
             continue
         if layers:

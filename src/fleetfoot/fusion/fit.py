@@ -23,5 +23,7 @@ def plan_fusion(config: ModelConfig, runner: str) -> tuple[LayerFusion, ...]:
     """
     if runner != "v2":
         return (LayerFusion(False, "Model Runner V1 runs plain layers"),) * config.num_layers
+    if config.unfusible:
+        return (LayerFusion(False, config.unfusible),) * config.num_layers
     reason = "RMSNorm before attention and MLP, SwiGLU, unquantized weights"
     return (LayerFusion(True, reason),) * config.num_layers

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.runner.features import Feature, Support
 from fleetfoot.runner.v1 import capabilities as v1
 from fleetfoot.runner.v2 import capabilities as v2
