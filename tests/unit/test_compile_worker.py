@@ -110,7 +110,7 @@ def test_closing_ends_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not thread.is_alive()
     assert len(errors) == 1
     assert worker._process is not None and worker._process.returncode is not None
-    with pytest.raises(RuntimeError, match="nothing is compiled any more"):
+    with pytest.raises(RuntimeError, match="the compile worker is closed"):
         worker.compile(lambda: None)
 
 

@@ -1,15 +1,14 @@
-"""Kernels compiled side by side, before anybody waits for them.
+"""Compilation of kernels in parallel, before they are launched.
 
-Triton compiles a kernel when it is first launched: one after the other, while all cores but one idle. Here a *dry pass*
-runs the code that launches kernels, and launches none: each launch asks threads to compile its kernel, and returns. So
-what is compiled is what will be launched, variants and all, and nobody has to keep a list of kernels. While everybody
-waits, threads do: most of a compilation is spent in LLVM, the assembler and, for what launches the kernel, a C
-compiler, outside of the interpreter's lock. While an engine serves, they leave it to processes
-(`fleetfoot.kernels.runtime.compile_worker`).
+Triton compiles a kernel at its first launch: one after the other, on one core. Here a *dry pass* runs the code that
+launches kernels without launching them: each launch queues the compilation of its kernel, and returns. The kernels and
+variants that are compiled are therefore those that will be launched, without a list of kernels. At the start, threads
+compile: most of a compilation is spent in LLVM, the assembler and the C compiler of the launcher, outside of the
+interpreter's lock. While an engine serves, processes compile (`fleetfoot.kernels.runtime.compile_worker`).
 
-Torch's own operations are dry too (`fleetfoot.kernels.runtime.dry_tensors`): they yield tensors that look like the
-real ones and have no memory. So a dry pass reads nothing that a kernel would have written, and writes nothing. It
-loads no library for matrix products, which are hundreds of megabytes, and needs no other ranks.
+Torch's operations are dry too (`fleetfoot.kernels.runtime.dry_tensors`): they return tensors without memory that have
+the properties of the real ones. A dry pass therefore reads and writes no memory, loads no library for matrix products,
+which are hundreds of megabytes, and needs no other ranks.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 16
-"""More have nothing to do: the front end holds the interpreter's lock for a sixth of a compilation."""
+"""More threads would idle: the front end holds the interpreter's lock for a sixth of a compilation."""
 
 
 def can_compile_ahead(device: torch.device) -> bool:
-    """Whether kernels are compiled for ``device`` at all, rather than interpreted or not used."""
+    """Whether Triton kernels are used on ``device``, and compiled instead of interpreted."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
     import triton
@@ -50,19 +49,19 @@ def can_compile_ahead(device: torch.device) -> bool:
 
 
 class Compilations:
-    """What a dry pass has queued."""
+    """The compilations that a dry pass has queued."""
 
     def __init__(self, kernels: list[FutureKernel]) -> None:
         self._kernels = kernels
 
     def wait(self) -> int:
-        """Until all are compiled. Returns how many failed: launching one compiles it again, and raises."""
+        """Wait for all. Returns the number of failures; a launch of such a kernel compiles it again, and raises."""
         kernels = [kernel.result(ignore_errors=True) for kernel in self._kernels]
         return sum(kernel is None for kernel in kernels)
 
 
 class CompileAhead:
-    """Threads that compile what dry passes would launch.
+    """Compiles the kernels that dry passes would launch, in threads or processes.
 
     Args:
         num_threads: None: one for each core, up to 16.
@@ -74,37 +73,36 @@ class CompileAhead:
         self.num_threads = num_threads or min(_MOST_THREADS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="fleetfoot-compile")
         self._jobs = _Jobs()
-        self._mode = AsyncCompileMode(self._jobs)  # one for all passes: what one has asked for, another does not
+        self._mode = AsyncCompileMode(self._jobs)  # shared by all passes, so that no kernel is queued twice
         self._tally = _Tally()
         self._workers: list[tuple[CompileWorker, Thread]] = []
         self._is_finished = False
 
     @property
     def num_compiled(self) -> int:
-        """Kernels that are done and were not in the cache on disk."""
+        """Number of compiled kernels that were not in the cache on disk."""
         return self._tally.were_found.count(False)
 
     @property
     def num_found(self) -> int:
-        """Kernels that are done and were in the cache on disk."""
+        """Number of kernels that were in the cache on disk."""
         return self._tally.were_found.count(True)
 
     def queue(self, dry_pass: Callable[[], object], at_once: int | None = None) -> Compilations:
-        """Run ``dry_pass`` without launching kernels, and begin to compile those that it would have launched.
+        """Run ``dry_pass`` without launching kernels, and start to compile those that it would have launched.
 
-        Launches find each as soon as it is compiled, whether somebody waits or not. One that is launched before that is
-        compiled twice.
+        A launch uses a kernel as soon as it is compiled. A kernel that is launched earlier is compiled twice.
 
         Args:
-            at_once: so many at a time, each in a process of its own, as others go on meanwhile in this one; None: as
-                many as there are threads, in this process.
+            at_once: number of processes that compile, so that this one can serve; None: the threads of this process
+                compile.
 
         Raises:
             RuntimeError: after `finish`.
         """
         if self._is_finished:
-            raise RuntimeError("queue was called after finish: nobody is left to compile")
-        # In a context of its own: behind it launches are launches again.
+            raise RuntimeError("queue was called after finish")
+        # in a context of its own, so that later launches are real
         kernels = copy_context().run(self._collect, dry_pass)
         for _ in range(min(at_once or self.num_threads, self.num_threads)):
             if at_once:
@@ -118,13 +116,13 @@ class CompileAhead:
             with worker:
                 self._jobs.work(worker.compile)
 
-        # An interpreter that ends does not wait for it, as it would for the threads of a pool.
+        # a daemon: unlike for the threads of a pool, the interpreter does not wait for it at its end
         thread = Thread(target=work, name="fleetfoot-compile-beside", daemon=True)
         self._workers.append((worker, thread))
         thread.start()
 
     def _collect(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
-        self._mode.__enter__()  # It is not left, which would wait for all: it ends with the context.
+        self._mode.__enter__()  # without an exit, which would wait for all: it ends with the context
         compiler = _Compiler()
         instead_of_launching.set(compiler.launcher)
         with dry_torch():
@@ -132,13 +130,13 @@ class CompileAhead:
         return compiler.kernels
 
     def finish(self) -> None:
-        """Nothing more will be queued: the threads end as they run out of work."""
+        """Let the threads end when the queue is empty; `queue` cannot be called afterwards."""
         self._is_finished = True
         self._tally.close()
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """Drop what has not begun, and wait for what has. No thread is left, and no process."""
+        """Cancel what has not started, and wait for the rest. No thread or process is left."""
         self._is_finished = True
         self._tally.close()
         self._jobs.drop()
@@ -149,7 +147,7 @@ class CompileAhead:
 
 
 class _Jobs(Executor):
-    """What a pass asks for. It begins when the pass is over, which threads at work would slow down many times."""
+    """The queue of a pass. Work starts after the pass, which running threads would slow down many times."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -161,10 +159,10 @@ class _Jobs(Executor):
         return future
 
     def work(self, prepare: Callable[[Callable[[], Any]], object] = lambda job: None) -> None:
-        """Do jobs until there are none left, in a thread of the pool.
+        """Run jobs until the queue is empty, in a thread of the pool.
 
         Args:
-            prepare: is given each job before it is done, and may make it short.
+            prepare: called with each job before it runs; it may shorten the job.
         """
         for future, job in self._taken():
             if future.set_running_or_notify_cancel():
@@ -174,18 +172,18 @@ class _Jobs(Executor):
                     build_launcher(kernel)
                     future.set_result(kernel)
                 except BaseException as error:
-                    if not self._is_dropped:  # else it was told to stop
+                    if not self._is_dropped:  # an error of `drop` is expected
                         logger.warning("a kernel cannot be compiled ahead: %s: %s", type(error).__name__, error)
                     future.set_exception(error)
 
     def drop(self) -> None:
-        """Cancel what has not begun."""
+        """Cancel what has not started."""
         self._is_dropped = True
         for future, _ in self._taken():
             future.cancel()
 
     def _taken(self) -> Iterator[tuple[Future[Any], Callable[[], Any]]]:
-        """The jobs that wait, one after the other; no two threads get the same."""
+        """The queued jobs; each is returned to one thread."""
         while True:
             try:
                 yield self._waiting.popleft()
@@ -194,7 +192,7 @@ class _Jobs(Executor):
 
 
 class _Tally:
-    """Hears from Triton of every compilation, and passes on what it hears to who was told before."""
+    """Triton's compilation listener; it also calls the listener that was set before."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -216,7 +214,7 @@ class _Tally:
 
 
 class _Compiler:
-    """Stands in for launches: asks for each kernel once for each kind of arguments."""
+    """Replaces launches: queues each kernel once for each kind of arguments."""
 
     def __init__(self) -> None:
         self.kernels: list[FutureKernel] = []
@@ -228,25 +226,25 @@ class _Compiler:
         def launch(*arguments: Any, **options: Any) -> None:
             if self._is_new(jit, arguments, options):
                 kernel = jit.warmup(*arguments, grid=grid, **options)
-                if isinstance(kernel, FutureKernel):  # not one that has been compiled before
+                if isinstance(kernel, FutureKernel):  # not compiled before
                     self.kernels.append(kernel)
                     kernel.future.add_done_callback(lambda _: kernel.result(ignore_errors=True))
 
         return launch
 
     def _is_new(self, jit: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """False spares Triton the look: a model has the same launches in every layer."""
+        """Whether the launch may need another compilation; a model repeats its launches in every layer."""
         kinds = (id(jit), *map(_kind, arguments), *((name, _kind(value)) for name, value in options.items()))
         try:
             is_new = kinds not in self._asked
             self._asked.add(kinds)
-        except TypeError:  # of a descriptor, which has no hash
+        except TypeError:  # a descriptor has no hash
             return True
         return is_new
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
-    """At least as fine as what Triton tells apart: of a tensor its type and alignment, of anything else its value."""
+    """A key at least as fine as Triton's: dtype and alignment of a tensor, the value of anything else."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype, value.data_ptr() % 16
     return type(value), value

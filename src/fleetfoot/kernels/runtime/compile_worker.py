@@ -1,8 +1,7 @@
 """A process that compiles kernels for another one, which finds them in Triton's cache on disk.
 
-A compilation holds the interpreter's lock for a fifth of its time, up to 0.2 s at once. Who compiles in a thread while
-an engine serves makes its steps wait; a process has a lock of its own. It needs no GPU, and sees none: the target is
-part of what it is told.
+A compilation holds the interpreter's lock for a fifth of its time, up to 0.2 s at once. In a thread it would delay the
+steps of a serving engine; a process has its own lock. It needs and sees no GPU: each request has the target.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from fleetfoot.kernels.runtime.triton_support import TritonKernel
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """What Triton compiles, in words that another process understands."""
+    """The input of a compilation, in a form that another process can read."""
 
     module: str
     name: str
-    """Of the kernel in its module."""
+    """The kernel's name in its module."""
     signature: dict[str, str]
     constants: dict[Any, Any]
     attributes: dict[Any, Any]
@@ -39,8 +38,8 @@ class KernelSource:
 
     @classmethod
     def of(cls, job: Callable[[], object]) -> KernelSource | None:
-        """Of a job that Triton gives to its ``AsyncCompileMode``: a function that holds what is to be compiled. None:
-        it is made differently from what this knows, or of a kernel that does not stand in a module."""
+        """The source of a job of Triton's ``AsyncCompileMode``, which is a closure. None: the job has another form, or
+        its kernel is not an attribute of a module."""
         if not inspect.isfunction(job):
             return None
         known = inspect.getclosurevars(job).nonlocals
@@ -61,7 +60,7 @@ class KernelSource:
         )
 
     def compile(self) -> None:
-        """Raises: whatever Triton does."""
+        """Raises: any error of Triton."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -74,10 +73,9 @@ class KernelSource:
 
 
 def build_launcher(kernel: Any) -> None:
-    """Build what launches a kernel, a few lines of C for each signature, so that it lies in Triton's cache on disk too.
+    """Build the launcher of a kernel, a few lines of C for each signature, so that it is in Triton's cache on disk too.
 
-    Triton does that at the first launch, where the C compiler takes 0.3 s. If it cannot be done, that launch will say
-    why.
+    Triton builds it at the first launch, where the C compiler takes 0.3 s. After a failure here, that launch raises.
 
     Args:
         kernel: ``triton.compiler.CompiledKernel``.
@@ -95,9 +93,9 @@ def _jit_in(module: object, name: str) -> Any:
 
 
 class CompileWorker:
-    """The process, as seen from the other one; it begins with the first kernel, and ends with the ``with`` block.
+    """The client of the process, which starts with the first kernel, and ends with the ``with`` block.
 
-    It ends by itself when the other process does, which closes its input.
+    The process also ends when the client's does, because its input is closed.
 
     Args:
         command: of the process; None: this module.
@@ -107,7 +105,7 @@ class CompileWorker:
         self._command = command or (sys.executable, "-m", __name__)
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
-        self._lock = Lock()  # of these two, when the process begins and when it is ended
+        self._lock = Lock()  # of the two fields above
 
     def __enter__(self) -> CompileWorker:
         return self
@@ -118,19 +116,19 @@ class CompileWorker:
         self.close()
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
-                with suppress(OSError):  # what was on its way is lost
+                with suppress(OSError):  # unsent data is lost
                     assert pipe is not None
                     pipe.close()
 
     def compile(self, job: Callable[[], object]) -> bool:
-        """Compile what ``job`` would, and wait for it. False: that was not done, for whatever reason but one.
+        """Compile the kernel of ``job``, and wait for it. False: it failed; the job itself will raise the error.
 
         Raises:
             RuntimeError: this has been closed.
         """
         try:
             source = KernelSource.of(job)
-            process = self._started(is_wanted=source is not None)
+            process = self._started(is_needed=source is not None)
             if process is None:
                 return False
             assert process.stdin is not None and process.stdout is not None
@@ -139,14 +137,14 @@ class CompileWorker:
             return bool(pickle.load(process.stdout))
         except (OSError, EOFError, ValueError, TypeError, AttributeError, pickle.PickleError) as error:
             if self._is_closed:
-                raise RuntimeError("nothing is compiled any more") from error
-            return False  # it has ended, or cannot be told
+                raise RuntimeError("the compile worker is closed") from error
+            return False  # the process has ended, or the source cannot be pickled
 
-    def _started(self, *, is_wanted: bool) -> subprocess.Popen[bytes] | None:
+    def _started(self, *, is_needed: bool) -> subprocess.Popen[bytes] | None:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the worker is closed")
-            if self._process is None and is_wanted:
+            if self._process is None and is_needed:
                 variables = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
                 self._process = subprocess.Popen(
                     self._command,
@@ -154,12 +152,12 @@ class CompileWorker:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     env=env.for_child(variables),
-                    start_new_session=True,  # an interrupt from the keyboard is not for it
+                    start_new_session=True,  # no interrupts from the keyboard
                 )
-            return self._process if is_wanted else None
+            return self._process if is_needed else None
 
     def close(self) -> None:
-        """From any thread; a compilation that is under way is given up."""
+        """Kill the process, from any thread; a running compilation is lost."""
         with self._lock:
             self._is_closed = True
             process = self._process
@@ -169,7 +167,7 @@ class CompileWorker:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Compile what comes, until nothing does."""
+    """Compile each request until the input is closed."""
     while True:
         try:
             source: KernelSource = pickle.load(requests)
@@ -178,7 +176,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         try:
             source.compile()
             is_done = True
-        except Exception:  # who asked compiles it again, and sees what is wrong
+        except Exception:  # the client compiles it again, and raises the error
             is_done = False
         pickle.dump(is_done, replies)
         replies.flush()
@@ -186,7 +184,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 def main() -> None:
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
-        os.dup2(2, 1)  # what a compiler prints is no reply
+        os.dup2(2, 1)  # keep the output of compilers out of the replies
         serve(requests, replies)
 
 

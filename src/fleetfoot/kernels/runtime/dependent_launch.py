@@ -1,22 +1,22 @@
 """Kernels that start while the one before still runs: programmatic dependent launch, on NVIDIA GPUs from Hopper on.
 
-A decode step is a chain of kernels of a few microseconds each. Launched one after the other, memory idles at every
-joint: the last programs finish, the next kernel starts, its first loads take a microsecond to arrive. Here every kernel
-says at its start that the next one may be launched (`launch_dependents`). That one's programs take the places that are
-still free, fetch what does not depend on the step, which is weights, and wait at `wait_for_inputs` until everything
-that ran before has finished and can be read.
+A decode step is a chain of kernels of a few microseconds each. Launched one after the other, memory idles between any
+two of them: the last programs finish, the next kernel starts, and its first loads take a microsecond. Here every kernel
+allows the launch of the next one at its start (`launch_dependents`). The programs of that kernel use the free
+multiprocessors, prefetch weights, which do not depend on the step, and wait at `wait_for_inputs` until all earlier
+kernels have finished and their output is visible.
 
-The rules for a kernel that is launched so:
+The rules for such a kernel:
 
-- Every program calls `wait_for_inputs`, and before it reads nothing but constants of the model: weights and tables that
-  no kernel of the step writes. Kernels further back than the one before may be running as well.
-- Before it, a program writes nothing at all.
-- What the preparation of a step has written (lengths, block tables, slots, positions) may be read before it as well, by
-  every kernel behind the embedding or whatever else a step's forward pass begins with: that one is launched without
-  overlap, so the preparation has finished before any of them can start.
+- Every program calls `wait_for_inputs`. Before this call it reads only constants of the model: weights and tables that
+  no kernel of the step writes. Earlier kernels than the previous one may be running too.
+- Before this call a program writes nothing.
+- Before this call it may also read the output of a step's preparation (lengths, block tables, slots, positions), unless
+  it is the first kernel of the forward pass: that one is launched without overlap, so the preparation has finished
+  before later kernels start.
 
-A kernel that knows nothing of this may stand anywhere between them, and costs the joints on its two sides. Source: CUDA
-Programming Guide, "Programmatic Dependent Launch and Synchronization"; in a CUDA graph these become programmatic edges.
+A kernel without these calls may be anywhere in the chain, without overlap on its two sides. Source: CUDA Programming
+Guide, "Programmatic Dependent Launch and Synchronization"; in a CUDA graph these become programmatic edges.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def wait_for_inputs(overlap: tl.constexpr):
 
 @triton_kernel()
 def prefetch_rows(pointer, row_bytes, num_rows, num_bytes, overlap: tl.constexpr):
-    """Ask for ``num_bytes`` of each of some rows, ``row_bytes`` apart, to be brought to L2. Nobody waits for them.
+    """Prefetch ``num_bytes`` of each row, ``row_bytes`` apart, to L2, without waiting.
 
-    One thread asks for one row, so ``num_rows`` is at most the number of threads; below 1, nobody does. ``pointer`` is
-    aligned to 16 bytes, and the two byte counts are multiples of 16.
+    Each thread prefetches one row, so ``num_rows`` is at most the number of threads; below 1, none is prefetched.
+    ``pointer`` is aligned to 16 bytes, and the two byte counts are multiples of 16.
     """
     if overlap:
         tl.inline_asm_elementwise(
@@ -88,7 +88,7 @@ def prefetch_rows(pointer, row_bytes, num_rows, num_bytes, overlap: tl.constexpr
 
 @triton_kernel()
 def prefetch(pointers, is_wanted, num_bytes: tl.constexpr):
-    """Ask for ``num_bytes``, a multiple of 16, at each of ``pointers [n]`` to be brought to L2. Nobody waits."""
+    """Prefetch ``num_bytes``, a multiple of 16, at each of ``pointers [n]`` to L2, without waiting."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred wanted;

@@ -1,4 +1,4 @@
-"""Torch without memory: what its operations do in a dry pass (`fleetfoot.kernels.runtime.compile_ahead`).
+"""Torch without memory: its operations in a dry pass (`fleetfoot.kernels.runtime.compile_ahead`).
 
 Within `dry_torch`, every operation runs on torch's ``meta`` device, which knows shapes and no values, whatever device
 its tensors are on. Nothing is read, and nothing is written: an in-place operation on a weight or a buffer leaves it as
@@ -37,7 +37,7 @@ class DryPassError(RuntimeError):
 
 @contextmanager
 def dry_torch() -> Iterator[None]:
-    """Within it, torch's operations in this thread touch no memory."""
+    """A context in which torch's operations of this thread access no memory."""
     mode = _DryMode()
     lifts_cpu_alone = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then goes to its device by an operation, which is dry
@@ -104,7 +104,7 @@ class DryTensor(torch.Tensor):
 
 
 class _DryMode(TorchDispatchMode):
-    """Is given every operation while it is on."""
+    """The dispatch mode of a dry pass."""
 
     is_over = False
 
@@ -135,7 +135,7 @@ class _MetaCall:
     """The tensors of an operation on their way to the ``meta`` device and back.
 
     Args:
-        device: that the operation is told to make its result on; None: where its arguments are.
+        device: the ``device`` argument of the operation; None: that of its arguments.
     """
 
     def __init__(self, dry_pass: _DryMode, device: torch.device | None) -> None:
@@ -201,7 +201,7 @@ def _takes_device(func: Any) -> bool:
 
 def _not_sent(func: Any, args: Any) -> Any:
     """What a collective operation of torch.distributed returns: its first argument, if anything, and a handle to wait
-    for it. Nobody waits."""
+    for it, which is complete."""
     from torch._C._distributed_c10d import FakeWork
 
     handle = FakeWork().boxed()

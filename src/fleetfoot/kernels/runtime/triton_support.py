@@ -1,7 +1,6 @@
 """Triton kernels in modules that import without Triton.
 
-A kernel stands beside its twin, decorated with `triton_kernel`. Its module names Triton's language for readers and type
-checkers alone::
+A kernel is decorated with `triton_kernel`. Its module imports Triton's language for type checkers only::
 
     if TYPE_CHECKING:
         import triton.language as tl
