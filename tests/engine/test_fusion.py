@@ -30,6 +30,7 @@ from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
 from fleetfoot.layers.mlp import GatedMLP
+from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.quantization.base import LinearWeight
 from fleetfoot.records.attention import AttentionMetadata
@@ -336,6 +337,11 @@ def dense_tensors(model: CausalLM) -> Iterator[torch.Tensor]:
             yield from (tensor for tensor in linear.weight.dense or () if tensor is not None)
 
 
+def norms_and_tables(model: CausalLM) -> Iterator[torch.Tensor]:
+    yield from (module.weight for module in model.modules() if isinstance(module, RMSNorm))
+    yield from (module.paged.rotary.cos_sin for module in model.modules() if isinstance(module, Attention))
+
+
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen3"])
 def test_new_weights_reach_a_fused_model_at_the_same_addresses(case: str, ops: str, tmp_path: Path) -> None:
@@ -348,7 +354,8 @@ def test_new_weights_reach_a_fused_model_at_the_same_addresses(case: str, ops: s
     assert bool(addresses) == (ops == "chain")
     (decoder,) = old.model.layers._runs
     assert isinstance(decoder, FusedDecoder)
-    assert {tensor.data_ptr() for tensor in tensors_in(decoder, set())} <= addresses
+    held = addresses | {tensor.data_ptr() for tensor in norms_and_tables(old)}
+    assert {tensor.data_ptr() for tensor in tensors_in(decoder, set())} <= held
     before = outputs(old, PagedCache(config, 4), SCHEDULE)
     values = {spec.name: spec.destination().clone() for spec in new.weight_specs()}
     new.process_weights_after_loading()
@@ -392,7 +399,7 @@ def test_a_quantized_model_runs_fused_and_plain(case: str, fused: tuple[bool, ..
 def kinds(stack: DecoderStack) -> list[Any]:
     """Of each run: the numbers of its layers on the rank, in a list for a fused one."""
     layers = list(stack.values())
-    attentions = [layer.self_attn for layer in layers]
+    attentions = [layer.self_attn.paged for layer in layers]
     return [
         [attentions.index(layer._attention) for layer in decoder._layers]
         if isinstance(decoder, FusedDecoder)

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from fleetfoot.kernels.interface import AddRMSNorm
+from fleetfoot.kernels.interface import RMSNorm as RMSNormOp
 from fleetfoot.kernels.linear.linear_triton import ChainedLinear, LinearChain
 from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
 from fleetfoot.kernels.norm.rms_norm import sum_parts
@@ -35,7 +36,6 @@ from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.mlp import GatedMLP
 from fleetfoot.layers.norm import RMSNorm
-from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
 
 Hidden = torch.Tensor | DeferredRMSNorm
@@ -115,8 +115,10 @@ class FusedDecoder:
 class _Norm:
     """A norm, with the residual sum before it and the linear layer behind it."""
 
-    norm: RMSNorm | None
+    weight: torch.Tensor | None
     """None: the residual stream is read as it is."""
+    eps: float
+    rms_norm: RMSNormOp
     add_rms_norm: AddRMSNorm
     """Sums over the tensor group too."""
     reads_deferred_norm: Callable[[int], bool]
@@ -127,11 +129,11 @@ class _Norm:
         it."""
         if isinstance(hidden, DeferredRMSNorm):
             return hidden, hidden.total
-        if self.norm is None:
+        if self.weight is None:
             return hidden, residual
         if hidden is residual:
-            return self.norm(residual), residual
-        return self.add_rms_norm(hidden, residual, self.norm.weight, self.norm.eps)
+            return self.rms_norm(residual, self.weight, self.eps), residual
+        return self.add_rms_norm(hidden, residual, self.weight, self.eps)
 
 
 class _Residual:
@@ -140,16 +142,15 @@ class _Residual:
     def __init__(self, linear: RowParallelLinear, chain: LinearChain | None) -> None:
         dense = linear.weight.dense if chain is not None and not linear.is_gathered else None
         self._chained = None if dense is None or chain is None else chain.residual(*dense)
-        self._product = self._chained or (linear.partial if linear.is_gathered else linear.weight.apply)
+        self._product = self._chained or (linear.partial if linear.is_gathered else linear.weight.product)
         self._is_alone = linear.group.size == 1  # else the sum over the ranks comes before the residual sum
         self.is_summed = self._is_alone or linear.is_gathered
         self.prefetch_weight = None if dense is None else dense[0]
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor, next_norm: _Norm | None) -> Hidden:
         if self._chained is not None and self._is_alone:
-            if next_norm is not None and next_norm.norm is not None and next_norm.reads_deferred_norm(len(x)):
-                norm = next_norm.norm
-                deferred = self._chained.add_and_norm(x, residual, norm.weight, norm.eps)
+            if next_norm is not None and next_norm.weight is not None and next_norm.reads_deferred_norm(len(x)):
+                deferred = self._chained.add_and_norm(x, residual, next_norm.weight, next_norm.eps)
                 if deferred is not None:
                     return deferred
             if self._chained.add_to(x, residual):
@@ -163,20 +164,18 @@ class _FusedLayer:
     def __init__(self, layer: DecoderLayer, context: ModelContext) -> None:
         attention, mlp, chain = layer.self_attn, layer.mlp, context.ops.linear_chain
         assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
-        add_rms_norm = context.tensor_group.reducing(context.ops.add_rms_norm)
-        self._attention = attention
-        self._attend, self._attend_fused = context.attention.forward, context.attention.forward_fused
+        self._attention = attention.paged
         self._qkv, reads_qkv = _column(attention.qkv_proj, None if chain is None else chain.linear)
         self._gate_up, reads_gate_up = _column(mlp.gate_up_proj, None if chain is None else chain.gate_up)
         if chain is None or mlp.gate_up_proj.weight.dense is None:
-            gate_up, silu_and_mul = mlp.gate_up_proj.weight.apply, context.ops.silu_and_mul
+            gate_up, silu_and_mul = mlp.gate_up_proj.weight.product, context.ops.silu_and_mul
             self._gate_up = lambda x: silu_and_mul(gate_up(x))
         self._o, self._down = _Residual(attention.o_proj, chain), _Residual(mlp.down_proj, chain)
         norm = layer.input_layernorm if isinstance(layer.input_layernorm, RMSNorm) else None
-        self.input_norm = _Norm(norm, add_rms_norm, reads_qkv)
-        self._mlp_norm = _Norm(layer.post_attention_layernorm, add_rms_norm, reads_gate_up)
+        self.input_norm = _norm(norm, context, reads_qkv)
+        self._mlp_norm = _norm(layer.post_attention_layernorm, context, reads_gate_up)
         self.is_summed = self._down.is_summed
-        self.window = attention.window
+        self.window = self._attention.window
 
     def __call__(
         self,
@@ -191,23 +190,24 @@ class _FusedLayer:
         Args:
             next_norm: of the next layer in the run. logits: the rows that are read; None: all.
         """
+        attention = self._attention
         hidden, residual = self.input_norm.add(hidden, residual)
         qkv = self._qkv(hidden)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         if logits is None:
             attended = self._attended(qkv, ctx)  # [num_tokens, num_heads, head_dim]
         else:
             residual = logits.select(residual)  # [num_logits, hidden_size], like all below
-            query = logits.select(self._attention.rotate_and_cache(qkv, ctx))
+            query = logits.select(attention.rotate_and_cache(qkv, ctx))
             if not len(query):
                 return residual, residual
-            attended = self._attend_to(query, ctx, logits.attention)
+            attended = attention.attend(query, ctx, logits.attention)
         attended_sum = self._o(attended.flatten(1), residual, self._mlp_norm)
         hidden, residual = self._mlp_norm.add(attended_sum, residual)
         return self._down(self._gate_up(hidden), residual, next_norm), residual
 
     def _attended(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         attention = self._attention
-        attended = self._attend_fused(
+        attended = attention.backend.forward_fused(
             qkv,
             ctx.kv_caches[attention.kv_index],
             ctx.attention,
@@ -218,18 +218,20 @@ class _FusedLayer:
             self._o.prefetch_weight,
         )
         if attended is None:
-            attended = self._attend_to(attention.rotate_and_cache(qkv, ctx), ctx, ctx.attention)
+            attended = attention.attend(attention.rotate_and_cache(qkv, ctx), ctx, ctx.attention)
         return attended
 
-    def _attend_to(self, query: torch.Tensor, ctx: ForwardContext, metadata: AttentionMetadata) -> torch.Tensor:
-        attention = self._attention
-        return self._attend(query, ctx.kv_caches[attention.kv_index], metadata, attention.scale, attention.window)
+
+def _norm(norm: RMSNorm | None, context: ModelContext, reads_deferred_norm: Callable[[int], bool]) -> _Norm:
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    add_rms_norm = context.tensor_group.reducing(context.ops.add_rms_norm)
+    return _Norm(weight, eps, context.ops.rms_norm, add_rms_norm, reads_deferred_norm)
 
 
 def _column(linear: ColumnParallelLinear, chained: type[ChainedLinear] | None) -> tuple[Product, Callable[[int], bool]]:
     """The layer within the chain, and whether it reads a deferred norm of so many rows."""
     dense = linear.weight.dense
     if chained is None or dense is None:
-        return linear.weight.apply, lambda num_rows: False
+        return linear.weight.product, lambda num_rows: False
     layer = chained(*dense)
     return layer, layer.reads_deferred_norm

@@ -10,10 +10,12 @@ from torch import nn
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.sharding import check_tensor_parallel_size, even_span, kv_head_span, num_kv_heads
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
+from fleetfoot.kernels.attention.backend import AttentionBackend
+from fleetfoot.kernels.interface import RopeAndCache
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
-from fleetfoot.records.attention import RotaryInputs
+from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
 from fleetfoot.records.forward_context import ForwardContext
 
 
@@ -32,6 +34,45 @@ class AttentionHeads:
         """
         check_tensor_parallel_size(config, group.size)
         return cls(config.num_heads // group.size, num_kv_heads(config, group.size), config.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """Attention of one layer over its KV cache, between the projections. It has no weights of its own."""
+
+    num_heads: int
+    """Query heads of this rank."""
+    kv_index: int
+    """Of the layer's KV cache in `ForwardContext.kv_caches`."""
+    rotary: RotaryInputs
+    scale: float
+    window: int | None
+    rope_and_cache: RopeAndCache
+    backend: AttentionBackend
+
+    def rotate_and_cache(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm and rotate q and k, and write K
+        and V.
+
+        Returns:
+            ``query [num_tokens, num_heads, head_dim]``.
+        """
+        rotary, attention = self.rotary, ctx.attention
+        return self.rope_and_cache(
+            qkv,
+            ctx.kv_caches[self.kv_index],
+            attention.slot_mapping,
+            attention.positions,
+            rotary.cos_sin,
+            self.num_heads,
+            rotary.q_norm,
+            rotary.k_norm,
+            rotary.eps,
+        )
+
+    def attend(self, query: torch.Tensor, ctx: ForwardContext, metadata: AttentionMetadata) -> torch.Tensor:
+        """``query [n, num_heads, head_dim]`` of the tokens of ``metadata`` -> the same shape."""
+        return self.backend.forward(query, ctx.kv_caches[self.kv_index], metadata, self.scale, self.window)
 
 
 class Attention(nn.Module):
@@ -56,41 +97,25 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(context, "o_proj", q_size, config.hidden_size, config.o_bias, q)
         self.q_norm = RMSNorm(context, head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(context, head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.rotary = RotaryInputs(
+        rotary = RotaryInputs(
             cos_sin,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             config.rms_norm_eps,
         )
-        self.num_heads = self.heads.num_heads
-        self.scale = head_dim**-0.5
-        self.window = config.layer_windows[layer]
-        self.kv_index = kv_index
-        self._rope_and_cache = context.ops.rope_and_cache
-        self._attend = context.attention.forward
+        self.paged = PagedAttention(
+            self.heads.num_heads,
+            kv_index,
+            rotary,
+            head_dim**-0.5,
+            config.layer_windows[layer],
+            context.ops.rope_and_cache,
+            context.attention,
+        )
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape. Writes the tokens' K and V to the layer's KV cache."""
         qkv = self.qkv_proj(x)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-        query = self.rotate_and_cache(qkv, ctx)  # [num_tokens, num_heads, head_dim]
-        attended = self._attend(query, ctx.kv_caches[self.kv_index], ctx.attention, self.scale, self.window)
+        query = self.paged.rotate_and_cache(qkv, ctx)  # [num_tokens, num_heads, head_dim]
+        attended = self.paged.attend(query, ctx, ctx.attention)
         return self.o_proj(attended.flatten(1))
-
-    def rotate_and_cache(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Split ``qkv``, norm and rotate q and k, and write K and V.
-
-        Returns:
-            ``query [num_tokens, num_heads, head_dim]``.
-        """
-        rotary, attention = self.rotary, ctx.attention
-        return self._rope_and_cache(
-            qkv,
-            ctx.kv_caches[self.kv_index],
-            attention.slot_mapping,
-            attention.positions,
-            rotary.cos_sin,
-            self.num_heads,
-            rotary.q_norm,
-            rotary.k_norm,
-            rotary.eps,
-        )

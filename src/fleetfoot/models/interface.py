@@ -89,14 +89,15 @@ class CausalLM(nn.Module):
             The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm, or ``[num_logits,
             hidden_size]`` where ``ctx`` has `LogitsMetadata`; others: the next part's input.
         """
+        model = self.model
         if intermediate_tensors is not None:
             x = intermediate_tensors.hidden_states
         elif self.is_first:
             x = self.embed(input_ids)
         else:
             raise ValueError(f"layers {self.layers} need the intermediate_tensors of the layers before them")
-        x = self.model.layers(x, ctx)
-        return IntermediateTensors(x) if self.model.norm is None else self.model.norm(x)
+        x, norm = model.layers(x, ctx), model.norm
+        return IntermediateTensors(x) if norm is None else norm(x)
 
     @property
     def has_embedding(self) -> bool:

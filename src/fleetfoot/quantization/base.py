@@ -7,7 +7,7 @@ updates, fusion and the memory plan go through these two. No torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,11 @@ class LinearWeight(ABC):
         """Weight ``[out, in]``, contiguous and at a fixed address, and bias ``[out]``, for fused kernels that read
         them in place; None: the weight is not stored so."""
         return None
+
+    @property
+    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What `apply` calls once weights are loaded. It stays the same object when weights are updated."""
+        return self.apply
 
     @abstractmethod
     def apply(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,11 @@ class UnquantizedWeight(LinearWeight):
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         assert self._prepared is not None
         return (self._prepared.weight(), self._bias) if self._prepared.is_dense else None
+
+    @property
+    def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        assert self._prepared is not None
+        return self._prepared
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         if self._prepared is None:
