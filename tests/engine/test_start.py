@@ -230,7 +230,7 @@ DIFFERENCES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     ),
     "drafter": (
         "fleetfoot.speculative.build.build_speculation",
-        lambda *_: NO_DRAFTING,
+        lambda *_, **__: NO_DRAFTING,
         NGRAM,
         "drafter is 'none', and the plan names 'ngram'",
     ),

@@ -9,13 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-
 TINY: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -34,7 +27,7 @@ TINY: dict[str, Any] = {
 def make_checkpoint(
     folder: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 ) -> PreTrainedModel:
-    """Write a checkpoint of ``model_type`` (a key of ARCHITECTURES) to ``folder`` and return the model, for reference.
+    """Write a checkpoint of ``model_type`` (of ``transformers``) to ``folder`` and return the model, for reference.
 
     Args:
         dtype: of the checkpoint; the returned model is in float32 with the same (rounded) values.

@@ -10,7 +10,24 @@ from typing import ClassVar
 from fleetfoot.config.json_fields import JSONSettings, string_field
 from fleetfoot.config.vllm_names import SPECULATIVE_KEYS
 
-SPECULATIVE_METHODS = ("ngram", "draft_model", "eagle")
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """A method of speculative decoding."""
+
+    make: str = ""
+    """``module:function``, from a `DrafterContext` to a `Drafter`; imported where it is used. Empty: n-grams, which the
+    runners look up themselves."""
+    has_model: bool = False
+    """Whether it drafts with the model that the setting ``model`` names."""
+
+
+DRAFT_METHODS: dict[str, DraftMethod] = {
+    "ngram": DraftMethod(),
+    "draft_model": DraftMethod("fleetfoot.speculative.draft_model:make_draft_model", has_model=True),
+    "eagle": DraftMethod("fleetfoot.speculative.eagle:make_eagle", has_model=True),
+}
+"""By the names of the setting ``method``."""
 EMBEDDED_EAGLE = "story-llama-eagle"
 """The name of the EAGLE head in the package, for its embedded model."""
 MAX_SPECULATIVE_TOKENS = 64
@@ -28,7 +45,7 @@ class SpeculativeConfig(JSONSettings):
     advice: ClassVar[Mapping[str, str]] = SPECULATIVE_KEYS
 
     method: str = ""
-    """One of SPECULATIVE_METHODS; empty: ``draft_model`` if ``model`` is given, else ``ngram``."""
+    """One of DRAFT_METHODS; empty: ``draft_model`` if ``model`` is given, else ``ngram``."""
     model: str | None = None
     """Folder or hub id of the draft model or the EAGLE head; none for n-grams. ``eagle`` defaults to the embedded head
     for the embedded model."""
@@ -65,16 +82,14 @@ class SpeculativeConfig(JSONSettings):
                 "speculative_config: method is 'eagle3', and EAGLE-3 heads, which read several of the target's layers, "
                 "are not supported; method 'eagle' takes heads of the first EAGLE"
             )
-        if self.method not in SPECULATIVE_METHODS:
-            raise ValueError(
-                f"speculative_config: method is {self.method!r}; it can be {', '.join(SPECULATIVE_METHODS)}"
-            )
+        if self.method not in DRAFT_METHODS:
+            raise ValueError(f"speculative_config: method is {self.method!r}; it can be {', '.join(DRAFT_METHODS)}")
         if self.method == "draft_model" and self.model is None:
             raise ValueError("speculative_config: method 'draft_model' needs a model, and none is given")
-        if self.method == "ngram" and self.model is not None:
+        if self.model is not None and not DRAFT_METHODS[self.method].has_model:
             raise ValueError(
-                f"speculative_config: model is {self.model!r}, and method 'ngram' takes none; leave it out, or set "
-                "method to 'draft_model' or 'eagle'"
+                f"speculative_config: model is {self.model!r}, and method {self.method!r} takes none; leave it out, or "
+                "set method to 'draft_model' or 'eagle'"
             )
 
     def _check_numbers(self) -> None:

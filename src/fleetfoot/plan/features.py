@@ -137,7 +137,8 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
             required[feature] = f"{name} is {size}"
     if config.speculative_config is not None:
         method = config.speculative_config.method
-        required[_SPECULATIVE[method]] = f"speculative_config has method {method!r}"
+        feature = _SPECULATIVE.get(method, Feature.SPECULATIVE_DRAFT_MODEL)  # the others are a `Drafter` as well
+        required[feature] = f"speculative_config has method {method!r}"
     for name, feature in _SWITCHES.items():
         if getattr(config, name):
             required[feature] = f"{name} is on"

@@ -13,7 +13,7 @@ from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
-from fleetfoot.speculative.drafter import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch, DrafterContext
 from fleetfoot.weights.model_loader import ModelLoader
 
 
@@ -89,3 +89,11 @@ class DraftModel:
         """Sample from ``hidden [n, hidden_size]``: the last token of each request in the step of ``metadata``."""
         assert self._model is not None
         return steps.draw(self._model.compute_logits(hidden), metadata.seq_lens)
+
+
+def make_draft_model(context: DrafterContext) -> DraftModel:
+    """See `DraftMethod.make`."""
+    found = context.model
+    assert found is not None
+    loader = ModelLoader(found.config, context.context, found.folder, context.load_format, context.seed)
+    return DraftModel(loader, context.num_drafts, fuses=context.fuses)

@@ -8,9 +8,11 @@ from typing import Protocol
 
 import torch
 
+from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.records.kv_layout import KVCacheSpec
+from fleetfoot.speculative.find import DrafterModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Drafter(Protocol):
     kv_specs: tuple[KVCacheSpec, ...]
     """Its layers in the KV cache, which follow the target's."""
     method: str
-    """``draft_model`` or ``eagle``."""
+    """Its name in DRAFT_METHODS."""
     reads_hidden: bool
     """Whether it reads ``DraftBatch.hidden``."""
 
@@ -89,6 +91,23 @@ class Drafter(Protocol):
         capture it if ``batch.is_decode``.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter is made from."""
+
+    num_drafts: int
+    """``k``."""
+    context: ModelContext
+    """The target's, for a single rank."""
+    model: DrafterModel | None
+    """The checkpoint to load; None: the method has no model."""
+    load_format: str = "auto"
+    seed: int = 0
+    """Of dummy weights."""
+    fuses: bool = True
+    """Replace decoder layers by fused ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.records.weights import WeightError
 from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
-from fleetfoot.speculative.drafter import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch, DrafterContext
 from fleetfoot.speculative.find import DrafterModel
 from fleetfoot.weights.checkpoint import Checkpoint
 from fleetfoot.weights.dummy import fill_dummy
@@ -106,3 +106,11 @@ class EagleDrafter:
             hidden = self._head(self._embed(tokens[-1]), hidden, ForwardContext(metadata, self._kv_caches))
             tokens.append(steps.draw(self._target.compute_logits(hidden), metadata.seq_lens + 1))
         return as_drafts(tokens)
+
+
+def make_eagle(context: DrafterContext) -> EagleDrafter:
+    """See `DraftMethod.make`."""
+    assert context.model is not None
+    return EagleDrafter(
+        context.model, context.context, context.num_drafts, context.load_format, context.seed, fuses=context.fuses
+    )

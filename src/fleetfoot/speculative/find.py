@@ -10,7 +10,7 @@ from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, read_config_json
 from fleetfoot.config.parsing import parse_model_config
 from fleetfoot.config.sharding import layer_parameters
-from fleetfoot.config.speculative import EMBEDDED_EAGLE
+from fleetfoot.config.speculative import DRAFT_METHODS, EMBEDDED_EAGLE
 from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 
@@ -43,7 +43,7 @@ class DrafterModel:
 
 
 def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool = False) -> DrafterModel | None:
-    """The model that ``speculative_config`` names; None without speculative decoding, and for n-grams.
+    """The model that ``speculative_config`` names; None: the method has no model.
 
     Args:
         target: the model that it drafts for.
@@ -54,7 +54,7 @@ def find_drafter(config: EngineConfig, target: ModelConfig, *, config_only: bool
         FileNotFoundError: there is no such model.
     """
     speculative = config.speculative_config
-    if speculative is None or speculative.method == "ngram":
+    if speculative is None or not DRAFT_METHODS[speculative.method].has_model:
         return None
     name = speculative.model
     if name is None:
@@ -168,11 +168,11 @@ class DrafterShape:
     num_drafts: int = 0
     """Draft tokens of each decode in a step."""
     weight_bytes: int = 0
-    """Of its model on one rank; 0 for n-grams."""
+    """Of its model on one rank."""
     kv_specs: tuple[KVCacheSpec, ...] = ()
     """Its layers in the KV cache, with one rank's heads."""
     model: DrafterModel | None = None
-    """None: n-grams, or no speculative decoding."""
+    """None: the method has no model, or there is no speculative decoding."""
 
     def kv_block_bytes(self, dtype: str, block_size: int) -> int:
         """Bytes of its layers in one KV block."""

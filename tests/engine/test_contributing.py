@@ -1,0 +1,216 @@
+"""The examples of CONTRIBUTING.md do what the page says."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.engine import test_models as parity
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.engines import make_engine, prompt_of, run_requests
+from tests.helpers.int8_method import quantize
+from tests.helpers.interpreter import interpreted
+from tests.helpers.paged_models import MODELS, PagedCache, assert_close, context, prompt, run
+
+from fleetfoot import SamplingParams
+from fleetfoot.config import architectures, speculative
+from fleetfoot.config.parsing import load_model_config
+from fleetfoot.kernels import registry
+from fleetfoot.kernels.registry import DeviceFacts
+from fleetfoot.weights.loading import load_model
+
+PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
+RUNNERS = pytest.mark.parametrize("runner", ["v1", "v2"])
+VOCAB = 2048  # of the `text_model`
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+REQUESTS = {str(length): (prompt_of(length, VOCAB, seed=length), GREEDY) for length in (30, 11, 5)}
+
+
+class Page:
+    """Puts examples in the places that the page names, for one test."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._monkeypatch = folder, monkeypatch
+
+    def add_module(self, name: str, example: str) -> ModuleType:
+        """A file, because Triton reads the source of kernels."""
+        path = self._folder / f"{example}_example.py"
+        path.write_text(EXAMPLES[example], encoding="utf-8")
+        spec = spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        self._monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    def add_entry(self, module: Any, table: str, example: str) -> None:
+        """Run an example that adds to a table of the module, as if it stood there."""
+        scope = {**vars(module), table: dict(getattr(module, table))}
+        exec(EXAMPLES[example], scope)
+        for key in scope[table].keys() - getattr(module, table).keys():
+            entry = scope[table][key]
+            if isinstance(getattr(module, table), MappingProxyType):
+                self._monkeypatch.setattr(module, table, MappingProxyType({**getattr(module, table), key: entry}))
+            else:
+                self._monkeypatch.setitem(getattr(module, table), key, entry)
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    return Page(tmp_path, monkeypatch)
+
+
+def tokens(folder: Path, requests: dict[str, Any] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
+    engine = make_engine(folder, **settings)
+    outputs = {name: output.outputs[0].token_ids for name, output in run_requests(engine, requests).items()}
+    engine.shutdown()
+    return outputs
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def granite(page: Page) -> None:
+    page.add_module("fleetfoot.models.granite", "model")
+    page.add_entry(architectures, "ARCHITECTURES", "architecture")
+    page.add_entry(parity, "MODELS", "parity")
+
+
+@pytest.mark.usefixtures("granite")
+def test_a_model_has_the_logits_and_weights_of_transformers(tmp_path: Path) -> None:
+    parity.test_logits_equal_those_of_transformers("granite", tmp_path / "logits")
+    (tmp_path / "names").mkdir()
+    parity.test_the_weight_specs_are_the_parameters_of_transformers("granite", tmp_path / "names")
+
+
+@RUNNERS
+@pytest.mark.usefixtures("granite")
+def test_a_model_runs_on_both_runners(runner: str, tmp_path: Path) -> None:
+    model_type, fields = MODELS["granite"]
+    reference = make_checkpoint(tmp_path, model_type, **fields)
+    requests = {"a": (prompt(30), GREEDY), "b": (prompt(9), GREEDY)}
+    settings = {"runner": runner, "skip_tokenizer_init": True, "block_size": 4}
+    actual = tokens(tmp_path, requests, **settings)
+    for name, (prompt_ids, _) in requests.items():
+        inputs = torch.tensor([prompt_ids])
+        expected = reference.generate(inputs, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+        assert actual[name] == expected[0, len(prompt_ids) :].tolist()
+
+
+@pytest.mark.usefixtures("granite")
+def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, *MODELS["granite"][:1], **MODELS["granite"][1])
+    engine = make_engine(tmp_path, skip_tokenizer_init=True)
+    assert engine.runner_name == "v1"
+    engine.shutdown()
+    engine = make_engine(tmp_path, skip_tokenizer_init=True, use_v2_model_runner=True)
+    assert {(layer.is_fused, layer.reason) for layer in engine.plan.fusion} == {
+        (False, "factors on the residual branches")
+    }
+    engine.shutdown()
+
+
+@pytest.mark.usefixtures("granite")
+def test_a_model_that_does_not_declare_its_difference_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fused layers would compute something else."""
+    make_checkpoint(tmp_path, *MODELS["granite"][:1], **MODELS["granite"][1])
+    entry = architectures.ARCHITECTURES["GraniteForCausalLM"]
+    monkeypatch.setitem(
+        architectures.ARCHITECTURES,
+        "GraniteForCausalLM",
+        architectures.Architecture(
+            entry.model_type,
+            entry.base_model,
+            entry.model,
+            entry.defaults,
+            lambda fields: {**entry.traits(fields), "unfusible": ""},
+            entry.windows,
+        ),
+    )
+    with pytest.raises(TypeError, match=r"GraniteDecoderLayer, and only DecoderLayer .* ModelConfig.unfusible"):
+        make_engine(tmp_path, skip_tokenizer_init=True, runner="v2")
+
+
+# --- a kernel ---------------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_equals_its_reference(dtype: torch.dtype, page: Page) -> None:
+    scope = {
+        **vars(page.add_module("fleetfoot.kernels.linear.squared_relu", "reference")),
+        **vars(page.add_module("fleetfoot.kernels.linear.squared_relu_triton", "kernel")),
+    }
+    exec(EXAMPLES["equivalence"], scope)
+    scope["test_squared_relu"](dtype)
+
+
+def test_a_kernel_is_planned_and_loaded_by_its_line(page: Page) -> None:
+    reference = page.add_module("fleetfoot.kernels.linear.squared_relu", "reference")
+    page.add_entry(registry, "OPERATIONS", "registry")
+    assert registry.plan_kernels(DeviceFacts("cuda", has_triton=True))["squared_relu"] == "triton"
+    assert registry.plan_kernels(DeviceFacts("cpu"))["squared_relu"] == "torch"
+    assert registry._load("squared_relu", "torch", None) is reference.squared_relu_torch
+
+
+# --- a connector, a drafter, a linear method --------------------------------------------------------------------------
+
+
+@RUNNERS
+def test_a_connector_brings_kv_to_the_next_engine(runner: str, text_model: Path, page: Page) -> None:
+    page.add_module("my_connector", "connector")
+    transfer = {"kv_connector": "DictConnector", "kv_connector_module_path": "my_connector", "kv_role": "kv_both"}
+    expected = tokens(text_model, runner="v1")
+    for num_cached in (0, 28):
+        engine = make_engine(text_model, runner=runner, block_size=4, kv_transfer_config=transfer)
+        outputs = run_requests(engine, REQUESTS)
+        engine.shutdown()
+        assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == expected
+        assert outputs["30"].num_cached_tokens == num_cached
+
+
+@RUNNERS
+def test_a_drafter_proposes_tokens_and_changes_none(runner: str, text_model: Path, page: Page) -> None:
+    page.add_module("fleetfoot.speculative.bigram", "drafter")
+    page.add_entry(speculative, "DRAFT_METHODS", "method")
+    config = {"method": "bigram", "num_speculative_tokens": 3, "adaptive": False}
+    expected = tokens(text_model, runner="v1")
+    engine = make_engine(text_model, runner=runner, speculative_config=config)
+    for _ in range(2):  # the second time it has seen all of it
+        outputs = run_requests(engine, REQUESTS)
+        assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == expected
+    assert engine.stats().drafts.num_accepted > 20
+    engine.shutdown()
+
+
+def test_a_linear_method_computes_with_its_weights(page: Page, tmp_path: Path) -> None:
+    module = page.add_module("fleetfoot.quantization.int8", "quantization")
+    (tmp_path / "whole").mkdir()
+    make_checkpoint(tmp_path / "whole", "qwen3")
+    tensors_of = load_file(tmp_path / "whole" / "model.safetensors")
+    checkpoints = dict(zip(("int8", "rounded"), quantize(tensors_of), strict=True))
+    for name, tensors in checkpoints.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    config = load_model_config(tmp_path / "whole")
+    model = load_model(config, context(linear_method=module.Int8()), tmp_path / "int8")
+    plain = load_model(config, context(), tmp_path / "rounded")
+    expected = run(plain, PagedCache(config, 4), {0: prompt(30)})[0]
+    assert_close(run(model, PagedCache(config, 4), {0: prompt(30)})[0], expected)
+
+
+def test_every_example_is_run() -> None:
+    assert len(EXAMPLES) == PAGE.count("```python") == PAGE.count("<!-- example:")
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert not [name for name in EXAMPLES if f'"{name}"' not in source]
