@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "tensor missing": (
         lambda folder: change_weights(folder, lambda weights: weights.pop("model.norm.weight")),
-        r"1 missing\n.*model.norm.weight: wanted \[64\]",
+        r"1 missing\n.*model.norm.weight: expected \[64\]",
     ),
     "tensor too many": (
         lambda folder: change_weights(folder, lambda weights: weights.update(extra=torch.zeros(3))),
@@ -124,7 +124,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "misshapen": (
         lambda folder: _write_config(folder, vocab_size=100),
-        r"2 misshapen\n.*found \[2048, 64\], wanted \[100, 64\]",
+        r"2 misshapen\n.*found \[2048, 64\], expected \[100, 64\]",
     ),
     "no tokenizer": (
         lambda folder: (folder / "tokenizer.json").unlink(),

@@ -119,10 +119,10 @@ def test_missing_misshapen_and_unexpected_tensors_are_all_named(tmp_path: Path) 
         load(tmp_path)
     assert str(caught.value).splitlines() == [
         f"the tensors in {tmp_path} do not fit its config.json: 2 missing, 1 misshapen, 1 unexpected",
-        f"  missing {Q}: wanted [8, 8]",
-        f"  misshapen {K}: found [4, 7], wanted [4, 8]",
-        f"  missing {NORM}: wanted [8]",
-        "  unexpected model.layers.7.mlp.up_proj.weight: found [2], wanted nothing of that name",
+        f"  missing {Q}: expected [8, 8]",
+        f"  misshapen {K}: found [4, 7], expected [4, 8]",
+        f"  missing {NORM}: expected [8]",
+        "  unexpected model.layers.7.mlp.up_proj.weight: found [2], expected nothing of that name",
     ]
 
 
@@ -140,7 +140,7 @@ def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
     tensors[Q] = tensors[Q].to(torch.int8)
     save(tmp_path, tensors)
     with pytest.raises(
-        WeightError, match=rf"1 quantized\n  quantized {Q}: found I8, wanted one of BF16, F16, F32, F64"
+        WeightError, match=rf"1 quantized\n  quantized {Q}: found I8, expected one of BF16, F16, F32, F64"
     ):
         load(tmp_path)
 
@@ -228,7 +228,7 @@ def test_an_export_of_the_base_model(tmp_path: Path) -> None:
     tensors = random_tensors(tied=True)
     save(tmp_path, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
     assert_same(load(tmp_path, tied=True), tensors)
-    with pytest.raises(WeightError, match=rf"1 missing\n  missing {HEAD}: wanted \[11, 8\]\n\(no output head"):
+    with pytest.raises(WeightError, match=rf"1 missing\n  missing {HEAD}: expected \[11, 8\]\n\(no output head"):
         load(tmp_path)
 
     with_head = random_tensors()
@@ -240,7 +240,7 @@ def test_a_half_prefixed_checkpoint_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors()
     tensors["norm.weight"] = tensors.pop(NORM)
     save(tmp_path, tensors)
-    with pytest.raises(WeightError, match=rf"missing {NORM}: wanted \[8\]\n  unexpected norm.weight"):
+    with pytest.raises(WeightError, match=rf"missing {NORM}: expected \[8\]\n  unexpected norm.weight"):
         load(tmp_path)
 
 
@@ -381,7 +381,8 @@ def test_a_rank_finds_what_does_not_fit(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)  # rank 1 has none, and knows of it
     tensors[K] = torch.zeros(4, 16)  # as much as rank 1 wants of 8 rows
     save(tmp_path, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.ones(1)})
-    with pytest.raises(WeightError, match=rf"1 misshapen, 1 unexpected\n  misshapen {K}: found \[4, 16\], wanted \[8,"):
+    message = rf"1 misshapen, 1 unexpected\n  misshapen {K}: found \[4, 16\], expected \[8,"
+    with pytest.raises(WeightError, match=message):
         load_model(shared, rank_context(1, 2), tmp_path)
 
 

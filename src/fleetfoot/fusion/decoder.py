@@ -46,7 +46,7 @@ Product = Callable[[Any], torch.Tensor]
 
 
 def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -> None:
-    """Replace runs of consecutive layers of the stack, whose weights are loaded.
+    """Replace runs of consecutive layers of a stack with loaded weights.
 
     Args:
         is_fused: for each layer of the stack.

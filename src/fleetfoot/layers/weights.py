@@ -26,7 +26,7 @@ class WeightModule(nn.Module, ABC):
 
 
 def weight_specs(root: nn.Module) -> Iterator[WeightSpec]:
-    """Of all modules below ``root``, whose paths are those of the checkpoint."""
+    """Of all modules below ``root``. A module has the path of its tensors in the checkpoint."""
     for path, module in root.named_modules():
         if isinstance(module, WeightModule):
             parent, _, name = path.rpartition(".")

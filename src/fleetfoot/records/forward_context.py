@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LogitsMetadata:
-    """The rows whose hidden states are read: the last token of a prompt, and every token of a decode.
+    """The rows of which hidden states are read: the last token of a prompt, and every token of a decode.
 
     All other rows serve their K and V only. In a model's last layer nothing depends on them but the KV cache.
     """

@@ -54,12 +54,12 @@ def load_safetensors(specs: Iterable[WeightSpec], folder: Path, elsewhere: Colle
                 spec.destination().copy_(checkpoint.tensor(name, spec.part))
 
 
-def _by_model_name(checkpoint: Checkpoint, wanted: Collection[str]) -> dict[str, str]:
+def _by_model_name(checkpoint: Checkpoint, expected: Collection[str]) -> dict[str, str]:
     """Name in the model -> name in the checkpoint."""
     names = list(checkpoint.names())
     if any(name.startswith(_BASE_PREFIX) for name in names):
         return {name: name for name in names}
-    known = set(wanted)
+    known = set(expected)
     return {_BASE_PREFIX + name if _BASE_PREFIX + name in known else name: name for name in names}
 
 
@@ -72,13 +72,13 @@ def _unfit(specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoin
     for spec in specs:
         names = _present(spec, found)
         if not names:
-            yield "missing", f"{spec.name}: wanted {list(spec.shape)}"
+            yield "missing", f"{spec.name}: expected {list(spec.shape)}"
         for name in names:
             shape, dtype = checkpoint.shape(found[name]), checkpoint.dtype(found[name])
             if shape != spec.shape:
-                yield "misshapen", f"{found[name]}: found {list(shape)}, wanted {list(spec.shape)}"
+                yield "misshapen", f"{found[name]}: found {list(shape)}, expected {list(spec.shape)}"
             if dtype not in _FLOAT_DTYPES:
-                yield "quantized", f"{found[name]}: found {dtype}, wanted one of {', '.join(_FLOAT_DTYPES)}"
+                yield "quantized", f"{found[name]}: found {dtype}, expected one of {', '.join(_FLOAT_DTYPES)}"
 
 
 def _unexpected(
@@ -88,7 +88,7 @@ def _unexpected(
     known.update(elsewhere)
     for name, source in found.items():
         if name not in known and not name.endswith(_REDUNDANT_SUFFIX):
-            yield "unexpected", f"{source}: found {list(checkpoint.shape(source))}, wanted nothing of that name"
+            yield "unexpected", f"{source}: found {list(checkpoint.shape(source))}, expected nothing of that name"
 
 
 def _report(folder: Path, problems: list[tuple[str, str]]) -> str:
