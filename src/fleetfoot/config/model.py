@@ -59,6 +59,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
+    attention_scale: float | None = None
+    """Factor of the attention scores; None: ``head_dim ** -0.5``."""
     unfusible: str = ""
     """How the decoder layers differ from those that `fleetfoot.fusion` can fuse; empty: they do not."""
     extras: Mapping[str, Any] = field(default_factory=dict)

@@ -107,7 +107,7 @@ class Attention(nn.Module):
             self.heads.num_heads,
             kv_index,
             rotary,
-            head_dim**-0.5,
+            head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             config.layer_windows[layer],
             context.ops.rope_and_cache,
             context.attention,
