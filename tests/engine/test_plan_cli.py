@@ -320,6 +320,8 @@ def test_the_text_says_what_the_object_says(capsys: Streams, llama_8b: str) -> N
         report["reasons"][0],
         "V2 lacks nothing that is on",
         f"attention {report['attention_backend']}",
+        f"kernels triton for {len(report['kernels'])} of {len(report['kernels'])} operations",
+        "layers 0 to 31 fused: RMSNorm before attention and MLP",
         "KV layout block-contiguous-hnd: [num_blocks",
         f"graphs {report['graphs']['num_shapes']} shapes",
         "decode: 1, 2, 4, 8, 16-64 by 16, 96-256 by 32 requests",
@@ -329,6 +331,13 @@ def test_the_text_says_what_the_object_says(capsys: Streams, llama_8b: str) -> N
         "cuda (NVIDIA H100), 80.00 GiB",
     ):
         assert text in words
+
+
+@pytest.mark.parametrize(("runner", "is_fused"), [("v1", False), ("v2", True)])
+def test_the_layers_that_are_fused(capsys: Streams, llama_8b: str, runner: str, is_fused: bool) -> None:
+    (run,) = plan(capsys, llama_8b, *H100, "--runner", runner)["layers"]
+    assert (run["first"], run["last"], run["fused"]) == (0, 31, is_fused)
+    assert run["reason"]
 
 
 def test_the_text_of_an_engine_that_would_not_start(capsys: Streams, llama_8b: str) -> None:

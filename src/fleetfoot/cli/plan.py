@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,9 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   model_runner (v1 or v2), explicit (whether you chose it), reasons (sentences)
   unsupported: what is on and Model Runner V2 lacks
   runnable (whether an engine would start), problems (why not), advice, warnings (sentences)
-  architecture, num_parameters, device, gpu_name, dtype, attention_backend, ops, async_scheduling
+  architecture, num_parameters, device, gpu_name, dtype, attention_backend, async_scheduling
+  kernels: for each operation, the implementation that runs
+  layers: runs of decoder layers (first, last), fused or not, with the reason
   max_model_len, max_num_seqs, max_num_batched_tokens
   graphs: num_shapes; decode (requests), uniform (requests, num_drafts drafts each), mixed (tokens), full_step (tokens
     of a mixed batch that fills a step; null: it runs eagerly): the shapes; captured_at_start; is_captured (false:
@@ -180,16 +183,31 @@ def _device(report: dict[str, Any]) -> str:
     return f"{report['device']}{f' ({name})' if name else ''}{size}"
 
 
+def _kernels(kernels: dict[str, str]) -> str:
+    """Each implementation with the number of operations that it serves."""
+    counts = Counter(kernels.values()).most_common()
+    return f"{', '.join(f'{name} for {count}' for name, count in counts)} of {len(kernels)} operations"
+
+
+def _layers(runs: list[dict[str, Any]]) -> list[str]:
+    names = ["layers", *[""] * (len(runs) - 1)]
+    return [
+        _line(name, f"{run['first']} to {run['last']} {'fused' if run['fused'] else 'plain'}: {run['reason']}")
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
 def _running(report: dict[str, Any]) -> list[str]:
     layout, graphs = report["kv_layout"], report["graphs"]
     shape = ", ".join(f"{name} {size}" for name, size in zip(layout["dimensions"], layout["shape"], strict=True))
     lines = [
         _line("attention", report["attention_backend"]),
-        _line("operations", report["ops"]),
+        _line("kernels", _kernels(report["kernels"])),
+        *_layers(report["layers"]),
         _line("scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"),
         _line("KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"),
     ]
-    lines[3:3] = [*_parallel(report["parallel"]), *_drafter(report["drafter"]), *_connector(report["kv_connector"])]
+    lines[-1:-1] = [*_parallel(report["parallel"]), *_drafter(report["drafter"]), *_connector(report["kv_connector"])]
     if not graphs["num_shapes"]:
         return [*lines, _line("graphs", "none: every step runs eagerly")]
     capture = f"{graphs['captured_at_start']} captured at the start"

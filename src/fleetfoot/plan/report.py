@@ -19,7 +19,8 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "dtype": plan.dtype,
         "num_parameters": plan.model.num_parameters,
         "attention_backend": plan.kernels["attention"],
-        "ops": ", ".join(plan.kernels.names),
+        "kernels": dict(plan.kernels),
+        "layers": _layers(plan),
         "async_scheduling": plan.async_scheduling,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.config.max_num_seqs,
@@ -50,6 +51,8 @@ def decision_report(decision: Decision, *, architecture: str, device: str, probl
         "architecture": architecture,
         "device": device,
         "attention_backend": None,
+        "kernels": None,
+        "layers": None,
         "graphs": None,
         "parallel": None,
         "drafter": None,
@@ -58,6 +61,18 @@ def decision_report(decision: Decision, *, architecture: str, device: str, probl
         "memory": None,
         "capacity": None,
     }
+
+
+def _layers(plan: EnginePlan) -> list[dict[str, Any]]:
+    """Runs of consecutive decoder layers with the same decision about fusion."""
+    runs: list[dict[str, Any]] = []
+    for layer, fusion in enumerate(plan.fusion):
+        decision = {"fused": fusion.is_fused, "reason": fusion.reason}
+        if runs and {name: runs[-1][name] for name in decision} == decision:
+            runs[-1]["last"] = layer
+        else:
+            runs.append({"first": layer, "last": layer, **decision})
+    return runs
 
 
 def _graphs(plan: EnginePlan) -> dict[str, Any]:
