@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fleetfoot.kernels.attention.backend import AttentionBackend
+from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.attention.native_backend import NativeBackend
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.interface import Kernels

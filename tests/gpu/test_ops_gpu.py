@@ -21,7 +21,7 @@ from tests.helpers.ops_checks import (
 from tests.helpers.waits import waits_are_errors
 
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
-from fleetfoot.kernels.runtime.hopper_support import has_hopper_kernels
+from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.filters import RowFilters
 from fleetfoot.kernels.sampling.sample import RandomRows, sample_torch

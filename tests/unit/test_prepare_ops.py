@@ -101,7 +101,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
 
 @interpreted
 def test_a_device_function_is_not_called_from_python() -> None:
-    from fleetfoot.kernels.runtime.upper_bound import upper_bound
+    from fleetfoot.kernels.runtime.triton_support import upper_bound
 
     with pytest.raises(TypeError, match="upper_bound is called within kernels"):
         upper_bound(None, 0, 0, None)

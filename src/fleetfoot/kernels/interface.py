@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from fleetfoot.kernels.attention.backend import AttentionBackend
+    from fleetfoot.kernels.attention import AttentionBackend
     from fleetfoot.kernels.linear.linear import PreparedLinear
     from fleetfoot.kernels.linear.linear_triton import LinearChain
     from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers

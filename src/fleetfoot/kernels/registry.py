@@ -88,7 +88,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "rope_and_cache": _implementations(
             torch="attention.rope_and_cache:rope_and_cache_torch",
             native="native_ops:rope_and_cache_native",
-            triton="attention.rope_and_cache_triton:rope_and_cache_triton",
+            triton="attention.rope_and_cache:rope_and_cache_triton",
         ),
         "prepare_linear": _implementations(
             torch="linear.linear:prepare_linear_torch",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
-from fleetfoot.kernels.attention.backend import AttentionBackend
+from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.quantization.unquantized import UNQUANTIZED

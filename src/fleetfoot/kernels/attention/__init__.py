@@ -1,8 +1,101 @@
-"""Attention over the paged KV cache. No torch here: the memory plan uses the workspaces' sizes."""
+"""Attention over the paged KV cache: the protocol of its backends, the inputs of their kernels, and workspace sizes.
+
+Torch is imported for annotations only: the memory plan uses the sizes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
 
 MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS = 1 << 22, 1 << 21
 """Elements of K that the torch backend gathers at once for decodes, and of the mask of a chunk of a prefill."""
 _FLOAT32 = 4
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of a step's query tokens over the paged KV cache, which already holds the step's own K and V."""
+
+    name: str
+    is_capturable: bool
+    """Whether `forward` launches only work that depends on the shapes of its arguments, so that a graph can hold it."""
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        """Softmax attention of each query token over its own sequence up to and including itself.
+
+        Args:
+            scale: factor on the dot products; 1 / sqrt(head_dim) for all supported models.
+            window: how many of the last positions a token attends to, itself included; None: all.
+        """
+        ...
+
+    def forward_fused(
+        self,
+        qkv: torch.Tensor,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+        kv_cache: torch.Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        metadata: AttentionMetadata,
+        num_heads: int,
+        rotary: RotaryInputs,
+        scale: float,
+        window: int | None,
+        prefetch_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:  # [num_tokens, num_heads, head_dim]
+        """`Kernels.rope_and_cache` and `forward` in one kernel; None if the backend has no such kernel for this batch.
+
+        Args:
+            prefetch_weight: ``[out, in]`` contiguous, the weight that is read next; the kernel may prefetch it to L2.
+        """
+        ...
+
+
+class AttentionInputs(NamedTuple):
+    """What every attention kernel reads: the last query tokens of some requests, and the KV cache."""
+
+    query: torch.Tensor
+    """``[num_tokens, num_heads, head_dim]``; the stride between tokens is arbitrary."""
+    kv_cache: torch.Tensor
+    """``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; the stride between blocks is arbitrary."""
+    query_start_loc: torch.Tensor
+    """``[num_reqs + 1]`` int32: where each request's query tokens begin in ``query``."""
+    seq_lens: torch.Tensor
+    """``[num_reqs]`` int32: context + query; 0 for a request that pads the batch."""
+    block_tables: torch.Tensor
+    """``[num_reqs, max_blocks]`` int32."""
+    scale: float
+    """Factor on the dot products, > 0."""
+    window: int | None
+    """How many of the last positions a token attends to, itself included; None: all."""
+    max_query_len: int
+    """Upper bound on the query tokens of a request."""
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> AttentionInputs:
+        """All requests of a batch."""
+        tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
+        return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.query.shape[1] // self.kv_cache.shape[2]
 
 
 def sdpa_workspace_bytes(

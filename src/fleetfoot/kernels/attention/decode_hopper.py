@@ -41,10 +41,10 @@ from fleetfoot.kernels.attention.decode_hopper_producer import (
     SLOTS,
     feed,
 )
-from fleetfoot.kernels.attention.hopper_tiles import get_field
+from fleetfoot.kernels.runtime.gluon_support import get_field
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
-from fleetfoot.kernels.runtime.dependent_launch_hopper import launch_dependents, wait_for_inputs
+from fleetfoot.kernels.runtime.gluon_support import launch_dependents, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import launcher, next_power_of_2
 
 MAX_ROWS = 16

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from fleetfoot.kernels.attention.hopper_tiles import block_ids, put_field
-from fleetfoot.kernels.runtime.dependent_launch_hopper import wait_for_inputs
+from fleetfoot.kernels.runtime.gluon_support import block_ids, put_field
+from fleetfoot.kernels.runtime.gluon_support import wait_for_inputs
 
 SLOTS = gl.constexpr(4)
 """Items that may be described ahead."""

@@ -19,7 +19,7 @@ import torch
 
 from fleetfoot.kernels.runtime.gpu_limits import fit_tile, gpu_limits
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
-from fleetfoot.kernels.runtime.upper_bound import search_steps
+from fleetfoot.kernels.runtime.triton_support import search_steps
 
 if TYPE_CHECKING:
     import triton.language as tl

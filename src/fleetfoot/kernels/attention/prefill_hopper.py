@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fleetfoot.kernels.attention.hopper_tiles import get_field
+from fleetfoot.kernels.runtime.gluon_support import get_field
 from fleetfoot.kernels.attention.prefill_hopper_producer import (
     FIRST_POSITION,
     FIRST_TILE,

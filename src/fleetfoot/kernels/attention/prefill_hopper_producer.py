@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from fleetfoot.kernels.attention.hopper_tiles import block_ids, get_field, put_field
+from fleetfoot.kernels.runtime.gluon_support import block_ids, get_field, put_field
 
 # Fields that describe an item to all roles, in 32-bit words of shared memory.
 NUM_TILES = gl.constexpr(0)  # 0: there are no more items

@@ -1,7 +1,7 @@
-"""What the decode kernel writes: pieces of (request, KV head) pairs, their merging, and rows of the output.
+"""Split-KV decoding: the workspace of partial results, their merging, and stores to the output.
 
-A piece is what attention over some of the pair's positions yields: for each row the largest score, the sum of the
-weights relative to it, and the weighted sum of V (Flash-Decoding, Dao et al., 2023).
+A split is the partial result of attention over some positions of a (request, KV head) pair: for each row the maximum
+score, the sum of the weights relative to it, and the weighted sum of V (Flash-Decoding, Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -19,129 +19,109 @@ if TYPE_CHECKING:
 
 
 class AttentionWorkspace:
-    """Device memory that the kernels share: pieces, a count of the pieces written for each pair, and a counter.
+    """Device memory that the kernels share: splits, the number of splits written for each pair, and a counter.
 
-    Kernels find the counts and the counter at 0 and leave them at 0, so one workspace serves all layers, as long as
-    they run one after the other. Buffers that were outgrown are kept: captured graphs may still use them.
+    Kernels expect the counts and the counter to be 0 and reset them to 0, so all layers share one workspace, as long as
+    they run one after the other. Outgrown buffers are kept: captured graphs may still use them.
     """
 
     def __init__(self, device: torch.device, num_programs: int | None = None) -> None:
-        """``num_programs``: programs in a launch of the decode kernel; None: as many as its tiling wants."""
+        """``num_programs``: programs in a launch of the decode kernel; None: its tiling decides."""
         self._num_programs = num_programs
         self._num_sms = gpu_limits(device).num_sms
         with real_memory():
-            self._pieces = torch.empty(0, dtype=torch.float32, device=device)
+            self._splits = torch.empty(0, dtype=torch.float32, device=device)
             self._arrivals = torch.empty(0, dtype=torch.int32, device=device)
         self._outgrown: list[torch.Tensor] = []
         self.counter = _zeros(1, self._arrivals)
-        """``[1]`` int32, for a kernel whose programs draw their work."""
+        """``[1]`` int32, the work counter of a persistent kernel."""
 
     def num_programs(self, programs_per_sm: int) -> int:
         return self._num_programs or self._num_sms * programs_per_sm
 
     def reserve(self, num_floats: int, num_counts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory of the pieces, float32, and the counts, int32, at least so long.
+        """The buffers of the splits, float32, and of the counts, int32, with at least these numbers of elements.
 
         Raises:
-            RuntimeError: they are shorter, and a graph is being captured, in which they cannot grow.
+            RuntimeError: a buffer has to grow while a graph is being captured.
         """
-        if num_floats > self._pieces.numel():
-            self._outgrown.append(self._pieces)
-            self._pieces = _zeros(num_floats, self._pieces)
+        if num_floats > self._splits.numel():
+            self._outgrown.append(self._splits)
+            self._splits = _zeros(num_floats, self._splits)
         if num_counts > self._arrivals.numel():
             self._outgrown.append(self._arrivals)
             self._arrivals = _zeros(next_power_of_2(num_counts), self._arrivals)
-        return self._pieces, self._arrivals
+        return self._splits, self._arrivals
 
 
 def _zeros(size: int, like: torch.Tensor) -> torch.Tensor:
     if like.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"attention's workspace would have to grow to {size} elements within a graph that is being captured, where "
-            "its zeros are not written: run a step of this shape once before capturing it"
+            f"the attention workspace has to grow to {size} elements, but a graph is being captured, and writing zeros "
+            "would become part of it: run a step of this shape once before capturing it"
         )
-    with real_memory():  # it is kept, even if a dry pass is the first to want it
+    with real_memory():  # the buffer outlives a dry pass
         return torch.zeros(size, dtype=like.dtype, device=like.device)
 
 
 @triton_kernel(specialize=False)
-def store_piece(
-    pieces_ptr,
-    stats_ptr,
-    piece,
-    top,
-    total,
-    acc,
-    is_row,
-    rows: tl.constexpr,
-    padded_dim: tl.constexpr,
-    stored_rows: tl.constexpr,
-):
-    """Write ``top``, ``total`` ``[rows]`` and ``acc`` ``[rows, padded_dim]``, of which ``stored_rows`` may be valid."""
+def store_split(
+    splits_ptr, stats_ptr, split, row_max, row_sum, acc, is_row,
+    rows: tl.constexpr, padded_dim: tl.constexpr, stored_rows: tl.constexpr,
+):  # fmt: skip
+    """Write ``row_max``, ``row_sum [rows]`` and ``acc [rows, padded_dim]``; at most ``stored_rows`` rows are valid."""
     row = tl.arange(0, rows)
     column = tl.arange(0, padded_dim)
-    piece_ptrs = pieces_ptr + (piece * stored_rows + row[:, None]) * padded_dim + column[None, :]
-    tl.store(tl.multiple_of(piece_ptrs, (1, 16)), acc, mask=is_row[:, None])
-    tl.store(stats_ptr + piece * (2 * stored_rows) + row, top, mask=is_row)
-    tl.store(stats_ptr + piece * (2 * stored_rows) + stored_rows + row, total, mask=is_row)
+    split_ptrs = splits_ptr + (split * stored_rows + row[:, None]) * padded_dim + column[None, :]
+    tl.store(tl.multiple_of(split_ptrs, (1, 16)), acc, mask=is_row[:, None])
+    tl.store(stats_ptr + split * (2 * stored_rows) + row, row_max, mask=is_row)
+    tl.store(stats_ptr + split * (2 * stored_rows) + stored_rows + row, row_sum, mask=is_row)
 
 
 @triton_kernel(specialize=False)
-def merge_pieces(
-    pieces_ptr,
-    stats_ptr,
-    first_program,
-    last_program,
-    is_row,
-    padded_dim: tl.constexpr,
-    stored_rows: tl.constexpr,
-    merge_tile: tl.constexpr,
-):
-    """``[stored_rows, padded_dim]``: attention over all positions of a pair, from the pieces of some programs.
+def merge_splits(
+    splits_ptr, stats_ptr, first_program, last_program, is_row,
+    padded_dim: tl.constexpr, stored_rows: tl.constexpr, merge_tile: tl.constexpr,
+):  # fmt: skip
+    """``[stored_rows, padded_dim]``: attention over all positions of a pair, from the splits of a range of programs.
 
-    It reads ``merge_tile`` pieces at once, so that their loads are in flight together. A program's piece stands at
-    2 * program, or behind it if the piece begins the pair.
+    Reads ``merge_tile`` splits at once, so that their loads are in flight together. The index of a program's split is
+    2 * program, plus 1 if the split starts the pair.
     """
     row = tl.arange(0, stored_rows)
     column = tl.arange(0, padded_dim)
-    top = tl.full([stored_rows], -1.0e30, tl.float32)
-    total = tl.zeros([stored_rows], tl.float32)
+    row_max = tl.full([stored_rows], -1.0e30, tl.float32)
+    row_sum = tl.zeros([stored_rows], tl.float32)
     acc = tl.zeros([stored_rows, padded_dim], tl.float32)
     for begin in tl.range(first_program, last_program + 1, merge_tile, num_stages=1):
-        # Rows first: the compiler gives warps to the first dimension, and the pieces of a row should be one thread's.
+        # Rows come first: the compiler distributes warps over the first dimension, and one thread should hold all splits
+        # of a row.
         program = begin + tl.arange(0, merge_tile)
-        is_piece = is_row[:, None] & (program <= last_program)[None, :]
-        piece = (program * 2 + (program == first_program).to(tl.int32))[None, :]
-        stat_ptrs = stats_ptr + piece * (2 * stored_rows) + row[:, None]
-        piece_top = tl.load(stat_ptrs, mask=is_piece, other=-1.0e30, cache_modifier=".cg")
-        piece_total = tl.load(stat_ptrs + stored_rows, mask=is_piece, other=0.0, cache_modifier=".cg")
-        piece_row = piece * stored_rows + row[:, None]  # [stored_rows, merge_tile]
-        piece_ptrs = pieces_ptr + piece_row[:, :, None] * padded_dim + column[None, None, :]
-        piece_ptrs = tl.multiple_of(piece_ptrs, (1, 1, 16))
-        piece_acc = tl.load(piece_ptrs, mask=is_piece[:, :, None], other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(piece_top, 1))
-        kept = tl.exp2(top - new_top)
-        taken = tl.exp2(piece_top - new_top[:, None])
-        total = total * kept + tl.sum(piece_total * taken, 1)
-        acc = acc * kept[:, None] + tl.sum(piece_acc * taken[:, :, None], 1)
-        top = new_top
-    return acc / tl.where(total > 0, total, 1.0)[:, None]
+        is_split = is_row[:, None] & (program <= last_program)[None, :]
+        split = (program * 2 + (program == first_program).to(tl.int32))[None, :]
+        stat_ptrs = stats_ptr + split * (2 * stored_rows) + row[:, None]
+        split_max = tl.load(stat_ptrs, mask=is_split, other=-1.0e30, cache_modifier=".cg")
+        split_sum = tl.load(stat_ptrs + stored_rows, mask=is_split, other=0.0, cache_modifier=".cg")
+        split_row = split * stored_rows + row[:, None]  # [stored_rows, merge_tile]
+        split_ptrs = splits_ptr + split_row[:, :, None] * padded_dim + column[None, None, :]
+        split_ptrs = tl.multiple_of(split_ptrs, (1, 1, 16))
+        split_acc = tl.load(split_ptrs, mask=is_split[:, :, None], other=0.0, cache_modifier=".cg")
+        new_max = tl.maximum(row_max, tl.max(split_max, 1))
+        rescale = tl.exp2(row_max - new_max)
+        split_scale = tl.exp2(split_max - new_max[:, None])
+        row_sum = row_sum * rescale + tl.sum(split_sum * split_scale, 1)
+        acc = acc * rescale[:, None] + tl.sum(split_acc * split_scale[:, :, None], 1)
+        row_max = new_max
+    return acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
 
 
 @triton_kernel(specialize=False)
 def store_rows(
-    out_ptr,
-    result,
-    query_begin,
-    query_len,
-    kv_head,
-    num_kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    num_rows: tl.constexpr,
+    out_ptr, result, query_begin, query_len, kv_head,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, num_rows: tl.constexpr,
     padded_dim: tl.constexpr,
-):
-    """Write ``result`` ``[num_rows, padded_dim]``, whose rows are query heads within query tokens."""
+):  # fmt: skip
+    """Write ``result [num_rows, padded_dim]``; row ``i`` is head ``i % group`` of query token ``i // group``."""
     row = tl.arange(0, num_rows)
     column = tl.arange(0, padded_dim)
     token = row // group
@@ -154,15 +134,11 @@ def store_rows(
 
 @triton_kernel(specialize=False)
 def store_zeros(
-    out_ptr,
-    token,
-    num_kv_heads: tl.constexpr,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    num_rows: tl.constexpr,
+    out_ptr, token,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, num_rows: tl.constexpr,
     padded_dim: tl.constexpr,
-):
-    """All heads of a token that belongs to nobody."""
+):  # fmt: skip
+    """Write zeros to all heads of a token that belongs to no request."""
     row = tl.arange(0, num_rows)
     column = tl.arange(0, padded_dim)
     mask = (row < group)[:, None] & (column < head_dim)[None, :]

@@ -15,7 +15,7 @@ from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
-from fleetfoot.kernels.runtime.hopper_support import has_hopper_kernels
+from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
 
 MAX_HEAD_DIM = 256

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_options
-from fleetfoot.kernels.runtime.dependent_launch_hopper import launch_dependents, wait_for_inputs
+from fleetfoot.kernels.runtime.gluon_support import launch_dependents, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, launcher
 
 OUTPUTS = 128

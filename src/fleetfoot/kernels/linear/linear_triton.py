@@ -16,7 +16,7 @@ from fleetfoot.kernels.linear.tiled import TiledTiling, linear_tiled
 from fleetfoot.kernels.linear.tilings import FewRowsTiling, Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
-from fleetfoot.kernels.runtime.hopper_support import has_hopper_kernels
+from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
 _DTYPES = (torch.bfloat16, torch.float16)

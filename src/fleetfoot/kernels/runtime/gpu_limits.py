@@ -1,4 +1,4 @@
-"""What the attention kernels' launches are cut to: multiprocessors and shared memory of a GPU."""
+"""Properties of a GPU that launches depend on, and the tile sizes and kernels that follow from them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,47 @@ from functools import cache
 import torch
 
 
+_GLUON_VERSIONS = ("3.6.",)
+"""Versions of Triton that the kernels in Gluon were tested with: Gluon is experimental, and its interface may change."""
+
+
 @dataclass(frozen=True, slots=True)
 class GPULimits:
     num_sms: int
     shared_bytes: int
-    """Most shared memory of a program."""
+    """Maximum shared memory of a program."""
     capability: tuple[int, int]
 
 
 @cache
 def gpu_limits(device: torch.device) -> GPULimits:
-    """The limits of ``device``; for a CPU, where kernels are interpreted, those of a small made-up GPU."""
+    """The limits of ``device``. For a CPU, where kernels are interpreted, those of a small hypothetical GPU."""
     if device.type != "cuda":
         return GPULimits(num_sms=4, shared_bytes=100 * 1024, capability=(0, 0))
     properties = torch.cuda.get_device_properties(device)
     return GPULimits(
         num_sms=properties.multi_processor_count,
-        # What a program may ask for beyond the default; not every platform tells it apart.
+        # The opt-in maximum; not every platform reports it.
         shared_bytes=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
         capability=(properties.major, properties.minor),
     )
 
 
+@cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether ``device`` is a Hopper GPU and the installed Triton is a version that the kernels in Gluon support."""
+    if torch.version.hip is not None or gpu_limits(device).capability != (9, 0):
+        return False
+    import triton
+
+    return triton.__version__.startswith(_GLUON_VERSIONS)
+
+
 def fit_tile(rows: int, tile: int, row_bytes: int, shared_bytes: int) -> tuple[int, int]:
-    """The KV positions in a tile, at most ``tile``, and the pipeline's stages that fit in shared memory.
+    """The KV tile size, at most ``tile``, and the number of pipeline stages that fit in shared memory.
 
     Args:
-        rows: of the query tile, which is there, too. row_bytes: of a head in K, V or Q.
+        rows: rows of the query tile, which is in shared memory as well. row_bytes: bytes of a head of Q, K or V.
     """
     stages = 3
     while (rows + 2 * stages * tile) * row_bytes > shared_bytes:

@@ -94,3 +94,24 @@ def cdiv(count: int, size: int) -> int:
 def next_power_of_2(count: int) -> int:
     """The least power of two >= ``count``, for ``count`` >= 1: the width of a tile that holds so many items."""
     return 1 << (count - 1).bit_length()
+
+
+def search_steps(length: int) -> int:
+    """The number of halvings that `upper_bound` needs for ``length`` values."""
+    return length.bit_length()
+
+
+@triton_kernel(specialize=False)
+def upper_bound(sorted_ptr, length, steps, value):
+    """How many of the ``length`` sorted values at ``sorted_ptr`` are <= ``value``, for a tile of values at once."""
+    low = tl.zeros_like(value)
+    high = low + length
+    while steps > 0:
+        middle = (low + high) // 2
+        # A finished search has low == high == middle, which may be past the last value.
+        open_ = low < high
+        goes_right = open_ & (tl.load(sorted_ptr + middle, mask=open_, other=0) <= value)
+        low = tl.where(goes_right, middle + 1, low)
+        high = tl.where(goes_right, high, middle)
+        steps -= 1
+    return low

@@ -1,0 +1,52 @@
+"""Device functions of kernels in Gluon: dependent launches, work descriptors in shared memory, block ids.
+
+This module imports Triton.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def launch_dependents(overlap: gl.constexpr):
+    """See `fleetfoot.kernels.runtime.dependent_launch.launch_dependents`."""
+    if overlap:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def wait_for_inputs(overlap: gl.constexpr):
+    """See `fleetfoot.kernels.runtime.dependent_launch.wait_for_inputs`."""
+    if overlap:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def get_field(work, slot, field: gl.constexpr, num_fields: gl.constexpr, num_warps: gl.constexpr):
+    """Read a 32-bit field of the work descriptor in a slot of shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    return gl.sum(work.index(slot * num_fields + field).load(layout), 0)
+
+
+@gluon.jit
+def put_field(work, slot, field: gl.constexpr, num_fields: gl.constexpr, value):
+    """Write a field of a work descriptor. One warp calls this."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    work.index(slot * num_fields + field).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def block_ids(table_ptr, begin, kv_end, box_rows: gl.constexpr, tile: gl.constexpr, block_size: gl.constexpr):
+    """The block of each TMA box of the KV tile that starts at position ``begin``; 0 for boxes from ``kv_end`` on."""
+    blocks = ()
+    for box in gl.static_range(tile // box_rows):
+        position = begin + box * box_rows
+        block = gl.load(table_ptr + position // block_size, mask=position < kv_end, other=0)
+        blocks = blocks + (block,)  # type: ignore[assignment]  # noqa: RUF005
+    return blocks
