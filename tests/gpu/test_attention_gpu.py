@@ -200,11 +200,9 @@ def test_a_cache_past_32_bits(requests: Requests) -> None:
 
 def test_plain_and_hopper_kernels_agree_on_a_long_prompt() -> None:
     batch = cuda_batch([(8192, 8192)], (16, 8))
-    metadata, scale = batch.metadata, 128**-0.5
-    actual = TritonBackend().forward(batch.query, batch.kv_cache, metadata, scale, None)
+    actual = TritonBackend().forward(batch.query, batch.kv_cache, batch.metadata, 128**-0.5, None)
     plain = torch.full_like(actual, float("nan"))
-    tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-    paged_attention_prefill(*tensors, scale, None, out=plain)
+    paged_attention_prefill(batch.inputs(), out=plain)
     assert relative_error(actual, plain) < BOUND[torch.bfloat16]
     assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
 

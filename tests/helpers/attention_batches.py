@@ -1,4 +1,4 @@
-"""Ragged batches for attention backends, on any device, whose unused cache slots and table entries are poison."""
+"""Ragged batches for attention backends, on any device, with poison in unused cache slots and table entries."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
 
 Requests = list[tuple[int, int]]
-"""``(query_len, seq_len)`` of each request; those with one query token that are decodes stand first."""
+"""``(query_len, seq_len)`` of each request; decodes come first."""
 
 
 @dataclass
@@ -20,8 +21,12 @@ class Batch:
     kv_cache: torch.Tensor
     metadata: AttentionMetadata
 
+    def inputs(self, window: int | None = None) -> AttentionInputs:
+        """What attention kernels read."""
+        return AttentionInputs.of(self.query, self.kv_cache, self.metadata, self.query.shape[2] ** -0.5, window)
+
     def expected(self, window: int | None = None) -> torch.Tensor:
-        """What the twin computes in float32."""
+        """The result of the reference in float32."""
         scale = self.query.shape[2] ** -0.5
         return SDPABackend().forward(self.query.float(), self.kv_cache.float(), self.metadata, scale, window)
 
@@ -81,7 +86,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @dataclass
 class FusedBatch:
-    """A batch of decodes whose queries, and whose newest K and V, are still in the output of a linear layer."""
+    """A batch of decodes with its queries and its newest K and V still in the output of a linear layer."""
 
     qkv: torch.Tensor
     kv_cache: torch.Tensor
@@ -89,13 +94,14 @@ class FusedBatch:
     num_heads: int
     rotary: RotaryInputs
 
-    @property
-    def heads(self) -> torch.Tensor:
-        """``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``"""
-        return self.qkv.view(len(self.qkv), -1, self.kv_cache.shape[4])
+    def inputs(self, window: int | None = None) -> AttentionInputs:
+        """What the decode kernel reads; the query is ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``."""
+        head_dim = self.kv_cache.shape[4]
+        heads = self.qkv.view(len(self.qkv), -1, head_dim)
+        return AttentionInputs.of(heads, self.kv_cache, self.metadata, head_dim**-0.5, window)
 
     def expected(self, window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the twins compute in float32, and the cache that they leave. The batch's own cache stays as it is."""
+        """The results of the references in float32: the output and the cache. The batch's own cache is not modified."""
         cache, rotary, metadata = self.kv_cache.float(), self.rotary, self.metadata
         query = rope_and_cache_torch(
             self.qkv.float(),
@@ -122,7 +128,7 @@ def make_fused_batch(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> FusedBatch:
-    """``make_batch``, whose newest tokens are not in the cache yet. A request of length 0 pads the batch."""
+    """`make_batch` without the newest tokens in the cache. A request of length 0 pads the batch."""
     batch = make_batch(
         requests,
         num_heads=num_heads,

@@ -20,10 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from fleetfoot.kernels.attention import decode as paged_attention_decode
-from fleetfoot.kernels.attention import decode_hopper as paged_attention_decode_hopper
-from fleetfoot.kernels.attention import prefill as paged_attention_prefill
-from fleetfoot.kernels.attention import prefill_hopper as paged_attention_prefill_hopper
+from fleetfoot.kernels.attention import decode, decode_hopper, prefill, prefill_hopper
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.linear import gated_hopper as gated_linear_hopper
 from fleetfoot.kernels.runtime import gpu_limits
@@ -69,38 +66,24 @@ def main() -> None:
     shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
     workspace = AttentionWorkspace(torch.device("cpu"))
     batch = make_batch([(1, 5)], **shape)
-    metadata, out = batch.metadata, torch.empty_like(batch.query)
-    tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-    paged_attention_decode.paged_attention_decode(*tensors, 0.1, None, 1, workspace=workspace, out=out)
-    for requests in ([(1, 5)], [(4, 5)]):
-        fused = make_fused_batch(requests, **shape)
-        metadata = fused.metadata
-        paged_attention_decode.paged_attention_decode(
-            fused.heads,
-            fused.kv_cache,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_tables,
-            0.1,
-            None,
-            metadata.max_query_len,
+    out = torch.empty_like(batch.query)
+    decode.paged_attention_decode(batch.inputs(), workspace=workspace, out=out)
+    for query_len in (1, 4):
+        fused = make_fused_batch([(query_len, 5)], **shape)
+        decode.paged_attention_decode(
+            fused.inputs(),
             workspace=workspace,
             out=fused.qkv.new_empty(len(fused.qkv), shape["num_heads"], shape["head_dim"]),
             rotary=fused.rotary,
-            slot_mapping=metadata.slot_mapping,
+            slot_mapping=fused.metadata.slot_mapping,
             prefetch_weight=torch.empty(1024, 4096, dtype=torch.bfloat16),
         )
-    for heads in ((32, 8), (32, 2)):  # 8 rows, and 16
-        grouped = make_batch([(1, 5)], **shape | {"num_heads": heads[0], "num_kv_heads": heads[1]})
-        metadata, decoded = grouped.metadata, torch.empty_like(grouped.query)
-        tensors = (grouped.query, grouped.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-        decode_hopper = paged_attention_decode_hopper.paged_attention_decode_hopper
-        decode_hopper(*tensors, 0.1, None, 1, workspace=workspace, out=decoded)
-    metadata = batch.metadata
-    tensors = (batch.query, batch.kv_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
-    paged_attention_prefill.paged_attention_prefill(*tensors, 0.1, None, out=out)
-    hopper = paged_attention_prefill_hopper.paged_attention_prefill_hopper
-    hopper(*tensors, 0.1, None, counter=workspace.counter, out=out)
+    for num_kv_heads in (8, 2):  # 8 rows, and 16
+        grouped = make_batch([(1, 5)], **shape | {"num_kv_heads": num_kv_heads})
+        decoded = torch.empty_like(grouped.query)
+        decode_hopper.paged_attention_decode_hopper(grouped.inputs(), workspace=workspace, out=decoded)
+    prefill.paged_attention_prefill(batch.inputs(), out=out)
+    prefill_hopper.paged_attention_prefill_hopper(batch.inputs(), counter=workspace.counter, out=out)
     for groups in (2, 3):
         x, weight = torch.empty(300, 1024, dtype=torch.bfloat16), torch.empty(512, 1024, dtype=torch.bfloat16)
         gated_linear_hopper.gated_linear_hopper(x, weight, groups, H100.num_sms)
@@ -111,10 +94,10 @@ if __name__ == "__main__":
         patch.object(TritonKernel, "__getitem__", compile_triton),
         patch.object(GluonJITFunction, "__getitem__", compile_gluon),
         patch.object(gpu_limits, "gpu_limits", lambda device: H100),
-        patch.object(paged_attention_decode, "gpu_limits", lambda device: H100),
-        patch.object(paged_attention_decode, "can_overlap", lambda device: True),
-        patch.object(paged_attention_decode_hopper, "can_overlap", lambda device: True),
+        patch.object(decode, "gpu_limits", lambda device: H100),
+        patch.object(decode, "can_overlap", lambda device: True),
+        patch.object(decode_hopper, "can_overlap", lambda device: True),
         patch.object(gated_linear_hopper, "can_overlap", lambda device: True),
-        patch.object(paged_attention_prefill, "gpu_limits", lambda device: H100),
+        patch.object(prefill, "gpu_limits", lambda device: H100),
     ):
         main()

@@ -129,8 +129,8 @@ def test_ragged_batches(requests: list[tuple[int, int]], window: int | None, blo
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_small_memory_bounds_change_nothing(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(sdpa, "_MAX_GATHERED_ELEMENTS", 600)
-    monkeypatch.setattr(sdpa, "_MAX_MASK_ELEMENTS", 1)
+    monkeypatch.setattr(sdpa, "MAX_GATHERED_ELEMENTS", 600)
+    monkeypatch.setattr(sdpa, "MAX_MASK_ELEMENTS", 1)
     check([(1, 9), (1, 7), (1, 30), (1, 2), (70, 90)], window)
 
 

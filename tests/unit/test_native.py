@@ -262,7 +262,7 @@ def test_linear_of_strided_rows(variant: str, dtype: torch.dtype) -> None:
 
 def test_linear_refuses_what_does_not_fit(variant: str) -> None:
     linear = make_linear(variant, torch.zeros(8, 4))
-    with pytest.raises(ValueError, match=r"x \[2, 5\] torch.float32 does not go with a weight \[8, 4\]"):
+    with pytest.raises(ValueError, match=r"x \[2, 5\] torch.float32 does not match a weight \[8, 4\]"):
         linear(torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"torch\.bfloat16 does not go"):
         linear(torch.zeros(2, 4, dtype=torch.bfloat16))
@@ -415,7 +415,7 @@ def test_metadata_that_points_outside_is_refused(variant: str) -> None:
 
 def test_shapes_that_do_not_fit_together_are_refused(variant: str) -> None:
     query, kv_cache, metadata = make_batch([(1, 5)])
-    with pytest.raises(ValueError, match=r"query \[1, 4, 16\] torch.float32 .* does not go with a KV cache"):
+    with pytest.raises(ValueError, match=r"query \[1, 4, 16\] torch.float32 .* does not match the KV cache"):
         NativeBackend(variant).forward(query, kv_cache.bfloat16(), metadata, 0.25, None)
 
 

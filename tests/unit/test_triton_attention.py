@@ -14,13 +14,19 @@ from hypothesis import strategies as st
 from tests.helpers.attention_batches import Batch, Requests, make_batch, make_fused_batch, relative_error
 from tests.helpers.interpreter import compiled, interpreted, run_python
 
-from fleetfoot.kernels.attention import triton_backend as triton_module
-from fleetfoot.kernels.attention.decode import _prefetch_arguments, paged_attention_decode
-from fleetfoot.kernels.attention.decode_tiling import MAX_ROWS, DecodeTiling, choose_decode_tiling, most_rows
+from fleetfoot.kernels.attention.decode import (
+    MAX_ROWS,
+    DecodeTiling,
+    _prefetch_arguments,
+    choose_decode_tiling,
+    max_rows,
+    paged_attention_decode,
+)
 from fleetfoot.kernels.attention.prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
+from fleetfoot.kernels.runtime import gpu_limits
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DECODES: Requests = [(1, 50), (1, 1), (1, 0), (1, 130), (1, 16), (1, 17)]
@@ -44,39 +50,17 @@ def check_decode(
     tiling: DecodeTiling | None = None,
     times: int = 1,
 ) -> None:
-    metadata, workspace = batch.metadata, AttentionWorkspace(torch.device("cpu"), num_programs)
+    workspace = AttentionWorkspace(torch.device("cpu"), num_programs)
     for _ in range(times):
         out = torch.full(batch.query.shape, float("nan"), dtype=batch.query.dtype)
-        paged_attention_decode(
-            batch.query,
-            batch.kv_cache,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_tables,
-            batch.query.shape[2] ** -0.5,
-            window,
-            metadata.max_query_len,
-            workspace=workspace,
-            out=out,
-            tiling=tiling or TILING,
-        )
+        paged_attention_decode(batch.inputs(window), workspace=workspace, out=out, tiling=tiling or TILING)
         check(out, batch, window)
 
 
 def check_prefill(batch: Batch, window: int | None = None, *, tiling: PrefillTiling | None = None) -> None:
-    metadata = batch.metadata
     out = torch.full(batch.query.shape, float("nan"), dtype=batch.query.dtype)
-    paged_attention_prefill(
-        batch.query,
-        batch.kv_cache,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.block_tables,
-        batch.query.shape[2] ** -0.5,
-        window,
-        out=out,
-        tiling=tiling or PrefillTiling(rows=32, tile=16, num_warps=4, num_stages=3),
-    )
+    tiling = tiling or PrefillTiling(rows=32, tile=16, num_warps=4, num_stages=3)
+    paged_attention_prefill(batch.inputs(window), out=out, tiling=tiling)
     check(out, batch, window)
 
 
@@ -207,7 +191,7 @@ def test_other_shapes_go_to_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "dtype", "is_served"),
+    ("head_dim", "group", "dtype", "is_supported"),
     [
         (128, 4, torch.bfloat16, True),
         (256, 32, torch.float16, True),
@@ -219,14 +203,14 @@ def test_other_shapes_go_to_torch() -> None:
         (128, 4, torch.float64, False),
     ],
 )
-def test_what_is_served(head_dim: int, group: int, dtype: torch.dtype, is_served: bool) -> None:
-    assert TritonBackend.serves(head_dim, group, dtype) == is_served
+def test_supported_shapes(head_dim: int, group: int, dtype: torch.dtype, is_supported: bool) -> None:
+    assert TritonBackend.supports(head_dim, group, dtype) == is_supported
 
 
 def test_tensors_that_do_not_fit_are_named() -> None:
     batch = make_batch([(1, 5)])
     backend = TritonBackend()
-    with pytest.raises(ValueError, match=r"query \[1, 4, 16\] torch.float32 .* does not go with a KV cache"):
+    with pytest.raises(ValueError, match=r"query \[1, 4, 16\] torch.float32 .* does not match the KV cache"):
         backend.forward(batch.query, batch.kv_cache.half(), batch.metadata, 0.25, None)
     shifted = torch.cat((torch.zeros(1), batch.query.flatten()))[1:].view(batch.query.shape)
     with pytest.raises(ValueError, match="not aligned to 16 bytes"):
@@ -242,7 +226,7 @@ def test_tensors_that_do_not_fit_are_named() -> None:
 def test_tiles_fit_in_shared_memory(shared_bytes: int, element_size: int, head_dim: int, group: int) -> None:
     """Three stages of K and V beside Q, which is what the compiler may take for two that are in flight."""
     row_bytes = head_dim * element_size
-    rows = min(max(16, group), most_rows(head_dim))
+    rows = min(max(16, group), max_rows(head_dim))
     for chosen_rows, tile, stages in (
         (lambda t: (t.rows, t.tile, t.num_stages))(
             choose_prefill_tiling(rows, head_dim, element_size, shared_bytes),
@@ -258,19 +242,21 @@ def test_a_workspace_does_not_grow_while_a_graph_is_captured() -> None:
     class OnDevice:
         is_cuda = True
 
-    from fleetfoot.kernels.attention import split_kv as paged_attention_pieces
+    from fleetfoot.kernels.attention import split_kv
 
     with (
         patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        pytest.raises(RuntimeError, match=r"grow to 64 elements .* run a step of this shape once before capturing it"),
+        pytest.raises(RuntimeError, match=r"grow to 64 elements.* run a step of this shape once before capturing it"),
     ):
-        paged_attention_pieces._zeros(64, OnDevice())  # type: ignore[arg-type]
+        split_kv._zeros(64, OnDevice())  # type: ignore[arg-type]
 
 
 def test_another_version_of_triton_gets_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_module, "gpu_limits", lambda device: type("Limits", (), {"capability": (9, 0)}))
-    monkeypatch.setitem(sys.modules, "triton", type("Triton", (), {"__version__": "4.0.0"}))
-    assert triton_module._hopper_kernels.__wrapped__(torch.device("cpu")) is None
+    hopper = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
+    monkeypatch.setattr(gpu_limits, "gpu_limits", lambda device: hopper)
+    for version, is_supported in (("3.6.0", True), ("4.0.0", False)):
+        monkeypatch.setitem(sys.modules, "triton", type("Triton", (), {"__version__": version}))
+        assert gpu_limits.has_hopper_kernels.__wrapped__(torch.device("cpu")) == is_supported
 
 
 @pytest.mark.slow
@@ -323,24 +309,17 @@ def check_fused(
     batch = make_fused_batch(requests, head_dim=head_dim, has_norm=has_norm)
     expected, expected_cache = batch.expected(window)
     out = torch.full(expected.shape, float("nan"), dtype=batch.qkv.dtype)
-    metadata = batch.metadata
+    slot_mapping = batch.metadata.slot_mapping
     paged_attention_decode(
-        batch.heads,
-        batch.kv_cache,
-        metadata.query_start_loc,
-        metadata.seq_lens,
-        metadata.block_tables,
-        head_dim**-0.5,
-        window,
-        metadata.max_query_len,
+        batch.inputs(window),
         workspace=AttentionWorkspace(torch.device("cpu"), num_programs),
         out=out,
         tiling=TILING,
         rotary=batch.rotary,
-        slot_mapping=metadata.slot_mapping,
+        slot_mapping=slot_mapping,
         prefetch_weight=torch.ones(37, 24),
     )
-    live = metadata.slot_mapping >= 0
+    live = slot_mapping >= 0
     assert relative_error(out[live], expected[live]) < BOUND[out.dtype]
     assert torch.equal(batch.kv_cache.isnan(), expected_cache.isnan())
     written = ~expected_cache.isnan()

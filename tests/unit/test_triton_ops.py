@@ -144,7 +144,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         TRITON.rms_norm(torch.zeros(2, 8), torch.zeros(9), 1e-6)
     with pytest.raises(ValueError, match=r"x \[2, 3, 9\], residual \[3, 8\]"):
         TRITON.add_rms_norm(torch.zeros(2, 3, 9), torch.zeros(3, 8), torch.zeros(8), 1e-6)
-    with pytest.raises(ValueError, match=r"x \[2, 8\] torch.float32 does not go with a weight \[4, 8\] torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"x \[2, 8\] torch.float32 does not match a weight \[4, 8\] torch.bfloat16"):
         TRITON.prepare_linear(torch.zeros(4, 8).bfloat16())(torch.zeros(2, 8))
 
 

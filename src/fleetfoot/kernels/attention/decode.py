@@ -10,9 +10,9 @@ enough, and its grid depends on the device only: a CUDA graph can hold it.
 The query heads that share a KV head, for all query tokens of the request, are the rows of one matrix, so K and V are
 read once for all of them.
 
-With `RotaryInputs` the kernel takes q, k and v from the linear layer: it applies norm and rotation to q, and the program
-that processes the tile of a new token normalizes, rotates and writes the K and V of that token before it reads the tile.
-This saves one launch per layer.
+With `RotaryInputs` the kernel takes q, k and v from the linear layer: it applies norm and rotation to q, and the
+program that processes the tile of a new token normalizes, rotates and writes the K and V of that token before it reads
+the tile. This saves one launch per layer.
 
 Lengths and block tables are the same for all layers of a step and complete before its first layer starts (see
 `fleetfoot.kernels.runtime.dependent_launch`), so programs find their work and prefetch their first tiles before they
@@ -34,8 +34,8 @@ from fleetfoot.kernels.attention.rope_and_cache import load_cos_sin, norm_and_ro
 from fleetfoot.kernels.attention.split_kv import (
     AttentionWorkspace,
     merge_splits,
-    store_split,
     store_rows,
+    store_split,
     store_zeros,
 )
 from fleetfoot.kernels.runtime.dependent_launch import (
@@ -61,8 +61,9 @@ PAIR_TILES = 4
 """The fixed cost of a (request, KV head) pair, in tiles: loading its query and waiting for it. On an H100 a step of 256
 requests of 3 to 300 tokens takes 1.80 ms with 4, 1.85 with 2, 2.04 with 1 and 2.76 with none."""
 _PREFETCH_BYTES = 32 << 20
-"""Maximum bytes of a weight that are prefetched. Prefetching all 32 MB of Llama-3.1-8B's output projection reduces a step
-of 8 requests on an H100 by 1.1%, and a step of one request by 0.6%; half of them nearly as much, a quarter 0.3%."""
+"""Maximum bytes of a weight that are prefetched. Prefetching all 32 MB of Llama-3.1-8B's output projection reduces a
+step of 8 requests on an H100 by 1.1%, and a step of one request by 0.6%; half of them nearly as much, a quarter 0.3%.
+"""
 _MERGED_FLOATS = 4096  # loaded at once by a merging program: 32 registers per thread
 _MIN_COUNTS = 1 << 16
 _REQUEST_BUCKETS = (16, 256, 4096)
@@ -339,7 +340,7 @@ def _paged_attention_decode_kernel(
             query_ptrs = tl.multiple_of(query_ptr + query_offset[:, None] + column[None, :], (1, 16))
             q = tl.load(query_ptrs, mask=is_row[:, None] & is_column[None, :], other=0.0)  # [rows, padded_dim]
 
-        row_max = tl.full([rows], -1.0e30, tl.float32)  # below any score, and finite: the difference of two is not NaN
+        row_max = tl.full([rows], -1.0e30, tl.float32)  # finite, so that differences are not NaN
         weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over a tile's positions at the end
         acc = tl.zeros([rows, padded_dim], tl.float32)
         for tile_index in tl.range(first_tile + begin, first_tile + stop):

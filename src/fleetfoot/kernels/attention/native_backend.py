@@ -6,31 +6,29 @@ import torch
 
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.native.library import DTYPES, check_status, load_library
-from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
+from fleetfoot.records.attention import AttentionMetadata
 
 MAX_HEAD_DIM = 256
-_NO_WINDOW = 1 << 30  # longer than any sequence, and far from the end of 32 bits
+_NO_WINDOW = 1 << 30  # longer than any sequence; fits in 32 bits with room to add positions
 
 
-class NativeBackend:
-    """Prefills, chunks and decodes of a step in one call. What its kernel does not serve goes to `SDPABackend`.
+class NativeBackend(SDPABackend):
+    """Prefills, chunks and decodes of a step in one call; unsupported shapes fall back to `SDPABackend`.
 
-    A token's result has the same bits in any batch, in any chunking of its prompt and on any number of threads.
+    The result of a token is bitwise identical for any batch, any chunking of its prompt and any number of threads.
 
     Raises:
         NativeUnavailableError: the library is missing, or has no such variant for this processor.
     """
 
     name = "native"
-    is_capturable = False
 
     def __init__(self, variant: str | None = None) -> None:
         self._kernel = load_library(variant).paged_attention
-        self._fallback = SDPABackend()
 
     @staticmethod
-    def serves(head_dim: int, dtype: torch.dtype) -> bool:
-        """Whether the kernel itself takes this shape: float32 or bfloat16, head_dim a multiple of 16 up to 256."""
+    def supports(head_dim: int, dtype: torch.dtype) -> bool:
+        """Whether the C kernel supports this shape: float32 or bfloat16, head_dim a multiple of 16 up to 256."""
         return dtype in DTYPES and head_dim % 16 == 0 and 0 < head_dim <= MAX_HEAD_DIM
 
     def forward(
@@ -41,15 +39,15 @@ class NativeBackend:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`. Query tokens that belong to no request come back as zeros.
+        """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
         Raises:
-            ValueError: tensors that do not fit together, or metadata that points outside of them.
+            ValueError: the shapes or dtypes do not match, or the metadata points outside of a tensor.
         """
         num_tokens, num_heads, head_dim = query.shape
         num_blocks, _, num_kv_heads, block_size, kv_head_dim = kv_cache.shape
-        if not self.serves(head_dim, query.dtype):
-            return self._fallback.forward(query, kv_cache, metadata, scale, window)
+        if not self.supports(head_dim, query.dtype):
+            return super().forward(query, kv_cache, metadata, scale, window)
         block_tables = metadata.block_tables
         query_stride, kv_stride, table_stride = query.stride(), kv_cache.stride(), block_tables.stride()
         if (
@@ -61,47 +59,16 @@ class NativeBackend:
             or kv_cache.dtype != query.dtype
         ):
             raise ValueError(
-                f"query {list(query.shape)} {query.dtype} with strides {query_stride} does not go with a KV cache "
+                f"query {list(query.shape)} {query.dtype} with strides {query_stride} does not match the KV cache "
                 f"{list(kv_cache.shape)} {kv_cache.dtype} with strides {kv_stride}"
             )
         output = torch.empty(query.shape, dtype=query.dtype)
         status = self._kernel(
-            output.data_ptr(),
-            query.data_ptr(),
-            query_stride[0],
-            num_tokens,
-            kv_cache.data_ptr(),
-            num_blocks,
-            *kv_stride[:4],
-            metadata.query_start_loc.data_ptr(),
-            metadata.seq_lens.data_ptr(),
-            block_tables.data_ptr(),
-            table_stride[0],
-            block_tables.shape[1],
-            metadata.num_reqs,
-            num_heads,
-            num_kv_heads,
-            block_size,
-            head_dim,
-            scale,
-            _NO_WINDOW if window is None else window,
-            DTYPES[query.dtype],
-            torch.get_num_threads(),
-        )
+            output.data_ptr(), query.data_ptr(), query_stride[0], num_tokens, kv_cache.data_ptr(), num_blocks,
+            *kv_stride[:4], metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(), block_tables.data_ptr(),
+            table_stride[0], block_tables.shape[1], metadata.num_reqs, num_heads, num_kv_heads, block_size, head_dim,
+            scale, _NO_WINDOW if window is None else window, DTYPES[query.dtype], torch.get_num_threads(),
+        )  # fmt: skip
         if status:
             check_status(status, "paged_attention")
         return output
-
-    def forward_fused(
-        self,
-        qkv: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        num_heads: int,
-        rotary: RotaryInputs,
-        scale: float,
-        window: int | None,
-        prefetch_weight: torch.Tensor | None = None,
-    ) -> None:
-        """See `AttentionBackend.forward_fused`: there is no such kernel here."""
-        return

@@ -1,17 +1,17 @@
-"""Causal attention of prompts over the paged KV cache for Hopper GPUs: warps with roles, in Gluon.
+"""Causal attention of prompts over the paged KV cache for Hopper GPUs: warp-specialized and persistent, in Gluon.
 
-What `fleetfoot.kernels.attention.prefill` computes, for 16-bit types and heads of 128 or 64 elements. Its programs
-stay on their multiprocessor and draw items, a tile of query tokens for one KV head, until there are none left. In a
-program
+Computes `fleetfoot.kernels.attention.prefill` for 16-bit types and heads of 128 or 64 elements. The grid is persistent:
+programs fetch work tiles, each a tile of query tokens for one KV head, until none is left. A program has
 
-- one warp *schedules*: it draws the items, says what they are, and fetches their queries, an item ahead;
-- one warp *loads* K and V, block by block, through the tensor memory accelerator, some tiles ahead;
-- two groups of four warps *attend*, 64 rows of the item each. While the tensor cores multiply the weights of
-  one tile with V, a group computes the weights of the next; and the groups take turns in giving the tensor cores work,
-  so that one computes weights while the other's products run (FlashAttention-3, Shah et al., 2024).
+- one scheduler warp: it fetches the work tiles, writes their descriptors, and loads their queries one work tile ahead;
+- one producer warp: it loads K and V block by block by TMA (the tensor memory accelerator) several tiles ahead;
+- two consumer warp groups of four warps, with 64 rows of the work tile each. While the tensor cores multiply the
+  weights of one tile with V, a group computes the softmax of the next tile; and the groups issue their matmuls in turn
+  (pingpong scheduling), so that one computes its softmax while the other's matmuls run (FlashAttention-3, Shah et al.,
+  2024).
 
-They meet at barriers in shared memory. Gluon, which places data and waits by hand, has no interpreter: the kernel is
-held against `fleetfoot.kernels.attention.sdpa_backend.SDPABackend` on a GPU. This module imports Triton.
+They synchronize with barriers in shared memory. Gluon has no interpreter: a GPU test compares the kernel with
+`fleetfoot.kernels.attention.sdpa_backend.SDPABackend`. This module imports Triton.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fleetfoot.kernels.runtime.gluon_support import get_field
+from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.prefill_hopper_producer import (
     FIRST_POSITION,
     FIRST_TILE,
@@ -38,52 +38,45 @@ from fleetfoot.kernels.attention.prefill_hopper_producer import (
     NUM_FIELDS,
     NUM_TILES,
     NUM_TOKENS,
-    load,
-    schedule,
-)
+    producer_warp,
+    scheduler_warp,
+)  # fmt: skip
+from fleetfoot.kernels.runtime.gluon_support import get_field
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import launcher
 
 _TILE = 128  # KV positions
-_ROWS = 128  # query heads of a KV head within query tokens: 64 for each of two groups of warps
-_PASS_BYTES = 24 << 20  # of K and V that programs read at the same time: about half of the L2 cache
+_ROWS = 128  # query tokens times query heads per KV head: 64 for each of two warp groups
+_PASS_BYTES = 24 << 20  # of K and V that all programs read at the same time: about half of the L2 cache
 _GROUP_OF_64, _TOKENS_OF_64 = 2, 2048
-"""With heads of 64: groups up to so large, or chunks from so many tokens on. An H100's TFLOP/s, and the plain kernel's:
-4096 tokens of 16 heads, no groups, 360 and 285; 8192 tokens, groups of 2, 390 and 316; groups of 4, 398 and 390; 16 x
-512, groups of 4, 168 and 198."""
+"""Heads of 64: use this kernel up to this group size, or from this number of tokens on. TFLOP/s on an H100 of this
+kernel and of the Triton kernel: 4096 tokens of 16 heads, no groups, 360 and 285; 8192 tokens, groups of 2, 390 and 316;
+groups of 4, 398 and 390; 16 x 512, groups of 4, 168 and 198."""
 
 
-def serves(query: torch.Tensor, kv_cache: torch.Tensor, max_query_len: int) -> bool:
-    """Whether the kernel takes these types and shapes, and is the faster one."""
-    group = query.shape[1] // kv_cache.shape[2]
-    block_size, head_dim = kv_cache.shape[3:]
+def supports(inputs: AttentionInputs) -> bool:
+    """Whether the kernel supports these types and shapes and is faster than the Triton kernel."""
+    block_size, head_dim = inputs.kv_cache.shape[3:]
+    group = inputs.group
+    is_faster = head_dim == 128 or group <= _GROUP_OF_64 or inputs.max_query_len >= _TOKENS_OF_64
     return (
-        query.dtype in (torch.bfloat16, torch.float16)
-        and (head_dim == 128 or (head_dim == 64 and (group <= _GROUP_OF_64 or max_query_len >= _TOKENS_OF_64)))
+        inputs.query.dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (64, 128)
+        and is_faster
         and group <= 64
         and block_size >= 8
         and block_size & (block_size - 1) == 0
-        and kv_cache.stride(0) % head_dim == 0
+        and inputs.kv_cache.stride(0) % head_dim == 0
     )
 
 
-def paged_attention_prefill_hopper(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    window: int | None,
-    *,
-    counter: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
+def paged_attention_prefill_hopper(inputs: AttentionInputs, *, counter: torch.Tensor, out: torch.Tensor) -> None:
     """See `fleetfoot.kernels.attention.prefill.paged_attention_prefill`.
 
     Args:
-        counter: ``[1]`` int32, 0, and 0 again when the kernel is done.
+        counter: ``[1]`` int32, 0 before and after the launch.
     """
+    query, kv_cache, query_start_loc, seq_lens, block_tables, scale, window, _ = inputs
     num_reqs = seq_lens.shape[0]
     num_tokens, num_heads, head_dim = query.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv_cache.shape
@@ -91,49 +84,26 @@ def paged_attention_prefill_hopper(
     rows_per_block = kv_cache.stride(0) // head_dim
     num_rows = (num_blocks - 1) * rows_per_block + 2 * num_kv_heads * block_size
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    rows_of_cache = TensorDescriptor(
-        kv_cache, [num_rows, head_dim], [head_dim, 1], [min(block_size, _TILE), 64], layout
-    )
-    num_items = (num_tokens // (_ROWS // group) + num_reqs + 1) * num_kv_heads
+    cache_desc = TensorDescriptor(kv_cache, [num_rows, head_dim], [head_dim, 1], [min(block_size, _TILE), 64], layout)
+    num_work_tiles = (num_tokens // (_ROWS // group) + num_reqs + 1) * num_kv_heads
     launcher(_paged_attention_prefill_kernel, (gpu_limits(query.device).num_sms,))(
-        query,
-        rows_of_cache,
-        out,
-        query_start_loc,
-        seq_lens,
-        block_tables,
-        counter,
-        num_reqs,
-        num_tokens,
-        num_items,
-        num_rows,
-        rows_per_block,
-        query.stride(0),
-        block_tables.stride(0),
-        scale * math.log2(math.e),
-        0 if window is None else window,
+        query, cache_desc, out, query_start_loc, seq_lens, block_tables, counter, num_reqs, num_tokens, num_work_tiles,
+        num_rows, rows_per_block, query.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
         _PASS_BYTES // (4 * head_dim),
-        num_kv_heads=num_kv_heads,
-        group=group,
-        head_dim=head_dim,
-        block_size=block_size,
-        rows=_ROWS,
-        tile=_TILE,
-        stages=2,
-        has_window=window is not None,
-        num_warps=4,
-    )
+        num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size, rows=_ROWS, tile=_TILE,
+        stages=2, has_window=window is not None, num_warps=4,
+    )  # fmt: skip
 
 
 @gluon.jit
-def _hide(
+def _mask_scores(
     scores, begin, row_position, first_position, last_position, window, tile: gl.constexpr, has_window: gl.constexpr
 ):
-    """Scores of positions that a row does not see become -inf. Most tiles are seen by all rows as they are."""
-    hides = begin + tile > first_position + 1
+    """Set the scores of masked positions to -inf. Most tiles need no mask for any row."""
+    needs_mask = begin + tile > first_position + 1
     if has_window:
-        hides = hides | (begin <= last_position - window)
-    if hides:
+        needs_mask = needs_mask | (begin <= last_position - window)
+    if needs_mask:
         position = gl.expand_dims(begin + gl.arange(0, tile, gl.SliceLayout(0, scores.type.layout)), 0)
         visible = position <= gl.expand_dims(row_position, 1)
         if has_window:
@@ -143,37 +113,24 @@ def _hide(
 
 
 @gluon.jit
-def _weigh(scores, top, total, scale_log2):
-    """The weights relative to the largest score so far, that score, the sum of weights, what is kept of older sums."""
-    new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
-    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(new_top, 1))
-    kept = gl.exp2(top - new_top)
-    return weights, new_top, total * kept + gl.sum(weights, 1), kept
+def _online_softmax(scores, row_max, row_sum, scale_log2):
+    """Weights relative to the running maximum, that maximum, the sum of weights, and the factor for previous sums."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(new_max, 1))
+    rescale = gl.exp2(row_max - new_max)
+    return weights, new_max, row_sum * rescale + gl.sum(weights, 1), rescale
 
 
 @gluon.jit
-def _attend(
-    out_ptr,
-    queries,
-    slots,
-    key_stages,
-    value_stages,
-    turns,
-    scale_log2,
-    window,
-    part_of_rows: gl.constexpr,
-    num_kv_heads: gl.constexpr,
-    group: gl.constexpr,
-    head_dim: gl.constexpr,
-    rows: gl.constexpr,
-    tile: gl.constexpr,
-    stages: gl.constexpr,
-    has_window: gl.constexpr,
-):
-    """Attention of 64 rows of each item, from row ``64 * part_of_rows`` on."""
-    items, _, filled, free = slots
-    keys, k_filled, k_free = key_stages
-    values, v_filled, v_free = value_stages
+def _consumer_warps(
+    out_ptr, queries, slots, key_stages, value_stages, pingpong, scale_log2, window,
+    warp_group: gl.constexpr, num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr,
+    rows: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr, has_window: gl.constexpr,
+):  # fmt: skip
+    """Attention of 64 rows of each work tile, from row ``64 * warp_group`` on."""
+    work, _, query_full, work_empty = slots
+    keys, k_full, k_empty = key_stages
+    values, v_full, v_empty = value_stages
     num_groups: gl.constexpr = rows // 64
     tile_tokens: gl.constexpr = rows // group
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile, 16])
@@ -181,77 +138,77 @@ def _attend(
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     zeros = gl.zeros([64, tile], gl.float32, scores_layout)
-    row = part_of_rows * 64 + gl.arange(0, 64, row_layout)
+    row = warp_group * 64 + gl.arange(0, 64, row_layout)
     count = 0
     step = 0
-    turn = 0
-    mbarrier.wait(filled.index(0), 0)
-    num_tiles = get_field(items, 0, NUM_TILES, NUM_FIELDS, 4)
+    pingpong_count = 0
+    mbarrier.wait(query_full.index(0), 0)
+    num_tiles = get_field(work, 0, NUM_TILES, NUM_FIELDS, 4)
     while num_tiles > 0:
         slot = count % 2
-        item_position = get_field(items, slot, FIRST_POSITION, NUM_FIELDS, 4)
-        row_position = item_position + row // group
-        first_position = item_position + part_of_rows * 64 // group  # of this part's rows
-        last_position = item_position + (part_of_rows * 64 + 63) // group
-        begin = get_field(items, slot, FIRST_TILE, NUM_FIELDS, 4) * tile
-        first_token = get_field(items, slot, FIRST_TOKEN, NUM_FIELDS, 4)
-        num_tokens = get_field(items, slot, NUM_TOKENS, NUM_FIELDS, 4)
-        kv_head = get_field(items, slot, KV_HEAD, NUM_FIELDS, 4)
-        q = queries.index(slot * num_groups + part_of_rows)
+        tile_position = get_field(work, slot, FIRST_POSITION, NUM_FIELDS, 4)
+        row_position = tile_position + row // group
+        first_position = tile_position + warp_group * 64 // group  # of this warp group's rows
+        last_position = tile_position + (warp_group * 64 + 63) // group
+        begin = get_field(work, slot, FIRST_TILE, NUM_FIELDS, 4) * tile
+        first_token = get_field(work, slot, FIRST_TOKEN, NUM_FIELDS, 4)
+        num_tokens = get_field(work, slot, NUM_TOKENS, NUM_FIELDS, 4)
+        kv_head = get_field(work, slot, KV_HEAD, NUM_FIELDS, 4)
+        q = queries.index(slot * num_groups + warp_group)
 
         stage = step % stages
-        mbarrier.wait(k_filled.index(stage), (step // stages) & 1)
-        mbarrier.wait(turns.index(part_of_rows), (turn & 1) ^ (1 - part_of_rows))
+        mbarrier.wait(k_full.index(stage), (step // stages) & 1)
+        mbarrier.wait(pingpong.index(warp_group), (pingpong_count & 1) ^ (1 - warp_group))
         scores = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.arrive(turns.index(1 - part_of_rows), count=1)
-        turn += 1
+        mbarrier.arrive(pingpong.index(1 - warp_group), count=1)
+        pingpong_count += 1
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_free.index(stage), count=1)
-        scores = _hide(scores, begin, row_position, first_position, last_position, window, tile, has_window)
-        top = gl.full([64], -1.0e30, gl.float32, row_layout)  # below any score, and finite
-        total = gl.zeros([64], gl.float32, row_layout)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        scores = _mask_scores(scores, begin, row_position, first_position, last_position, window, tile, has_window)
+        row_max = gl.full([64], -1.0e30, gl.float32, row_layout)  # finite, so that differences are not NaN
+        row_sum = gl.zeros([64], gl.float32, row_layout)
         acc = gl.zeros([64, head_dim], gl.float32, acc_layout)
-        weights, top, total, kept = _weigh(scores, top, total, scale_log2)
+        weights, row_max, row_sum, rescale = _online_softmax(scores, row_max, row_sum, scale_log2)
         p = gl.convert_layout(weights.to(keys.dtype), weights_layout)
         next_step = step + 1
-        mbarrier.wait(k_filled.index(next_step % stages), (next_step // stages) & 1, pred=num_tiles > 1)
+        mbarrier.wait(k_full.index(next_step % stages), (next_step // stages) & 1, pred=num_tiles > 1)
         for index in range(1, num_tiles):
             v_stage = step % stages
             v_phase = (step // stages) & 1
             step += 1
             stage = step % stages
-            mbarrier.wait(turns.index(part_of_rows), (turn & 1) ^ (1 - part_of_rows))
+            mbarrier.wait(pingpong.index(warp_group), (pingpong_count & 1) ^ (1 - warp_group))
             next_scores = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            mbarrier.wait(v_filled.index(v_stage), v_phase)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
             next_acc = warpgroup_mma(p, values.index(v_stage), acc, is_async=True)
-            mbarrier.arrive(turns.index(1 - part_of_rows), count=1)
-            turn += 1
+            mbarrier.arrive(pingpong.index(1 - warp_group), count=1)
+            pingpong_count += 1
             scores = warpgroup_mma_wait(1, deps=[next_scores])
-            mbarrier.arrive(k_free.index(stage), count=1)
+            mbarrier.arrive(k_empty.index(stage), count=1)
             begin += tile
-            scores = _hide(scores, begin, row_position, first_position, last_position, window, tile, has_window)
-            weights, top, total, kept = _weigh(scores, top, total, scale_log2)
+            scores = _mask_scores(scores, begin, row_position, first_position, last_position, window, tile, has_window)
+            weights, row_max, row_sum, rescale = _online_softmax(scores, row_max, row_sum, scale_log2)
             next_p = gl.convert_layout(weights.to(keys.dtype), weights_layout)
-            # To wait for the next K here, while the product with V runs, also keeps the assembler from moving the
-            # weights' arithmetic behind the end of that product.
+            # Waiting for the next K here, while the matmul with V runs, also prevents the assembler from moving the
+            # softmax after the end of that matmul.
             next_step = step + 1
             is_next = index + 1 < num_tiles
-            mbarrier.wait(k_filled.index(next_step % stages), (next_step // stages) & 1, pred=is_next)
+            mbarrier.wait(k_full.index(next_step % stages), (next_step // stages) & 1, pred=is_next)
             acc, p = warpgroup_mma_wait(0, deps=[next_acc, p])
-            mbarrier.arrive(v_free.index(v_stage), count=1)
-            acc = acc * gl.convert_layout(gl.expand_dims(kept, 1), acc_layout)
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
+            acc = acc * gl.convert_layout(gl.expand_dims(rescale, 1), acc_layout)
             p = next_p
-        mbarrier.arrive(free.index(slot), count=1)
+        mbarrier.arrive(work_empty.index(slot), count=1)
         v_stage = step % stages
-        mbarrier.wait(v_filled.index(v_stage), (step // stages) & 1)
+        mbarrier.wait(v_full.index(v_stage), (step // stages) & 1)
         next_acc = warpgroup_mma(p, values.index(v_stage), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=[next_acc, p])
-        mbarrier.arrive(v_free.index(v_stage), count=1)
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
         step += 1
 
-        factor = gl.convert_layout(gl.expand_dims(1.0 / gl.where(total > 0, total, 1.0), 1), acc_layout)
+        factor = gl.convert_layout(gl.expand_dims(1.0 / gl.where(row_sum > 0, row_sum, 1.0), 1), acc_layout)
         result = (acc * factor).to(out_ptr.dtype.element_ty)
-        out_row = part_of_rows * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
+        out_row = warp_group * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc_layout))
         column = gl.expand_dims(gl.arange(0, head_dim, gl.SliceLayout(0, acc_layout)), 0)
         token = out_row // group
         token_offset = (first_token + token).to(gl.int64) * (num_kv_heads * group * head_dim)
@@ -259,46 +216,26 @@ def _attend(
         is_row = (token < num_tokens) & (out_row < tile_tokens * group)
         gl.store(out_ptr + gl.expand_dims(offset, 1) + column, result, mask=gl.expand_dims(is_row, 1))
         count += 1
-        mbarrier.wait(filled.index(count % 2), (count // 2) & 1)
-        num_tiles = get_field(items, count % 2, NUM_TILES, NUM_FIELDS, 4)
+        mbarrier.wait(query_full.index(count % 2), (count // 2) & 1)
+        num_tiles = get_field(work, count % 2, NUM_TILES, NUM_FIELDS, 4)
 
 
-# Query and output are aligned, which is checked; the others may be slices that begin anywhere.
+# Query and output are checked to be aligned; the other tensors may be slices with any offset.
 @gluon.jit(
     do_not_specialize=[
         "query_start_loc_ptr", "seq_lens_ptr", "block_tables_ptr", "counter_ptr",
-        "num_reqs", "num_tokens", "num_items", "num_rows", "rows_per_block", "query_stride", "table_stride", "window",
-        "pass_positions",
+        "num_reqs", "num_tokens", "num_work_tiles", "num_rows", "rows_per_block", "query_stride", "table_stride",
+        "window", "pass_positions",
     ]
 )  # fmt: skip
 def _paged_attention_prefill_kernel(
-    query_ptr,
-    rows_of_cache,
-    out_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    block_tables_ptr,
-    counter_ptr,
-    num_reqs,
-    num_tokens,
-    num_items,
-    num_rows,
-    rows_per_block,
-    query_stride,
-    table_stride,
-    scale_log2,
-    window,
+    query_ptr, cache_desc, out_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr, counter_ptr, num_reqs,
+    num_tokens, num_work_tiles, num_rows, rows_per_block, query_stride, table_stride, scale_log2, window,
     pass_positions,
-    num_kv_heads: gl.constexpr,
-    group: gl.constexpr,
-    head_dim: gl.constexpr,
-    block_size: gl.constexpr,
-    rows: gl.constexpr,
-    tile: gl.constexpr,
-    stages: gl.constexpr,
-    has_window: gl.constexpr,
-):
-    dtype: gl.constexpr = rows_of_cache.dtype
+    num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
+    rows: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr, has_window: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = cache_desc.dtype
     num_groups: gl.constexpr = rows // 64
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -306,45 +243,45 @@ def _paged_attention_prefill_kernel(
     queries = gl.allocate_shared_memory(dtype, [2 * num_groups, 64, head_dim], tile_layout)
     keys = gl.allocate_shared_memory(dtype, [stages, tile, head_dim], tile_layout)
     values = gl.allocate_shared_memory(dtype, [stages, tile, head_dim], tile_layout)
-    items = gl.allocate_shared_memory(gl.int32, [2 * NUM_FIELDS, 1], word_layout)
-    # Of the two slots: described for the loading warp, filled (the queries, too) for the others, free again.
-    described = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    filled = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    # Of the stages.
-    k_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
-    k_free = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
-    v_filled = gl.allocate_shared_memory(gl.int64, [stages + 1, 1], barrier_layout)
-    v_free = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    work = gl.allocate_shared_memory(gl.int32, [2 * NUM_FIELDS, 1], word_layout)
+    # Barriers of the two slots: descriptor written, queries loaded as well, slot empty again.
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    query_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    # Barriers of the stages.
+    k_full = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
+    k_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [stages + 1, 1], barrier_layout)
+    v_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
+    pingpong = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     for slot in gl.static_range(2):
-        mbarrier.init(described.index(slot), count=1)
-        mbarrier.init(filled.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=num_groups + 1)
+        mbarrier.init(work_full.index(slot), count=1)
+        mbarrier.init(query_full.index(slot), count=1)
+        mbarrier.init(work_empty.index(slot), count=num_groups + 1)
     for stage in gl.static_range(stages):
-        mbarrier.init(k_filled.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=num_groups)
-        mbarrier.init(v_filled.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=num_groups)
-    mbarrier.init(v_filled.index(stages), count=1)
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=num_groups)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=num_groups)
+    mbarrier.init(v_full.index(stages), count=1)
     for part in gl.static_range(2):
-        mbarrier.init(turns.index(part), count=1)
+        mbarrier.init(pingpong.index(part), count=1)
     fence_async_shared()
 
-    # The last list is registers of a thread: the three groups of four warps share 504, and the first gets the rest.
-    slots = (items, described, filled, free)
-    keys = (keys, k_filled, k_free)
-    values = (values, v_filled, v_free)
+    # The last list is registers per thread: three groups of four warps share 504, and the first group gets the rest.
+    slots = (work, work_full, query_full, work_empty)
+    keys = (keys, k_full, k_empty)
+    values = (values, v_full, v_empty)
     # fmt: off
     gl.warp_specialize([
-        (_attend, (out_ptr, queries, slots, keys, values, turns, scale_log2, window, 0, num_kv_heads, group, head_dim,
-                   rows, tile, stages, has_window)),
-        (_attend, (out_ptr, queries, slots, keys, values, turns, scale_log2, window, 1, num_kv_heads, group, head_dim,
-                   rows, tile, stages, has_window)),
-        (schedule, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs, num_tokens,
-                    num_items, query_stride, window, pass_positions, num_kv_heads, group, head_dim, rows, tile,
-                    has_window)),
-        (load, (rows_of_cache, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
-                num_kv_heads, head_dim, block_size, tile, stages)),
+        (_consumer_warps, (out_ptr, queries, slots, keys, values, pingpong, scale_log2, window, 0, num_kv_heads, group,
+                           head_dim, rows, tile, stages, has_window)),
+        (_consumer_warps, (out_ptr, queries, slots, keys, values, pingpong, scale_log2, window, 1, num_kv_heads, group,
+                           head_dim, rows, tile, stages, has_window)),
+        (scheduler_warp, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs,
+                          num_tokens, num_work_tiles, query_stride, window, pass_positions, num_kv_heads, group,
+                          head_dim, rows, tile, has_window)),
+        (producer_warp, (cache_desc, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
+                         num_kv_heads, head_dim, block_size, tile, stages)),
     ], [4, 1, 1], [232, 40, 40])
     # fmt: on

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache in plain torch: any device, any shape, and the yardstick of the faster backends."""
+"""Attention over the paged KV cache in torch: any device, any shape; the reference of the other backends."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
 
 
 class SDPABackend:
-    """Gathers each request's K and V out of its blocks and hands them to `F.scaled_dot_product_attention`.
+    """Gathers each request's K and V from its blocks and calls `F.scaled_dot_product_attention`.
 
     Prefills run one by one, so that no padding is computed; decodes run in padded groups of bounded size. Positions
-    that a request does not own are cleared after the gather: a block may hold anything past its request's last token,
-    NaN included, and no mask hides a NaN.
+    past the end of a request are zeroed after the gather: a block may hold any value there, and a mask does not remove
+    NaN.
     """
 
     name = "sdpa"
@@ -28,7 +28,7 @@ class SDPABackend:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`. Query tokens that belong to no request come back as zeros."""
+        """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero."""
         starts = metadata.query_start_loc.tolist()
         seq_lens = metadata.seq_lens.tolist()
         if starts[-1] == query.shape[0]:
@@ -66,13 +66,13 @@ class SDPABackend:
         scale: float,
         window: int | None,
         prefetch_weight: torch.Tensor | None = None,
-    ) -> None:
-        """See `AttentionBackend.forward_fused`: there is no such kernel here."""
-        return
+    ) -> torch.Tensor | None:
+        """See `AttentionBackend.forward_fused`: this backend has no such kernel."""
+        return None
 
 
 def _decode_groups(seq_lens: list[int], kv_cache: torch.Tensor) -> list[tuple[int, int]]:
-    """Cut the decodes into runs ``(first, last + 1)`` of one request or more whose padded K stays under the bound."""
+    """Split the decodes into ranges ``(first, last + 1)`` whose padded K is at most `MAX_GATHERED_ELEMENTS`."""
     elements_per_token = kv_cache.shape[2] * kv_cache.shape[4]
     groups: list[tuple[int, int]] = []
     first, longest = 0, 0
@@ -102,30 +102,30 @@ def _decode(
         return torch.zeros_like(query)
     num_blocks = -(-max_seq_len // block_size)
     block = torch.arange(num_blocks, device=query.device)
-    owned = block * block_size < seq_lens[:, None]  # [num_reqs, num_blocks]
-    blocks = block_tables[:, :num_blocks].to(torch.int64).masked_fill(~owned, 0)
+    has_block = block * block_size < seq_lens[:, None]  # [num_reqs, num_blocks]
+    blocks = block_tables[:, :num_blocks].to(torch.int64).masked_fill(~has_block, 0)
     heads = torch.arange(num_kv_heads, device=query.device)
     position = torch.arange(num_blocks * block_size, device=query.device)
     past_end = position >= seq_lens[:, None]  # [num_reqs, positions]
-    pair = []
-    for which in (0, 1):
-        gathered = kv_cache[blocks[:, None, :], which, heads[None, :, None]]
+    keys_values = []
+    for kind in (0, 1):
+        gathered = kv_cache[blocks[:, None, :], kind, heads[None, :, None]]
         # [num_reqs, num_kv_heads, positions, head_dim]
         flat = gathered.view(num_reqs, num_kv_heads, num_blocks * block_size, head_dim)
-        pair.append(flat.masked_fill_(past_end[:, None, :, None], 0))
+        keys_values.append(flat.masked_fill_(past_end[:, None, :, None], 0))
     hidden = past_end
     if window is not None:
         hidden = hidden | (position < seq_lens[:, None] - window)
-    # The query heads of one KV head stand as the rows of one small matrix, so that K and V are read once for all.
+    # The query heads of a KV head are the rows of one matrix, so that K and V are read once for all of them.
     rows = query.reshape(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = ~hidden[:, None, None, :]  # [num_reqs, 1, 1, positions]
-    attended = F.scaled_dot_product_attention(rows, pair[0], pair[1], attn_mask=mask, scale=scale)
-    # A padding request of length 0 sees nothing, and the softmax of nothing is NaN.
+    attended = F.scaled_dot_product_attention(rows, keys_values[0], keys_values[1], attn_mask=mask, scale=scale)
+    # For a padding request of length 0 the softmax is over no positions, which is NaN.
     return attended.reshape(query.shape).masked_fill_((seq_lens == 0)[:, None, None], 0)
 
 
 def _gather_one(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one request, each ``[num_kv_heads, seq_len, head_dim]``; a view where one block holds it all."""
+    """K and V of one request, each ``[num_kv_heads, seq_len, head_dim]``; a view if the request has a single block."""
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     num_blocks = -(-seq_len // block_size)
     if num_blocks == 1:
@@ -147,10 +147,10 @@ def _prefill(
     scale: float,
     window: int | None,
 ) -> None:
-    """The last ``num_tokens`` of one request, into ``output [num_tokens, num_heads, head_dim]``.
+    """The last ``num_tokens`` of one request, written to ``output [num_tokens, num_heads, head_dim]``.
 
-    Works in pieces of rows, each against the positions that its rows can see: the mask stays small, and the upper
-    triangle and what lies before the window cost nothing.
+    Processes chunks of rows, each against the positions that its rows attend to: this bounds the mask, and skips the
+    upper triangle and the positions before the window.
     """
     num_tokens, num_heads = query.shape[:2]
     num_kv_heads, seq_len = keys.shape[0], keys.shape[1]
@@ -160,15 +160,14 @@ def _prefill(
         end = min(begin + step, num_tokens)
         first = 0 if window is None else max(0, context + begin + 1 - window)
         last = context + end
-        whole = begin == 0 and context == 0 and (window is None or window >= end)
+        is_causal = begin == 0 and context == 0 and (window is None or window >= end)
+        mask = None if is_causal else _causal_mask(context + begin, last, first, last, window, query.device)
         attended = F.scaled_dot_product_attention(
             query[begin:end].transpose(0, 1).unsqueeze(0),  # [1, num_heads, rows, head_dim]
             keys[:, first:last].unsqueeze(0),  # [1, num_kv_heads, positions, head_dim]
             values[:, first:last].unsqueeze(0),
-            attn_mask=None
-            if whole
-            else _causal_mask(context + begin, context + end, first, last, window, query.device),
-            is_causal=whole,
+            attn_mask=mask,
+            is_causal=is_causal,
             scale=scale,
             enable_gqa=num_heads != num_kv_heads,
         )
@@ -178,7 +177,7 @@ def _prefill(
 def _causal_mask(
     row_begin: int, row_end: int, first: int, last: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """``[rows, positions]`` bool: which positions ``first..last`` the tokens at ``row_begin..row_end`` see."""
+    """``[rows, positions]`` bool: which positions ``first..last`` the tokens at ``row_begin..row_end`` attend to."""
     row = torch.arange(row_begin, row_end, device=device)[:, None]
     position = torch.arange(first, last, device=device)
     visible = position <= row

@@ -94,8 +94,7 @@ def merge_splits(
     row_sum = tl.zeros([stored_rows], tl.float32)
     acc = tl.zeros([stored_rows, padded_dim], tl.float32)
     for begin in tl.range(first_program, last_program + 1, merge_tile, num_stages=1):
-        # Rows come first: the compiler distributes warps over the first dimension, and one thread should hold all splits
-        # of a row.
+        # Rows come first: warps are distributed over the first dimension, and one thread should hold a row's splits.
         program = begin + tl.arange(0, merge_tile)
         is_split = is_row[:, None] & (program <= last_program)[None, :]
         split = (program * 2 + (program == first_program).to(tl.int32))[None, :]

@@ -56,7 +56,7 @@ class NativeLinear:
         self._shape, self._dtype, self._code = weight.shape, weight.dtype, DTYPES[weight.dtype]
         if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != weight.dtype):
             raise ValueError(
-                f"bias {list(bias.shape)} {bias.dtype} does not go with a weight {list(weight.shape)} {weight.dtype}"
+                f"bias {list(bias.shape)} {bias.dtype} does not match a weight {list(weight.shape)} {weight.dtype}"
             )
         self._bias = None if bias is None else bias.contiguous()
         self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
@@ -72,7 +72,7 @@ class NativeLinear:
         num_rows, num_inputs = x.shape
         num_outputs = self._shape[0]
         if x.dtype is not self._dtype or num_inputs != self._shape[1]:
-            raise ValueError(f"x {list(x.shape)} {x.dtype} does not go with a weight {list(self._shape)} {self._dtype}")
+            raise ValueError(f"x {list(x.shape)} {x.dtype} does not match a weight {list(self._shape)} {self._dtype}")
         stride = x.stride()
         if stride[1] != 1 or (self._values_per_unit == 2 and (stride[0] % 2 or x.data_ptr() % 4)):
             x = x.contiguous() if stride[1] != 1 else x.clone(memory_format=torch.contiguous_format)

@@ -15,8 +15,7 @@ from fleetfoot.kernels.linear.streamed import StreamedTiling, linear_streamed
 from fleetfoot.kernels.linear.tiled import TiledTiling, linear_tiled
 from fleetfoot.kernels.linear.tilings import FewRowsTiling, Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
-from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
-from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
+from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -46,7 +45,7 @@ class TritonLinear:
         """
         if x.shape[1] != self._weight.shape[1] or x.dtype is not self._weight.dtype:
             raise ValueError(
-                f"x {list(x.shape)} {x.dtype} does not go with a weight {list(self._weight.shape)} {self._weight.dtype}"
+                f"x {list(x.shape)} {x.dtype} does not match a weight {list(self._weight.shape)} {self._weight.dtype}"
             )
         tiling = self._tiling(x.shape[0])
         if tiling is None:

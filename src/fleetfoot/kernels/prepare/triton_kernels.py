@@ -8,8 +8,7 @@ import torch
 
 from fleetfoot.kernels.prepare.reference import uniform_query_len
 from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
-from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
-from fleetfoot.kernels.runtime.triton_support import search_steps, upper_bound
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, search_steps, triton_kernel, upper_bound
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -7,9 +7,8 @@ from functools import cache
 
 import torch
 
-
 _GLUON_VERSIONS = ("3.6.",)
-"""Versions of Triton that the kernels in Gluon were tested with: Gluon is experimental, and its interface may change."""
+"""Versions of Triton that the kernels in Gluon were tested with; the interface of Gluon is experimental."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 Launch = Callable[..., Any]
 """Launches a kernel over a grid: ``launch(*arguments, **options)``."""
