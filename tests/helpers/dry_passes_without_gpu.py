@@ -131,8 +131,8 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
     if kind.pipeline_rank is not None:
         pipeline = local_pipeline(2, config.hidden_size)[kind.pipeline_rank]
         if kind.pipeline_rank:  # of the dtype of the model
-            sizes = (2, MAX_NUM_TOKENS, config.hidden_size)
-            pipeline._buffers = IntermediateTensors(*torch.zeros(sizes, dtype=kind.dtype))  # type: ignore[attr-defined]
+            hidden_states = torch.zeros(MAX_NUM_TOKENS, config.hidden_size, dtype=kind.dtype)
+            pipeline._buffers = IntermediateTensors(hidden_states)  # type: ignore[attr-defined]
         layers = pipeline_layers(config, kind.pipeline_rank, 2)
     context = ModelContext(
         triton_kernels(), TritonBackend(), kind.dtype, CPU, max_positions=MAX_MODEL_LEN + 8, tensor_group=tensor_group

@@ -264,7 +264,7 @@ def test_linear_refuses_what_does_not_fit(variant: str) -> None:
     linear = make_linear(variant, torch.zeros(8, 4))
     with pytest.raises(ValueError, match=r"x \[2, 5\] torch.float32 does not match a weight \[8, 4\]"):
         linear(torch.zeros(2, 5))
-    with pytest.raises(ValueError, match=r"torch\.bfloat16 does not go"):
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 does not match"):
         linear(torch.zeros(2, 4, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"bias \[4\]"):
         make_linear(variant, torch.zeros(8, 4), torch.zeros(4))

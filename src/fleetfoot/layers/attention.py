@@ -10,7 +10,7 @@ from torch import nn
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.sharding import check_tensor_parallel_size, even_span, kv_head_span, num_kv_heads
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
-from fleetfoot.kernels.attention.backend import AttentionBackend
+from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.interface import RopeAndCache
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
