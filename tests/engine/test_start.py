@@ -229,7 +229,7 @@ DIFFERENCES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         r"connector is '[\w.]*Odd', and the plan names '[\w.]*OffloadingConnector'",
     ),
     "drafter": (
-        "fleetfoot.speculative.build.build_speculation",
+        "fleetfoot.speculative.drafter.build_speculation",
         lambda *_, **__: NO_DRAFTING,
         NGRAM,
         "drafter is 'none', and the plan names 'ngram'",

@@ -14,11 +14,17 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.kv_transfer.base.registry import V2_LAYOUT, connector_layouts
-from fleetfoot.plan.features import CAPABILITIES, ModelFeatures, required_features, unsupported_features
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.oracle import DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES, Decision, UnsupportedFeatureError
+from fleetfoot.plan.oracle import (
+    DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES,
+    Decision,
+    ModelFeatures,
+    UnsupportedFeatureError,
+    required_features,
+    unsupported_features,
+)
 from fleetfoot.plan.resolve import resolve_plan, resolve_runner
-from fleetfoot.runner.features import Feature, Support
+from fleetfoot.runner.capabilities import CAPABILITIES, Feature, Support
 
 GIB = 1 << 30
 CPU = Machine(16 * GIB)

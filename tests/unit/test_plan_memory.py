@@ -23,9 +23,12 @@ from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.registry import model_class
 from fleetfoot.plan.fit import Device, MemoryPlanError, fit_engine
-from fleetfoot.plan.footprint import (
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.memory import (
+    GIB,
     EngineShape,
     Footprint,
+    MemoryPlan,
     activation_bytes,
     communication_bytes,
     graph_bytes,
@@ -34,8 +37,6 @@ from fleetfoot.plan.footprint import (
     state_block_bytes,
     weight_bytes,
 )
-from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.memory import GIB, MemoryPlan
 from fleetfoot.plan.report import plan_report
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout

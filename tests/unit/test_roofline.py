@@ -10,10 +10,9 @@ import pytest
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.bench_load import Samples, Work
-from fleetfoot.cli.bench_roofline import batch_floors, floor_report, measure_peak_rates
+from fleetfoot.cli.bench_roofline import Costs, PeakRates, Roofline, batch_floors, floor_report, measure_peak_rates
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.plan.roofline import Costs, PeakRates, Roofline
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from fleetfoot.config.sharding import (
     check_tensor_parallel_size,
     even_span,
     kv_head_span,
-    layer_parameters,
     num_kv_heads,
     pipeline_layers,
     vocab_rows,
@@ -92,7 +91,7 @@ def test_every_layer_is_on_one_rank(layers: int, vocab: int, data: st.DataObject
     assert max(lengths[:-1], default=0) - min(lengths[:-1], default=0) <= 1
     assert lengths[:-1] == sorted(lengths[:-1])
     # the last rank has fewer layers than the others only as far as its logits head makes up for them
-    head = vocab * config.hidden_size / layer_parameters(config)
+    head = vocab * config.hidden_size / config.layer_parameters()
     assert max(lengths[:-1], default=0) - lengths[-1] <= head + 1
 
 
@@ -106,9 +105,9 @@ def test_the_logits_head_counts_as_layers() -> None:
 def test_parameters_of_a_layer() -> None:
     hidden = 4096
     whole = 2 * hidden * hidden + 2 * hidden * 1024 + 3 * hidden * 14336 + 2 * hidden
-    assert layer_parameters(LLAMA_8B) == whole
-    assert layer_parameters(LLAMA_8B, 2) == (whole - 2 * hidden) // 2 + 2 * hidden
-    assert layer_parameters(LLAMA_8B, 16) == (whole - 2 * hidden - 2 * hidden * 1024) // 16 + 2 * hidden * (1 + 128)
+    assert LLAMA_8B.layer_parameters() == whole
+    assert LLAMA_8B.layer_parameters(2) == (whole - 2 * hidden) // 2 + 2 * hidden
+    assert LLAMA_8B.layer_parameters(16) == (whole - 2 * hidden - 2 * hidden * 1024) // 16 + 2 * hidden * (1 + 128)
 
 
 def test_heads_of_a_rank() -> None:

@@ -17,8 +17,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.records.weights import WeightError
-from fleetfoot.speculative.draft_steps import DraftSteps
-from fleetfoot.speculative.drafter import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch, DraftSteps
 from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import DrafterModel
 

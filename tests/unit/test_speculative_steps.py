@@ -7,8 +7,7 @@ import torch
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.kernels.sampling.sample import sample_torch
 from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
-from fleetfoot.speculative.drafter import DraftBatch
+from fleetfoot.speculative.drafter import DraftBatch, DraftSteps, as_drafts
 
 BLOCK_SIZE = 4
 

@@ -90,7 +90,7 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
     """
     from fleetfoot.config.json_fields import ConfigError
     from fleetfoot.config.model import read_config_json
-    from fleetfoot.plan.features import ModelFeatures
+    from fleetfoot.plan.oracle import ModelFeatures
     from fleetfoot.plan.report import decision_report, plan_report
     from fleetfoot.plan.resolve import choose_device, find_model, resolve_plan, resolve_runner
 

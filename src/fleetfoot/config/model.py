@@ -83,14 +83,19 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights; a tied logits head is counted once."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
-        attention += (q + 2 * kv if self.qkv_bias else 0) + (self.hidden_size if self.o_bias else 0)
-        attention += 2 * self.head_dim if self.qk_norm else 0
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
+        return self.num_layers * self.layer_parameters() + embeddings + self.hidden_size
+
+    def layer_parameters(self, num_ranks: int = 1) -> int:
+        """Weights of a decoder layer on the first of ``num_ranks``, which alone has row-parallel layers' biases."""
+        hidden, intermediate = self.hidden_size, self.intermediate_size // num_ranks
+        q = self.num_heads // num_ranks * self.head_dim
+        kv = max(1, self.num_kv_heads // num_ranks) * self.head_dim
+        attention = hidden * (q + 2 * kv) + q * hidden
+        attention += (q + 2 * kv if self.qkv_bias else 0) + (hidden if self.o_bias else 0)
+        attention += 2 * self.head_dim if self.qk_norm else 0
+        mlp = 3 * hidden * intermediate + (2 * intermediate + hidden if self.mlp_bias else 0)
+        return attention + mlp + 2 * hidden
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:

@@ -94,20 +94,6 @@ def pipeline_layers(config: ModelConfig, rank: int, size: int) -> range:
 
 def _slowest(config: ModelConfig, last: int, size: int) -> int:
     """Weights that the slowest rank reads in a step if the last rank has ``last`` layers."""
-    layer = layer_parameters(config)
+    layer = config.layer_parameters()
     others = -(-(config.num_layers - last) // (size - 1))
     return max(others * layer, last * layer + config.vocab_size * config.hidden_size)
-
-
-def layer_parameters(config: ModelConfig, size: int = 1) -> int:
-    """Weights of a decoder layer on the first of ``size`` ranks, which alone has the biases of row-parallel layers."""
-    hidden, head_dim = config.hidden_size, config.head_dim
-    q = config.num_heads // size * head_dim
-    kv = num_kv_heads(config, size) * head_dim
-    intermediate = config.intermediate_size // size
-    attention = hidden * (q + 2 * kv) + q * hidden
-    attention += (q + 2 * kv if config.qkv_bias else 0) + (hidden if config.o_bias else 0)
-    attention += 2 * head_dim if config.qk_norm else 0
-    mlp = 3 * hidden * intermediate
-    mlp += 2 * intermediate + hidden if config.mlp_bias else 0
-    return attention + mlp + 2 * hidden

@@ -83,7 +83,7 @@ class Worker:
             return NO_DRAFTING
         if not self.groups.pipeline.is_last_rank:
             return DraftSettings(num_drafts=plan.drafter.num_drafts)
-        from fleetfoot.speculative.build import build_speculation
+        from fleetfoot.speculative.drafter import build_speculation
 
         fuses = plan.runner == "v2"
         return build_speculation(plan.config, plan.drafter.model, plan.max_model_len, context, fuses=fuses)

@@ -8,8 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.plan.footprint import EngineShape, Footprint, kv_block_bytes, state_block_bytes
-from fleetfoot.plan.memory import CPU_KV_LIMIT, CPU_KV_SHARE, GIB, MemoryPlan, is_kv_given, share_out
+from fleetfoot.plan.memory import (
+    CPU_KV_LIMIT,
+    CPU_KV_SHARE,
+    GIB,
+    EngineShape,
+    Footprint,
+    MemoryPlan,
+    is_kv_given,
+    kv_block_bytes,
+    share_out,
+    state_block_bytes,
+)
 
 LEAST_CONTEXT = 256
 """The smallest max_model_len that is chosen if the settings have none."""

@@ -11,10 +11,9 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.plan.connector import ConnectorPlan
-from fleetfoot.plan.features import Unsupported
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
-from fleetfoot.plan.oracle import Decision
+from fleetfoot.plan.oracle import Decision, Unsupported
 from fleetfoot.runner.capture_table import CaptureTable
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 

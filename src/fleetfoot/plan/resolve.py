@@ -9,17 +9,15 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size, layer_parameters
+from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.fusion.fit import plan_fusion
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.kv_transfer.base.registry import V2_LAYOUT
 from fleetfoot.plan.connector import locate_connector, resolve_connector
-from fleetfoot.plan.features import ModelFeatures
 from fleetfoot.plan.fit import Device, fit_engine
-from fleetfoot.plan.footprint import EngineShape
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.memory import MemoryPlan
-from fleetfoot.plan.oracle import Decision, Situation, decide, explicit_choice
+from fleetfoot.plan.memory import EngineShape, MemoryPlan
+from fleetfoot.plan.oracle import Decision, ModelFeatures, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.transfer_context import check_connector_settings
 from fleetfoot.runner.capture_table import CaptureTable
@@ -133,7 +131,7 @@ def _fit(
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
     drafter = drafter_shape(config, model, found, dtype, device)
-    layer_weights = layer_parameters(model, config.tensor_parallel_size)
+    layer_weights = model.layer_parameters(config.tensor_parallel_size)
 
     def make_shape(config: EngineConfig, max_model_len: int) -> EngineShape:
         budget = _max_num_batched_tokens(config, device, max_model_len)

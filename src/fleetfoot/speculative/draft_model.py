@@ -12,8 +12,7 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.attention import AttentionMetadata
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs
-from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
-from fleetfoot.speculative.drafter import DraftBatch, DrafterContext
+from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
 from fleetfoot.weights.model_loader import ModelLoader
 
 

@@ -14,8 +14,7 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.records.weights import WeightError
-from fleetfoot.speculative.draft_steps import DraftSteps, as_drafts
-from fleetfoot.speculative.drafter import DraftBatch, DrafterContext
+from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
 from fleetfoot.speculative.find import DrafterModel
 from fleetfoot.weights.checkpoint import Checkpoint
 from fleetfoot.weights.dummy import fill_dummy

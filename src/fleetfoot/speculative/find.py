@@ -9,7 +9,6 @@ from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig, read_config_json
 from fleetfoot.config.parsing import parse_model_config
-from fleetfoot.config.sharding import layer_parameters
 from fleetfoot.config.speculative import DRAFT_METHODS, EMBEDDED_EAGLE
 from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
@@ -152,7 +151,7 @@ def _num_parameters(found: DrafterModel, target: ModelConfig, device: str, *, ha
     """
     config = found.config
     matrix = config.vocab_size * config.hidden_size
-    layers = config.num_layers * layer_parameters(config)
+    layers = config.num_layers * config.layer_parameters()
     if found.method == "eagle":
         fc = 2 * config.hidden_size**2 + config.hidden_size  # with the bias, which nearly all have
         own = 0 if has_embedding or target.tie_word_embeddings else matrix

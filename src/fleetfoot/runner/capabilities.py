@@ -1,8 +1,12 @@
-"""Features of model runners, which each runner declares in its ``capabilities.py``. No torch."""
+"""The features of model runners, and which of them each runner supports. No torch.
+
+``tests/engine/test_capabilities.py`` runs a model for each of them on each runner.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -59,4 +63,31 @@ class Support:
         return not self.why_not
 
 
-YES = Support()
+_UNSUPPORTED = {
+    Feature.QUANTIZED_WEIGHTS: "The loader and the linear layers support only bfloat16, float16 and float32.",
+    Feature.MIXTURE_OF_EXPERTS: "No model here routes tokens to experts.",
+    Feature.HYBRID_LAYERS: "Every layer must be attention over the paged KV cache.",
+    Feature.POOLING: "Each step ends in logits and tokens; hidden states are not handed out.",
+    Feature.TORCH_COMPILE: "Its operations are chosen by hand, and no model is passed through torch.compile.",
+    Feature.PREFILL_CONTEXT_PARALLELISM: "A prompt is computed on one device.",
+    Feature.SLEEP: "Memory is only given back at shutdown.",
+    Feature.LIVE_WEIGHTS: "Weights are read once, at the start.",
+    Feature.PROMPT_EMBEDDINGS: "Its inputs are token ids.",
+    Feature.LORA: "Linear layers have one set of weights for all requests.",
+    Feature.LOGITS_PROCESSORS: "The sampler calls no code of the user's.",
+    Feature.STRUCTURED_OUTPUTS: "The sampler takes no grammar's bitmask.",
+}
+"""What no runner supports, and why."""
+_UNSUPPORTED_BY_V1 = {Feature.GRAPHS: "It runs eagerly; graphs are Model Runner V2's."}
+_UNSUPPORTED_BY_V2: dict[Feature, str] = {}
+
+
+def _capabilities(unsupported: Mapping[Feature, str]) -> Mapping[Feature, Support]:
+    return {feature: Support(unsupported.get(feature, "")) for feature in Feature}
+
+
+CAPABILITIES: Mapping[str, Mapping[Feature, Support]] = {
+    "v1": _capabilities(_UNSUPPORTED | _UNSUPPORTED_BY_V1),
+    "v2": _capabilities(_UNSUPPORTED | _UNSUPPORTED_BY_V2),
+}
+"""Runner -> feature -> whether it is supported."""
