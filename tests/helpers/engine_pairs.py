@@ -10,8 +10,7 @@ from typing import Any
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.server.disaggregation.client import EngineProcess
-from fleetfoot.server.disaggregation.messages import Engine
+from fleetfoot.server.disaggregation.client import Engine, EngineProcess
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, nixl
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

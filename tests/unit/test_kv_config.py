@@ -28,8 +28,7 @@ from fleetfoot.kv_transfer.base.registry import (
     part_configs,
 )
 from fleetfoot.kv_transfer.blockstore.connector import FilesystemSettings, OffloadingConnector, SharedStorageConnector
-from fleetfoot.kv_transfer.blockstore.index import HostIndex
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler
+from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler, HostIndex
 from fleetfoot.kv_transfer.multi import MultiScheduler
 from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.machine import Machine
@@ -101,7 +100,7 @@ def test_names_that_mean_nothing(name: str, module_path: str | None, message: st
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = (
         "import sys; import fleetfoot.kv_transfer.base.registry, fleetfoot.plan.oracle, "
-        "fleetfoot.kv_transfer.blockstore.connector, fleetfoot.kv_transfer.blockstore.index, "
+        "fleetfoot.kv_transfer.blockstore.connector, fleetfoot.kv_transfer.blockstore.scheduler, "
         "fleetfoot.kv_transfer.multi, fleetfoot.plan.transfer_context; "
         "assert 'torch' not in sys.modules, 'torch'; "
         "assert 'fleetfoot.kv_transfer.nixl.connector' not in sys.modules, 'nixl'"

@@ -19,8 +19,7 @@ from fleetfoot.kv_transfer.base.io_threads import IOThreads
 from fleetfoot.kv_transfer.blockstore import block_file
 from fleetfoot.kv_transfer.blockstore.block_file import BlockFolder
 from fleetfoot.kv_transfer.blockstore.connector import FilesystemSettings, SharedStorageConnector
-from fleetfoot.kv_transfer.blockstore.file_store import FileStore
-from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker
+from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker, FileStore
 
 TOKENS = list(range(17))  # four full blocks, and a token that must be computed
 MakeBench = Callable[..., Bench]

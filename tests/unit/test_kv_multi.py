@@ -15,7 +15,7 @@ from tests.helpers.faulty_connector import WORKER_POINTS, HookedWorker
 from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer_config
 
 from fleetfoot.executor.multiprocess import KVOutputMerger
-from fleetfoot.kv_transfer.blockstore import file_store, worker
+from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.kv_transfer.multi import MultiScheduler, MultiWorker
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
@@ -31,7 +31,7 @@ BLOCKS = [3, 7, 1, 12, 5]
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(file_store, "IOThreads", lambda name, num_threads: InlineJobs())
+    monkeypatch.setattr(worker, "IOThreads", lambda name, num_threads: InlineJobs())
     parts = [
         {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"num_cpu_blocks": 2}},
         {"kv_connector": "FilesystemConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}},
@@ -92,7 +92,7 @@ def test_a_block_that_one_still_copies_out_is_not_loaded_into(tmp_path: Path, mo
     others = earlier.contents([3, 7])
     earlier.shutdown()
 
-    monkeypatch.setattr(file_store, "IOThreads", lambda name, num_threads: InlineJobs())
+    monkeypatch.setattr(worker, "IOThreads", lambda name, num_threads: InlineJobs())
     monkeypatch.setattr(worker, "block_copies", late_copies)
     offload = transfer_config("OffloadingConnector", num_cpu_blocks=9)
     bench = Bench(transfer_config("MultiConnector", connectors=[offload, shared]))

@@ -14,7 +14,7 @@ from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, skip_wi
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
-from fleetfoot.kv_transfer.nixl.producer import DECLINED, LeaseError, Leases
+from fleetfoot.kv_transfer.nixl.side_channel import DECLINED, LeaseError, Leases
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import RequestStatus
 

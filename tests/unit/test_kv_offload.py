@@ -13,8 +13,7 @@ from tests.helpers.kv_bench import BLOCK_SIZE, LAYOUT, Bench, same, transfer_con
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, num_host_blocks
-from fleetfoot.kv_transfer.blockstore.index import HostIndex, SlotTable
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler
+from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler, HostIndex, SlotTable
 
 TOKENS = list(range(17))
 OTHERS = list(range(100, 117))

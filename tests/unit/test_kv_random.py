@@ -22,7 +22,7 @@ from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.kv_transfer.blockstore import file_store, worker
+from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
@@ -213,9 +213,9 @@ def test_tokens_do_not_depend_on_transfers(
 
     with (
         tempfile.TemporaryDirectory() as name,
-        patch.object(file_store, "IOThreads", late_jobs),
+        patch.object(worker, "IOThreads", late_jobs),
         patch.object(worker, "block_copies", late_copies),
-        patch.object(file_store, "WAIT_SECONDS", 0.0),
+        patch.object(worker, "WAIT_SECONDS", 0.0),
     ):
         for _ in range(2):  # the second engine finds what the first has left
             config = SchedulerConfig(

@@ -120,17 +120,8 @@ class Failure(msgspec.Struct, array_like=True, tag=True):
 
 
 WorkerReply = Ready | StepOutput | Failure
-_REPLY_DECODER = msgspec.msgpack.Decoder(WorkerReply)
-
-
-def encode_reply(reply: WorkerReply) -> bytes:
-    """A worker's reply as bytes."""
-    return _ENCODER.encode(reply)
-
-
-def decode_reply(message: bytes) -> Any:
-    """Undo `encode_reply`."""
-    return _REPLY_DECODER.decode(message)
+encode_reply = _ENCODER.encode
+decode_reply = msgspec.msgpack.Decoder(WorkerReply).decode
 
 
 # --- sockets --------------------------------------------------------------------------------------------------------

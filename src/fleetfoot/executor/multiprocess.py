@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import zmq
 
@@ -119,7 +119,6 @@ class MultiprocessExecutor:
         step, self._step = self._step, None
         number = self._num_steps
         self._num_steps += 1
-        self._outputs.expect(number)
         if self._middle_ranks and step.new_requests:
             others = [rank for rank in range(self._num_workers) if rank not in self._middle_ranks]
             self._send(encode_call(number, step, grammar_output), others)
@@ -261,15 +260,6 @@ def _abandon(processes: WorkerProcesses, rendezvous_dir: RendezvousDir) -> None:
 # --- merging the ranks' outputs -------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _PartialOutput:
-    """The outputs of a step that have arrived."""
-
-    num_missing: int
-    output: ModelRunnerOutput | None = None
-    kv_outputs: list[KVConnectorOutput] = field(default_factory=list)
-
-
 class StepOutputs:
     """Outputs of steps in flight, by the steps' numbers.
 
@@ -282,31 +272,23 @@ class StepOutputs:
         self._output_rank = output_rank
         self._num_replies = num_replies
         self._merger = KVOutputMerger(num_replies)
-        self._steps: dict[int, _PartialOutput] = {}
-
-    def expect(self, number: int) -> None:
-        """A step has been sent."""
-        self._steps[number] = _PartialOutput(self._num_replies)
+        self._steps: defaultdict[int, dict[int, ModelRunnerOutput]] = defaultdict(dict)  # step -> rank -> output
 
     def add(self, reply: StepOutput) -> None:
         """Add the output of one rank."""
-        step = self._steps[reply.number]
-        step.num_missing -= 1
-        if reply.rank == self._output_rank:
-            step.output = reply.output
-        if reply.output.kv_connector_output is not None:
-            step.kv_outputs.append(reply.output.kv_connector_output)
+        self._steps[reply.number][reply.rank] = reply.output
 
     def is_complete(self, number: int) -> bool:
         """Whether all ranks have replied."""
-        return self._steps[number].num_missing == 0
+        return len(self._steps[number]) == self._num_replies
 
     def pop(self, number: int) -> ModelRunnerOutput:
         """The output of a complete step, with the merged KV connector outputs of all ranks."""
-        step = self._steps.pop(number)
-        assert step.output is not None
-        step.output.kv_connector_output = self._merger.merge(step.kv_outputs) if step.kv_outputs else None
-        return step.output
+        outputs = self._steps.pop(number)
+        merged = self._merger.merge(output.kv_connector_output for output in outputs.values())
+        output = outputs[self._output_rank]
+        output.kv_connector_output = merged
+        return output
 
 
 class KVOutputMerger:

@@ -7,8 +7,9 @@ import pickle
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.0005
 """For how long the thread that queues steps may hold Python's lock while another replies; the default, 5 ms, is as long
 as a step."""
+
+_Send = Callable[[int, PendingOutput], object]
+"""Takes the number and the output of a step."""
 
 
 def run_worker_loop(spec: WorkerSpec) -> None:
@@ -89,72 +93,42 @@ def _store(rendezvous: Rendezvous, world_size: int) -> dist.Store:
 
 def _run_calls(worker: Worker, channel: WorkerChannel) -> None:
     """Until an empty message arrives."""
-    sender: _OutputSender = _NoSender()
-    if worker.rank in worker.plan.reply_ranks:
-        sender = (_ThreadedSender if worker.device.type == "cuda" else _DirectSender)(worker.rank, channel)
-    with short_collections():
+    with _reply_sender(worker, channel) as send, short_collections():
         while message := channel.receive():
             call = decode_call(message)
             worker.runner.execute_model(call.scheduler_output)
-            sender.send(call.number, worker.runner.sample_tokens(call.grammar_output))
-    sender.close()
+            send(call.number, worker.runner.sample_tokens(call.grammar_output))
 
 
-class _OutputSender(Protocol):
-    """Sends a worker's outputs to the engine."""
+@contextmanager
+def _reply_sender(worker: Worker, channel: WorkerChannel) -> Iterator[_Send]:
+    """Sends the outputs of steps to the engine, if this rank replies.
 
-    def send(self, number: int, pending: PendingOutput) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _NoSender:
-    """For ranks that do not reply."""
-
-    def send(self, number: int, pending: PendingOutput) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _DirectSender:
-    """For a CPU, where an output is ready when it is made."""
-
-    def __init__(self, rank: int, channel: WorkerChannel) -> None:
-        self._rank = rank
-        self._replies = channel.open_replies()
-
-    def send(self, number: int, pending: PendingOutput) -> None:
-        self._replies.send(encode_reply(StepOutput(self._rank, number, pending.get())))
-
-    def close(self) -> None:
-        self._replies.close()
+    On a CPU an output is ready when it is made. On a GPU a thread waits for it, and the next step is queued meanwhile.
+    """
+    if worker.rank not in worker.plan.reply_ranks:
+        yield lambda number, pending: None
+        return
+    if worker.device.type == "cpu":
+        with channel.open_replies() as replies:
+            yield lambda number, pending: replies.send(encode_reply(StepOutput(worker.rank, number, pending.get())))
+        return
+    outputs: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
+    thread = threading.Thread(target=_send_outputs, args=(worker.rank, channel, outputs), name="fleetfoot-replies")
+    thread.daemon = True
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    thread.start()
+    yield lambda number, pending: outputs.put((number, pending))
+    outputs.put(None)
+    thread.join()
 
 
-class _ThreadedSender:
-    """For a GPU: a thread waits for outputs, and the next step is queued meanwhile."""
-
-    def __init__(self, rank: int, channel: WorkerChannel) -> None:
-        self._rank = rank
-        self._channel = channel
-        self._queue: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="fleetfoot-replies", daemon=True)
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._thread.start()
-
-    def send(self, number: int, pending: PendingOutput) -> None:
-        self._queue.put((number, pending))
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        with self._channel.open_replies() as replies:
-            try:
-                while (item := self._queue.get()) is not None:
-                    number, pending = item
-                    replies.send(encode_reply(StepOutput(self._rank, number, pending.get())))
-            except BaseException as error:
-                replies.send(encode_reply(Failure.of(self._rank, error, traceback.format_exc())))
+def _send_outputs(rank: int, channel: WorkerChannel, outputs: SimpleQueue[tuple[int, PendingOutput] | None]) -> None:
+    """In a thread: send outputs as they become ready, until None."""
+    with channel.open_replies() as replies:
+        try:
+            while (item := outputs.get()) is not None:
+                number, pending = item
+                replies.send(encode_reply(StepOutput(rank, number, pending.get())))
+        except BaseException as error:
+            replies.send(encode_reply(Failure.of(rank, error, traceback.format_exc())))

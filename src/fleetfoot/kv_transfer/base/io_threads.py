@@ -8,22 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class Jobs(Protocol):
-    """Runs jobs concurrently, in any order. Tests provide their own."""
-
-    def submit(self, job: Callable[[], None]) -> None: ...
-
-    def stop(self, timeout: float, *, finish: bool) -> bool: ...
-
-
 class IOThreads:
-    """Implements `Jobs` with a fixed number of threads, which start with the first job.
+    """A fixed number of threads, which start with the first job.
 
     They are daemons: a disk that hangs must not keep the process from ending.
 

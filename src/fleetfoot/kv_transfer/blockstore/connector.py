@@ -20,8 +20,7 @@ from fleetfoot.kv_transfer.base.connector import (
 )
 from fleetfoot.kv_transfer.base.registry import CPU_BYTES
 from fleetfoot.kv_transfer.blockstore.block_file import BlockFolder
-from fleetfoot.kv_transfer.blockstore.index import FileIndex, HostIndex
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler
+from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler, FileIndex, HostIndex
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +93,7 @@ class SharedStorageConnector(KVConnector):
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
-        from fleetfoot.kv_transfer.blockstore.file_store import FileStore
-        from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker
+        from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker, FileStore
 
         settings = FilesystemSettings.of(context.config)
         folder = BlockFolder.of(context, settings.path)

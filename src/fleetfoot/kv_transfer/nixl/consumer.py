@@ -20,7 +20,7 @@ import torch
 
 from fleetfoot.kv_transfer.base.block_copies import LayerRows
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters
-from fleetfoot.kv_transfer.base.io_threads import Jobs, drain
+from fleetfoot.kv_transfer.base.io_threads import IOThreads, drain
 from fleetfoot.kv_transfer.base.sockets import StoppedError
 from fleetfoot.kv_transfer.nixl.params import LoadSpec, Source
 from fleetfoot.kv_transfer.nixl.side_channel import Identity, RefusedError, SideChannel, Welcome, decline
@@ -315,8 +315,8 @@ class Loads:
         context: TransferContext,
         counters: TransferCounters,
         *,
-        jobs: Jobs,
-        decline_jobs: Jobs,
+        jobs: IOThreads,
+        decline_jobs: IOThreads,
         bytes_per_block: int,
         clock: Callable[[], float],
     ) -> None:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters, WorkerConnector
-from fleetfoot.kv_transfer.base.io_threads import IOThreads, Jobs
+from fleetfoot.kv_transfer.base.io_threads import IOThreads
 from fleetfoot.kv_transfer.nixl.consumer import BlockReader, Loads, ReceiveBuffers
 from fleetfoot.kv_transfer.nixl.params import NixlMetadata, NixlSettings
-from fleetfoot.kv_transfer.nixl.producer import SENT, Leases, ProducerServer
-from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, Identity, Welcome
+from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, SENT, Identity, Leases, ProducerServer, Welcome
 from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.kv_output import KVConnectorOutput
@@ -53,7 +52,7 @@ class NixlWorker(WorkerConnector):
         settings: NixlSettings,
         *,
         make_agent: Callable[[str, str, str], TransferAgent] = make_agent,
-        jobs: Jobs | None = None,
+        jobs: IOThreads | None = None,
     ) -> None:
         self._context = context
         self._settings = settings

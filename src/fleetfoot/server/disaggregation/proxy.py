@@ -15,7 +15,7 @@ from fleetfoot.kv_transfer.nixl.side_channel import decline
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.server.disaggregation.messages import Engine
+from fleetfoot.server.disaggregation.client import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class ProxyStats:
 
 
 class DisaggregatedLLM:
-    """A prefill and a decode engine with the same model; implements `fleetfoot.server.disaggregation.messages.Engine`.
+    """A prefill and a decode engine with the same model; implements `fleetfoot.server.disaggregation.client.Engine`.
 
     Outputs are those of the decode engine. If prefill fails, the decode engine computes the prompt itself.
 

@@ -25,11 +25,11 @@ from fleetfoot.kv_transfer.base.sockets import keep_alive
 from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.server.disaggregation.client import EngineClient
-from fleetfoot.server.disaggregation.messages import (
+from fleetfoot.server.disaggregation.client import (
     Drain,
     Engine,
     EngineCall,
+    EngineClient,
     EngineReply,
     Failed,
     Generate,
@@ -144,7 +144,7 @@ class _Shutdown:
 
 
 class LocalEngine:
-    """An `AsyncLLM` of this process as a `fleetfoot.server.disaggregation.messages.Engine`.
+    """An `AsyncLLM` of this process as a `fleetfoot.server.disaggregation.client.Engine`.
 
     Args:
         llm: the engine; shutting it down remains the caller's task.
