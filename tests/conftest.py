@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -42,3 +43,11 @@ def no_warning_of_missing_c_kernels() -> Iterator[None]:
     logger.addFilter(is_expected)
     yield
     logger.removeFilter(is_expected)
+
+
+@pytest.fixture
+def port() -> int:
+    """A TCP port of this machine that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

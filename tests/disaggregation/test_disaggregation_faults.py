@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,11 @@ from fleetfoot.server.disaggregation.serve import LocalEngine
 Outputs = dict[str, RequestOutput]
 MakeEngine = Callable[..., LLMEngine]
 StartEngine = Callable[..., EngineProcess]
-BACKENDS = pytest.mark.parametrize("backend", ["tcp", "nixl"])
 
 
 @pytest.fixture
-def make(text_model: Path) -> Iterator[MakeEngine]:
+def make(text_model: Path, request: pytest.FixtureRequest) -> MakeEngine:
     """Engines in this process; ``clock``: what their transfers are timed by."""
-    engines: list[LLMEngine] = []
 
     def make_engine(
         role: str, *, clock: Clock | None = None, model: Path = text_model, backend: str = "tcp", **settings: Any
@@ -57,26 +56,48 @@ def make(text_model: Path) -> Iterator[MakeEngine]:
         config = nixl(role, backend=backend, **extra)
         settings["kv_transfer_config"] = config if clock is None else clocked(config, clock)
         fields = engine_settings(model, role, **settings)
-        engines.append(LLMEngine.from_config(EngineConfig(**fields)))
-        return engines[-1]
+        engine = LLMEngine.from_config(EngineConfig(**fields))
+        request.addfinalizer(engine.shutdown)
+        return engine
 
-    yield make_engine
-    for engine in engines:
-        engine.shutdown()
+    return make_engine
 
 
 @pytest.fixture
-def processes(text_model: Path) -> Iterator[StartEngine]:
+def processes(text_model: Path, request: pytest.FixtureRequest) -> StartEngine:
     """Engines in processes of their own, which need not be alive in the end."""
-    started: list[EngineProcess] = []
 
     def start_one(role: str, **settings: Any) -> EngineProcess:
-        started.append(start(text_model, role, **settings))
-        return started[-1]
+        process = start(text_model, role, **settings)
+        request.addfinalizer(process.stop)
+        return process
 
-    yield start_one
-    for process in started:
-        process.stop()
+    return start_one
+
+
+@dataclass
+class Killable:
+    """A producer in its own process, which the test kills, and a consumer in this one."""
+
+    backend: str
+    producer: EngineProcess
+    consumer: LLMEngine
+
+    def check(self, output: RequestOutput, expected: Outputs, **counts: int) -> None:
+        """The tokens are the expected ones, all blocks are free, and so many loads have ended in this way."""
+        assert tokens(output) == tokens(expected[output.request_id])
+        settle(self.consumer)
+        transfers = self.consumer.stats().transfers
+        assert {name: getattr(transfers, name) for name in counts} == counts
+
+
+@pytest.fixture(params=["v1-tcp", "v1-nixl", "v2-tcp", "v2-nixl"])
+def pair(make: MakeEngine, processes: StartEngine, request: pytest.FixtureRequest) -> Killable:
+    """On each runner, with each backend."""
+    runner, backend = request.param.split("-")
+    skip_without(backend)
+    producer = processes("kv_producer", runner=runner, backend=backend)
+    return Killable(backend, producer, make("kv_consumer", runner=runner, backend=backend))
 
 
 def held_by(producer: EngineProcess, name: str = "long") -> dict[str, Any]:
@@ -98,68 +119,40 @@ def tokens(output: RequestOutput) -> list[int]:
 # --- the producer is killed -------------------------------------------------------------------------------------------
 
 
-@RUNNERS
-@BACKENDS
-def test_a_producer_killed_before_the_transfer(
-    runner: str, backend: str, make: MakeEngine, processes: StartEngine, expected: Outputs
-) -> None:
-    skip_without(backend)
-    producer = processes("kv_producer", runner=runner, backend=backend)
-    consumer = make("kv_consumer", runner=runner, backend=backend)
-    held = held_by(producer)
-    producer.kill()
-    output = run_requests(consumer, decodes({"long": held}))["long"]
-    assert tokens(output) == tokens(expected["long"])
-    settle(consumer)
-    assert consumer.stats().transfers.loads_failed == 1
+def test_a_producer_killed_before_the_transfer(pair: Killable, expected: Outputs) -> None:
+    held = held_by(pair.producer)
+    pair.producer.kill()
+    output = run_requests(pair.consumer, decodes({"long": held}))["long"]
+    pair.check(output, expected, loads_failed=1)
 
 
-@RUNNERS
-@BACKENDS
-def test_a_producer_killed_during_the_transfer(
-    runner: str, backend: str, make: MakeEngine, processes: StartEngine, expected: Outputs
-) -> None:
+def test_a_producer_killed_during_the_transfer(pair: Killable, expected: Outputs) -> None:
     """What it has sent is held back on its way: with TCP in the middle of the KV, with NIXL just before it."""
-    skip_without(backend)
-    producer = processes("kv_producer", runner=runner, backend=backend)
-    consumer = make("kv_consumer", runner=runner, backend=backend)
-    held = held_by(producer)
-    with (EngineLine if backend == "tcp" else Line)(held["remote_addresses"][0]) as line:
+    held = held_by(pair.producer)
+    with (EngineLine if pair.backend == "tcp" else Line)(held["remote_addresses"][0]) as line:
         held["remote_addresses"] = [line.address]
-        gate = Gate(b"Blocks") if not isinstance(line, EngineLine) else Gate()
+        gate = Gate() if isinstance(line, EngineLine) else Gate(b"Blocks")
         (line.data if isinstance(line, EngineLine) else line).spoil = gate
-        consumer.add_request("long", *decodes({"long": held})["long"])
-        consumer.step()
+        pair.consumer.add_request("long", *decodes({"long": held})["long"])
+        pair.consumer.step()
         assert gate.reached.wait(30)
-        producer.kill()
+        pair.producer.kill()
         gate.opened.set()
-        (output,) = [output for output in drain(consumer) if output.finished]
-    assert tokens(output) == tokens(expected["long"])
-    settle(consumer)
-    assert consumer.stats().transfers.loads_failed == 1
+        (output,) = [output for output in drain(pair.consumer) if output.finished]
+    pair.check(output, expected, loads_failed=1)
 
 
-@RUNNERS
-@BACKENDS
-def test_a_producer_killed_after_the_transfer(
-    runner: str, backend: str, make: MakeEngine, processes: StartEngine, expected: Outputs
-) -> None:
+def test_a_producer_killed_after_the_transfer(pair: Killable, processes: StartEngine, expected: Outputs) -> None:
     """And another one takes its place."""
-    skip_without(backend)
-    producer = processes("kv_producer", runner=runner, backend=backend)
-    successor = processes("kv_producer", runner=runner, backend=backend)
-    consumer = make("kv_consumer", runner=runner, backend=backend)
-    consumer.add_request("long", *decodes({"long": held_by(producer)})["long"])
-    while not consumer.stats().num_generation_tokens:
-        consumer.step()
-    producer.kill()
-    (output,) = [output for output in drain(consumer) if output.finished]
-    assert tokens(output) == tokens(expected["long"])
-    other = run_requests(consumer, decodes({"alone": held_by(successor, "alone")}))["alone"]
-    assert tokens(other) == tokens(expected["alone"])
-    settle(consumer)
-    stats = consumer.stats().transfers
-    assert (stats.loads_done, stats.loads_failed) == (2, 0)
+    successor = processes("kv_producer", runner=pair.consumer.runner_name, backend=pair.backend)
+    pair.consumer.add_request("long", *decodes({"long": held_by(pair.producer)})["long"])
+    while not pair.consumer.stats().num_generation_tokens:
+        pair.consumer.step()
+    pair.producer.kill()
+    (output,) = [output for output in drain(pair.consumer) if output.finished]
+    pair.check(output, expected, loads_done=1, loads_failed=0)
+    other = run_requests(pair.consumer, decodes({"alone": held_by(successor, "alone")}))["alone"]
+    pair.check(other, expected, loads_done=2, loads_failed=0)
 
 
 # --- the consumer is killed -------------------------------------------------------------------------------------------
@@ -205,14 +198,6 @@ async def test_a_consumer_that_hangs_while_it_reads(runner: str, make: MakeEngin
         clock.now += 1
         assert settle(producer) == {"sends_expired": 1}
         consumer.kill()
-
-
-@RUNNERS
-def test_a_consumer_that_never_comes(runner: str, make: MakeEngine) -> None:
-    producer = make("kv_producer", runner=runner, clock=(clock := Clock()))
-    prefilled(producer, ["long"])
-    clock.now += 480
-    assert settle(producer) == {"sends_expired": 1}
 
 
 # --- the line between them ------------------------------------------------------------------------------------------
@@ -312,7 +297,8 @@ def test_engines_that_are_unlike(
         if policy == "fail":
             assert f"its fingerprint is '{theirs}', and '" in str(completion.stop_reason)
             assert (f"its {unlike} is " in str(completion.stop_reason)) == (unlike in ("block_size", "dtype"))
-            assert completion.token_ids == []
+            assert str(completion.stop_reason).endswith("' here")
+            assert (completion.finish_reason, completion.token_ids) == ("error", [])
         else:
             assert completion.token_ids == tokens(expected["long"])
         assert "sends_declined" in settle(producer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.helpers import prefill_decode
+from tests.helpers.engine_pairs import last_output
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
 from tests.helpers.faulty_connector import (
     SCHEDULER_POINTS,
@@ -61,13 +61,6 @@ CONNECTORS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def expected(text_model: Path) -> Tokens:
-    """What there is without a connector."""
-    engine = make_engine(text_model, runner="v1", **SIZE)
-    return tokens_of(run_requests(engine, REQUESTS))
-
-
 def close(engine: LLMEngine) -> TransferStats:
     """End an engine after its last transfer, with every block back; what was transferred."""
     settle(engine)
@@ -83,13 +76,13 @@ def close(engine: LLMEngine) -> TransferStats:
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_tokens_are_those_without(
-    runner: str, connector: str, caching: bool, text_model: Path, tmp_path: Path, expected: Tokens
+    runner: str, connector: str, caching: bool, text_model: Path, tmp_path: Path, no_connector: Tokens
 ) -> None:
     config = CONNECTORS[connector](tmp_path)
     engine = make_engine(text_model, runner=runner, kv_transfer_config=config, enable_prefix_caching=caching, **SIZE)
     assert engine.runner_name == runner
     for _ in range(2):  # the second time much of it is loaded
-        assert tokens_of(run_requests(engine, REQUESTS)) == expected
+        assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     stats = close(engine)
     assert stats.loads_failed == 0
     if not caching and connector != "filesystem":  # files may still be on their way when they are looked for
@@ -99,11 +92,11 @@ def test_tokens_are_those_without(
 @RUNNERS
 @pytest.mark.parametrize("reset_connector", [False, True])
 def test_a_reset_of_the_prefix_cache_reaches_the_connector_if_it_is_to(
-    runner: str, reset_connector: bool, text_model: Path, expected: Tokens
+    runner: str, reset_connector: bool, text_model: Path, no_connector: Tokens
 ) -> None:
     engine = make_engine(text_model, runner=runner, kv_transfer_config=OFFLOAD, **SIZE)
     for _ in range(2):
-        assert tokens_of(run_requests(engine, {"long": REQUESTS["long"]})) == {"long": expected["long"]}
+        assert tokens_of(run_requests(engine, {"long": REQUESTS["long"]})) == {"long": no_connector["long"]}
         engine.reset_prefix_cache(reset_connector=reset_connector)
     assert close(engine).loads_done == (0 if reset_connector else 1)
 
@@ -111,15 +104,15 @@ def test_a_reset_of_the_prefix_cache_reaches_the_connector_if_it_is_to(
 @RUNNERS
 @pytest.mark.parametrize("depth", [0, 1])
 def test_another_engine_finds_what_one_has_computed(
-    runner: str, depth: int, text_model: Path, tmp_path: Path, expected: Tokens
+    runner: str, depth: int, text_model: Path, tmp_path: Path, no_connector: Tokens
 ) -> None:
     settings = {**SIZE, "num_gpu_blocks_override": 100, "async_scheduling": bool(depth)}
     one = make_engine(text_model, runner="v1", kv_transfer_config=shared(tmp_path), **SIZE)
-    assert tokens_of(run_requests(one, REQUESTS)) == expected
+    assert tokens_of(run_requests(one, REQUESTS)) == no_connector
     assert close(one).counters["blocks_saved"] > 0
     other = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **settings)
     outputs = run_requests(other, REQUESTS)
-    assert tokens_of(outputs) == expected
+    assert tokens_of(outputs) == no_connector
     assert {name: output.num_cached_tokens for name, output in outputs.items()} == {
         "alone": 16, "one": 28, "two": 24, "tiny": 0, "long": 36,
     }  # fmt: skip
@@ -172,15 +165,7 @@ def test_an_engine_that_ends_behind_its_last_request_has_saved_all_of_it(
 
 
 @RUNNERS
-def test_async_engine(runner: str, text_model: Path, tmp_path: Path, expected: Tokens) -> None:
-    async def ask(llm: AsyncLLM, name: str) -> list[int]:
-        prompt, params = REQUESTS[name]
-        final = None
-        async for output in llm.generate(prompt, params, name):
-            final = output
-        assert final is not None and final.finished
-        return final.outputs[0].token_ids
-
+def test_async_engine(runner: str, text_model: Path, tmp_path: Path, no_connector: Tokens) -> None:
     async def everything() -> None:
         for _ in range(2):
             llm = AsyncLLM(
@@ -192,8 +177,8 @@ def test_async_engine(runner: str, text_model: Path, tmp_path: Path, expected: T
                 **SIZE,
             )
             try:
-                tokens = await asyncio.gather(*(ask(llm, name) for name in REQUESTS))
-                assert dict(zip(REQUESTS, tokens, strict=True)) == expected
+                outputs = await asyncio.gather(*(last_output(llm, *REQUESTS[name], name) for name in REQUESTS))
+                assert tokens_of(dict(zip(REQUESTS, outputs, strict=True))) == no_connector
             finally:
                 llm.shutdown()
 
@@ -209,46 +194,28 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def make_foreign(path: Path) -> None:
-    fingerprint = path.parts[-3].encode()
-    path.write_bytes(path.read_bytes().replace(fingerprint, b"f" * len(fingerprint)))
-
-
-SPOIL = {
-    "damaged": (damage, "checksum is wrong"),
-    "truncated": (truncate, "has the wrong size"),
-    "foreign": (make_foreign, f"its fingerprint is {'f' * 32}"),
-}
-
-
 @RUNNERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("how", SPOIL)
-def test_spoiled_files(runner: str, policy: str, how: str, text_model: Path, tmp_path: Path, expected: Tokens) -> None:
+def test_spoiled_files(runner: str, policy: str, text_model: Path, tmp_path: Path, no_connector: Tokens) -> None:
     one = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **SIZE)
     run_requests(one, REQUESTS)
     close(one)
-    spoil, reason = SPOIL[how]
     for path in tmp_path.rglob("*.kv"):
-        spoil(path)
+        damage(path)
     config = {**shared(tmp_path), "kv_load_failure_policy": policy}
     other = make_engine(text_model, runner=runner, kv_transfer_config=config, **SIZE)
     outputs = run_requests(other, REQUESTS)
     for name, output in outputs.items():
         completion = output.outputs[0]
         if policy == "recompute" or name == "tiny":  # which has no block to load
-            assert completion.token_ids == expected[name]
+            assert completion.token_ids == no_connector[name]
         else:
             assert (completion.finish_reason, completion.token_ids) == ("error", [])
-            assert reason in str(completion.stop_reason)
+            assert "checksum is wrong" in str(completion.stop_reason)
     assert close(other).loads_failed >= 4
     if policy == "recompute":  # what was spoiled has been written anew
         third = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **SIZE)
-        assert tokens_of(run_requests(third, REQUESTS)) == expected
+        assert tokens_of(run_requests(third, REQUESTS)) == no_connector
         assert close(third).loads_done > 0
 
 
@@ -294,12 +261,12 @@ def test_an_error_at_the_end_keeps_nothing_from_being_given_back(
 @RUNNERS
 @pytest.mark.parametrize("loads", ["fail", "time_out", "corrupt"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path, expected: Tokens) -> None:
+def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path, no_connector: Tokens) -> None:
     faults = Faults()
     config = faulty(OFFLOAD, faults, kv_load_failure_policy=policy)
     settings = {**SIZE, "enable_prefix_caching": False}
     engine = make_engine(text_model, runner=runner, kv_transfer_config=config, **settings)
-    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     before = engine.stats().transfers
     faults.loads = loads
     outputs = run_requests(engine, REQUESTS)
@@ -307,23 +274,23 @@ def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path,
         completion = output.outputs[0]
         if completion.finish_reason == "error":
             assert policy == "fail" and f"injected: {loads}" in str(completion.stop_reason)
-            assert completion.token_ids == expected[name][: len(completion.token_ids)]
+            assert completion.token_ids == no_connector[name][: len(completion.token_ids)]
         else:
-            assert completion.token_ids == expected[name]
+            assert completion.token_ids == no_connector[name]
     assert (outputs["alone"].outputs[0].finish_reason == "error") == (policy == "fail")
     faults.loads = ""
-    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     stats = close(engine)
     assert stats.loads_failed - before.loads_failed >= 4
     assert bool(stats.loads_timed_out) == (loads == "time_out")
 
 
 @RUNNERS
-def test_a_load_that_takes_long_holds_up_nobody_else(runner: str, text_model: Path, expected: Tokens) -> None:
+def test_a_load_that_takes_long_holds_up_nobody_else(runner: str, text_model: Path, no_connector: Tokens) -> None:
     faults = Faults()
     settings = {**SIZE, "enable_prefix_caching": False, "num_gpu_blocks_override": 100}
     engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
-    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     faults.loads = "hold"
     engine.add_request("alone", *REQUESTS["alone"])
     new_prompt = prompt_of(30, VOCAB, seed=99)
@@ -335,16 +302,16 @@ def test_a_load_that_takes_long_holds_up_nobody_else(runner: str, text_model: Pa
     assert set(finished) == {"new"}
     faults.released.set()
     finished |= {output.request_id: output for output in drain(engine) if output.finished}
-    assert finished["alone"].outputs[0].token_ids == expected["alone"]
+    assert finished["alone"].outputs[0].token_ids == no_connector["alone"]
     close(engine)
 
 
 @RUNNERS
-def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path, expected: Tokens) -> None:
+def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path, no_connector: Tokens) -> None:
     faults = Faults()
     settings = {**SIZE, "enable_prefix_caching": False}
     engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
-    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     faults.loads = "hold"
     engine.add_request("long", *REQUESTS["long"])
     for _ in range(3):
@@ -362,11 +329,11 @@ def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path,
 
 
 @RUNNERS
-def test_held_blocks_are_released(runner: str, text_model: Path, expected: Tokens) -> None:
+def test_held_blocks_are_released(runner: str, text_model: Path, no_connector: Tokens) -> None:
     faults = Faults(holds=True)
     settings = {**SIZE, "num_gpu_blocks_override": 100}
     engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
-    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     assert not engine.has_unfinished_requests() and engine.has_transfers()
     assert engine.stats().transfers.num_held_blocks > 30
     faults.released.set()

@@ -181,22 +181,16 @@ def start(model: Path, runner: str, store: Store, **settings: Any) -> LLMEngine:
     return make_engine(model, runner=runner, kv_transfer_config=config, **{**SIZE, **settings})
 
 
-@pytest.fixture(scope="module")
-def expected(text_model: Path) -> dict[str, list[int]]:
-    """What there is without a connector."""
-    return tokens_of(run_requests(make_engine(text_model, runner="v1", **SIZE), REQUESTS))
-
-
 @RUNNERS
 @pytest.mark.parametrize("caching", [True, False])
-def test_kv_goes_through_it(runner: str, caching: bool, text_model: Path, expected: dict[str, list[int]]) -> None:
+def test_kv_goes_through_it(runner: str, caching: bool, text_model: Path, no_connector: dict[str, list[int]]) -> None:
     """Within an engine, and on to the next one."""
     store = Store()
     for _ in range(2):
         engine = start(text_model, runner, store, enable_prefix_caching=caching)
         assert engine.runner_name == runner
         outputs = run_requests(engine, REQUESTS)
-        assert tokens_of(outputs) == expected
+        assert tokens_of(outputs) == no_connector
         num_loaded = settle(engine).get("requests_loaded", 0)
         assert engine.stats().transfers.loads_done == num_loaded
         engine.shutdown()
@@ -207,14 +201,14 @@ def test_kv_goes_through_it(runner: str, caching: bool, text_model: Path, expect
 
 
 @RUNNERS
-def test_what_it_loads_is_what_is_used(runner: str, text_model: Path, expected: dict[str, list[int]]) -> None:
+def test_what_it_loads_is_what_is_used(runner: str, text_model: Path, no_connector: dict[str, list[int]]) -> None:
     store = Store()
     engine = start(text_model, runner, store)
     run_requests(engine, REQUESTS)
     engine.shutdown()
     store.blocks = {block_hash: [-layer for layer in layers] for block_hash, layers in store.blocks.items()}
     other = start(text_model, runner, store)
-    assert tokens_of(run_requests(other, {"long": REQUESTS["long"]}))["long"] != expected["long"]
+    assert tokens_of(run_requests(other, {"long": REQUESTS["long"]}))["long"] != no_connector["long"]
     other.shutdown()
 
 

@@ -31,13 +31,6 @@ def plan() -> EnginePlan:
     return resolve_plan(config, Machine.detect())
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "GATHER_S", HANG)

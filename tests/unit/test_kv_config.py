@@ -27,7 +27,7 @@ from fleetfoot.kv_transfer.base.registry import (
     joined,
     part_configs,
 )
-from fleetfoot.kv_transfer.blockstore.connector import FilesystemSettings, OffloadingConnector, SharedStorageConnector
+from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, SharedStorageConnector
 from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler, HostIndex
 from fleetfoot.kv_transfer.multi import MultiScheduler
 from fleetfoot.plan.connector import resolve_connector
@@ -135,22 +135,64 @@ def test_settings_that_mean_nothing(settings: dict[str, Any], message: str) -> N
         KVTransferConfig.parse({**SHARED, **settings})
 
 
-@pytest.mark.parametrize(
-    ("extra", "error", "message"),
-    [
-        ({}, ValueError, "shared_storage_path is None; it must be the folder"),
-        ({"shared_storage_path": 5}, ValueError, "shared_storage_path is 5"),
-        ({"shared_storage_path": ""}, ValueError, "shared_storage_path is ''"),
-        ({"shared_storage_path": __file__}, ValueError, "it must be a folder, or a path at which one can be made"),
-        ({"shared_storage_path": "/x", 5: 6}, TypeError, "has the key 5, a int; keys must be strings"),
-        ({"shared_storage_path": "/x", "num_threads": 0}, ValueError, "num_threads is 0"),
-        ({"shared_storage_pat": "/x", "shared_storage_path": "/x"}, TypeError, "unknown keyword 'shared_storage_pat'"),
-    ],
-)
-def test_settings_of_the_filesystem_connector(extra: dict[str, Any], error: type[Exception], message: str) -> None:
-    config = KVTransferConfig.parse({**SHARED, "kv_connector_extra_config": extra})
-    with pytest.raises(error, match=message):
-        FilesystemSettings.of(config)
+FILES = {"shared_storage_path": "no/such/folder/yet"}
+REFUSED: list[tuple[str, dict[Any, Any], str]] = [
+    ("SharedStorageConnector", {}, "shared_storage_path is None; it must be the folder"),
+    ("SharedStorageConnector", {"shared_storage_path": 5}, "shared_storage_path is 5"),
+    ("SharedStorageConnector", {"shared_storage_path": ""}, "shared_storage_path is ''"),
+    (
+        "SharedStorageConnector",
+        {"shared_storage_path": __file__},
+        "must be a folder, or a path at which one can be made",
+    ),
+    ("SharedStorageConnector", {"shared_storage_path": f"{__file__}/x"}, f"{__file__} is a file"),
+    ("SharedStorageConnector", {"shared_storage_path": "a\0b"}, "paths have no null characters"),
+    ("SharedStorageConnector", {"shared_storage_path": "~no-such-user/x"}, "shared_storage_path is '~no-such-user/x'"),
+    ("SharedStorageConnector", {"shared_storage_path": "x" * 5000}, "File name too long"),
+    ("SharedStorageConnector", {**FILES, 5: 6}, "has the key 5, a int; keys must be strings"),
+    ("SharedStorageConnector", {**FILES, "num_threads": 0}, "num_threads is 0"),
+    ("SharedStorageConnector", {**FILES, "num_threads": "4"}, "num_threads is '4'; it must be an integer"),
+    ("SharedStorageConnector", {**FILES, "num_threads": 10**6}, "num_threads is 1000000; it must be at most 1024"),
+    (
+        "SharedStorageConnector",
+        {"shared_storage_pth": "x"},
+        "'shared_storage_pth'; did you mean 'shared_storage_path'",
+    ),
+    ("OffloadingConnector", {}, "cpu_bytes_to_use is None and num_cpu_blocks is None; give one of them"),
+    ("OffloadingConnector", {"cpu_bytes_to_use": 1, "num_cpu_blocks": 1}, "give one of them"),
+    ("OffloadingConnector", {"num_cpu_blocks": 0}, "num_cpu_blocks is 0; it must be an integer of at least 1"),
+    ("OffloadingConnector", {"cpu_bytes_to_use": 1.5}, r"cpu_bytes_to_use is 1\.5"),
+    ("OffloadingConnector", {"cpu_bytes_to_use": "32GiB"}, "cpu_bytes_to_use is '32GiB'"),
+    ("OffloadingConnector", {"cpu_bytes_to_use": 1}, "do not hold a single block"),
+    ("OffloadingConnector", {"cpu_bytes": 1}, "unknown keyword 'cpu_bytes'; did you mean 'cpu_bytes_to_use'"),
+    ("NixlConnector", {"backend": "ucx"}, "backend is 'ucx'; it must be nixl or tcp"),
+    ("NixlConnector", {"abort_timeout": 0}, "abort_timeout is 0"),
+    ("NixlConnector", {"abort_timeout": 0.5}, "abort_timeout is 0.5; it must be an integer of at least 1"),
+    ("NixlConnector", {"side_channel_host": "0.0.0.0"}, r"host is '0\.0\.0\.0'; it must be an address of this machine"),
+    ("NixlConnector", {"side_channel_host": "::1"}, "a name or an IPv4 address; the port is side_channel_port"),
+    ("NixlConnector", {"side_channel_host": "10.0.0.1:5600"}, "the port is side_channel_port"),
+    ("NixlConnector", {"side_channel_port": 65536}, "side_channel_port is 65536; .* at most 65535"),
+    ("NixlConnector", {"side_chanel_port": 3}, "unknown keyword 'side_chanel_port'"),
+]
+
+
+@pytest.mark.parametrize(("name", "extra", "message"), REFUSED)
+def test_settings_of_connectors(
+    name: str, extra: dict[Any, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused by the check and by both sides, and nothing is created."""
+    monkeypatch.chdir(tmp_path)
+    config = KVTransferConfig.parse({**SHARED, "kv_connector": name, "kv_connector_extra_config": extra})
+    context = TransferContext(config, 16, "", "me", bytes_per_block=32768)
+    connector = find_connector(config)
+    error = TypeError if any(text in message for text in ("did you mean", "unknown", "keys must be")) else ValueError
+    sides = [connector.check_settings, connector.worker_side]
+    if name != "NixlConnector":  # its scheduler side has no settings
+        sides.append(connector.scheduler_side)
+    for side in sides:
+        with pytest.raises(error, match=message):
+            side(context)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fields_for_other_connectors_are_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,18 @@ MakeBench = Callable[..., Bench]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeBench]:
+def make(tmp_path: Path, request: pytest.FixtureRequest) -> MakeBench:
     """Makes engines that share a folder."""
-    benches: list[Bench] = []
 
     def make_bench(
         *, role: str = "kv_both", timeout: float = 60.0, extra: dict[str, Any] | None = None, **options: Any
     ) -> Bench:
         extra = {"shared_storage_path": str(tmp_path / "kv"), **(extra or {})}
-        benches.append(Bench(transfer_config("SharedStorageConnector", role=role, timeout=timeout, **extra), **options))
-        return benches[-1]
+        bench = Bench(transfer_config("SharedStorageConnector", role=role, timeout=timeout, **extra), **options)
+        request.addfinalizer(bench.shutdown)
+        return bench
 
-    yield make_bench
-    for bench in benches:
-        bench.shutdown()
+    return make_bench
 
 
 class Manual:

@@ -31,16 +31,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make() -> Iterator[MakeEngine]:
-    engines: list[Engine] = []
-
+def make(request: pytest.FixtureRequest) -> MakeEngine:
     def make_engine(**options: Any) -> Engine:
-        engines.append(Engine(**options))
-        return engines[-1]
+        engine = Engine(**options)
+        request.addfinalizer(engine.shutdown)
+        return engine
 
-    yield make_engine
-    for engine in engines:
-        engine.shutdown()
+    return make_engine
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -203,28 +200,15 @@ def test_kv_transfer_params_are_checked(make: MakeEngine) -> None:
     assert consumer.matched(request) == 0
 
 
-def test_settings_are_checked() -> None:
-    def of(**extra: Any) -> NixlSettings:
-        config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_connector_extra_config=extra)
-        return NixlSettings.of(config)
-
-    assert of() == NixlSettings("nixl", "127.0.0.1", 0, 480, 64 << 20, 4)
-    with pytest.raises(ValueError, match="backend is 'udp'; it must be nixl or tcp"):
-        of(backend="udp")
-    with pytest.raises(ValueError, match="abort_timeout is 0"):
-        of(abort_timeout=0)
-    with pytest.raises(ValueError, match=r"side_channel_host is '0\.0\.0\.0'; it must be an address of this machine"):
-        of(side_channel_host="0.0.0.0")
-    with pytest.raises(TypeError, match="side_chanel_port"):
-        of(side_chanel_port=3)
+def test_default_settings() -> None:
+    config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    assert NixlSettings.of(config) == NixlSettings("nixl", "127.0.0.1", 0, 480, 64 << 20, 4)
 
 
 def test_a_port_that_is_taken(make: MakeEngine) -> None:
     port = int(make().hold("p")["remote_addresses"][0].split(":")[1])
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
         make(extra={"side_channel_port": port})
-    with pytest.raises(ValueError, match="side_channel_port is 99999; it must be at most 65535"):
-        make(extra={"side_channel_port": 99999})
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.helpers.kv_bench import BLOCK_SIZE, LAYOUT, Bench, same, transfer_config
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
-from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, num_host_blocks
+from fleetfoot.kv_transfer.blockstore.connector import num_host_blocks
 from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler, HostIndex, SlotTable
 
 TOKENS = list(range(17))
@@ -177,24 +177,6 @@ def test_reset_cache(make: MakeBench) -> None:
 )
 def test_size(extra: dict[str, Any], num_ranks: int, expected: int) -> None:
     assert num_host_blocks(context_with(extra, num_ranks)) == expected
-
-
-@pytest.mark.parametrize(
-    ("extra", "error", "message"),
-    [
-        ({}, ValueError, "cpu_bytes_to_use is None and num_cpu_blocks is None; give one of them"),
-        ({"num_cpu_blocks": 1, "cpu_bytes_to_use": 1}, ValueError, "give one of them"),
-        ({"num_cpu_blocks": 0}, ValueError, "num_cpu_blocks is 0; it must be an integer of at least 1"),
-        ({"cpu_bytes_to_use": 1.5}, ValueError, r"cpu_bytes_to_use is 1\.5"),
-        ({"cpu_bytes_to_use": "many"}, ValueError, "cpu_bytes_to_use is 'many'"),
-        ({"cpu_bytes_to_use": 1}, ValueError, "do not hold a single block"),
-        ({"cpu_bytes": 1}, TypeError, "unknown keyword 'cpu_bytes'; did you mean 'cpu_bytes_to_use'"),
-    ],
-)
-def test_settings_that_mean_nothing(extra: dict[str, Any], error: type[Exception], message: str) -> None:
-    for side in (OffloadingConnector.scheduler_side, OffloadingConnector.worker_side):
-        with pytest.raises(error, match=message):
-            side(context_with(extra))
 
 
 def context_with(extra: dict[str, Any], num_ranks: int = 1) -> TransferContext:
