@@ -16,7 +16,7 @@ from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.prompts import ChatMessage, PromptType
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import StopSignal, deferred_interrupts, short_collections
-from fleetfoot.utils.progress import ProgressBar, progress_bar
+from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -211,13 +211,13 @@ class LLM:
             finished: outputs of those that have finished already.
         """
         ids = frozenset(request_ids)
-        with progress_bar(use_tqdm, total=len(request_ids), description="Generating") as bar:
+        with progress_bar(use_tqdm, total=len(request_ids), description="Generating") as advance:
             for output in finished.values():
-                _advance(bar, output)
+                advance(_num_tokens(output))
             while len(finished) < len(request_ids):
                 for request_id, output in self._step(ids).items():
                     finished[request_id] = output
-                    _advance(bar, output)
+                    advance(_num_tokens(output))
                 interrupts.check()
         return [finished[request_id] for request_id in request_ids]
 
@@ -234,8 +234,8 @@ class LLM:
         return str(self._num_requests - 1)
 
 
-def _advance(bar: ProgressBar, output: RequestOutput) -> None:
-    bar.update(1, tokens=sum(len(completion.token_ids) for completion in output.outputs))
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in output.outputs)
 
 
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

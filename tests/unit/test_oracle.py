@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.config.speculative import SpeculativeConfig
 from fleetfoot.kv_transfer.base.registry import V2_LAYOUT, connector_layouts
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import (
@@ -420,11 +419,6 @@ def test_settings_may_be_json_or_a_dictionary() -> None:
     hash(made[0])
 
 
-def test_the_speculative_method_may_follow_from_the_model() -> None:
-    assert SpeculativeConfig.parse(DRAFT).method == "draft_model"
-    assert SpeculativeConfig.parse({"num_speculative_tokens": 2}).method == "ngram"
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
@@ -454,9 +448,6 @@ def test_the_speculative_method_may_follow_from_the_model() -> None:
         ({"kv_offloading_size": 1e300}, ValueError, r"kv_offloading_size is 1e\+300; .* \(less than 8,589,934,592\)"),
         ({"kv_offloading_size": float("inf")}, TypeError, "kv_offloading_size is inf; it must be a finite number"),
         ({"master_addr": "10.0.0.1:29500"}, ValueError, "IPv4 address of node 0 and nothing else"),
-        ({"speculative_config": {"method": "magic", "num_speculative_tokens": 1}}, ValueError, "method is 'magic'"),
-        ({"speculative_config": {"method": "draft_model", "num_speculative_tokens": 1}}, ValueError, "needs a model"),
-        ({"speculative_config": {"method": "ngram"}}, ValueError, "num_speculative_tokens is missing or 0; it must be"),
         ({"speculative_config": {**DRAFT, "model": ""}}, TypeError, "model is ''"),
         ({"compilation_config": {"mode": 3}}, ValueError, "mode is 3; it can be 0 or NONE, 1 or STOCK_TORCH_COMPILE"),
         ({"compilation_config": {"mode": True}}, ValueError, "mode is True"),

@@ -205,10 +205,10 @@ def _run_loads(
 ) -> Samples:
     samples = Samples()
     total = sum(map(len, loads))
-    with progress_bar(sys.stderr.isatty() and total > 0, total=total, description=description) as bar:
+    with progress_bar(sys.stderr.isatty() and total > 0, total=total, description=description) as advance:
 
         def on_finished(output: RequestOutput) -> None:
-            bar.update(1, tokens=output.metrics.num_generation_tokens)
+            advance(output.metrics.num_generation_tokens)
 
         for requests in loads:
             run_load(engine, requests, samples, temperature=temperature, on_finished=on_finished)

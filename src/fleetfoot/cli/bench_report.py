@@ -157,15 +157,12 @@ def _floor_summary(measured: dict[str, Any]) -> str:
     floor = measured["floor"]
     if floor is None or floor["share"] is None:
         return ""
-    parts = [f"{100 * floor['share']:.0f}% of what {_machine_speed(floor)} could do"]
+    speed = f"{floor['copy_bandwidth_gb_s']:,.0f} GB/s and {floor['matmul_tflop_s']:.3g} TFLOP/s"
+    parts = [f"{100 * floor['share']:.0f}% of what {speed} could do"]
     for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms")):
         if key in floor and measured[key]["count"]:
             parts.append(f"{name} {100 * floor[key] / measured[key]['mean']:.0f}% of {floor[key]:.2f} ms")
     return "\n " + ", ".join(parts)
-
-
-def _machine_speed(floor: dict[str, Any]) -> str:
-    return f"{floor['copy_bandwidth_gb_s']:,.0f} GB/s and {floor['matmul_tflop_s']:.3g} TFLOP/s"
 
 
 def _drafts_summary(drafts: dict[str, Any] | None) -> str:
@@ -186,13 +183,8 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _versions() -> dict[str, str | None]:
-    return {
-        "fleetfoot": __version__,
-        "python": platform.python_version(),
-        "torch": _installed("torch"),
-        "triton": _installed("triton"),
-        "numpy": _installed("numpy"),
-    }
+    own = {"fleetfoot": __version__, "python": platform.python_version()}
+    return own | {name: _installed(name) for name in ("torch", "triton", "numpy")}
 
 
 def _installed(distribution_name: str) -> str | None:

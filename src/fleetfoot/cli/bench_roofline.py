@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.cli.bench_load import Work
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 
 if TYPE_CHECKING:
@@ -139,7 +138,11 @@ def floor_report(floor: Roofline | None, samples: Samples, *, is_paced: bool = F
         return None
     duration = sum(samples.load_duration)
     linear = sum(floor.linear_s(step.num_tokens, step.num_requests) for step in samples.steps)
-    attention = _attention_s(floor, samples.work)
+    attention = sum(
+        floor.prefill_attention_s(request.num_prompt_tokens, request.num_cached_tokens)
+        + floor.decode_attention_s(request.num_prompt_tokens, request.num_output_tokens)
+        for request in samples.work
+    )
     return {
         "copy_bandwidth_gb_s": floor.peak_rates.bytes_per_s / 1e9,
         "matmul_tflop_s": floor.peak_rates.flops_per_s / 1e12,
@@ -158,14 +161,6 @@ def batch_floors(floor: Roofline, batch_size: int, input_len: int, output_len: i
         reading = batch_size * floor.decode_attention_s(input_len, output_len) / (output_len - 1)
         content["tpot_ms"] = 1e3 * (floor.linear_s(batch_size, batch_size) + reading)
     return content
-
-
-def _attention_s(floor: Roofline, work: Sequence[Work]) -> float:
-    return sum(
-        floor.prefill_attention_s(request.num_prompt_tokens, request.num_cached_tokens)
-        + floor.decode_attention_s(request.num_prompt_tokens, request.num_output_tokens)
-        for request in work
-    )
 
 
 # --- peak rates of the machine ----------------------------------------------------------------------------------------

@@ -102,14 +102,14 @@ def _generate(engine: LLMEngine, request_ids: list[str], printer: TextPrinter | 
     """
     finished: dict[str, RequestOutput] = {}
     show_bar = printer is None and sys.stderr.isatty()
-    with progress_bar(show_bar, total=len(request_ids), description="Generating") as bar:
+    with progress_bar(show_bar, total=len(request_ids), description="Generating") as advance:
         while len(finished) < len(request_ids):
             for output in engine.step():
                 if printer is not None:
                     printer.add(output)
                 if output.finished:
                     finished[output.request_id] = output
-                    bar.update(1, tokens=output.metrics.num_generation_tokens)
+                    advance(output.metrics.num_generation_tokens)
     return [finished[request_id] for request_id in request_ids]
 
 

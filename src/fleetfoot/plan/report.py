@@ -9,6 +9,12 @@ from fleetfoot.kv_transfer.base.registry import LAYOUT_DIMENSIONS, MULTI_CONNECT
 from fleetfoot.plan.oracle import Decision
 from fleetfoot.plan.plan import EnginePlan
 
+_OF_THE_SHAPE = (
+    *("attention_backend", "kernels", "layers", "graphs", "parallel"),
+    *("drafter", "kv_connector", "kv_layout", "memory", "capacity"),
+)
+"""Keys that are null for a model that cannot be run."""
+
 
 def plan_report(plan: EnginePlan) -> dict[str, Any]:
     """Everything that was decided. Sizes in bytes, lengths in tokens. `fleetfoot plan --help` describes the keys."""
@@ -50,17 +56,7 @@ def decision_report(decision: Decision, *, architecture: str, device: str, probl
         "warnings": list(decision.warnings),
         "architecture": architecture,
         "device": device,
-        "attention_backend": None,
-        "kernels": None,
-        "layers": None,
-        "graphs": None,
-        "parallel": None,
-        "drafter": None,
-        "kv_connector": None,
-        "kv_layout": None,
-        "memory": None,
-        "capacity": None,
-    }
+    } | dict.fromkeys(_OF_THE_SHAPE)
 
 
 def _layers(plan: EnginePlan) -> list[dict[str, Any]]:

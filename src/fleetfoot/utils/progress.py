@@ -2,82 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Advance = Callable[[int], object]
+"""Adds one finished request; takes the number of its generated tokens."""
 
 
-class ProgressBar(Protocol):
-    def update(self, count: int, *, tokens: int) -> None:
-        """Add ``count`` finished requests and ``tokens`` generated tokens."""
-        ...
+@contextmanager
+def progress_bar(bar: bool | Callable[..., Any], *, total: int, description: str) -> Iterator[Advance]:
+    """Show a progress bar over ``total`` requests for the length of the block.
 
-    def __enter__(self) -> ProgressBar: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def progress_bar(bar: bool | Callable[..., Any], *, total: int, description: str) -> ProgressBar:
-    """A progress bar on the terminal (True), one of a factory such as ``tqdm``, or a null object (False)."""
+    Args:
+        bar: True: on the terminal; False: none; else a factory such as ``tqdm``, of objects with ``update(n)`` and
+            ``close()``.
+    """
     if bar is False:
-        return _NoBar()
-    if bar is True:
-        return _RichBar(total, description)
-    return _CustomBar(bar(total=total, desc=description))
+        yield lambda num_tokens: None
+    elif bar is True:
+        with _rich_bar(total, description) as advance:
+            yield advance
+    else:
+        custom = bar(total=total, desc=description)
+        try:
+            yield lambda num_tokens: custom.update(1)
+        finally:
+            custom.close()
 
 
-class _NoBar:
-    def update(self, count: int, *, tokens: int) -> None:
-        pass
+@contextmanager
+def _rich_bar(total: int, description: str) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __enter__(self) -> _NoBar:
-        return self
+    columns = TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn()
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns, console=Console(stderr=True)
+    ) as progress:
+        task = progress.add_task(description, total=total, tokens=0)
 
-    def __exit__(self, *_: object) -> None:
-        pass
+        def advance(num_tokens: int) -> None:
+            progress.update(task, advance=1, tokens=progress.tasks[0].fields["tokens"] + num_tokens)
 
-
-class _RichBar:
-    def __init__(self, total: int, description: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[tokens]} tokens"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task(description, total=total, tokens=0)
-        self._tokens = 0
-
-    def update(self, count: int, *, tokens: int) -> None:
-        self._tokens += tokens
-        self._progress.update(self._task, advance=count, tokens=self._tokens)
-
-    def __enter__(self) -> _RichBar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-
-class _CustomBar:
-    """A caller's object with ``update(n)`` and ``close()``."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def update(self, count: int, *, tokens: int) -> None:
-        self._bar.update(count)
-
-    def __enter__(self) -> _CustomBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        yield advance
