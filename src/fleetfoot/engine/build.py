@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
+    """The parts of an engine."""
+
     plan: EnginePlan
     layout: KVLayout
     core: EngineCore

@@ -56,20 +56,28 @@ class KernelPlan(Mapping[str, str]):
 
 
 class RMSNorm(Protocol):
+    """See `Kernels.rms_norm`."""
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
 
 class AddRMSNorm(Protocol):
+    """See `Kernels.add_rms_norm`."""
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class SiluAndMul(Protocol):
+    """See `Kernels.silu_and_mul`."""
+
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...
 
 
 class RopeAndCache(Protocol):
+    """See `Kernels.rope_and_cache`."""
+
     def __call__(
         self,
         qkv: torch.Tensor,
@@ -85,10 +93,14 @@ class RopeAndCache(Protocol):
 
 
 class PrepareLinear(Protocol):
+    """See `Kernels.prepare_linear`."""
+
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear: ...
 
 
 class Sample(Protocol):
+    """See `Kernels.sample`."""
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -100,6 +112,8 @@ class Sample(Protocol):
 
 
 class ProcessLogits(Protocol):
+    """See `Kernels.process_logits`."""
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -111,6 +125,8 @@ class ProcessLogits(Protocol):
 
 
 class TokenLogprobs(Protocol):
+    """See `Kernels.token_logprobs`."""
+
     def __call__(
         self,
         logits: torch.Tensor,

@@ -12,6 +12,7 @@ from fleetfoot.native.library import DTYPES, NativeLibrary, check_status
 
 
 def rms_norm_native(library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `Kernels.rms_norm`."""
     dtype = x.dtype
     code = DTYPES.get(dtype)
     if code is None or not x.is_contiguous():
@@ -30,6 +31,7 @@ def rms_norm_native(library: NativeLibrary, x: torch.Tensor, weight: torch.Tenso
 def add_rms_norm_native(
     library: NativeLibrary, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Kernels.add_rms_norm`."""
     dtype = x.dtype
     code = DTYPES.get(dtype)
     if code is None or not (x.is_contiguous() and residual.is_contiguous()):
@@ -60,6 +62,7 @@ def add_rms_norm_native(
 
 
 def silu_and_mul_native(library: NativeLibrary, gate_up: torch.Tensor) -> torch.Tensor:
+    """See `Kernels.silu_and_mul`."""
     dtype = gate_up.dtype
     code = DTYPES.get(dtype)
     if code is None or not gate_up.is_contiguous():
@@ -84,6 +87,7 @@ def rope_and_cache_native(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
+    """See `Kernels.rope_and_cache`."""
     dtype = qkv.dtype
     code = DTYPES.get(dtype)
     if code is None:
@@ -145,6 +149,7 @@ def sample_native(
     invalid: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """See `Kernels.sample`."""
     code = DTYPES.get(logits.dtype)
     num_rows, vocab_size = logits.shape
     stride = logits.stride()

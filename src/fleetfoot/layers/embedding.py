@@ -44,6 +44,7 @@ class VocabParallelEmbedding(WeightModule):
         self._aliases = (f"{_LM_HEAD}.weight",) if config.tie_word_embeddings else ()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``input_ids [num_tokens]`` int64 -> ``[num_tokens, hidden_size]``."""
         if self._row_of_token is None:
             return F.embedding(input_ids, self._table)
         return self._group.all_reduce(F.embedding(self._row_of_token[input_ids], self._table))
@@ -74,6 +75,7 @@ class LMHead(ColumnParallelLinear):
         self._vocab_size = config.vocab_size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
         return self._group.all_gather(super().forward(x), self._vocab_size)
 
 
@@ -90,6 +92,7 @@ class TiedLMHead(WeightModule):
         self._prepared: PreparedLinear | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
         if self._prepared is None:
             raise RuntimeError("the logits head was called before process_weights_after_loading")
         return self._group.all_gather(self._prepared(x), self._vocab_size)

@@ -44,6 +44,7 @@ class ColumnParallelLinear(WeightModule):
         self.weight = context.linear_method.make_weight(shape, context.ops, context.dtype, context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, inputs of this rank]`` -> ``[n, outputs of this rank]``."""
         return self.weight.apply(x)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
@@ -86,6 +87,7 @@ class RowParallelLinear(WeightModule):
         self.weight = context.linear_method.make_weight(shape, context.ops, context.dtype, context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, inputs of this rank]`` -> ``[n, out_features]``."""
         partial = self.partial(x)
         return partial if self.is_gathered else self.group.all_reduce(partial)
 

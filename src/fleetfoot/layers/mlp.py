@@ -34,5 +34,6 @@ class GatedMLP(nn.Module):
         self._silu_and_mul = context.ops.silu_and_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape."""
         gate_up = self.gate_up_proj(x)  # [num_tokens, 2 * intermediate size of this rank]
         return self.down_proj(self._silu_and_mul(gate_up))

@@ -128,6 +128,7 @@ def state_block_bytes(shape: EngineShape) -> int:
 
 
 def weight_bytes(shape: EngineShape) -> int:
+    """Weights on one rank of a pipeline stage, with those of its drafter."""
     model, ranks = shape.model, shape.tensor_parallel_size
     matrix = vocab_rows(model.vocab_size, ranks) * model.hidden_size  # of the embedding, and of the logits head
     weights = len(shape.layers) * model.layer_parameters(ranks)

@@ -249,6 +249,7 @@ class Situation:
 
     @property
     def lacks_triton(self) -> bool:
+        """Whether the device is a GPU without Triton."""
         return self.device == "cuda" and not self.has_triton
 
 

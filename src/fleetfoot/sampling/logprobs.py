@@ -110,6 +110,7 @@ class PromptLogprobs:
 
     @property
     def is_active(self) -> bool:
+        """Whether a running request has prompt logprobs that are incomplete."""
         return bool(self._prefills)
 
     def add(self, request: NewRequest) -> None:

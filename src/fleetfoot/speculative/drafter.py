@@ -141,6 +141,7 @@ class DraftSettings:
 
     @property
     def is_on(self) -> bool:
+        """Whether there is speculative decoding."""
         return self.num_drafts > 0
 
 

@@ -126,6 +126,7 @@ def propose_ngrams_paged_triton(
     *,
     draft_tokens: torch.Tensor,
 ) -> None:
+    """See `propose_ngrams_paged`."""
     num_drafts = draft_tokens.shape[1]
     _propose_ngrams_kernel[(len(idx_mapping),)](
         idx_mapping,

@@ -183,6 +183,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def main() -> None:
+    """Compile what the parent process sends, until its end."""
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb") as replies:
         os.dup2(2, 1)  # keep the output of compilers out of the replies
         serve(requests, replies)

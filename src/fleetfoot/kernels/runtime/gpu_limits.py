@@ -13,6 +13,8 @@ _GLUON_VERSIONS = ("3.6.",)
 
 @dataclass(frozen=True, slots=True)
 class GPULimits:
+    """Properties of a GPU that tilings depend on."""
+
     num_sms: int
     shared_bytes: int
     """Maximum shared memory of a program."""

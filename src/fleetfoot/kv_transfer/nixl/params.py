@@ -136,6 +136,7 @@ def engine_description(context: TransferContext) -> dict[str, Any]:
 
 
 def is_remote_decode(params: Mapping[str, Any] | None) -> bool:
+    """Whether the parameters hold the prompt's KV for another engine."""
     return params is not None and bool(params.get(DO_REMOTE_DECODE))
 
 

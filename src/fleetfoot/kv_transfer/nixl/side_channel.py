@@ -56,12 +56,16 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
+    """The consumer's first message."""
+
     identity: Identity
     engine_id: str
     """Of the producer that is asked for."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
+    """The producer's reply to `Hello`."""
+
     agent: bytes
     """Metadata of the transfer agent."""
     layers: list[int]
@@ -71,26 +75,36 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Acquire(msgspec.Struct, tag=True, frozen=True):
+    """Requests the blocks of a lease."""
+
     lease: str
 
 
 class Blocks(msgspec.Struct, tag=True, frozen=True):
+    """The blocks of a lease, in order."""
+
     block_ids: list[int]
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
+    """The consumer has read all blocks."""
+
     lease: str
 
 
 class Decline(msgspec.Struct, tag=True, frozen=True):
+    """The consumer does not need the blocks."""
+
     lease: str
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True):
-    pass
+    """The blocks were held until `Finish` or `Decline`."""
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):
+    """The producer refuses a request."""
+
     reason: str
 
 
