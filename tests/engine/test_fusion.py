@@ -223,8 +223,8 @@ def test_fused_and_plain_layers_agree(case: str, fused: tuple[bool, ...], ops: s
 
 @interpreted
 @pytest.mark.parametrize(
-    ("case", "fused", "num_norms"),  # norms are deferred behind attention, and behind MLPs before another fused layer
-    [("llama-biases", (True, True), 3), ("qwen3", (True, False, True), 2)],
+    ("case", "fused", "num_norms"),  # behind attention and behind MLPs; at the end of a run only the sum is read
+    [("llama-biases", (True, True), 4), ("qwen3", (True, False, True), 4)],
 )
 def test_the_triton_chain_in_bfloat16(
     case: str, fused: tuple[bool, ...], num_norms: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -254,7 +254,7 @@ def test_the_triton_chain_in_bfloat16(
         found[name] = outputs(make(tmp_path, model_context, mask), cache, schedule)
         assert bool(deferred) == (name == "fused")
     # In the last step, only the last layer has few rows: those that are read.
-    assert [rows for rows, result in deferred if result is not None] == [8] * num_norms + [2] * num_norms + [2]
+    assert [rows for rows, result in deferred if result is not None] == [8] * num_norms + [2] * num_norms + [2, 2]
     for plain, actual, exact in zip(found["plain"], found["fused"], expected, strict=True):
         plain_error, error = ((each.float() - exact).norm() / exact.norm() for each in (plain, actual))
         assert plain_error < 0.03 and error < max(1.5 * plain_error, 0.01)
@@ -284,9 +284,10 @@ def test_norms_that_are_deferred(case: str, defers_in_mlp: bool, tmp_path: Path)
     model, cache = make(tmp_path, model_context, ALL), PagedCache(config, 16)
     before = counts()
     logits = [run(model, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 24), (24, 25), (25, 40))]
-    # Two steps of few tokens: behind each layer but the last, and between attention and MLP if that reads it.
+    # Two steps of few tokens: behind each layer but the last, and between attention and MLP if that reads it. At the
+    # end of the run the sum alone is read.
     norms = 2 * (config.num_layers - 1 + (config.num_layers if defers_in_mlp else 0))
-    assert counts()[1:] == (before[1] + norms, before[2] + norms)
+    assert counts()[1:] == (before[1] + norms + 2, before[2] + norms)
     assert_close(torch.cat(logits), expected)
     assert_close(run_in_parts(tmp_path, model_context, tokens[:7]), expected[:7])
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,8 @@ class FusedDecoder:
     def _set_layers(self, layers: list[_FusedLayer]) -> None:
         self._layers = layers
         self._next_norms = [layer.input_norm for layer in layers[1:]]
+        # The last product of few rows makes the residual sum too. Of the norm behind that sum, nothing is read.
+        self._end = replace(layers[-1].mlp_norm, reads_deferred_norm=lambda num_rows: True)
 
     def __call__(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape, or ``[num_logits, hidden_size]``; may write to ``x``."""
@@ -94,10 +96,11 @@ class FusedDecoder:
         for layer, next_norm in zip(self._layers, self._next_norms, strict=False):  # the last has none
             hidden, residual = layer(hidden, residual, ctx, next_norm)
         last, logits = self._layers[-1], ctx.logits if self.selects_logits else None
-        hidden, residual = last(hidden, residual, ctx, None, logits)
+        hidden, residual = last(hidden, residual, ctx, self._end, logits)
+        if isinstance(hidden, DeferredRMSNorm):
+            return hidden.total
         if hidden is residual:
             return residual
-        assert not isinstance(hidden, DeferredRMSNorm)  # there is no next norm
         hidden = sum_parts(hidden, residual)
         return residual + (hidden if last.is_summed else self._group.all_reduce(hidden))
 
@@ -147,9 +150,9 @@ class _Residual:
         self.is_summed = self._is_alone or linear.is_gathered
         self.prefetch_weight = None if dense is None else dense[0]
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor, next_norm: _Norm | None) -> Hidden:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor, next_norm: _Norm) -> Hidden:
         if self._chained is not None and self._is_alone:
-            if next_norm is not None and next_norm.weight is not None and next_norm.reads_deferred_norm(len(x)):
+            if next_norm.weight is not None and next_norm.reads_deferred_norm(len(x)):
                 deferred = self._chained.add_and_norm(x, residual, next_norm.weight, next_norm.eps)
                 if deferred is not None:
                     return deferred
@@ -173,7 +176,7 @@ class _FusedLayer:
         self._o, self._down = _Residual(attention.o_proj, chain), _Residual(mlp.down_proj, chain)
         norm = layer.input_layernorm if isinstance(layer.input_layernorm, RMSNorm) else None
         self.input_norm = _norm(norm, context, reads_qkv)
-        self._mlp_norm = _norm(layer.post_attention_layernorm, context, reads_gate_up)
+        self.mlp_norm = _norm(layer.post_attention_layernorm, context, reads_gate_up)
         self.is_summed = self._down.is_summed
         self.window = self._attention.window
 
@@ -182,13 +185,13 @@ class _FusedLayer:
         hidden: Hidden,
         residual: torch.Tensor,
         ctx: ForwardContext,
-        next_norm: _Norm | None,
+        next_norm: _Norm,
         logits: LogitsMetadata | None = None,
     ) -> tuple[Hidden, torch.Tensor]:
         """``(hidden, residual)`` of the layers before -> those of this one.
 
         Args:
-            next_norm: of the next layer in the run. logits: the rows that are read; None: all.
+            next_norm: behind this layer. logits: the rows that are read; None: all.
         """
         attention = self._attention
         hidden, residual = self.input_norm.add(hidden, residual)
@@ -201,8 +204,8 @@ class _FusedLayer:
             if not len(query):
                 return residual, residual
             attended = attention.attend(query, ctx, logits.attention)
-        attended_sum = self._o(attended.flatten(1), residual, self._mlp_norm)
-        hidden, residual = self._mlp_norm.add(attended_sum, residual)
+        attended_sum = self._o(attended.flatten(1), residual, self.mlp_norm)
+        hidden, residual = self.mlp_norm.add(attended_sum, residual)
         return self._down(self._gate_up(hidden), residual, next_norm), residual
 
     def _attended(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
