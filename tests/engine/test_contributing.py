@@ -214,3 +214,13 @@ def test_every_example_is_run() -> None:
     assert len(EXAMPLES) == PAGE.count("```python") == PAGE.count("<!-- example:")
     source = Path(__file__).read_text(encoding="utf-8")
     assert not [name for name in EXAMPLES if f'"{name}"' not in source]
+
+
+def test_the_pages_name_files_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    source = root / "src" / "fleetfoot"
+    added = {"granite.py", "squared_relu.py", "squared_relu_triton.py", "bigram.py"}  # by the examples
+    for page in (root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")):
+        for name in re.findall(r"`([\w./]*\w+\.py)`", page.read_text(encoding="utf-8")):
+            exists = (root / name).exists() or any(source.rglob(name))
+            assert exists or Path(name).name in added, (page.name, name)

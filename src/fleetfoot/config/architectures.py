@@ -1,6 +1,6 @@
 """The registry of architectures: how each one reads ``config.json``, and which class runs it. No torch.
 
-An architecture is one entry of ARCHITECTURES. No other module has its name.
+An architecture is one entry of ARCHITECTURES. No other module uses it.
 """
 
 from __future__ import annotations
