@@ -26,7 +26,7 @@ from fleetfoot.kernels.linear.streamed import StreamedTiling
 from fleetfoot.kernels.linear.tiled import TiledTiling
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups, shared_bytes
 from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
-from fleetfoot.kernels.norm.rms_norm_triton import MAX_SIZE
+from fleetfoot.kernels.norm.rms_norm import MAX_SIZE
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.sampling.sample import RandomRows
 
@@ -204,7 +204,7 @@ def test_norms_are_deferred_for_few_rows_in_bfloat16() -> None:
     assert layer.add_and_norm(x, x[:, :64], norm, 1e-6) is None
     assert half.add_and_norm(x[:1].half(), x[:1, :64].half(), norm.half(), 1e-6) is None
     for rows in (x, x[:1, :64]):  # too many, and too narrow
-        with pytest.raises(ValueError, match=rf"a deferred norm \[{len(rows)}, {rows.shape[1]}\] is not read: see"):
+        with pytest.raises(ValueError, match=rf"a deferred norm \[{len(rows)}, {rows.shape[1]}\] is not supported"):
             layer(DeferredRMSNorm.empty(rows, 1, 1e-6))
 
 

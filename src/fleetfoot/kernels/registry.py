@@ -73,17 +73,17 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "rms_norm": _implementations(
             torch="norm.rms_norm:rms_norm_torch",
             native="native_ops:rms_norm_native",
-            triton="norm.rms_norm_triton:rms_norm_triton",
+            triton="norm.rms_norm:rms_norm_triton",
         ),
         "add_rms_norm": _implementations(
             torch="norm.rms_norm:add_rms_norm_torch",
             native="native_ops:add_rms_norm_native",
-            triton="norm.rms_norm_triton:add_rms_norm_triton",
+            triton="norm.rms_norm:add_rms_norm_triton",
         ),
         "silu_and_mul": _implementations(
             torch="linear.silu_and_mul:silu_and_mul_torch",
             native="native_ops:silu_and_mul_native",
-            triton="linear.silu_and_mul_triton:silu_and_mul_triton",
+            triton="linear.silu_and_mul:silu_and_mul_triton",
         ),
         "rope_and_cache": _implementations(
             torch="attention.rope_and_cache:rope_and_cache_torch",

@@ -1,7 +1,7 @@
-"""The epilogue that the linear kernels of few rows share: how a program's sums become outputs.
+"""The epilogue that the linear kernels for few rows share.
 
-There may be half a norm on either side of the product (`fleetfoot.kernels.norm.deferred_rms_norm`). Before it: the
-inputs lack a factor in each row, which is applied to the sums. Behind it: the outputs are added to the residual and
+A deferred norm may precede or follow the product (`fleetfoot.kernels.norm.deferred_rms_norm`). In the first case the
+inputs lack a factor per row, which is applied to the sums. In the second case the outputs are added to the residual and
 multiplied by the weight of the next norm.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fleetfoot.kernels.linear.silu_and_mul_triton import silu_and_mul
+from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul
 from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class FusedAddNorm(NamedTuple):
-    """The residual sum and norm behind a product."""
+    """The residual sum and norm after a product."""
 
     residual: torch.Tensor
     """``[n, out]``, contiguous."""
     norm_weight: torch.Tensor
-    """``[out]``, of the norm behind."""
+    """``[out]``, of the next norm."""
     result: DeferredRMSNorm
-    """Written to: ``parts`` are the kernel's programs."""
+    """The output: ``parts`` are the programs of the kernel."""
 
 
 def norm_arguments(
     unused: torch.Tensor, deferred: DeferredRMSNorm | None, add_norm: FusedAddNorm | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a kernel: its arguments for the two halves of norms, and its constexprs."""
+    """The arguments and constexprs of a kernel for a deferred norm before and after the product."""
     squares, eps = (unused, 0.0) if deferred is None else (deferred.squares, deferred.eps)
     num_parts = 1 if deferred is None else len(squares)
     add_norm_tensors = (unused,) * 4
@@ -57,48 +57,31 @@ def load_squares(squares_ptr, num_parts, num_rows, parts_tile: tl.constexpr, row
 
 
 @triton_kernel()
-def load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs: tl.constexpr, row_tile: tl.constexpr):
-    """``[outputs, row_tile]``: the residual that a program's outputs are added to."""
+def load_residual(residual_ptr, first, num_valid, num_rows, num_outputs, outputs: tl.constexpr, row_tile: tl.constexpr):
+    """``[outputs, row_tile]``: the residual of a program's outputs."""
     output = tl.arange(0, outputs)[:, None]
     row = tl.arange(0, row_tile)[None, :]
     pointers = residual_ptr + row.to(tl.int64) * num_outputs + first + output
-    return tl.load(pointers, mask=(output < stretch) & (row < num_rows), other=0.0)
+    return tl.load(pointers, mask=(output < num_valid) & (row < num_rows), other=0.0)
 
 
 @triton_kernel()
 def write_outputs(
-    sums,
-    up_sums,
-    squares,
-    residual,
-    norm_weight,
-    output_ptr,
-    bias_ptr,
-    total_ptr,
-    squares_ptr,
-    first,
-    stretch,
-    num_rows,
-    num_outputs,
-    num_inputs,
-    eps,
-    outputs: tl.constexpr,
-    row_tile: tl.constexpr,
-    has_bias: tl.constexpr,
-    gated: tl.constexpr,
-    has_deferred_norm: tl.constexpr,
-    fused_add_norm: tl.constexpr,
-):
-    """Write a program's ``stretch`` outputs from ``first`` on.
+    sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
+    num_rows, num_outputs, num_inputs, eps,
+    outputs: tl.constexpr, row_tile: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr,
+    has_deferred_norm: tl.constexpr, fused_add_norm: tl.constexpr,
+):  # fmt: skip
+    """Write a program's ``num_valid`` outputs from ``first`` on.
 
     Args:
-        sums: ``[slices, outputs, row_tile]`` float32, to be summed over the slices; ``up_sums`` alike, if gated.
+        sums: ``[slices, outputs, row_tile]`` float32, partial sums of the slices; ``up_sums`` alike, if gated.
         squares: `load_squares`, if has_deferred_norm. residual: `load_residual`, and ``norm_weight [outputs]``, if
             fused_add_norm.
     """
     dtype = output_ptr.dtype.element_ty
     output = tl.arange(0, outputs)
-    is_output = output < stretch
+    is_output = output < num_valid
     row = tl.arange(0, row_tile)[None, :]
     is_written = is_output[:, None] & (row < num_rows)
     offset = row.to(tl.int64) * num_outputs + first + output[:, None]
@@ -117,7 +100,7 @@ def write_outputs(
             up += tl.load(up_bias_ptr + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
         result = silu_and_mul(result.to(dtype), up.to(dtype))
     if fused_add_norm:
-        # Rounded where the steps apart have their roundings.
+        # Rounded at the same places as separate kernels.
         total = (result.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(total_ptr + offset, total, mask=is_written)
         total = tl.where(is_written, total.to(tl.float32), 0.0)

@@ -1,16 +1,15 @@
-"""The gate and up projections of many rows for Hopper GPUs, with what becomes of them inside: in Gluon.
+"""The gate and up projections of many rows with their activation for Hopper GPUs: warp-specialized, in Gluon.
 
-The vendor's library multiplies as fast, but its product is twice as wide as what is wanted of it, and is written, read
-and halved by a second kernel: a quarter of the time with 1024 inputs, a twentieth with 4096.
+The vendor's library multiplies as fast, but its product is twice as wide as the result, and a second kernel reads it to
+apply the activation: a quarter of the time with 1024 inputs, a twentieth with 4096.
 
-A tile is 64 rows of the input for each *group*, by 128 outputs, gates and ups. Programs stay on their multiprocessor,
-and each has
+A tile is 64 rows of the input per warp group by 128 outputs, gates and ups. The grid is persistent, and a program has
 
-- one warp that *loads*, some stages ahead, into the next tile while this one's results are written; weights before the
-  kernel ahead has ended (see `fleetfoot.kernels.runtime.dependent_launch`);
-- a group of four warps for each 64 rows, that *multiplies*.
+- one producer warp: it loads several stages ahead, also across tiles. Weights are loaded before the previous kernel has
+  finished (see `fleetfoot.kernels.runtime.dependent_launch`);
+- a consumer group of four warps for each 64 rows.
 
-Gluon has no interpreter: the kernel is held against the library on a GPU. This module imports Triton.
+Gluon has no interpreter: a GPU test compares the kernel with the library. This module imports Triton.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from fleetfoot.kernels.runtime.gluon_support import launch_dependents, wait_for_
 from fleetfoot.kernels.runtime.triton_support import cdiv, launcher
 
 OUTPUTS = 128
-"""Of a tile, which takes as many gates and as many ups."""
-_INPUTS = 64  # multiplied at a time: as wide as the swizzling of shared memory
-_COLUMN_GROUP = 4  # columns of tiles that are done together, rows first, so that what is read again is in L2
+"""Outputs of a tile: as many gates, and as many ups."""
+_INPUTS = 64  # multiplied at a time: the width of the shared memory swizzle
+_COLUMN_GROUP = 4  # columns of tiles that are processed together, rows first, so that repeated reads hit L2
 _STAGES = {2: 4, 3: 3}
 _REGISTERS = {2: (232, 40), 3: (160, 160, 32)}
-"""Of a thread in the groups behind the first, which gets what is left, and in the loading warp."""
+"""Registers per thread of the groups after the first, which gets the rest, and of the producer warp."""
 
 
 def gated_linear_hopper(x: torch.Tensor, weight: torch.Tensor, groups: int, num_sms: int) -> torch.Tensor:
@@ -46,7 +45,7 @@ def gated_linear_hopper(x: torch.Tensor, weight: torch.Tensor, groups: int, num_
     Args:
         x: float16 or bfloat16; rows are contiguous and begin at multiples of 16 bytes.
         weight: ``[2 * out, in]``, gates above ups, contiguous.
-        groups: of 64 rows in a tile: 2 or 3.
+        groups: warp groups of 64 rows in a tile: 2 or 3.
         num_sms: the GPU's multiprocessors.
     """
     num_rows, num_inputs = x.shape
@@ -77,7 +76,7 @@ def gated_linear_hopper(x: torch.Tensor, weight: torch.Tensor, groups: int, num_
 
 
 @gluon.jit
-def _place(tile, row_tiles, column_tiles, column_group: gl.constexpr):
+def _tile_coordinates(tile, row_tiles, column_tiles, column_group: gl.constexpr):
     """The row and the column of a tile."""
     first = tile // (column_group * row_tiles) * column_group
     width = gl.minimum(column_tiles - first, column_group)
@@ -86,65 +85,65 @@ def _place(tile, row_tiles, column_tiles, column_group: gl.constexpr):
 
 
 @gluon.jit
-def _copy_weights(weight_rows, weights, stage, barrier, column, begin, num_outputs, outputs: gl.constexpr):
+def _copy_weights(weight_desc, weights, stage, barrier, column, begin, num_outputs, outputs: gl.constexpr):
     """Start the copies of gates and ups, from input ``begin`` on."""
     gate = column * outputs
-    tma.async_copy_global_to_shared(weight_rows, [gate, begin], barrier, weights.index(stage * 2))
-    tma.async_copy_global_to_shared(weight_rows, [gate + num_outputs, begin], barrier, weights.index(stage * 2 + 1))
+    tma.async_copy_global_to_shared(weight_desc, [gate, begin], barrier, weights.index(stage * 2))
+    tma.async_copy_global_to_shared(weight_desc, [gate + num_outputs, begin], barrier, weights.index(stage * 2 + 1))
 
 
 @gluon.jit
-def _load(
-    x_rows, weight_rows, stages_of, row_tiles, column_tiles, num_outputs, num_inputs, groups: gl.constexpr,
+def _producer(
+    x_desc, weight_desc, stages_of, row_tiles, column_tiles, num_outputs, num_inputs, groups: gl.constexpr,
     outputs: gl.constexpr, inputs: gl.constexpr, stages: gl.constexpr, column_group: gl.constexpr,
     overlap: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages with inputs and weights, as they become free."""
-    xs, weights, filled, free = stages_of
+    """Fill the stages with inputs and weights as they become empty."""
+    xs, weights, full, empty = stages_of
     stage_bytes: gl.constexpr = (groups * 64 + 2 * outputs) * inputs * 2
     tile = gl.program_id(0)
-    # Weights do not depend on the kernel ahead: the first tile's, for as many stages as there are.
-    _, column = _place(tile, row_tiles, column_tiles, column_group)
-    ahead = gl.minimum((num_inputs + inputs - 1) // inputs, stages)
-    for stage in range(ahead):
-        barrier = filled.index(stage)
+    # Weights do not depend on the previous kernel: fill all stages with those of the first tile.
+    _, column = _tile_coordinates(tile, row_tiles, column_tiles, column_group)
+    num_prefetched = gl.minimum((num_inputs + inputs - 1) // inputs, stages)
+    for stage in range(num_prefetched):
+        barrier = full.index(stage)
         mbarrier.expect(barrier, stage_bytes)
-        _copy_weights(weight_rows, weights, stage, barrier, column, stage * inputs, num_outputs, outputs)
+        _copy_weights(weight_desc, weights, stage, barrier, column, stage * inputs, num_outputs, outputs)
     wait_for_inputs(overlap)
     count = 0
     while tile < row_tiles * column_tiles:
-        row, column = _place(tile, row_tiles, column_tiles, column_group)
+        row, column = _tile_coordinates(tile, row_tiles, column_tiles, column_group)
         for begin in range(0, num_inputs, inputs):
             stage = count % stages
-            barrier = filled.index(stage)
-            if count >= ahead:
-                mbarrier.wait(free.index(stage), ((count // stages) & 1) ^ 1)
+            barrier = full.index(stage)
+            if count >= num_prefetched:
+                mbarrier.wait(empty.index(stage), ((count // stages) & 1) ^ 1)
                 mbarrier.expect(barrier, stage_bytes)
-                _copy_weights(weight_rows, weights, stage, barrier, column, begin, num_outputs, outputs)
+                _copy_weights(weight_desc, weights, stage, barrier, column, begin, num_outputs, outputs)
             for group in gl.static_range(groups):
                 first_row = (row * groups + group) * 64
-                tma.async_copy_global_to_shared(x_rows, [first_row, begin], barrier, xs.index(stage * groups + group))
+                tma.async_copy_global_to_shared(x_desc, [first_row, begin], barrier, xs.index(stage * groups + group))
             count += 1
         tile += gl.num_programs(0)
 
 
 @gluon.jit
-def _multiply(
-    out_rows, outs, stages_of, row_tiles, column_tiles, num_inputs, group: gl.constexpr, groups: gl.constexpr,
+def _consumers(
+    out_desc, outs, stages_of, row_tiles, column_tiles, num_inputs, group: gl.constexpr, groups: gl.constexpr,
     outputs: gl.constexpr, inputs: gl.constexpr, stages: gl.constexpr, column_group: gl.constexpr,
 ):  # fmt: skip
     """64 rows of each tile, from row ``64 * group`` on."""
-    xs, weights, filled, free = stages_of
+    xs, weights, full, empty = stages_of
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, outputs, 16])
-    dtype: gl.constexpr = out_rows.dtype
+    dtype: gl.constexpr = out_desc.dtype
     out = outs.index(group)
     count = 0
     tile = gl.program_id(0)
     while tile < row_tiles * column_tiles:
-        row, column = _place(tile, row_tiles, column_tiles, column_group)
+        row, column = _tile_coordinates(tile, row_tiles, column_tiles, column_group)
         gate = gl.zeros([64, outputs], gl.float32, layout)
         up = gl.zeros([64, outputs], gl.float32, layout)
-        mbarrier.wait(filled.index(count % stages), (count // stages) & 1)
+        mbarrier.wait(full.index(count % stages), (count // stages) & 1)
         for begin in range(0, num_inputs, inputs):
             stage = count % stages
             x = xs.index(stage * groups + group)
@@ -152,27 +151,27 @@ def _multiply(
             up_sums = warpgroup_mma(x, weights.index(stage * 2 + 1).permute((1, 0)), up, is_async=True)
             count += 1
             is_more = begin + inputs < num_inputs
-            mbarrier.wait(filled.index(count % stages), (count // stages) & 1, pred=is_more)
+            mbarrier.wait(full.index(count % stages), (count // stages) & 1, pred=is_more)
             gate, up = warpgroup_mma_wait(0, deps=[gate_sums, up_sums])
-            mbarrier.arrive(free.index(stage), count=1)
-        # Rounded where the library rounds its product.
+            mbarrier.arrive(empty.index(stage), count=1)
+        # Rounded like the product of the library.
         gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
         result = gate / (1.0 + gl.exp(-gate)) * up
-        tma.store_wait(0)  # the tile before has been read from where this one is put
+        tma.store_wait(0)  # the previous tile has been copied out of this memory
         gl.thread_barrier()
         out.store(result.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(out_rows, [(row * groups + group) * 64, column * outputs], out)
+        tma.async_copy_shared_to_global(out_desc, [(row * groups + group) * 64, column * outputs], out)
         tile += gl.num_programs(0)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["row_tiles", "column_tiles"])
 def _gated_linear_kernel(
-    x_rows,
-    weight_rows,
-    out_rows,
+    x_desc,
+    weight_desc,
+    out_desc,
     row_tiles,
     column_tiles,
     num_outputs,
@@ -186,39 +185,39 @@ def _gated_linear_kernel(
     overlap: gl.constexpr,
 ):
     launch_dependents(overlap)
-    dtype: gl.constexpr = x_rows.dtype
+    dtype: gl.constexpr = x_desc.dtype
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(dtype, [stages * groups, 64, inputs], tile_layout)
     weights = gl.allocate_shared_memory(dtype, [stages * 2, outputs, inputs], tile_layout)
     outs = gl.allocate_shared_memory(dtype, [groups, 64, outputs], tile_layout)
-    filled = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
-    free = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
     for stage in gl.static_range(stages):
-        mbarrier.init(filled.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=groups)
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=groups)
     fence_async_shared()
-    stages_of = (xs, weights, filled, free)
-    # Gluon takes roles as they are written here alone: a list of them cannot be put together in a loop.
+    stages_of = (xs, weights, full, empty)
+    # Gluon needs a literal list of partitions: it cannot be built in a loop.
     # fmt: off
     if groups == 2:
         gl.warp_specialize([
-            (_multiply, (out_rows, outs, stages_of, row_tiles, column_tiles, num_inputs, 0, groups, outputs, inputs,
-                         stages, column_group)),
-            (_multiply, (out_rows, outs, stages_of, row_tiles, column_tiles, num_inputs, 1, groups, outputs, inputs,
-                         stages, column_group)),
-            (_load, (x_rows, weight_rows, stages_of, row_tiles, column_tiles, num_outputs, num_inputs, groups,
-                     outputs, inputs, stages, column_group, overlap)),
+            (_consumers, (out_desc, outs, stages_of, row_tiles, column_tiles, num_inputs, 0, groups, outputs, inputs,
+                          stages, column_group)),
+            (_consumers, (out_desc, outs, stages_of, row_tiles, column_tiles, num_inputs, 1, groups, outputs, inputs,
+                          stages, column_group)),
+            (_producer, (x_desc, weight_desc, stages_of, row_tiles, column_tiles, num_outputs, num_inputs, groups,
+                         outputs, inputs, stages, column_group, overlap)),
         ], [4, 1], registers)
     else:
         gl.warp_specialize([
-            (_multiply, (out_rows, outs, stages_of, row_tiles, column_tiles, num_inputs, 0, groups, outputs, inputs,
-                         stages, column_group)),
-            (_multiply, (out_rows, outs, stages_of, row_tiles, column_tiles, num_inputs, 1, groups, outputs, inputs,
-                         stages, column_group)),
-            (_multiply, (out_rows, outs, stages_of, row_tiles, column_tiles, num_inputs, 2, groups, outputs, inputs,
-                         stages, column_group)),
-            (_load, (x_rows, weight_rows, stages_of, row_tiles, column_tiles, num_outputs, num_inputs, groups,
-                     outputs, inputs, stages, column_group, overlap)),
+            (_consumers, (out_desc, outs, stages_of, row_tiles, column_tiles, num_inputs, 0, groups, outputs, inputs,
+                          stages, column_group)),
+            (_consumers, (out_desc, outs, stages_of, row_tiles, column_tiles, num_inputs, 1, groups, outputs, inputs,
+                          stages, column_group)),
+            (_consumers, (out_desc, outs, stages_of, row_tiles, column_tiles, num_inputs, 2, groups, outputs, inputs,
+                          stages, column_group)),
+            (_producer, (x_desc, weight_desc, stages_of, row_tiles, column_tiles, num_outputs, num_inputs, groups,
+                         outputs, inputs, stages, column_group, overlap)),
         ], [4, 4, 1], registers)
     # fmt: on

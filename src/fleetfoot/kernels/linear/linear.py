@@ -1,4 +1,4 @@
-"""Linear layers with a weight that is arranged once for the device."""
+"""Linear layers with a weight that is prepared once for the device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class PreparedLinear(Protocol):
     """``x [n, in]`` -> ``x @ weight.T + bias [n, out]``."""
 
     is_dense: bool
-    """Whether the weight lies plain and contiguous at a fixed address, for kernels that read it in place."""
+    """Whether the weight is contiguous at a fixed address, for kernels that read it in place."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def weight(self) -> torch.Tensor:
-        """The plain weight ``[out, in]``. It may be a copy: writing to it need not change the layer."""
+        """The plain weight ``[out, in]``. It may be a copy, so writing to it may not change the layer."""
         ...
 
     def replace(self, weight: torch.Tensor) -> None:
-        """Take another weight of the same shape and dtype.
+        """Replace the weight by another one of the same shape and dtype.
 
         Raises:
             ValueError: shape, dtype or device differ.
@@ -39,7 +39,7 @@ def check_replacement(new: torch.Tensor, shape: torch.Size, dtype: torch.dtype) 
 
 
 class PlainLinear:
-    """The weight as it came: `torch.nn.functional.linear`, on any device and dtype."""
+    """`torch.nn.functional.linear` on any device and dtype; the weight keeps its layout."""
 
     __slots__ = ("_bias", "_weight")
     is_dense = True
@@ -61,9 +61,9 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """The weight in the blocked layout of oneDNN, which `F.linear` would otherwise arrange anew at every call.
+    """The weight in the blocked layout of oneDNN, which `F.linear` would otherwise create in every call.
 
-    Only the packed copy is kept. Packing moves values and changes none: unpacking gives the weight back exactly.
+    Only the packed copy is kept. Unpacking restores the weight exactly.
     """
 
     __slots__ = ("_apply", "_bias", "_packed")
@@ -71,7 +71,7 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._packed = _pack(weight)
-        self._bias = None if bias is None else bias.contiguous()  # oneDNN takes any other stride for 1
+        self._bias = None if bias is None else bias.contiguous()  # oneDNN assumes a stride of 1
         self._apply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,13 +86,13 @@ class PackedLinear:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    # No hint of the batch size: with none, oneDNN's layout is the fastest one measured for every batch size.
+    # No batch size hint: the layout without one was the fastest for every batch size.
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this dtype on this CPU, found by packing a small one and getting it back."""
+    """Whether oneDNN packs weights of this dtype on this CPU, tested with a small weight."""
     weight = torch.arange(24 * 40, dtype=torch.float32).remainder(61).view(24, 40).to(dtype)
     try:
         linear = PackedLinear(weight, None)
@@ -107,9 +107,9 @@ NO_CHAIN = None
 
 
 def prepare_linear_torch(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PreparedLinear:
-    """Arrange ``weight [out, in]`` for speed where it lies: packed for oneDNN on a CPU, as it is elsewhere.
+    """Prepare ``weight [out, in]`` on its device: packed for oneDNN on a CPU, unchanged elsewhere.
 
-    The layer keeps one copy. A caller who drops its own reference has no second one in memory.
+    The layer keeps one copy; without other references to ``weight``, a packed layer frees the original.
     """
     if weight.device.type == "cpu" and weight.numel() > 0 and can_pack(weight.dtype):
         return PackedLinear(weight, bias)

@@ -1,4 +1,4 @@
-"""Linear layers in C: the weight packed once, the same bits for a row in every batch."""
+"""Linear layers in C: the weight is packed once, and a row's result is bitwise identical in every batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleetfoot.native.library import DTYPES, NativeLibrary, check_status
 
 
 def has_matrix_unit() -> bool:
-    """Whether this CPU multiplies bfloat16 tiles in hardware (AMX), which oneDNN uses and the native kernels do not."""
+    """Whether this CPU multiplies bfloat16 tiles in hardware (AMX), which oneDNN uses and the C kernels do not."""
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return bool(supported and supported())
 
@@ -17,7 +17,7 @@ def has_matrix_unit() -> bool:
 def prepare_linear_native(
     library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> PreparedLinear:
-    """`NativeLinear` where the kernel serves the dtype and is the fastest way, else what torch has."""
+    """`NativeLinear` if it supports the dtype and is the fastest implementation, otherwise the torch implementation."""
     code = DTYPES.get(weight.dtype)
     pairs = weight.dtype is torch.bfloat16
     if code is None or weight.numel() == 0 or (pairs and (weight.shape[1] % 2 or has_matrix_unit())):

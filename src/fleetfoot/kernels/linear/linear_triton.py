@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fleetfoot.kernels.linear.few_rows import FusedAddNorm
 from fleetfoot.kernels.linear.linear import check_replacement
-from fleetfoot.kernels.linear.silu_and_mul_triton import silu_and_mul_triton
+from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul_triton
 from fleetfoot.kernels.linear.staged import StagedTiling, linear_staged
 from fleetfoot.kernels.linear.streamed import StreamedTiling, linear_streamed
 from fleetfoot.kernels.linear.tiled import TiledTiling, linear_tiled
@@ -19,12 +19,12 @@ from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
 _DTYPES = (torch.bfloat16, torch.float16)
-"""Of the kernels."""
+"""Dtypes that the kernels support."""
 
 
 class TritonLinear:
-    """Implements `PreparedLinear`. The weight stays as it was loaded; the number of rows, which the host knows, selects
-    the kernel.
+    """Implements `PreparedLinear`. The weight keeps its layout. The number of rows, which the host has, selects the
+    kernel.
 
     Args:
         weight: ``[out, in]``; bias: ``[out]``.
@@ -63,7 +63,7 @@ class TritonLinear:
         """`__call__` with a given tiling.
 
         Args:
-            deferred: the norm that ``x`` is part of. add_norm: the sum and norm behind. For few rows alone.
+            deferred: the norm of ``x``. add_norm: the sum and norm after the product. Both for few rows only.
         """
         shape: tuple[int, ...] = (x.shape[0], self._num_outputs)
         dtype = x.dtype
@@ -83,7 +83,7 @@ class TritonLinear:
         return self._weight
 
     def replace(self, weight: torch.Tensor) -> None:
-        """Write another weight to the memory of this one: captured graphs read it there."""
+        """Copy another weight to the memory of this one, which captured graphs read."""
         check_replacement(weight, self._weight.shape, self._weight.dtype)
         if weight.data_ptr() != self._weight.data_ptr() or weight.device != self._weight.device:
             self._weight.copy_(weight)
@@ -109,8 +109,8 @@ class TritonLinear:
 
 
 class ChainedLinear(TritonLinear):
-    """A linear layer in the chain of a fused decoder: norms before and behind it, and the residual sum, are part of the
-    product where the kernel can do that. It reads a weight that a layer owns."""
+    """A linear layer in the chain of a fused decoder: norms before and after it, and the residual sum, are part of the
+    product if the kernel supports that. It reads a weight that a layer owns."""
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         """``x``: ``[n, in]``, or a deferred norm if `reads_deferred_norm`.
@@ -123,16 +123,18 @@ class ChainedLinear(TritonLinear):
         num_rows = len(x.weighted)
         tiling = self._tiling(num_rows)
         if not isinstance(tiling, FewRowsTiling) or x.weighted.shape[1] != self._weight.shape[1]:
-            raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not read: see reads_deferred_norm()")
+            raise ValueError(
+                f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()"
+            )
         return self.launch(x.weighted, tiling, deferred=x)
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
-        """Whether it takes a deferred norm of so many rows. In float16, unscaled values may be too large."""
+        """Whether a deferred norm of this number of rows is supported. In float16, unscaled values may overflow."""
         return self._weight.dtype is torch.bfloat16 and isinstance(self._tiling(num_rows), FewRowsTiling)
 
 
 class ChainedGateUp(ChainedLinear):
-    """``x [n, in]`` -> ``silu(x @ gate.T) * (x @ up.T) [n, out / 2]``, of a weight that is gate above up."""
+    """``x [n, in]`` -> ``silu(x @ gate.T) * (x @ up.T) [n, out / 2]``, with the rows of gate first."""
 
     _is_gated = True
 
@@ -153,14 +155,14 @@ class ChainedGateUp(ChainedLinear):
 
 
 class ChainedResidual(ChainedLinear):
-    """A layer whose output is added to the residual stream. Called alone, the result may be partial sums ``[splits, n,
-    out]`` float32 for the norm behind it."""
+    """A layer with an output that is added to the residual stream. `__call__` may return partial sums ``[splits, n,
+    out]`` float32 for the next norm."""
 
     _may_split = True
 
     def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> bool:
-        """Add the product to ``residual [n, out]`` in place, where the library multiplies: it can add as well, which
-        saves the next kernel a pass. Rounded once, where two steps round twice. False: nothing was done."""
+        """Add the product to ``residual [n, out]`` in place, if the library multiplies: it adds in the same pass. The
+        sum is rounded once instead of twice. Returns False if nothing was done."""
         if self._bias is not None or self._tiling(x.shape[0]) is not None:
             return False
         residual.addmm_(x, self._weight.t())
@@ -169,11 +171,11 @@ class ChainedResidual(ChainedLinear):
     def add_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
     ) -> DeferredRMSNorm | None:
-        """The sum with ``residual [n, out]`` and its norm but for the row factors; None: not for so many rows."""
+        """The sum with ``residual [n, out]`` and its deferred norm; None: not supported for this number of rows."""
         tiling = self._tiling(len(x))
         if not isinstance(tiling, FewRowsTiling) or not (x.dtype is self._weight.dtype is torch.bfloat16):
             return None
-        residual = residual.contiguous()  # as the result will be
+        residual = residual.contiguous()  # like the result
         result = DeferredRMSNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
         add_norm = FusedAddNorm(residual, norm_weight, result)
         self.launch(x if x.stride(1) == 1 else x.contiguous(), tiling, add_norm=add_norm)
@@ -182,7 +184,7 @@ class ChainedResidual(ChainedLinear):
 
 @dataclass(frozen=True, slots=True)
 class LinearChain:
-    """Makes the linear layers of a fused decoder's dependent launches. Each reads its weight and bias in place."""
+    """The types of linear layers in a fused decoder's dependent launches. They read weight and bias in place."""
 
     linear: type[ChainedLinear]
     gate_up: type[ChainedGateUp]

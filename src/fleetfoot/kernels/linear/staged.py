@@ -1,8 +1,8 @@
-"""Small weights, few rows: each program brings its whole part of the weight to shared memory before the input is there.
+"""Small weights, few rows: each program loads its whole part of the weight before the input is available.
 
-A decode step of a small model is bound by the joints between its kernels more than by memory. What is left to do here
-once the input arrives is a multiplication out of shared memory: 16 outputs for each program, its warps on slices of the
-inputs. Outputs are the M of the tensor cores, and the 1 to 8 rows of the input are their N, where 8 are enough.
+A decode step of a small model is bound by the transitions between kernels rather than by memory. When the input
+arrives, only a multiplication from shared memory is left: 16 outputs per program, with slices of the inputs distributed
+over its warps. M of the tensor core instructions is outputs, and N the 1 to 8 rows of the input, padded to 8.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagedTiling:
-    """How the kernel is compiled and launched."""
+    """Compile and launch options of the kernel."""
 
     inputs: int
-    """Inputs that a warp multiplies at a time: what all warps do so is a chunk."""
+    """Inputs that a warp multiplies at a time; the inputs of all warps are a chunk."""
     num_chunks: int
     row_tile: int
     """Rows of the input, rounded up: 1 or 8."""
@@ -59,78 +59,42 @@ def linear_staged(
     """Write ``x [n, in] @ weight.T + bias`` to ``output [n, out]``; gated: ``silu`` of its first half times the second.
 
     Args:
-        weight: ``[out, in]``, contiguous, ``[2 * out, in]`` if gated; ``bias`` alike. ``in`` is whole chunks.
+        weight: ``[out, in]``, contiguous, ``[2 * out, in]`` if gated; ``bias`` alike. ``in`` is a multiple of a chunk.
     """
     num_rows, num_outputs = output.shape
     overlap = can_overlap(x.device)
     norm_tensors, norms = norm_arguments(weight, deferred, add_norm)
     _linear_staged_kernel[(cdiv(num_outputs, tiling.outputs),)](
-        output,
-        x,
-        weight,
-        weight if bias is None else bias,
-        *norm_tensors,
-        num_rows,
-        num_outputs,
-        weight.shape[1],
+        output, x, weight, weight if bias is None else bias, *norm_tensors, num_rows, num_outputs, weight.shape[1],
         x.stride(0),
-        outputs=tiling.outputs,
-        slices=tiling.num_warps,
-        inputs=tiling.inputs,
-        num_chunks=tiling.num_chunks,
-        row_tile=tiling.row_tile,
-        has_bias=bias is not None,
-        gated=gated,
-        overlap=overlap,
-        num_warps=tiling.num_warps,
-        **norms,
-        **launch_options(overlap),
-    )
+        outputs=tiling.outputs, slices=tiling.num_warps, inputs=tiling.inputs, num_chunks=tiling.num_chunks,
+        row_tile=tiling.row_tile, has_bias=bias is not None, gated=gated, overlap=overlap, num_warps=tiling.num_warps,
+        **norms, **launch_options(overlap),
+    )  # fmt: skip
 
 
 @triton_kernel(unspecialized=("num_rows",))
 def _linear_staged_kernel(
-    output_ptr,
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    squares_in_ptr,
-    num_parts,
-    eps,
-    residual_ptr,
-    norm_ptr,
-    total_ptr,
-    squares_ptr,
-    num_rows,
-    num_outputs,
-    num_inputs,
-    x_stride,
-    outputs: tl.constexpr,
-    slices: tl.constexpr,
-    inputs: tl.constexpr,
-    num_chunks: tl.constexpr,
-    row_tile: tl.constexpr,
-    has_bias: tl.constexpr,
-    gated: tl.constexpr,
-    parts_tile: tl.constexpr,
-    has_deferred_norm: tl.constexpr,
-    fused_add_norm: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    output_ptr, x_ptr, weight_ptr, bias_ptr, squares_in_ptr, num_parts, eps, residual_ptr, norm_ptr, total_ptr,
+    squares_ptr, num_rows, num_outputs, num_inputs, x_stride,
+    outputs: tl.constexpr, slices: tl.constexpr, inputs: tl.constexpr, num_chunks: tl.constexpr, row_tile: tl.constexpr,
+    has_bias: tl.constexpr, gated: tl.constexpr, parts_tile: tl.constexpr, has_deferred_norm: tl.constexpr,
+    fused_add_norm: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
-    # A program's rows of the weight are one stretch of memory. Asking for all of it at once keeps the loads below, of
-    # which registers hold a few at a time, from paying the latency of memory each.
+    # A program's rows of the weight are contiguous. Prefetching all of them at once hides the latency of the loads
+    # below, of which registers hold a few at a time.
     first = tl.program_id(0) * outputs
-    stretch = tl.minimum(outputs, num_outputs - first)
+    num_valid = tl.minimum(outputs, num_outputs - first)
     row_bytes = num_inputs * 2
     gate_ptr = weight_ptr + first.to(tl.int64) * num_inputs
     up_ptr = gate_ptr + num_outputs.to(tl.int64) * num_inputs
-    prefetch_rows(gate_ptr, row_bytes, stretch, row_bytes, overlap)
+    prefetch_rows(gate_ptr, row_bytes, num_valid, row_bytes, overlap)
     if gated:
-        prefetch_rows(up_ptr, row_bytes, stretch, row_bytes, overlap)
+        prefetch_rows(up_ptr, row_bytes, num_valid, row_bytes, overlap)
 
     output = tl.arange(0, outputs)
-    weight_row = tl.minimum(output, stretch - 1)[None, :, None] * num_inputs
+    weight_row = tl.minimum(output, num_valid - 1)[None, :, None] * num_inputs
     slice_begin = tl.arange(0, slices)[:, None, None] * inputs
     in_slice = tl.arange(0, inputs)
     chunk: tl.constexpr = slices * inputs
@@ -144,19 +108,19 @@ def _linear_staged_kernel(
 
     norm_weight = weight_row
     if fused_add_norm:
-        norm_weight = tl.load(norm_ptr + first + tl.minimum(output, stretch - 1))
+        norm_weight = tl.load(norm_ptr + first + tl.minimum(output, num_valid - 1))
     wait_for_inputs(overlap)
     row = tl.arange(0, row_tile)[None, None, :]
     x_offset = row * x_stride + slice_begin + in_slice[None, :, None]  # [slices, inputs, row_tile]
     sums = tl.zeros((slices, outputs, row_tile), tl.float32)
     up_sums = tl.zeros((slices, outputs, row_tile), tl.float32)
-    # Asked for before the product, so that they have arrived behind it.
+    # Loaded before the product, so that they are available after it.
     squares = sums
     if has_deferred_norm:
         squares = load_squares(squares_in_ptr, num_parts, num_rows, parts_tile, row_tile)
     residual = sums
     if fused_add_norm:
-        residual = load_residual(residual_ptr, first, stretch, num_rows, num_outputs, outputs, row_tile)
+        residual = load_residual(residual_ptr, first, num_valid, num_rows, num_outputs, outputs, row_tile)
     for i in tl.static_range(num_chunks):
         x = tl.load(x_ptr + x_offset + i * chunk, mask=row < num_rows, other=0.0)
         sums = tl.dot(gates[i], x, sums)
@@ -164,25 +128,6 @@ def _linear_staged_kernel(
             up_sums = tl.dot(ups[i], x, up_sums)
 
     write_outputs(
-        sums,
-        up_sums,
-        squares,
-        residual,
-        norm_weight,
-        output_ptr,
-        bias_ptr,
-        total_ptr,
-        squares_ptr,
-        first,
-        stretch,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        eps,
-        outputs,
-        row_tile,
-        has_bias,
-        gated,
-        has_deferred_norm,
-        fused_add_norm,
-    )
+        sums, up_sums, squares, residual, norm_weight, output_ptr, bias_ptr, total_ptr, squares_ptr, first, num_valid,
+        num_rows, num_outputs, num_inputs, eps, outputs, row_tile, has_bias, gated, has_deferred_norm, fused_add_norm,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """From 9 rows on: tiles of 64 outputs by 16 to 128 rows, with the inputs split over programs where tiles are few.
 
-Outputs are the M of the tensor cores (64 is the least that Hopper's wgmma takes), and the rows of the input their N.
-The partial sums of a split are left to whoever reads the output next, which costs less than a second kernel or a wait.
+M of the tensor core instructions is outputs (at least 64 for Hopper's wgmma), and N the rows of the input. The kernel
+that reads the output adds the partial sums of a split, which costs less than a second kernel or a wait.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.linear.silu_and_mul_triton import silu_and_mul
+from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _PREFETCHED = 256
-"""Inputs of each row of the weight that are brought to L2 while the kernel before still runs."""
+"""Inputs of each row of the weight that are prefetched to L2 while the previous kernel still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledTiling:
-    """How the kernel is compiled and launched."""
+    """Compile and launch options of the kernel."""
 
     row_tile: int
     """Rows of the input in a tile: 16, 32, 64 or 128."""
     num_stages: int
     splits: int = 1
-    """Programs that share a tile of outputs, each with a stretch of the inputs."""
+    """Programs that share a tile of outputs, each with a range of the inputs."""
     outputs: int = 64
     """Rows of the weight in a tile: gates and ups, half and half, if gated."""
     inputs: int = 128
@@ -55,66 +55,36 @@ def linear_tiled(
     """Like `linear_staged`, for any ``in`` that is a multiple of 8.
 
     Args:
-        output: ``[n, out]`` if there is no split; else ``[splits, n, out]`` float32, of which the sum is the product.
+        output: ``[n, out]`` without splits; otherwise ``[splits, n, out]`` float32, and their sum is the product.
     """
     num_rows, num_outputs = output.shape[-2:]
     num_inputs = weight.shape[1]
-    stretch = cdiv(cdiv(num_inputs, tiling.splits), tiling.inputs) * tiling.inputs
+    split_inputs = cdiv(cdiv(num_inputs, tiling.splits), tiling.inputs) * tiling.inputs
     overlap = can_overlap(x.device)
     outputs = tiling.outputs // 2 if gated else tiling.outputs
     _linear_tiled_kernel[(cdiv(num_outputs, outputs), cdiv(num_rows, tiling.row_tile), tiling.splits)](
-        output,
-        x,
-        weight,
-        weight if bias is None else bias,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        x.stride(0),
-        stretch,
-        min(_PREFETCHED, stretch),
-        outputs=outputs,
-        inputs=tiling.inputs,
-        num_stages=tiling.num_stages,
-        row_tile=tiling.row_tile,
-        whole_chunks=stretch * tiling.splits == num_inputs,
-        has_bias=bias is not None,
-        gated=gated,
-        overlap=overlap,
-        num_warps=tiling.num_warps,
-        **launch_options(overlap),
-    )
+        output, x, weight, weight if bias is None else bias, num_rows, num_outputs, num_inputs, x.stride(0),
+        split_inputs, min(_PREFETCHED, split_inputs),
+        outputs=outputs, inputs=tiling.inputs, num_stages=tiling.num_stages, row_tile=tiling.row_tile,
+        whole_chunks=split_inputs * tiling.splits == num_inputs, has_bias=bias is not None, gated=gated,
+        overlap=overlap, num_warps=tiling.num_warps, **launch_options(overlap),
+    )  # fmt: skip
 
 
 @triton_kernel(unspecialized=("num_rows",))
 def _linear_tiled_kernel(
-    output_ptr,
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    num_rows,
-    num_outputs,
-    num_inputs,
-    x_stride,
-    stretch,
-    prefetched,
-    outputs: tl.constexpr,
-    inputs: tl.constexpr,
-    num_stages: tl.constexpr,
-    row_tile: tl.constexpr,
-    whole_chunks: tl.constexpr,
-    has_bias: tl.constexpr,
-    gated: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    output_ptr, x_ptr, weight_ptr, bias_ptr, num_rows, num_outputs, num_inputs, x_stride, split_inputs, prefetched,
+    outputs: tl.constexpr, inputs: tl.constexpr, num_stages: tl.constexpr, row_tile: tl.constexpr,
+    whole_chunks: tl.constexpr, has_bias: tl.constexpr, gated: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     first = tl.program_id(0) * outputs
     split = tl.program_id(2)
     num_valid = tl.minimum(outputs, num_outputs - first)
-    begin = split * stretch
+    begin = split * split_inputs
     if not whole_chunks:
-        stretch = tl.maximum(tl.minimum(stretch, num_inputs - begin), 0)
-        prefetched = tl.minimum(prefetched, stretch)
+        split_inputs = tl.maximum(tl.minimum(split_inputs, num_inputs - begin), 0)
+        prefetched = tl.minimum(prefetched, split_inputs)
     tile_ptr = weight_ptr + first.to(tl.int64) * num_inputs + begin
     prefetch_rows(tile_ptr, num_inputs * 2, num_valid, prefetched * 2, overlap)
     up_distance = num_outputs.to(tl.int64) * num_inputs
@@ -134,13 +104,13 @@ def _linear_tiled_kernel(
     is_row = row[None, :] < num_rows
     sums = tl.zeros((tile_rows, row_tile), tl.float32)
     wait_for_inputs(overlap)
-    for i in tl.range(0, stretch, inputs, num_stages=num_stages):
+    for i in tl.range(0, split_inputs, inputs, num_stages=num_stages):
         if whole_chunks:
             weight = tl.load(weight_ptrs + i)
             x = tl.load(x_ptrs + i, mask=is_row, other=0.0)
         else:
-            weight = tl.load(weight_ptrs + i, mask=column[None, :] + i < stretch, other=0.0)
-            x = tl.load(x_ptrs + i, mask=is_row & (column[:, None] + i < stretch), other=0.0)
+            weight = tl.load(weight_ptrs + i, mask=column[None, :] + i < split_inputs, other=0.0)
+            x = tl.load(x_ptrs + i, mask=is_row & (column[:, None] + i < split_inputs), other=0.0)
         sums = tl.dot(weight, x, sums)
 
     dtype = output_ptr.dtype.element_ty

@@ -1,4 +1,4 @@
-"""An RMSNorm that the products before and behind it compute between them, which saves a decode step a kernel."""
+"""An RMSNorm that is computed by the matmuls before and after it, which saves a kernel launch in a decode step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class DeferredRMSNorm:
     """RMSNorm of ``total`` without the 1/rms factor of each row; the next matmul applies it to its product:
     ``(total * weight * factor) @ w.T`` is ``(total * weight) @ w.T * factor``.
 
-    The kernel that computes the sum has a few of its columns. It cannot know the factor, but can add up the squares of
-    those columns.
+    A program of the kernel that computes the sum has a few of its columns only. It cannot compute the factor, but sums
+    the squares of these columns.
     """
 
     weighted: torch.Tensor
