@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from tests.distributed.paged_steps import STEPS, kv_caches, run_steps, step_inputs, step_metadata
 from tests.distributed.world import run_world
+from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.kernels import cpu_kernels
 
@@ -139,8 +140,6 @@ def run_pipeline(folder: Path) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from tests.helpers.checkpoints import make_checkpoint  # here: spawned processes need no transformers
-
     folders = dict(ASSETS)
     for name, (model_type, fields) in TINY.items():
         folders[name] = tmp_path_factory.mktemp(name)

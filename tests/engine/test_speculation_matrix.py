@@ -94,10 +94,16 @@ def test_the_cases_mean_something(expected: dict[str, Outcome]) -> None:
     assert last("bad-words").token_ids != expected["greedy-delta"].token_ids[0]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["lockstep", "overlapped"])
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("connector", CONNECTORS)
-@pytest.mark.parametrize("method", METHODS)
+HALF = [
+    (method, connector, runner, (i + j + k) % 2 == 1)
+    for i, method in enumerate(METHODS)
+    for j, connector in enumerate(CONNECTORS)
+    for k, runner in enumerate(("v1", "v2"))
+]
+"""Of the 36 combinations; any three of the four settings meet in all of theirs."""
+
+
+@pytest.mark.parametrize(("method", "connector", "runner", "async_scheduling"), HALF)
 def test_outputs_are_those_without(
     method: str,
     connector: str,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TINY: dict[str, Any] = {
     "vocab_size": 101,
@@ -44,6 +46,8 @@ def make_checkpoint(
 
 def make_reference(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel:
     """A random float32 model of ``transformers`` whose norms and biases are random too."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # four seconds, which processes without it save
+
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**TINY, **config}))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -22,6 +22,8 @@ def rotary_table(rope: RopeConfig, head_dim: int, max_positions: int, device: to
         ``[max_positions, head_dim]`` float32: cosines of the ``head_dim / 2`` angles, then their sines, both times the
         attention factor where the type has one.
     """
+    if device.type == "meta":  # torch.arange would import torch._dynamo, which takes a second
+        return torch.empty(max_positions, head_dim, device=device)
     frequencies = inverse_frequencies(rope, head_dim).to(device)  # [head_dim / 2]
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * frequencies  # [max_positions, head_dim / 2]
