@@ -258,15 +258,21 @@ def test_an_error_at_the_end_keeps_nothing_from_being_given_back(
     assert ended == [FaultyWorker, FaultyScheduler]
 
 
+def saved(model: Path, runner: str, expected: Tokens, *, policy: str = "recompute", **settings: Any) -> Any:
+    """Faults, and an engine that has saved the KV of REQUESTS in host memory alone."""
+    faults = Faults()
+    config = faulty(OFFLOAD, faults, kv_load_failure_policy=policy)
+    settings = {**SIZE, "enable_prefix_caching": False, **settings}
+    engine = make_engine(model, runner=runner, kv_transfer_config=config, **settings)
+    assert tokens_of(run_requests(engine, REQUESTS)) == expected
+    return faults, engine
+
+
 @RUNNERS
 @pytest.mark.parametrize("loads", ["fail", "time_out", "corrupt"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path, no_connector: Tokens) -> None:
-    faults = Faults()
-    config = faulty(OFFLOAD, faults, kv_load_failure_policy=policy)
-    settings = {**SIZE, "enable_prefix_caching": False}
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=config, **settings)
-    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+    faults, engine = saved(text_model, runner, no_connector, policy=policy)
     before = engine.stats().transfers
     faults.loads = loads
     outputs = run_requests(engine, REQUESTS)
@@ -287,10 +293,7 @@ def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path,
 
 @RUNNERS
 def test_a_load_that_takes_long_holds_up_nobody_else(runner: str, text_model: Path, no_connector: Tokens) -> None:
-    faults = Faults()
-    settings = {**SIZE, "enable_prefix_caching": False, "num_gpu_blocks_override": 100}
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
-    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+    faults, engine = saved(text_model, runner, no_connector, num_gpu_blocks_override=100)
     faults.loads = "hold"
     engine.add_request("alone", *REQUESTS["alone"])
     new_prompt = prompt_of(30, VOCAB, seed=99)
@@ -308,10 +311,7 @@ def test_a_load_that_takes_long_holds_up_nobody_else(runner: str, text_model: Pa
 
 @RUNNERS
 def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path, no_connector: Tokens) -> None:
-    faults = Faults()
-    settings = {**SIZE, "enable_prefix_caching": False}
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
-    assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+    faults, engine = saved(text_model, runner, no_connector)
     faults.loads = "hold"
     engine.add_request("long", *REQUESTS["long"])
     for _ in range(3):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from tests.helpers.gate import HANG
 
@@ -106,10 +107,19 @@ def test_a_node_that_leaves_without_a_word_is_gone(engine: EngineNodes, joined: 
     assert joined[0].wait_for_end() == "node 0 is gone"
 
 
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
 def test_strangers_do_not_disturb(engine: EngineNodes, plan: EnginePlan, port: int) -> None:
     def knock() -> list[bytes]:
         answers = []
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"node_rank": "one"}\n', b""):
+        for said in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            framed(b"junk"),
+            framed(msgspec.msgpack.encode({"node_rank": "one"})),
+            b"",
+        ):
             with socket.create_connection(("127.0.0.1", port), timeout=HANG) as stranger:
                 stranger.sendall(said)
                 stranger.shutdown(socket.SHUT_WR)
@@ -120,7 +130,7 @@ def test_strangers_do_not_disturb(engine: EngineNodes, plan: EnginePlan, port: i
         return answers
 
     gathering = Thread(lambda: engine.gather(ADDRESSES))
-    assert knock() == [b"", b"", b""]
+    assert knock() == [b""] * 4
     first = Membership(on_node(plan, port, 1))
     with pytest.raises(ValueError, match="node_rank is 1, and another node has it already"):
         Membership(on_node(plan, port, 1))

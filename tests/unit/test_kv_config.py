@@ -195,15 +195,6 @@ def test_settings_of_connectors(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_fields_for_other_connectors_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    settings = {**SHARED, "kv_port": 5, "kv_connector_extra_config": {"shared_storage_path": "/x"}}
-    config = KVTransferConfig.parse(settings)
-    SharedStorageConnector.check_settings(TransferContext(config, 16, "", "me"))
-    assert [record.getMessage() for record in caplog.records] == [
-        "kv_transfer_config: kv_port has no meaning for SharedStorageConnector"
-    ]
-
-
 # --- which connector is active --------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor.messages import Rendezvous, WorkerAddresses
 from fleetfoot.executor.processes import WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError
+from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, StoppedError, receive_message, send_message
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
@@ -39,7 +40,6 @@ _RETRY_S = 0.5
 """Between two attempts to reach a node that may not be listening yet."""
 _HELLO_S = 10.0
 """How long a connection may take to send its first message."""
-_MAX_LINE = 1 << 20
 _SHUTDOWN, _FAILED, _LOST = "shutdown", "failed", "lost"
 _LOCAL_SETTINGS = (
     *("node_rank", "master_addr", "model", "tokenizer", "skip_tokenizer_init"),
@@ -48,6 +48,8 @@ _LOCAL_SETTINGS = (
 """Settings that nodes need not share. A model may lie at another path on each node; its content must be the same."""
 
 _T = TypeVar("_T")
+_NOT_A_NODE = (ConnectionLostError, StoppedError, OSError, ValueError)
+"""What `Link.send` and `Link.receive` raise if the other side is no node."""
 
 
 # --- what nodes must agree on ---------------------------------------------------------------------------------------
@@ -147,42 +149,40 @@ class Link:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._connection = connection
-        self._reader = connection.makefile("rb")
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def send(self, greeting: msgspec.Struct) -> None:
-        self._connection.sendall(msgspec.json.encode(greeting) + b"\n")
+        """Raise ConnectionLostError if the other side has left."""
+        send_message(self._connection, msgspec.msgpack.encode(greeting))
 
     def receive(self, kind: type[_T], timeout_s: float) -> _T:
         """The other side's greeting.
 
         Raises:
-            OSError: the connection has ended, or nothing arrives. ValueError: the message is of another kind.
+            ConnectionLostError: the connection has ended. StoppedError: nothing arrives. ValueError: the message is of
+                another kind.
         """
-        self._connection.settimeout(timeout_s)
-        line = self._reader.readline(_MAX_LINE)
+        until = time.monotonic() + timeout_s
+        message = receive_message(self._connection, lambda: time.monotonic() >= until)
         self._connection.settimeout(None)
-        if not line:
-            raise ConnectionError("the connection has ended")
-        return msgspec.json.decode(line, type=kind)
+        return msgspec.msgpack.decode(message, type=kind)
 
     def send_end(self, kind: str, reason: str = "") -> None:
         """The last message of this side; ignored if the other side has left."""
-        with contextlib.suppress(OSError):
-            self._connection.sendall(msgspec.json.encode((kind, reason)))
+        with contextlib.suppress(ConnectionLostError, OSError):
+            send_message(self._connection, msgspec.msgpack.encode((kind, reason)))
             self._connection.shutdown(socket.SHUT_WR)
 
     def receive_end(self) -> tuple[str, str]:
         """The last message of the other side: kind and reason; ``lost`` if it left without one."""
         try:
-            return msgspec.json.decode(self._reader.read(), type=tuple[str, str])
-        except (OSError, msgspec.DecodeError):
+            return msgspec.msgpack.decode(receive_message(self._connection), type=tuple[str, str])
+        except (ConnectionLostError, OSError, msgspec.DecodeError):
             return _LOST, ""
 
     def close(self) -> None:
-        self._reader.close()
         self._connection.close()
 
 
@@ -242,7 +242,7 @@ class EngineNodes:
             if hello.node_rank in self._links:
                 refusal = f"node_rank is {hello.node_rank}, and another node has it already; each needs its own"
             link.send(msgspec.structs.replace(invitation, refusal=refusal))
-        except (OSError, ValueError):
+        except _NOT_A_NODE:
             link.close()
             return
         if refusal:
@@ -299,7 +299,7 @@ class Membership:
         try:
             self.link.send(Hello(config.node_rank, facts))
             invitation = self.link.receive(Invitation, GATHER_S)
-        except (OSError, ValueError) as error:
+        except _NOT_A_NODE as error:
             self.link.close()
             raise ConnectionError(f"what answers at {where} is not node 0 of an engine that starts: {error}") from error
         try:

@@ -15,8 +15,8 @@ unchanged into the request for the decode engine; names are vLLM's where the mea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
@@ -120,8 +120,7 @@ class RemotePrefill:
 
     def as_params(self) -> dict[str, Any]:
         """The ``kv_transfer_params`` of the prefill engine's output."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {DO_REMOTE_PREFILL: True, DO_REMOTE_DECODE: False, **values}
+        return {DO_REMOTE_PREFILL: True, DO_REMOTE_DECODE: False, **asdict(self)}
 
 
 def engine_description(context: TransferContext) -> dict[str, Any]:
@@ -157,27 +156,27 @@ def parse_params(params: Mapping[str, Any]) -> RemotePrefill | None:
         raise ValueError(f"kv_transfer_params: {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL} exclude each other")
     if not params.get(DO_REMOTE_PREFILL):
         return None
-    for name in ("remote_engine_id", "remote_request_id", "remote_lease", "remote_prefix_hash"):
-        if not isinstance(params.get(name), str) or not params[name]:
-            raise _invalid(name, params.get(name), "a string that is not empty")
-    num_tokens = params.get("remote_num_tokens")
-    if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 1:
-        raise _invalid("remote_num_tokens", num_tokens, "an integer of at least 1")
-    if not isinstance(params.get("remote_engine"), dict):
-        raise _invalid("remote_engine", params.get("remote_engine"), "an object")
-    _check_addresses(params.get("remote_addresses"))
+    for name in names:
+        is_valid, expected = _RULES.get(name, _TEXT)
+        if not is_valid(params.get(name)):
+            raise _invalid(name, params.get(name), expected)
     return RemotePrefill(**{name: params[name] for name in names})
 
 
-def _check_addresses(addresses: Any) -> None:
-    expected = "a list of host:port, one for each rank"
-    if not isinstance(addresses, list | tuple) or not addresses:
-        raise _invalid("remote_addresses", addresses, expected)
-    for address in addresses:
-        try:
-            parse_address(str(address))
-        except ValueError:
-            raise _invalid("remote_addresses", addresses, expected) from None
+def _are_addresses(value: Any) -> bool:
+    try:
+        return isinstance(value, list | tuple) and bool([parse_address(str(address)) for address in value])
+    except ValueError:
+        return False
+
+
+_TEXT = (lambda value: isinstance(value, str) and value != "", "a string that is not empty")
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "remote_num_tokens": (lambda value: type(value) is int and value > 0, "an integer of at least 1"),
+    "remote_engine": (lambda value: isinstance(value, dict), "an object"),
+    "remote_addresses": (_are_addresses, "a list of host:port, one for each rank"),
+}
+"""Field of `RemotePrefill` -> whether a value is valid, and what it must be; `_TEXT` for the others."""
 
 
 def _invalid(name: str, value: Any, expected: str) -> ValueError:
