@@ -213,15 +213,6 @@ def test_what_it_loads_is_what_is_used(runner: str, text_model: Path, no_connect
 
 
 @RUNNERS
-def test_nothing_that_was_computed_is_lost_at_the_end(runner: str, text_model: Path) -> None:
-    store = Store()
-    engine = start(text_model, runner, store)
-    run_requests(engine, {"alone": REQUESTS["alone"]})
-    engine.shutdown()
-    assert len(store.blocks) == 7  # all but the last of 30 tokens have KV
-
-
-@RUNNERS
 def test_the_order_of_its_calls(runner: str, text_model: Path) -> None:
     """As docs/kv_connectors.md has it. A step without a forward pass brings a request's KV, the next ones compute."""
     store = Store()
