@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no-architecture": (llama(architectures=None, model_type="gpt2"), r"model_type is 'gpt2'; supported.*Llama"),
     "architectures-type": (llama(architectures=3), "architectures is 3; supported"),
     "quantized": (llama(quantization_config={"bits": 4}), r"quantization_config is {'bits': 4}; quantized.*bfloat16"),
-    "activation": (llama(hidden_act="gelu"), "hidden_act is 'gelu'; only silu"),
+    "activation": (llama(hidden_act="gelu"), "hidden_act is 'gelu'; supported: silu, swish"),
     "partial": (llama(partial_rotary_factor=0.5), r"config.json: partial_rotary_factor is 0.5; only 1.0"),
     "partial-inside": (
         llama(rope_scaling={"partial_rotary_factor": 0.5}),

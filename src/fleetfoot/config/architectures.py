@@ -1,6 +1,6 @@
 """The registry of architectures: how each one reads ``config.json``, and which class runs it. No torch.
 
-An architecture is one entry of ARCHITECTURES. No other module uses it.
+An architecture is one entry of ARCHITECTURES. No other module names it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Architecture:
     """Further fields of `ModelConfig`. Raises ConfigError for a field of ``config.json`` that is not supported."""
     windows: Callable[[Fields, int], LayerWindows]
     """``(fields, num_layers)`` -> the sliding window of each layer."""
+    activations: tuple[str, ...] = ("silu", "swish")
+    """Values of ``hidden_act`` that the model computes."""
     default_on_v2: bool = False
     """Whether Model Runner V2 is the default: the model passes V2's equivalence suite."""
 

@@ -57,6 +57,8 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    mlp_gate: bool = True
+    """Whether the MLP has three matrices (gate, up and down) rather than two."""
     qk_norm: bool = False
     """Whether each head of q and k has an RMSNorm before the rotation (Qwen3)."""
     attention_scale: float | None = None
@@ -94,7 +96,8 @@ class ModelConfig:
         attention = hidden * (q + 2 * kv) + q * hidden
         attention += (q + 2 * kv if self.qkv_bias else 0) + (hidden if self.o_bias else 0)
         attention += 2 * self.head_dim if self.qk_norm else 0
-        mlp = 3 * hidden * intermediate + (2 * intermediate + hidden if self.mlp_bias else 0)
+        num_columns = (2 if self.mlp_gate else 1) * intermediate  # of the matrices before the activation
+        mlp = hidden * (num_columns + intermediate) + (num_columns + hidden if self.mlp_bias else 0)
         return attention + mlp + 2 * hidden
 
 

@@ -61,7 +61,7 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     """
     name, architecture = _find_architecture(config, source)
     fields = Fields(config, {**_COMMON_DEFAULTS, **architecture.defaults}, source, nullable=_NULLABLE)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, architecture)
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers")
     num_heads, num_kv_heads, head_dim = _heads(fields)
@@ -102,7 +102,7 @@ def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Arc
     raise ConfigError(f"{source}: architectures is {names!r}; {supported}")
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
     fields.refuse(
         "quantization_config",
         "compression_config",
@@ -110,8 +110,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     )
     fields.refuse("per_layer_config", because="all layers must have the same shape")
     fields.refuse("rope_interleaved", because="only the rotation of the two halves of a head is supported")
-    if fields.raw("hidden_act") not in ("silu", "swish"):
-        raise fields.error("hidden_act", "only silu (also called swish) is supported")
+    if fields.raw("hidden_act") not in architecture.activations:
+        raise fields.error("hidden_act", f"supported: {', '.join(architecture.activations)}")
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
