@@ -163,7 +163,7 @@ def test_a_cold_start_serves(name: str, tmp_path: Path) -> None:
         assert report["failed"] == [0, 0], said  # for the warm-up, and for later
         assert report["compiled"] > 5, said
         assert report["warnings"] == [], said
-        assert report["imports"] == [], said  # they take seconds: see `fleetfoot.kernels.runtime.dry_shapes`
+        assert report["imports"] == [], said  # they take seconds: see `fleetfoot.kernels.runtime.dry_tensors`
     if kind.tokens is not None:
         if kind.tokens == "lazily":
             expected = start("lazily", settings, tmp_path / "lazily")[0]["tokens"]

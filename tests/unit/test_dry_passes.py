@@ -43,5 +43,5 @@ def test_a_dry_pass_is_dry_and_complete(report: dict[str, Any], kind: str) -> No
 
 
 def test_a_start_does_not_wait_for_large_imports(report: dict[str, Any]) -> None:
-    """Torch's own rules for shapes would import them: see `fleetfoot.kernels.runtime.dry_shapes`."""
+    """Torch's own rules for shapes would import them: see `fleetfoot.kernels.runtime.dry_tensors`."""
     assert report["imports"] == []

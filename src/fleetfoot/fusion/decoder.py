@@ -140,7 +140,7 @@ class _Norm:
 
 
 class _Residual:
-    """A row-parallel linear layer, whose output is added to the residual stream."""
+    """A row-parallel linear layer with an output that is added to the residual stream."""
 
     def __init__(self, linear: RowParallelLinear, chain: LinearChain | None) -> None:
         dense = linear.weight.dense if chain is not None and not linear.is_gathered else None

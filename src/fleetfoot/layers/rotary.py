@@ -67,7 +67,7 @@ def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.T
     original = parameters["original_max_position_embeddings"]
 
     def dimension(rotations: float) -> float:
-        """The dimension whose angle makes this many turns over the original context."""
+        """The dimension with this many rotations over the original context."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(parameters["beta_fast"]), dimension(parameters["beta_slow"])

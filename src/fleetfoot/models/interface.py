@@ -1,4 +1,4 @@
-"""What runners, loading and drafters ask of every model."""
+"""The interface of every model to runners, loading and drafters."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CausalLM(nn.Module):
         return self.is_last and self.config.tie_word_embeddings
 
     def make_lm_head(self, context: ModelContext) -> LMHead | TiedLMHead | None:
-        """For a model whose `model.embed_tokens` is there wherever `is_first` or `has_tied_head`."""
+        """For a model with `model.embed_tokens` if `is_first` or `has_tied_head`."""
         if not self.is_last:
             return None
         embedding = self.model.embed_tokens
@@ -101,7 +101,7 @@ class CausalLM(nn.Module):
 
     @property
     def has_embedding(self) -> bool:
-        """Whether this part can embed token ids: the first one can, and one whose logits head is the same matrix."""
+        """Whether this part can embed token ids: the first part, and a part with a tied logits head."""
         return self.model.embed_tokens is not None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

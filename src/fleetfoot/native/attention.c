@@ -2,8 +2,8 @@
  *
  * The query rows of one request and one KV head are its (token, query head of the group) pairs in order of token; ROWS of
  * them share each key and value that is read. Such rows, with a range of tiles of positions, are a work item. Threads
- * take items in order of falling cost. A request with few rows and many tiles is split into several items, whose tiles
- * are merged afterwards in the order in which one item merges them.
+ * process items in order of decreasing cost. A request with few rows and many tiles is split into several items, and
+ * their tiles are merged afterwards in the order in which one item merges them.
  */
 #include <stdlib.h>
 
@@ -70,11 +70,11 @@ INLINE int num_rows(const problem *p, int request) {
 
 static int append(item **list, int64_t *count, int64_t *capacity, item added) {
     if (*count == *capacity) {
-        const int64_t wanted = *capacity ? 2 * *capacity : 64;
-        item *grown = realloc(*list, (size_t)wanted * sizeof(item));
+        const int64_t grown_capacity = *capacity ? 2 * *capacity : 64;
+        item *grown = realloc(*list, (size_t)grown_capacity * sizeof(item));
         if (!grown) return FF_NO_MEMORY;
         *list = grown;
-        *capacity = wanted;
+        *capacity = grown_capacity;
     }
     (*list)[(*count)++] = added;
     return FF_OK;
@@ -83,24 +83,24 @@ static int append(item **list, int64_t *count, int64_t *capacity, item added) {
 /* Adds one item, or several with a cost of about max_cost each. */
 static int add_item(const problem *p, schedule *s, item whole, float max_cost) {
     const int tiles = whole.tile_end - whole.tile_begin;
-    const int pieces = smaller(tiles, whole.cost > max_cost ? (int)(whole.cost / max_cost) + 1 : 1);
-    if (pieces <= 1) return append(&s->items, &s->num_items, &s->capacity, whole);
+    const int num_splits = smaller(tiles, whole.cost > max_cost ? (int)(whole.cost / max_cost) + 1 : 1);
+    if (num_splits <= 1) return append(&s->items, &s->num_items, &s->capacity, whole);
     const int64_t tile_size = (whole.row_end - whole.row_begin) * partial_row(p);
     whole.partial = s->partial_size;
     s->partial_size += tiles * tile_size;
     int failed = append(&s->splits, &s->num_splits, &s->split_capacity, whole);
-    for (int i = 0; i < pieces && !failed; i++) {
-        item piece = whole;
-        piece.tile_begin = whole.tile_begin + (int)((int64_t)tiles * i / pieces);
-        piece.tile_end = whole.tile_begin + (int)((int64_t)tiles * (i + 1) / pieces);
-        piece.partial = whole.partial + (piece.tile_begin - whole.tile_begin) * tile_size;
-        piece.cost = whole.cost / (float)pieces;
-        failed = append(&s->items, &s->num_items, &s->capacity, piece);
+    for (int i = 0; i < num_splits && !failed; i++) {
+        item split = whole;
+        split.tile_begin = whole.tile_begin + (int)((int64_t)tiles * i / num_splits);
+        split.tile_end = whole.tile_begin + (int)((int64_t)tiles * (i + 1) / num_splits);
+        split.partial = whole.partial + (split.tile_begin - whole.tile_begin) * tile_size;
+        split.cost = whole.cost / (float)num_splits;
+        failed = append(&s->items, &s->num_items, &s->capacity, split);
     }
     return failed;
 }
 
-static int by_falling_cost(const void *a, const void *b) {
+static int by_decreasing_cost(const void *a, const void *b) {
     const float x = ((const item *)a)->cost, y = ((const item *)b)->cost;
     return (x < y) - (x > y);
 }
@@ -142,7 +142,7 @@ static int plan(const problem *p, schedule *s, int *num_threads) {
     /* The few heavy items run first, in order of cost; the light ones balance the load of the threads. */
     const float heavy = total / (float)(*num_threads * ITEMS_PER_THREAD);
     if (add_items(p, s, heavy, INFINITY, heavy)) return FF_NO_MEMORY;
-    if (s->num_items) qsort(s->items, (size_t)s->num_items, sizeof(item), by_falling_cost);
+    if (s->num_items) qsort(s->items, (size_t)s->num_items, sizeof(item), by_decreasing_cost);
     return add_items(p, s, -INFINITY, heavy, INFINITY);
 }
 

@@ -14,13 +14,13 @@
 #include "simd.h"
 
 #define TILE 256  /* positions of one softmax */
-#define STRIP 64  /* positions whose keys are transposed at once; they fit in the first-level cache */
+#define STRIP 64  /* keys that are transposed at once; they fit in the first-level cache */
 #define CHUNK 16  /* positions are processed in groups of this size: a multiple of VL for every instruction set */
 #define ROWS 96    /* query rows of a tile: a multiple of BLOCK_ROWS, enough to amortize the transposition */
-#define BLOCK_ROWS 6 /* rows whose sums are in registers at the same time */
+#define BLOCK_ROWS 6 /* rows with their sums in registers at the same time */
 #define MAX_HEAD_DIM 256
 
-/* Vectors whose sums are in registers at the same time: BLOCK_ROWS * BLOCK_VECTORS, and some are left for operands. */
+/* Sums are BLOCK_ROWS * BLOCK_VECTORS registers at the same time; the other registers hold operands. */
 #if VL == 16 || defined(__aarch64__)
 #define BLOCK_VECTORS 4
 #else

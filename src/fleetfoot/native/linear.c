@@ -25,7 +25,7 @@
 #define MAX_ROWS (MAX_SUMS / VECTORS)
 #define MAX_WIDE_ROWS (MAX_SUMS / (VECTORS * WIDE))
 #define BAND 12  /* blocks of rows that pass over all panels together: their x fits in the second-level cache */
-#define SPAN 72  /* blocks whose rows of x are rearranged at once: it bounds the memory */
+#define SPAN 72  /* blocks of rows of x that are rearranged at once: it bounds the memory */
 
 /* Units of a panel that fit in the first-level cache while all rows of a band pass over it: more for many rows, because
  * sums are stored in between; fewer when memory bound. */

@@ -9,7 +9,7 @@
 #include "variant.h"
 
 #define SPAN 16384  /* logits of one work item of a thread */
-#define BLOCK 1024  /* logits whose maximum is taken before its index is searched; divides SPAN, multiple of 4 * VL */
+#define BLOCK 1024  /* logits with one maximum, before its index is searched; divides SPAN, multiple of 4 * VL */
 #define NOISE_MAX 16.65f /* -log(-log(u)) at the largest u, and a margin for the rounding of a sum */
 
 typedef struct {
@@ -224,7 +224,7 @@ INLINE best merged(const batch *b, int64_t row) {
     return result;
 }
 
-/* Greedy rows, and rows whose highest logit is not finite, are complete after the argmax. */
+/* Greedy rows, and rows with a maximum logit that is not finite, are complete after the argmax. */
 INLINE int is_random(const batch *b, int64_t row, best highest) {
     return b->temperatures && b->temperatures[row] > 0.0f && highest.value - highest.value == 0.0f;
 }
@@ -268,7 +268,7 @@ static int choose(batch *b, int num_threads, int dtype) {
 }
 
 /* tokens[row] = the index of the highest logit: the first NaN if there is one, else the lowest index among equals. With
- * temperatures, rows whose temperature is above 0 draw from softmax(logits / temperature) instead. Rows of logits lie
+ * temperatures, rows with a temperature above 0 draw from softmax(logits / temperature) instead. Rows of logits lie
  * stride elements apart; vocab_size is at least 1. */
 int EXPORT(choose_tokens)(int64_t *tokens, const char *logits, int64_t stride, int64_t num_rows, int64_t vocab_size,
                           const float *temperatures, const int64_t *seeds, const int64_t *positions, int dtype,

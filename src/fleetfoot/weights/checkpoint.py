@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint folder, memory-mapped: names and shapes at once, values when asked for."""
+"""The memory-mapped safetensors files of a checkpoint folder: names and shapes first, values on demand."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SINGLE_FILE = "model.safetensors"
 
 
 class Checkpoint:
-    """A context manager over the open files; tensors read from it are views of the files and die with them."""
+    """A context manager over the open files. Tensors read from it are views of the files, valid while they are open."""
 
     def __init__(self, folder: Path) -> None:
         """
         Raises:
-            WeightError: no file to read, an index that names absent files, or a file that is not whole.
+            WeightError: there are no files, the index names absent files, or a file is incomplete.
         """
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # tensor name -> open file
@@ -40,7 +40,7 @@ class Checkpoint:
         self._stack.close()
 
     def names(self) -> Iterator[str]:
-        """In the order in which the values lie on disk, so that reading them all is sequential."""
+        """In the order of the values on disk, so that reading all of them is sequential."""
         return iter(self._files)
 
     def __contains__(self, name: str) -> bool:
@@ -50,14 +50,14 @@ class Checkpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors spells it: ``BF16``, ``F32``, ``I8``, ..."""
+        """The name in safetensors: ``BF16``, ``F32``, ``I8``, ..."""
         return self._files[name].get_slice(name).get_dtype()
 
     def tensor(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
-        """A view of the mapped file on the CPU: all of a tensor, or the ``part`` that slices of its dimensions name.
+        """A view of the mapped file on the CPU: a whole tensor, or the ``part`` given by slices of its dimensions.
 
-        Pages are read as they are touched: of a tensor that is cut by rows nothing else, of one that is cut by columns
-        those that hold some of the columns.
+        Pages are read on access: for a part of the rows only these rows, for a part of the columns all pages with some
+        of these columns.
         """
         if not part:
             return self._files[name].get_tensor(name)
@@ -87,7 +87,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return _indexed_files(folder / INDEX_FILE)
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
-    # Mistral's repositories hold the same weights once more, in a layout of their own.
+    # Mistral's repositories contain the same weights a second time, in another layout.
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if files:
         return files

@@ -1,4 +1,4 @@
-"""Random weights, for runs in which only shapes and speed matter."""
+"""Random weights, for runs that depend on shapes and speed only."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from fleetfoot.records.weights import WeightSpec
 
-_STD = 0.02  # what these models are initialised with before they are trained
-# A CPU draws some hundred million values a second, and a model has billions: what is drawn is repeated after this many.
-# Primes, so that no two rows of a matrix are alike.
+_STD = 0.02  # the usual initialization of these models
+# A CPU generates some hundred million values per second, and a model has billions, so the values repeat with a period.
+# It is prime, so that no two rows of a matrix are equal.
 _CPU_PERIOD = 1048573
 _GPU_PERIOD = 16777213
-_MAX_COPIED = 1 << 24  # values that are laid out at once to take some columns of
+_MAX_COPIED = 1 << 24  # values that are generated at once to copy some columns
 
 
 def fill_dummy(specs: Iterable[WeightSpec], seed: int) -> None:
-    """Fill norms with 1 and all else with normally distributed values, drawn on the device that holds them.
+    """Fill norms with 1 and other weights with normally distributed values, generated on their device.
 
-    The values of a tensor depend on the seed, its name, shape, dtype and device type alone: each part of a model holds
-    the same weights as the whole, whichever way it is cut.
+    The values of a tensor depend on the seed, its name, shape, dtype and device type only, so each part of a sharded
+    model holds the same weights as the whole model.
     """
     for spec in specs:
         destination = spec.destination()
@@ -33,7 +33,7 @@ def fill_dummy(specs: Iterable[WeightSpec], seed: int) -> None:
 
 
 def _drawn(spec: WeightSpec, like: torch.Tensor, seed: int) -> torch.Tensor:
-    """The first values of the whole tensor, flat, after which they begin again."""
+    """One period of the values of the whole tensor, flat."""
     generator = torch.Generator(like.device)
     generator.manual_seed(zlib.crc32(spec.name.encode(), seed & 0xFFFFFFFF))
     period = _CPU_PERIOD if like.device.type == "cpu" else _GPU_PERIOD
@@ -42,7 +42,7 @@ def _drawn(spec: WeightSpec, like: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor) -> None:
-    """Write the spec's part of the tensor whose flat values are ``drawn`` over and over."""
+    """Write the spec's part of the tensor with the flat values ``drawn``, repeated."""
     rows = spec.part[0] if spec.part else slice(0, spec.shape[0])
     row_size = math.prod(spec.shape[1:])
     has_all_columns = len(spec.part) < 2 or spec.part[1] == slice(0, spec.shape[1])
@@ -60,7 +60,7 @@ def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor)
 
 
 def _repeat(flat: torch.Tensor, drawn: torch.Tensor, first: int) -> None:
-    """Write values ``first``, ``first + 1``, ... of the endless repetition of ``drawn`` to ``flat``."""
+    """Write values ``first``, ``first + 1``, ... of ``drawn``, repeated, to ``flat``."""
     position, offset = 0, first % len(drawn)
     while position < len(flat):
         size = min(len(drawn) - offset, len(flat) - position)

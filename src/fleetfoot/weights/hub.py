@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder on this machine."""
+"""Resolves a model name to a local folder."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ logger = logging.getLogger(__name__)
 
 _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _CONFIGS = ["config.json", "generation_config.json"]
-_IGNORED = ["consolidated*", "original/*"]  # the same weights once more, in their publishers' own layouts
+_IGNORED = ["consolidated*", "original/*"]  # the same weights in another layout
 
 
 class ModelNotFoundError(FileNotFoundError):
-    """A model is neither a local folder nor to be had from the hub; the message says what was tried."""
+    """A model is neither a local folder nor available on the hub; the message lists what was tried."""
 
 
 def resolve_model(path_or_id: str | Path, revision: str | None = None, *, config_only: bool = False) -> Path:
     """The folder of a model, downloaded from the Hugging Face hub if it is not a local one.
 
-    A name that can only be a path (it is absolute, starts with ``.`` or ``~``, or stands in an existing folder) is
+    A name that can only be a path (it is absolute, starts with ``.`` or ``~``, or is inside an existing folder) is
     never looked up on the hub, so that a mistyped path does not wait for a network.
 
     Args:
-        revision: a branch, tag or commit on the hub; without effect, but for a warning, on a local folder.
-        config_only: download no more than says what the model is.
+        revision: a branch, tag or commit on the hub; for a local folder it is ignored with a warning.
+        config_only: download the configuration files only.
 
     Raises:
-        ModelNotFoundError: says what was tried and why it failed.
+        ModelNotFoundError: with what was tried and why it failed.
     """
     name = str(path_or_id)
     path = Path(os.path.expanduser(name))  # Path.expanduser raises on an unknown user
@@ -42,7 +42,7 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None, *, config
         raise ModelNotFoundError(f"model {name!r} is a file; give the folder that holds config.json and *.safetensors")
     if isinstance(path_or_id, Path) or _is_written_as_path(name):
         raise ModelNotFoundError(f"model {name!r}: no such folder ({path.absolute()})")
-    if path.parent != Path(".") and path.parent.is_dir():  # `models/mine` beside ./models is a mistyped path
+    if path.parent != Path(".") and path.parent.is_dir():  # with a folder ./models, `models/mine` is a mistyped path
         raise ModelNotFoundError(
             f"model {name!r}: no such folder in {path.parent.absolute()} (which exists, so that this is not taken for "
             "a hub id; for the hub's model, start from a folder without it)"
@@ -60,7 +60,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)
-    except Exception as error:  # which types a failed request raises has changed with the hub's releases
+    except Exception as error:  # the exception types depend on the version of huggingface_hub
         at = "" if revision is None else f" at revision {revision!r}"
         raise ModelNotFoundError(
             f"model {name!r}: there is no folder {Path(name).absolute()}, and the Hugging Face hub did not give "

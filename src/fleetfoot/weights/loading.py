@@ -1,4 +1,4 @@
-"""From a folder to a model that is ready to run."""
+"""Builds a model and loads its weights."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def load_model(
     seed: int = 0,
     layers: range | None = None,
 ) -> CausalLM:
-    """Build the model, fill its weights and make it ready.
+    """Build the model, load its weights and process them.
 
     Args:
-        folder: with the safetensors files; not looked at for ``dummy``.
+        folder: with the safetensors files; ignored for ``dummy``.
         load_format: ``auto`` (the same as ``safetensors``) or ``dummy``, random weights.
         seed: of the random weights.
         layers: the part of the model to hold; None: all.
@@ -52,10 +52,10 @@ def load_model(
 
 
 def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -> None:
-    """Take all weights anew from a checkpoint of the same shape, while no step runs.
+    """Load all weights again from a checkpoint with the same shapes, while no step runs.
 
     Raises:
-        WeightError: as `load_model`; the model still has its old weights then.
+        WeightError: as `load_model`; the model keeps its old weights.
     """
     is_whole = model.is_first and model.is_last and context.tensor_group.size == 1
     elsewhere = () if is_whole else _all_names(model.config, context)
@@ -64,9 +64,9 @@ def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -
 
 
 def _all_names(config: ModelConfig, context: ModelContext) -> set[str]:
-    """The tensors of the whole model, known from a twin of it that has shapes and no memory."""
+    """The tensor names of the whole model, from a model on the ``meta`` device."""
     shapes_only = dataclasses.replace(
         context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP
     )
-    twin = model_class(config.architecture)(config, shapes_only)
-    return {name for spec in twin.weight_specs() for name in (spec.name, *spec.aliases)}
+    whole = model_class(config.architecture)(config, shapes_only)
+    return {name for spec in whole.weight_specs() for name in (spec.name, *spec.aliases)}

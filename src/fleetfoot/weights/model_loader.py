@@ -1,4 +1,4 @@
-"""What a runner needs to make its model, gathered before anything is loaded."""
+"""The arguments of `load_model`, for a runner that builds its model later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelLoader:
     load_format: str = "auto"
     seed: int = 0
     layers: range | None = None
-    """The part that a pipeline's rank holds; None: all."""
+    """The layers of a pipeline rank; None: all."""
 
     def load(self) -> CausalLM:
         return load_model(self.config, self.context, self.folder, self.load_format, self.seed, self.layers)

@@ -1,7 +1,7 @@
-"""Fill a model's specs from safetensors files, tensor by tensor, straight to where they stay.
+"""Loads a model's weights from safetensors files, tensor by tensor, into their final memory.
 
-Nothing is read but what the specs ask for: a rank of a pipeline reads its layers, a rank of a tensor group its part of
-each tensor.
+Only the tensors in the specs are read: a rank of a pipeline reads its layers, a rank of a tensor group its part of each
+tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fleetfoot.weights.checkpoint import Checkpoint
 
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _BASE_PREFIX = "model."
-_REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # computed from the config; old exports carry it all the same
+_REDUNDANT_SUFFIX = ".rotary_emb.inv_freq"  # computed from the config, but contained in old exports
 _MAX_LISTED = 10
 _MAX_COMPARED_ROWS = 64
 
@@ -24,17 +24,17 @@ _MAX_COMPARED_ROWS = 64
 def load_safetensors(specs: Iterable[WeightSpec], folder: Path, elsewhere: Collection[str] = ()) -> None:
     """Copy a checkpoint into the specs, converted to their device and dtype; at most one tensor is in memory twice.
 
-    Everything that does not fit is found before the first byte is copied. Names without the leading ``model.``, as an
-    export of the base model has them, are accepted when no name has it. A tied checkpoint may hold the matrix
-    as ``lm_head.weight``, or twice; of the two, evenly spread rows are compared, not all: a head that was trained by
-    itself differs everywhere, and reading gigabytes to find nothing would slow every start.
+    All mismatches are found before the first byte is copied. Names without the prefix ``model.``, as in an export of
+    the base model, are accepted if no name has it. A tied checkpoint may contain the matrix as ``lm_head.weight``, or
+    twice. Of two copies only evenly spaced rows are compared: a separately trained head differs in all rows, and
+    comparing gigabytes would slow every start.
 
     Args:
         elsewhere: names that belong to the model but not to these specs (other ranks').
 
     Raises:
-        WeightError: files that cannot be read; tensors that are missing, misshapen, not of a float dtype or unexpected,
-            all of them counted and the first ten named; a second copy of a tied matrix that differs.
+        WeightError: a file cannot be read; tensors are missing, misshapen, not of a float dtype or unexpected (the
+            error counts all of them and names the first ten); or the two copies of a tied matrix differ.
     """
     specs = list(specs)
     with Checkpoint(folder) as checkpoint:
@@ -101,14 +101,14 @@ def _report(folder: Path, problems: list[tuple[str, str]]) -> str:
     if [problem for kind, problem in problems if kind == "missing"] and all(
         problem.startswith("lm_head.") for kind, problem in problems if kind == "missing"
     ):
-        hint = "\n(no output head: a base model, or a tied one whose config.json lacks tie_word_embeddings: true)"
+        hint = "\n(no output head: a base model, or a tied one with a config.json without tie_word_embeddings: true)"
     return f"the tensors in {folder} do not fit its config.json: {counts}\n" + "\n".join(lines) + hint
 
 
 def _check_same(checkpoint: Checkpoint, spec: WeightSpec, name: str, copy: str) -> None:
     first, second = checkpoint.tensor(name, spec.part), checkpoint.tensor(copy, spec.part)
     rows = torch.linspace(0, first.shape[0] - 1, min(first.shape[0], _MAX_COMPARED_ROWS)).long()
-    # As a checkpoint with a NaN differs from itself, let NaN equal NaN.
+    # NaN equals NaN: otherwise a checkpoint with a NaN would differ from itself.
     if not torch.allclose(first[rows].float(), second[rows].float(), rtol=0, atol=0, equal_nan=True):
         raise WeightError(
             f"{copy} differs from {name}, although tie_word_embeddings is true; set it to false in config.json"

@@ -123,9 +123,7 @@ class ChainedLinear(TritonLinear):
         num_rows = len(x.weighted)
         tiling = self._tiling(num_rows)
         if not isinstance(tiling, FewRowsTiling) or x.weighted.shape[1] != self._weight.shape[1]:
-            raise ValueError(
-                f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()"
-            )
+            raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()")
         return self.launch(x.weighted, tiling, deferred=x)
 
     def reads_deferred_norm(self, num_rows: int) -> bool:

@@ -87,17 +87,17 @@ def prefetch_rows(pointer, row_bytes, num_rows, num_bytes, overlap: tl.constexpr
 
 
 @triton_kernel()
-def prefetch(pointers, is_wanted, num_bytes: tl.constexpr):
+def prefetch(pointers, is_active, num_bytes: tl.constexpr):
     """Prefetch ``num_bytes``, a multiple of 16, at each of ``pointers [n]`` to L2, without waiting."""
     tl.inline_asm_elementwise(
         """{
-        .reg .pred wanted;
-        setp.ne.s32 wanted, $2, 0;
-        @wanted cp.async.bulk.prefetch.L2.global [$1], $3;
+        .reg .pred active;
+        setp.ne.s32 active, $2, 0;
+        @active cp.async.bulk.prefetch.L2.global [$1], $3;
         mov.u32 $0, 0;
         }""",
         "=r,l,r,r",
-        [pointers, is_wanted.to(tl.int32), num_bytes],
+        [pointers, is_active.to(tl.int32), num_bytes],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

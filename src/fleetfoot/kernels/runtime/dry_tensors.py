@@ -1,38 +1,41 @@
-"""Torch without memory: its operations in a dry pass (`fleetfoot.kernels.runtime.compile_ahead`).
+"""Torch without memory: what its operations do in a dry pass (`fleetfoot.kernels.runtime.compile_ahead`).
 
-Within `dry_torch`, every operation runs on torch's ``meta`` device, which knows shapes and no values, whatever device
-its tensors are on. Nothing is read, and nothing is written: an in-place operation on a weight or a buffer leaves it as
-it is. The result is a `DryTensor`. It has the device, dtype, shape, strides and storage offset of the real result, and
-an address that is aligned as the real one would be, because Triton compiles a kernel anew for pointers that are not.
+Within `dry_torch`, every operation runs on torch's ``meta`` device, which computes shapes and no values, for any device
+of its tensors. Nothing is read or written: an in-place operation does not modify a weight or a buffer. The result is a
+`DryTensor`. It has the device, dtype, shape, strides and storage offset of the real result, and an address with the
+alignment of the real one, because Triton specializes kernels by the alignment of pointers.
 
-What needs values or memory fails with `DryPassError`: reading a tensor on the host, an operation whose result's shape
-depends on values, and using a `DryTensor` behind its dry pass. Messages between ranks are not sent. What is allocated
-in a dry pass and kept is allocated within `real_memory`.
+Operations that need values or memory raise `DryPassError`: reading a tensor on the host, an operation with a result
+shape that depends on values, and using a `DryTensor` after its dry pass. Collective operations send nothing. Buffers
+that are allocated in a dry pass and outlive it are allocated within `real_memory`.
+
+Torch implements nearly all operations for the ``meta`` device, but many of them in Python: the first one imports sympy
+(0.3 s), some import torch._dynamo (more than 1 s), and a call takes up to 0.5 ms. The operations of this kind that the
+engine uses have rules here (`Look`). Torch computes all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fleetfoot.kernels.runtime.dry_shapes import META, result_on_meta
-
+META = torch.device("meta")
 _ADDRESS = 1 << 12
-"""Of all memory that torch would allocate: its allocators align to 64 bytes or more. No process has memory there, so a
-program that uses the address all the same is stopped."""
+"""The address of all memory that torch would allocate: its allocators align to 64 bytes or more. It is never mapped, so
+a program that dereferences it fails."""
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _TRACKING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-"""The count of writes that torch keeps for each tensor, and which of them are views of others."""
+"""Torch's version counters of tensors, and its view tracking."""
 
 
 class DryPassError(RuntimeError):
-    """A dry pass needs values, or memory, that its tensors do not have."""
+    """A dry pass needs values or memory, which its tensors do not have."""
 
 
 @contextmanager
@@ -40,7 +43,7 @@ def dry_torch() -> Iterator[None]:
     """A context in which torch's operations of this thread access no memory."""
     mode = _DryMode()
     lifts_cpu_alone = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then goes to its device by an operation, which is dry
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor then moves to its device by an operation, which is dry
     try:
         with torch._C._ExcludeDispatchKeyGuard(_TRACKING), mode:
             yield
@@ -50,7 +53,7 @@ def dry_torch() -> Iterator[None]:
 
 
 def real_memory() -> AbstractContextManager[object]:
-    """Within it, torch's operations are real in a dry pass too. For new tensors that are kept behind it."""
+    """Within it, torch's operations are real in a dry pass too. For new tensors that outlive it."""
     real: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
     return real
 
@@ -62,7 +65,7 @@ class DryTensor(torch.Tensor):
 
     _dry_pass: _DryMode
     meta: torch.Tensor
-    """The same tensor on the ``meta`` device, where it shares its storage with its views."""
+    """The same tensor on the ``meta`` device; its storage is shared with its views."""
     storage_address: int
 
     @classmethod
@@ -79,28 +82,28 @@ class DryTensor(torch.Tensor):
         return tensor
 
     def data_ptr(self) -> int:
-        """What the real tensor's would be, modulo 16."""
+        """The address of the real tensor, modulo 16."""
         if self._dry_pass.is_over:
-            raise DryPassError(f"{self} is used behind its dry pass: it has no memory")
-        # An empty tensor is at 0, as torch has it.
+            raise DryPassError(f"{self} is used after its dry pass: it has no memory")
+        # Torch gives 0 for empty tensors.
         return self.storage_address + int(self.storage_offset()) * self.itemsize if self.numel() else 0
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise DryPassError(f"numpy() of {self} in a dry pass, whose tensors have no values")
+        raise DryPassError(f"numpy() of {self} in a dry pass: its tensors have no values")
 
     def tolist(self) -> Any:
-        raise DryPassError(f"tolist() of {self} in a dry pass, whose tensors have no values")
+        raise DryPassError(f"tolist() of {self} in a dry pass: its tensors have no values")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DryTensor({list(self.shape)}, {self.dtype}, {self.device})"
 
-    # Operations go to the dispatcher at once, which is faster.
+    # Operations skip __torch_function__, which is faster.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """An operation where the mode of the dry pass is off."""
-        raise DryPassError(f"{func} on a tensor of a dry pass, behind it or within real_memory: it has no memory")
+        """Called for an operation outside of the mode of the dry pass."""
+        raise DryPassError(f"{func} on a tensor of a dry pass, after it or within real_memory: it has no memory")
 
 
 class _DryMode(TorchDispatchMode):
@@ -114,11 +117,11 @@ class _DryMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_composite(func):  # In inference mode these come here whole. Their parts come here one by one.
+        if _is_composite(func):  # Inference mode does not decompose these. Their parts are intercepted one by one.
             with self:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)  # not decompose(), which prefers slow ones in Python
+                return func._op_dk(_COMPOSITE, *args, **kwargs)  # decompose() prefers slow decompositions in Python
         if func.namespace == "c10d":
-            return _not_sent(func, args)
+            return _skip_collective(func, args)
         call = _MetaCall(self, kwargs.get("device"))
         args, kwargs = call.lower(args), {name: call.lower(value) for name, value in kwargs.items()}
         if _takes_device(func):
@@ -127,7 +130,7 @@ class _DryMode(TorchDispatchMode):
         try:
             result = result_on_meta(func, args, kwargs)
         except RuntimeError as error:
-            raise DryPassError(f"{func} in a dry pass, whose tensors have no values: {error}") from error
+            raise DryPassError(f"{func} in a dry pass: its tensors have no values: {error}") from error
         return call.lift(result)
 
 
@@ -142,15 +145,15 @@ class _MetaCall:
         self._dry_pass = dry_pass
         self._device = torch.device("cpu") if device is None else _numbered(device)
         self._finds_device = device is None
-        self._arguments: dict[int, torch.Tensor] = {}  # by the id of the meta tensor
-        self._addresses: dict[int, int] = {}  # by the meta storage, which a view shares
+        self._arguments: dict[int, torch.Tensor] = {}  # id of the meta tensor -> argument
+        self._addresses: dict[int, int] = {}  # meta storage, which views share -> address
 
     def lower(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             meta, address = _of_dry(value) if isinstance(value, DryTensor) else _of_real(value)
             self._arguments[id(meta)] = value
             self._addresses[meta.untyped_storage()._cdata] = address
-            if self._finds_device and value.device.type != "cpu":  # numbers go along on the CPU
+            if self._finds_device and value.device.type != "cpu":  # a CPU tensor may be a scalar
                 self._device = value.device
             return meta
         return [self.lower(item) for item in value] if isinstance(value, list | tuple) else value
@@ -158,9 +161,9 @@ class _MetaCall:
     def lift(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             argument = self._arguments.get(id(value))
-            if argument is not None:  # which was to be written, and is not
+            if argument is not None:  # an argument that the operation writes
                 if argument.shape != value.shape or argument.stride() != value.stride():
-                    raise DryPassError(f"{argument!r} would be given the shape {list(value.shape)} where it lies")
+                    raise DryPassError(f"{argument!r} would be resized in place to {list(value.shape)}")
                 return argument
             address = self._addresses.get(value.untyped_storage()._cdata, _ADDRESS)
             return DryTensor.of(value, self._device, address, self._dry_pass)
@@ -182,7 +185,7 @@ def _of_real(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """As a tensor on it says: the current GPU, if it is just any."""
+    """``device`` with an index, as a tensor on it reports it."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -190,7 +193,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Whether an operation is made of others. Some of these depend on the device, which must not be ``meta``."""
+    """Whether an operation is composed of others. Some of them depend on the device, which must not be ``meta``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
 
 
@@ -199,10 +202,176 @@ def _takes_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
-def _not_sent(func: Any, args: Any) -> Any:
+def _skip_collective(func: Any, args: Any) -> Any:
     """What a collective operation of torch.distributed returns: its first argument, if anything, and a handle to wait
     for it, which is complete."""
     from torch._C._distributed_c10d import FakeWork
 
     handle = FakeWork().boxed()
     return handle if len(func._schema.returns) == 1 else (args[0], handle)
+
+
+class Look(NamedTuple):
+    """Shape, strides and dtype of a result."""
+
+    shape: Sequence[int]
+    strides: Sequence[int] | None = None
+    """None: contiguous."""
+    dtype: torch.dtype | None = None
+    """None: the result type of the operation for its arguments."""
+
+
+Rule = Callable[..., Look | None]
+"""An operation's arguments and keywords -> its result; None: torch computes it."""
+
+
+def result_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation of ``torch.ops`` for tensors on the ``meta`` device.
+
+    Raises:
+        RuntimeError: the result depends on values, or the arguments do not match.
+    """
+    if written := _written(func):
+        outputs = [args[place] if place < len(args) else kwargs[name] for place, name in written]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+    rule = _rule(func)
+    look = None if rule is None else rule(*args, **kwargs)
+    if look is None:
+        return func(*args, **kwargs)
+    shape, strides, dtype = look
+    if dtype is None:
+        # The dtype depends on dtypes and numbers of dimensions only, so empty tensors are enough.
+        dtype = func(*(_sample(value) for value in args), **kwargs).dtype
+    if strides is None:
+        return torch.empty(shape, dtype=dtype, device=META)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=META)
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the written arguments, if the operation returns exactly these; otherwise empty."""
+    returns = func._schema.returns
+    is_it = returns and all(value.alias_info is not None and value.alias_info.is_write for value in returns)
+    if not is_it or torch.Tag.inplace_view in func.tags:  # these change metadata as well
+        return ()
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, value.name) for place, value in arguments if value.alias_info and value.alias_info.is_write)
+
+
+@cache
+def _rule(func: Any) -> Rule | None:
+    name = func._schema.name.removeprefix("aten::")
+    if torch.Tag.pointwise in func.tags and name not in _NOT_ELEMENTWISE:
+        return _elementwise
+    return _RULES.get(name)
+
+
+def _elementwise(*args: Any, **kwargs: Any) -> Look:
+    tensors = list(_tensors(args))
+    shape = _broadcast([tensor.shape for tensor in tensors])
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return Look(shape)
+    like = next((tensor for tensor in tensors if tensor.shape == shape), None)
+    return Look(shape, None if like is None else _dense_strides(like))
+
+
+def _like(tensor: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Look:
+    preserves = kwargs.get("memory_format") in (None, torch.preserve_format)
+    strides = _dense_strides(tensor) if preserves and not tensor.is_contiguous() else None
+    return Look(tensor.shape, strides, dtype or tensor.dtype)
+
+
+def _dense_strides(like: torch.Tensor) -> list[int]:
+    """Strides of a dense tensor with the dimension order of ``like``."""
+    strides, size = [0] * like.ndim, 1
+    for dim in sorted(reversed(range(like.ndim)), key=like.stride):
+        strides[dim], size = size, size * max(1, like.shape[dim])
+    return strides
+
+
+def _arange(*bounds: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Look | None:
+    if len(bounds) > 2 or not all(type(bound) is int for bound in bounds):
+        return None
+    begin, end = (0, *bounds)[-2:]
+    return Look([max(0, end - begin)], dtype=dtype or torch.int64)
+
+
+def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Look | None:
+    shapes = [index.shape for index in indices if index is not None and index.dtype in (torch.int32, torch.int64)]
+    if len(shapes) < len(indices) or not tensor.is_contiguous():
+        return None  # masks, or not the leading dimensions
+    return Look([*_broadcast(shapes), *tensor.shape[len(shapes) :]])
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Look:
+    shapes = [list(tensor.shape) for tensor in tensors if tensor.shape != (0,)] or [[0]]  # these match any shape
+    shape = shapes[0].copy()
+    shape[dim] = sum(other[dim] for other in shapes)
+    return Look(shape)
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Look:
+    shape = list(tensors[0].shape)
+    shape.insert(dim + (len(shape) + 1 if dim < 0 else 0), len(tensors))
+    return Look(shape)
+
+
+def _sum(tensor: torch.Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any) -> Look:
+    every = range(tensor.ndim)
+    summed = {dim % tensor.ndim for dim in dims} if dims else {*every}
+    if keepdim:
+        return Look([1 if dim in summed else tensor.shape[dim] for dim in every])
+    return Look([tensor.shape[dim] for dim in every if dim not in summed])
+
+
+_NOT_ELEMENTWISE = ("clone", "equal")
+"""Tagged as pointwise, but ``clone`` may change strides, and ``equal`` returns a bool."""
+_RULES: dict[str, Rule] = {
+    "floor_divide": _elementwise,
+    "empty_like": _like,
+    "zeros_like": _like,
+    "ones_like": _like,
+    "full_like": _like,
+    "arange": _arange,
+    "cumsum": lambda tensor, *_, **__: Look(tensor.shape),
+    "roll": lambda tensor, *_: Look(tensor.shape),
+    "index_copy": lambda tensor, *_: Look(tensor.shape),
+    "index": _index,
+    "gather": lambda tensor, dim, index, **_: Look(index.shape),
+    "embedding": lambda weight, indices, *_: Look([*indices.shape, weight.shape[1]]),
+    "mm": lambda x, y: Look([x.shape[0], y.shape[1]]),
+    "addmm": lambda bias, x, y, **_: Look([x.shape[0], y.shape[1]]),
+    "cat": _cat,
+    "stack": _stack,
+    "sum": _sum,
+}
+
+
+def _sample(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.ones((0,) * value.ndim, dtype=value.dtype)
+    return [_sample(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _broadcast(shapes: Sequence[torch.Size]) -> tuple[int, ...]:
+    """Raises:
+    RuntimeError: the shapes cannot be broadcast.
+    """
+    if all(shape == shapes[0] for shape in shapes):
+        return tuple(shapes[0])
+    rank = max(map(len, shapes))
+    broadcast = []
+    for sizes in zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape in shapes), strict=True):
+        other = {size for size in sizes if size != 1}
+        if len(other) > 1:
+            raise RuntimeError(f"the shapes {[list(shape) for shape in shapes]} cannot be broadcast")
+        broadcast.append(other.pop() if other else 1)
+    return tuple(broadcast)

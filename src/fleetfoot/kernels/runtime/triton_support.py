@@ -26,20 +26,20 @@ Launch = Callable[..., Any]
 instead_of_launching: ContextVar[Callable[[Any, tuple[int, ...]], Launch] | None] = ContextVar(
     "instead_of_launching", default=None
 )
-"""Makes of ``(jit, grid)`` what stands for launching it in this context; None: it is launched."""
+"""``(jit, grid)`` -> what replaces the launch in this context; None: kernels are launched."""
 
 
 def launcher(jit: Any, grid: tuple[int, ...]) -> Launch:
-    """What launches ``jit``, a function of ``triton.jit`` or ``gluon.jit``, over ``grid``.
+    """The launch of ``jit``, a function of ``triton.jit`` or ``gluon.jit``, over ``grid``.
 
-    `TritonKernel` goes through this; who launches a function that is not one, does too.
+    All launches use this: `TritonKernel` does, and launches of kernels in Gluon call it.
     """
     instead = instead_of_launching.get()
     return jit[grid] if instead is None else instead(jit, grid)
 
 
 class TritonKernel:
-    """A function for ``triton.jit``, which gets it at the first launch: ``kernel[grid](*arguments, **options)``.
+    """A function that is passed to ``triton.jit`` at the first launch: ``kernel[grid](*arguments, **options)``.
 
     It may call other functions that are decorated in the same way.
     """
@@ -62,7 +62,7 @@ class TritonKernel:
         import triton
         import triton.language as tl
 
-        # Triton looks up what a kernel names in the kernel's own module.
+        # Triton resolves the names in a kernel in the kernel's module.
         scope = self._function.__globals__
         scope["tl"] = tl
         for name in self._function.__code__.co_names:
@@ -81,21 +81,21 @@ def triton_kernel(
     """Decorate a Triton kernel, or a device function that kernels call, without importing Triton.
 
     Args:
-        specialize: True lets Triton compile the kernel anew for integers that are 1 or divisible by 16 and for pointers
-            that are aligned to 16 bytes, which wide loads need. False: one compilation serves every integer and
-            pointer, so that no step meets a compiler because its batch has another size.
-        unspecialized: parameters of a kernel that is specialized which are not: those that vary with the batch.
+        specialize: True: Triton specializes the kernel for integers that are 1 or divisible by 16 and for pointers that
+            are aligned to 16 bytes, which wide loads need. False: one compilation is valid for every integer and
+            pointer, so that no step waits for a compiler because of another batch size.
+        unspecialized: parameters of a specialized kernel that are excluded: those that vary with the batch.
     """
     return lambda function: TritonKernel(function, specialize, unspecialized)
 
 
 def cdiv(count: int, size: int) -> int:
-    """``ceil(count / size)``: the pieces of ``size`` that cover ``count``."""
+    """``ceil(count / size)``."""
     return -(-count // size)
 
 
 def next_power_of_2(count: int) -> int:
-    """The least power of two >= ``count``, for ``count`` >= 1: the width of a tile that holds so many items."""
+    """The smallest power of two >= ``count``, for ``count`` >= 1."""
     return 1 << (count - 1).bit_length()
 
 
