@@ -160,8 +160,10 @@ def test_a_plan_for_this_machine_is_what_an_engine_does(capsys: Streams) -> None
         assert engine.core.scheduler.config.num_blocks == report["memory"]["num_blocks"] == 3 * 63
         assert engine.input_processor.max_model_len == report["max_model_len"] == 500
         theirs = plan_report(engine.plan)
-    for name in ("total", "budget", "left"):  # what is free changes all the time
-        del report["memory"][name], theirs["memory"][name]
+    for plan_of in (report, theirs):  # free memory changes all the time
+        for name in ("total", "budget", "left"):
+            del plan_of["memory"][name]
+        del plan_of["parallel"]["stages"][0]["left"]
     assert theirs == report
 
 

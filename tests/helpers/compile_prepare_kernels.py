@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
-from fleetfoot.speculative.ngram import propose_ngrams_paged_triton
 from tests.helpers.kernels import triton_kernels
 from tests.helpers.prepare_runs import OPS, run
 
@@ -41,4 +41,5 @@ if __name__ == "__main__":
         for op in OPS:
             run(triton_kernels(), op, "one_decode_with_drafts")
         one = torch.zeros(1, dtype=torch.int32)
-        propose_ngrams_paged_triton(one, one, one, one, one[None], 16, 5, 1, draft_tokens=one.new_zeros((2, 3)))
+        rows = RowTables(one, one, one, one, one.new_zeros((2, 3)), one[None], one, 16)
+        triton_kernels().propose_ngrams(one, one, rows, 5, 1)

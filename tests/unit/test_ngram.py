@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.interpreter import HAS_INTERPRETER
 
-from fleetfoot.speculative.ngram import (
-    propose_ngrams,
-    propose_ngrams_paged_cpu,
-    propose_ngrams_paged_triton,
+from fleetfoot.kernels.prepare.ngram import (
+    prompt_lookup,
+    propose_ngrams_numpy,
+    propose_ngrams_torch,
+    propose_ngrams_triton,
 )
+from fleetfoot.kernels.prepare.tables import RowTables
 
 
 def search(tokens: list[int], num_drafts: int, longest: int, shortest: int) -> list[int]:
@@ -34,7 +36,7 @@ sequences = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 @given(sequences, st.integers(1, 6), st.integers(1, 4), st.integers(0, 3))
 def test_the_longest_latest_match_is_continued(tokens: list[int], num_drafts: int, shortest: int, more: int) -> None:
-    got = propose_ngrams(np.array(tokens), num_drafts, shortest + more, shortest)
+    got = prompt_lookup(np.array(tokens), num_drafts, shortest + more, shortest)
     assert got.dtype == np.int32
     assert got.tolist() == search(tokens, num_drafts, shortest + more, shortest)
 
@@ -50,23 +52,21 @@ def test_the_longest_latest_match_is_continued(tokens: list[int], num_drafts: in
     ],
 )
 def test_cases(tokens: list[int], expected: list[int]) -> None:
-    assert propose_ngrams(np.array(tokens), 3, 3, 1).tolist() == expected
+    assert prompt_lookup(np.array(tokens), 3, 3, 1).tolist() == expected
 
 
 @dataclass
 class Paged:
     """Sequences in shuffled pages, whose newest token is in no page, and one request of padding."""
 
-    rows: torch.Tensor
+    idx_mapping: torch.Tensor
     lengths: torch.Tensor
-    newest: torch.Tensor
-    pages: torch.Tensor
-    table: torch.Tensor
+    rows: RowTables
     sequences: list[np.ndarray]
 
 
-def paged(lengths: list[int], block_size: int, seed: int) -> Paged:
-    rng = np.random.default_rng(seed)
+def paged(lengths: list[int], block_size: int, num_drafts: int) -> Paged:
+    rng = np.random.default_rng(num_drafts)
     num_rows, width = len(lengths) + 2, -(-max(lengths) // block_size) + 1
     table = rng.permutation(num_rows * width).reshape(num_rows, width).astype(np.int32)
     pages = np.full(num_rows * width * block_size, 777, dtype=np.int32)
@@ -77,27 +77,29 @@ def paged(lengths: list[int], block_size: int, seed: int) -> Paged:
         places = np.arange(len(tokens) - 1)
         pages[table[row, places // block_size] * block_size + places % block_size] = tokens[:-1]
         newest[row] = tokens[-1]
+    drafts, unused = torch.full((num_rows + 1, num_drafts), 99, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    tables = torch.from_numpy(newest), drafts, torch.from_numpy(table), torch.from_numpy(pages)
     return Paged(
-        rows=torch.from_numpy(np.append(rows, np.int32(-1))),
+        idx_mapping=torch.from_numpy(np.append(rows, np.int32(-1))),
         lengths=torch.tensor([*lengths, 5], dtype=torch.int32),
-        newest=torch.from_numpy(newest),
-        pages=torch.from_numpy(pages),
-        table=torch.from_numpy(table),
+        rows=RowTables(unused, unused, unused, *tables, block_size),
         sequences=sequences,
     )
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "triton"])
+IMPLEMENTATIONS = {"torch": propose_ngrams_torch, "numpy": propose_ngrams_numpy, "triton": propose_ngrams_triton}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("block_size", "lengths"), [(4, [1, 2, 3, 17, 40]), (16, [33, 16, 1100]), (8, [8, 9])])
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
 def test_in_pages(implementation: str, block_size: int, lengths: list[int], num_drafts: int) -> None:
     if implementation == "triton" and not HAS_INTERPRETER:
         pytest.skip("needs Triton's interpreter; on a GPU, tests/gpu runs the same case compiled")
-    case = paged(lengths, block_size, seed=num_drafts)
-    drafts = torch.full((len(lengths) + 3, num_drafts), 99, dtype=torch.int32)
-    run = propose_ngrams_paged_cpu if implementation == "cpu" else propose_ngrams_paged_triton
-    run(case.rows, case.lengths, case.newest, case.pages, case.table, block_size, 4, 2, draft_tokens=drafts)
-    for row, tokens in zip(case.rows.tolist(), case.sequences, strict=False):
+    case = paged(lengths, block_size, num_drafts)
+    IMPLEMENTATIONS[implementation](case.idx_mapping, case.lengths, case.rows, 4, 2)
+    drafts, mapped = case.rows.draft_tokens, case.idx_mapping.tolist()
+    for row, tokens in zip(mapped, case.sequences, strict=False):
         assert drafts[row].tolist() == search(tokens.tolist(), num_drafts, 4, 2)
-    for row in set(range(len(drafts))) - set(case.rows.tolist()):
+    for row in set(range(len(drafts) - 1)) - set(mapped):  # padding may write the last row
         assert (drafts[row] == 99).all()

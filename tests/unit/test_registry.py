@@ -92,4 +92,4 @@ except KernelUnavailableError as error:
 """
     result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     missing = "the plan names 'triton' for attention, but Triton is not installed"
-    assert result.stdout.splitlines() == ["('torch', 'cpu', 'sdpa', 'numpy')", missing], result.stderr
+    assert result.stdout.splitlines() == ["('torch', 'cpu', 'numpy', 'sdpa')", missing], result.stderr

@@ -15,11 +15,24 @@ from fleetfoot.kernels.norm.rms_norm import sum_parts
 from fleetfoot.records.intermediate import IntermediateTensors
 
 
-class TensorGroup:
-    """The ranks that share each layer. This class is a group of size 1."""
+class _Ranks:
+    """Some ranks in order; this one alone."""
 
     rank = 0
     size = 1
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank == self.size - 1
+
+
+class TensorGroup(_Ranks):
+    """The ranks that share each layer. This class is a group of size 1."""
+
     bitwise_reproducible = False
     """Whether layers gather instead of summing partial results, so that outputs have the same bits as on one rank."""
 
@@ -51,28 +64,9 @@ class TensorGroup:
 
         return reduce_add_rms_norm
 
-    @property
-    def is_first_rank(self) -> bool:
-        return self.rank == 0
 
-    @property
-    def is_last_rank(self) -> bool:
-        return self.rank == self.size - 1
-
-
-class PipelineGroup:
+class PipelineGroup(_Ranks):
     """The ranks that the layers are spread over, in order. This class is a group of size 1."""
-
-    rank = 0
-    size = 1
-
-    @property
-    def is_first_rank(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last_rank(self) -> bool:
-        return self.rank == self.size - 1
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
         """Receive the previous rank's output for a step of ``num_tokens``; None on the first rank.

@@ -175,6 +175,9 @@ class Kernels:
     """``(idx_mapping, sampled, invalid, rows, counts)``: count the tokens that verified drafts yield."""
     post_update: Callable[[torch.Tensor, torch.Tensor, RowTables, torch.Tensor, torch.Tensor, torch.Tensor], None]
     """``(idx_mapping, query_start_loc, rows, sampled, num_sampled, num_rejected)``: advance the rows by a step."""
+    propose_ngrams: Callable[[torch.Tensor, torch.Tensor, RowTables, int, int], None]
+    """``(idx_mapping, seq_lens, rows, max_ngram, min_ngram)``: drafts by prompt lookup; see
+    `fleetfoot.kernels.prepare.ngram`."""
     apply_staged_writes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
     """``(staged, front, target, num_writes)``: bring a step's staged writes from the host into the device's state."""
     linear_chain: LinearChain | None

@@ -130,6 +130,11 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             native="prepare.native:post_update_native",
             triton="prepare.triton_kernels:post_update_triton",
         ),
+        "propose_ngrams": _implementations(
+            torch="prepare.ngram:propose_ngrams_torch",
+            numpy="prepare.ngram:propose_ngrams_numpy",
+            triton="prepare.ngram:propose_ngrams_triton",
+        ),
         "apply_staged_writes": _implementations(
             torch="prepare.reference:apply_staged_writes_torch",
             numpy="prepare.reference:apply_staged_writes_numpy",

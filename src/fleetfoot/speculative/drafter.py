@@ -122,7 +122,7 @@ class DrafterContext:
 
 @dataclass(frozen=True, slots=True)
 class NgramSettings:
-    """Prompt lookup decoding (Saxena 2023): see `fleetfoot.speculative.ngram`."""
+    """Prompt lookup decoding (Saxena 2023): see `fleetfoot.kernels.prepare.ngram`."""
 
     max_ngram: int
     """Tokens of the longest n-gram, which is looked up first."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fleetfoot.kernels.prepare.ngram import prompt_lookup
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState, StepInputs
 from fleetfoot.sampling.verification import HostSamples
 from fleetfoot.speculative.drafter import DraftBatch, DraftSettings
-from fleetfoot.speculative.ngram import propose_ngrams
 
 
 class Drafting:
@@ -47,7 +47,7 @@ class Drafting:
             longest, shortest = draft_settings.ngram.max_ngram, draft_settings.ngram.min_ngram
             for row in rows.tolist():
                 known = host.token_ids[row, : host.num_tokens[row]]
-                host.drafts[row] = propose_ngrams(known, num_drafts, longest, shortest)
+                host.drafts[row] = prompt_lookup(known, num_drafts, longest, shortest)
 
     def _draft_batch(
         self, scheduler_output: SchedulerOutput, inputs: StepInputs, hidden_states: torch.Tensor, samples: HostSamples

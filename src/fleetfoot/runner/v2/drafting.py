@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.runner.v2.input_batch import InputBatch
 from fleetfoot.runner.v2.state import DeviceState
@@ -18,9 +19,10 @@ class Drafting:
         max_model_len: maximum number of tokens of a request.
     """
 
-    def __init__(self, draft_settings: DraftSettings, state: DeviceState, max_model_len: int) -> None:
+    def __init__(self, draft_settings: DraftSettings, state: DeviceState, kernels: Kernels, max_model_len: int) -> None:
         self._draft_settings = draft_settings
         self._state = state
+        self._propose_ngrams = kernels.propose_ngrams
         self._max_seq_len = max_model_len + draft_settings.num_drafts
 
     @property
@@ -53,20 +55,9 @@ class Drafting:
         if draft_settings.ngram is not None:
             if not num_to_propose or not num_sampled:
                 return
-            from fleetfoot.speculative.ngram import propose_ngrams_paged
-
-            safe_rows = rows.clamp(min=0).to(torch.int64)
-            propose_ngrams_paged(
-                rows,
-                tables.num_computed.index_select(0, safe_rows) + 1,  # the newest token is not computed yet
-                tables.last_sampled,
-                tables.token_pages,
-                tables.block_table,
-                tables.block_size,
-                draft_settings.ngram.max_ngram,
-                draft_settings.ngram.min_ngram,
-                draft_tokens=tables.draft_tokens,
-            )
+            num_computed = tables.num_computed.index_select(0, rows.clamp(min=0).to(torch.int64))
+            seq_lens = num_computed + 1  # the newest token is not computed yet
+            self._propose_ngrams(rows, seq_lens, tables, draft_settings.ngram.max_ngram, draft_settings.ngram.min_ngram)
         elif draft_settings.drafter is not None:
             draft_batch = self._draft_batch(batch, hidden_states, samples)
             drafts = draft_settings.drafter.propose(draft_batch, num_to_propose)

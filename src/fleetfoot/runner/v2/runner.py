@@ -158,7 +158,7 @@ class ModelRunnerV2:
         verification = DraftVerification(state.tables, kernels.accept_drafts)
         self._sampler = Sampler(state.sampling, verification, kernels, model.compute_logits, model.config.vocab_size)
         self._iota = torch.arange(self._max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
-        self._drafting = Drafting(self._draft_settings, state, self._max_model_len)
+        self._drafting = Drafting(self._draft_settings, state, kernels, self._max_model_len)
         self._token_sync = SampledTokenSync(self._pipeline, state, kernels)
 
     def warm_up(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2, triton_kernel
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _TILE = 1024
 """Positions that a program of the kernel compares at once."""
 
 
-def propose_ngrams(token_ids: np.ndarray, num_drafts: int, max_ngram: int, min_ngram: int) -> np.ndarray:
+def prompt_lookup(token_ids: np.ndarray, num_drafts: int, max_ngram: int, min_ngram: int) -> np.ndarray:
     """Drafts for one sequence.
 
     Args:
@@ -51,93 +52,68 @@ def propose_ngrams(token_ids: np.ndarray, num_drafts: int, max_ngram: int, min_n
     return drafts
 
 
-def propose_ngrams_paged(
-    idx_mapping: torch.Tensor,
-    seq_lens: torch.Tensor,
-    last_sampled: torch.Tensor,
-    token_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    max_ngram: int,
-    min_ngram: int,
-    *,
-    draft_tokens: torch.Tensor,
+def propose_ngrams_torch(
+    idx_mapping: torch.Tensor, seq_lens: torch.Tensor, rows: RowTables, max_ngram: int, min_ngram: int
 ) -> None:
-    """Drafts for a batch, from the token pages of Model Runner V2, without host-device synchronization.
+    """Drafts for a batch, from the token pages of Model Runner V2.
 
     Args:
-        idx_mapping: ``[n]`` int32: each request's row; -1: padding, for which nothing is written.
-        seq_lens: ``[n]`` int32: known tokens; all but the last are in the pages.
-        last_sampled: ``[R]`` int32: the last known token of each row.
-        token_pages: ``[num_slots]`` int32.
-        block_table: ``[R, W]`` int32.
-        block_size: tokens in a block.
-        max_ngram, min_ngram: as for `propose_ngrams`.
-        draft_tokens: written, ``[>= R, k]`` int32: by row.
+        idx_mapping: ``[n]``: each request's row; -1: padding.
+        seq_lens: ``[n]``: known tokens; all but the last, which is in ``last_sampled``, are in the pages.
+        rows: ``draft_tokens`` is written.
+        max_ngram, min_ngram: as for `prompt_lookup`.
     """
-    implementation = propose_ngrams_paged_triton if token_pages.is_cuda else propose_ngrams_paged_cpu
-    implementation(
-        idx_mapping,
-        seq_lens,
-        last_sampled,
-        token_pages,
-        block_table,
-        block_size,
-        max_ngram,
-        min_ngram,
-        draft_tokens=draft_tokens,
-    )
+    row = idx_mapping.clamp(min=0).to(torch.int64)
+    token_ids = rows.token_pages.view(-1, rows.block_size)[rows.block_table[row]].flatten(1)  # [n, B * block_size]
+    position = torch.arange(token_ids.shape[1], device=token_ids.device)
+    last = (seq_lens.to(torch.int64) - 1).clamp(min=0).unsqueeze(1)  # [n, 1]: position of the newest token
+    token_ids = torch.where(position == last, rows.last_sampled[row].unsqueeze(1), token_ids)
+    is_match = position < last  # [n, B * block_size], by the position where an n-gram ends
+    lengths = torch.zeros_like(token_ids)
+    for back in range(max_ngram):
+        target = token_ids.gather(1, (last - back).clamp(min=0))
+        is_match = is_match & (position >= back) & (token_ids.roll(back, 1) == target)
+        lengths += is_match
+    longest = lengths.amax(1, keepdim=True)
+    end = torch.where(lengths == longest, position, -1).amax(1, keepdim=True)  # later positions win
+    offset = torch.arange(rows.draft_tokens.shape[1], device=token_ids.device)
+    source = end + 1 + offset % (last - end).clamp(min=1)  # [n, k]; without a match, any position
+    drafts = token_ids.gather(1, source.clamp(max=len(position) - 1))
+    target_row = torch.where(idx_mapping < 0, len(rows.draft_tokens) - 1, row)
+    rows.draft_tokens.index_copy_(0, target_row, torch.where(longest >= min_ngram, drafts, NO_DRAFT).to(torch.int32))
 
 
-def propose_ngrams_paged_cpu(
-    idx_mapping: torch.Tensor,
-    seq_lens: torch.Tensor,
-    last_sampled: torch.Tensor,
-    token_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    max_ngram: int,
-    min_ngram: int,
-    *,
-    draft_tokens: torch.Tensor,
+def propose_ngrams_numpy(
+    idx_mapping: torch.Tensor, seq_lens: torch.Tensor, rows: RowTables, max_ngram: int, min_ngram: int
 ) -> None:
-    """The reference of the kernel, for CPU tensors."""
-    pages, tables, newest, drafts = (t.numpy() for t in (token_pages, block_table, last_sampled, draft_tokens))
-    num_drafts = drafts.shape[1]
-    in_pages = pages.reshape(-1, block_size)  # [num_blocks, block_size]
+    """See `propose_ngrams_torch`."""
+    tensors = rows.token_pages, rows.block_table, rows.last_sampled, rows.draft_tokens
+    pages, tables, newest, drafts = (tensor.numpy() for tensor in tensors)
+    in_pages = pages.reshape(-1, rows.block_size)  # [num_blocks, block_size]
     for row, length in zip(idx_mapping.tolist(), seq_lens.tolist(), strict=True):
         if row < 0:
             continue
-        num_blocks = -(-length // block_size)
+        num_blocks = -(-length // rows.block_size)
         token_ids = in_pages[tables[row, :num_blocks]].reshape(-1)[:length]  # a copy
         token_ids[length - 1] = newest[row]
-        drafts[row] = propose_ngrams(token_ids, num_drafts, max_ngram, min_ngram)
+        drafts[row] = prompt_lookup(token_ids, drafts.shape[1], max_ngram, min_ngram)
 
 
-def propose_ngrams_paged_triton(
-    idx_mapping: torch.Tensor,
-    seq_lens: torch.Tensor,
-    last_sampled: torch.Tensor,
-    token_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    max_ngram: int,
-    min_ngram: int,
-    *,
-    draft_tokens: torch.Tensor,
+def propose_ngrams_triton(
+    idx_mapping: torch.Tensor, seq_lens: torch.Tensor, rows: RowTables, max_ngram: int, min_ngram: int
 ) -> None:
-    """See `propose_ngrams_paged`."""
-    num_drafts = draft_tokens.shape[1]
+    """See `propose_ngrams_torch`."""
+    num_drafts = rows.draft_tokens.shape[1]
     _propose_ngrams_kernel[(len(idx_mapping),)](
         idx_mapping,
         seq_lens,
-        last_sampled,
-        token_pages,
-        block_table,
-        draft_tokens,
-        block_table.stride(0),
-        draft_tokens.stride(0),
-        block_size=block_size,
+        rows.last_sampled,
+        rows.token_pages,
+        rows.block_table,
+        rows.draft_tokens,
+        rows.block_table.stride(0),
+        rows.draft_tokens.stride(0),
+        block_size=rows.block_size,
         max_ngram=max_ngram,
         min_ngram=min_ngram,
         num_drafts=num_drafts,
