@@ -63,7 +63,7 @@ def test_tokens_are_those_of_one_process(way: str, port: int) -> None:
     assert (command.returncode, said) == (0, f"this is node 1 of 2, and waits for node 0 at 127.0.0.1:{port}\n")
 
 
-def test_nodes_that_are_set_up_differently_refuse_each_other(port: int) -> None:
+def test_different_settings_are_refused_on_both_sides(port: int) -> None:
     size = {"tensor_parallel_size": 2}
     with second_node(port, **size, block_size=8) as command:
         with pytest.raises(ValueError, match=r"node 1 is set up differently.*\n  - block_size: 4 here, 8 there"):
@@ -73,7 +73,7 @@ def test_nodes_that_are_set_up_differently_refuse_each_other(port: int) -> None:
     assert "node 0 is set up differently" in complaints and "block_size: 8 here, 4 there" in complaints
 
 
-def test_a_node_that_is_gone_ends_the_engine_by_name(port: int) -> None:
+def test_lost_node_ends_the_engine(port: int) -> None:
     size = {"pipeline_parallel_size": 2}
     with second_node(port, **size) as command, first_node(port, **size) as engine:
         engine.add_request("a", PROMPT, LONG)
@@ -86,8 +86,8 @@ def test_a_node_that_is_gone_ends_the_engine_by_name(port: int) -> None:
         workers.wait()
 
 
-def test_an_engine_that_is_killed_ends_the_other_node(port: int) -> None:
-    """Here an engine's own worker dies; the node hears why."""
+def test_killed_worker_ends_the_other_node(port: int) -> None:
+    """A worker of node 0 dies; node 1 reports the reason."""
     size = {"tensor_parallel_size": 2}
     with second_node(port, **size) as command, first_node(port, **size) as engine:
         (pid,) = executor_of(engine).worker_pids.values()

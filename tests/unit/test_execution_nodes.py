@@ -1,4 +1,4 @@
-"""How the machines of an engine find each other: who is admitted, who is refused, and what they say at the end."""
+"""The rendezvous of nodes: accepted and refused connections, and the last message of each side."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan() -> EnginePlan:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "GATHER_S", HANG)
 
 
@@ -71,7 +71,7 @@ def engine(plan: EnginePlan, port: int) -> Iterator[EngineNodes]:
 
 @pytest.fixture
 def joined(engine: EngineNodes, plan: EnginePlan, port: int) -> Iterator[list[Membership]]:
-    """Nodes 1 and 2, which have come in the other order."""
+    """Nodes 1 and 2, connected in reverse order."""
     second, first = (Thread(partial(Membership, on_node(plan, port, rank))) for rank in (2, 1))
     engine.gather(ADDRESSES)
     members = [first.result(), second.result()]
@@ -80,9 +80,7 @@ def joined(engine: EngineNodes, plan: EnginePlan, port: int) -> Iterator[list[Me
         member.link.close()
 
 
-def test_nodes_get_what_they_need_and_hear_that_it_is_over(
-    engine: EngineNodes, joined: list[Membership], plan: EnginePlan
-) -> None:
+def test_nodes_receive_invitation_and_shutdown(engine: EngineNodes, joined: list[Membership], plan: EnginePlan) -> None:
     for member in joined:
         assert member.engine_id == plan.engine_id
         assert member.addresses == ADDRESSES
@@ -93,14 +91,14 @@ def test_nodes_get_what_they_need_and_hear_that_it_is_over(
     assert [member.wait_for_end() for member in joined] == [None, None]
 
 
-def test_each_side_hears_why_the_other_has_failed(engine: EngineNodes, joined: list[Membership]) -> None:
+def test_failure_reason_reaches_other_nodes(engine: EngineNodes, joined: list[Membership]) -> None:
     joined[0].send_failure("worker 1 is dead")
     assert engine.find_loss(wait_ms=60_000) == "node 1: worker 1 is dead"
     engine.close("node 1: worker 1 is dead")
     assert joined[1].wait_for_end() == "node 1: worker 1 is dead"
 
 
-def test_a_node_that_leaves_without_a_word_is_gone(engine: EngineNodes, joined: list[Membership]) -> None:
+def test_closed_connection_is_a_lost_node(engine: EngineNodes, joined: list[Membership]) -> None:
     joined[1].link.close()
     assert engine.find_loss(wait_ms=60_000) == "node 2: the connection to it has ended"
     engine.close("")
@@ -111,7 +109,7 @@ def framed(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def test_strangers_do_not_disturb(engine: EngineNodes, plan: EnginePlan, port: int) -> None:
+def test_other_connections_are_ignored(engine: EngineNodes, plan: EnginePlan, port: int) -> None:
     def knock() -> list[bytes]:
         answers = []
         for said in (
@@ -140,7 +138,7 @@ def test_strangers_do_not_disturb(engine: EngineNodes, plan: EnginePlan, port: i
     second.link.close()
 
 
-def test_machines_that_differ_refuse_each_other(engine: EngineNodes, plan: EnginePlan, port: int) -> None:
+def test_different_settings_are_refused_on_both_sides(engine: EngineNodes, plan: EnginePlan, port: int) -> None:
     member = Thread(lambda: Membership(on_node(plan, port, 1, max_num_seqs=7, model="/elsewhere/model")))
     with pytest.raises(
         ValueError, match=r"^node 1 is set up differently.*:\n  - max_num_seqs: 256 here, 7 there\nstart"
@@ -149,7 +147,7 @@ def test_machines_that_differ_refuse_each_other(engine: EngineNodes, plan: Engin
     assert str(member.result()).startswith("node 0 is set up differently, and the two cannot be one engine:\n  - max")
 
 
-def test_who_waits_in_vain_says_for_whom(
+def test_timeouts_name_the_missing_node(
     engine: EngineNodes, plan: EnginePlan, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "GATHER_S", 0.0)
@@ -160,7 +158,7 @@ def test_who_waits_in_vain_says_for_whom(
         Membership(on_node(plan, port, 1))
 
 
-def test_node_0_says_once_whom_it_waits_for(
+def test_node_0_logs_once_which_nodes_are_missing(
     port: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -180,7 +178,7 @@ def test_node_0_says_once_whom_it_waits_for(
     assert capsys.readouterr().err.count(said) == 1
 
 
-def test_what_answers_must_be_node_0(plan: EnginePlan, port: int) -> None:
+def test_server_that_is_not_node_0(plan: EnginePlan, port: int) -> None:
     def hang_up() -> None:
         with socket.create_server(("127.0.0.1", port)) as server:
             listening.set()
@@ -193,7 +191,7 @@ def test_what_answers_must_be_node_0(plan: EnginePlan, port: int) -> None:
         Membership(on_node(plan, port, 1))
 
 
-def test_an_address_that_is_not_this_machine_s_is_refused(plan: EnginePlan, port: int) -> None:
+def test_invalid_master_address(plan: EnginePlan, port: int) -> None:
     for address in ("192.0.2.1", "no such name"):
         with pytest.raises(ValueError, match=f"master_addr is '{address}'"):
             EngineNodes(on_node(plan, port, 0, master_addr=address))
@@ -201,14 +199,14 @@ def test_an_address_that_is_not_this_machine_s_is_refused(plan: EnginePlan, port
         EngineNodes(on_node(plan, port, 0))
 
 
-def test_commands_are_for_the_right_node(plan: EnginePlan, port: int) -> None:
+def test_wrong_node_rank_for_a_command(plan: EnginePlan, port: int) -> None:
     with pytest.raises(ValueError, match="node_rank is 1: the engine starts on node 0"):
         check_is_first_node(on_node(plan, port, 1).config)
     with pytest.raises(ValueError, match=r"node_rank is 0 \(with nnodes 3\): the first node starts the engine"):
         run_node(plan.config)
 
 
-def test_a_machine_needs_a_gpu_for_each_of_its_ranks(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_gpus(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     check_devices(dataclasses.replace(plan, device="cuda"))
     config = dataclasses.replace(plan.config, tensor_parallel_size=2)

@@ -1,4 +1,4 @@
-"""From settings to connectors: which one is meant, with which settings, in which role, under which fingerprint."""
+"""From settings to connectors: the class, its settings and role, and the fingerprint of the engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OFFLOAD = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
 
 
 class NotAConnector:
-    """A class that is found, and is none."""
+    """A class that exists but is not a connector."""
 
 
 def plan_of(**settings: Any) -> EnginePlan:
@@ -73,7 +73,7 @@ def test_connectors_accept_the_layout_of_v2(name: str) -> None:
     assert V2_LAYOUT in connector.accepted_kv_layouts
 
 
-def test_a_class_of_somebody_elses() -> None:
+def test_connector_of_another_module() -> None:
     module = "fleetfoot.kv_transfer.blockstore.connector"
     config = KVTransferConfig(kv_connector="SharedStorageConnector", kv_role="kv_both", kv_connector_module_path=module)
     assert find_connector(config) is SharedStorageConnector
@@ -91,7 +91,7 @@ def test_a_class_of_somebody_elses() -> None:
         ("plan_of", __name__, "is no connector; it must be a class derived from"),
     ],
 )
-def test_names_that_mean_nothing(name: str, module_path: str | None, message: str) -> None:
+def test_invalid_names(name: str, module_path: str | None, message: str) -> None:
     config = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_module_path=module_path)
     with pytest.raises(ValueError, match=message):
         find_connector(config)
@@ -130,7 +130,7 @@ def test_roles(role: str | None, can_load: bool, can_save: bool) -> None:
         ({"kv_transfer_timeout": float("inf")}, "kv_transfer_timeout is inf"),
     ],
 )
-def test_settings_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
+def test_invalid_transfer_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KVTransferConfig.parse({**SHARED, **settings})
 
@@ -177,7 +177,7 @@ REFUSED: list[tuple[str, dict[Any, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "extra", "message"), REFUSED)
-def test_settings_of_connectors(
+def test_invalid_connector_settings(
     name: str, extra: dict[Any, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are refused by the check and by both sides, and nothing is created."""
@@ -216,7 +216,7 @@ def test_offloading_implies_its_connector() -> None:
     assert type(worker_connector(plan, 0)) is StepConnector
 
 
-def test_the_size_of_the_host_is_given_once() -> None:
+def test_size_of_host_memory_is_given_once() -> None:
     named = {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "fail"}
     config = active_config(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
     assert config is not None and config.kv_connector_extra_config == {"cpu_bytes_to_use": GIB}
@@ -227,7 +227,7 @@ def test_the_size_of_the_host_is_given_once() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_host_memory_is_taken_once(depth: int) -> None:
+def test_one_offloading_connector_only(depth: int) -> None:
     transfer: dict[str, Any] = OFFLOAD
     for _ in range(depth):
         extra = {"connectors": [SHARED, transfer]}
@@ -291,7 +291,7 @@ def multi(*parts: Any, role: str | None = "kv_both", **settings: Any) -> KVTrans
     return KVTransferConfig(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra, **settings)
 
 
-def test_parts_have_from_the_whole_what_they_leave_out() -> None:
+def test_parts_inherit_settings() -> None:
     whole = multi(SHARED, OFFLOAD, {**OFFLOAD, "kv_role": "kv_producer", "engine_id": "b"}, engine_id="a")
     parts = part_configs(whole)
     assert [part.kv_role for part in parts] == ["kv_both", "kv_both", "kv_producer"]
@@ -315,12 +315,12 @@ def test_parts_have_from_the_whole_what_they_leave_out() -> None:
         ),
     ],
 )
-def test_parts_that_do_not_go_together(config: KVTransferConfig, message: str) -> None:
+def test_invalid_parts(config: KVTransferConfig, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         part_configs(config)
 
 
-def test_the_part_that_refuses_a_layout_decides() -> None:
+def test_layout_refused_by_one_part() -> None:
     assert V2_LAYOUT in connector_layouts(multi(SHARED, OFFLOAD)).accepted
     stranger = {"kv_connector": "NotAConnector", "kv_connector_module_path": __name__}
     layouts = connector_layouts(multi(SHARED, stranger))
@@ -339,7 +339,7 @@ def test_layouts_must_be_a_set_of_names(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
-def test_offloading_takes_fields_without_a_use_from_the_whole() -> None:
+def test_joined_connectors_keep_unused_fields_once() -> None:
     config = joined(KVTransferConfig.parse(OFFLOAD), KVTransferConfig.parse({**SHARED, "kv_port": 5}))
     assert config.kv_port is None and [part.kv_port for part in part_configs(config)] == [None, 5]
 
@@ -362,7 +362,7 @@ def test_equal_engines_have_equal_fingerprints() -> None:
     ],
     ids=str,
 )
-def test_what_changes_kv_changes_the_fingerprint(settings: dict[str, Any]) -> None:
+def test_settings_in_the_fingerprint(settings: dict[str, Any]) -> None:
     different = {engine_fingerprint(plan_of()), engine_fingerprint(plan_of(**settings))}
     assert len(different) == 2
     assert engine_fingerprint(plan_of(load_format="dummy", seed=1)) != engine_fingerprint(plan_of(load_format="dummy"))
@@ -372,7 +372,7 @@ def test_what_changes_kv_changes_the_fingerprint(settings: dict[str, Any]) -> No
     "field",
     ["architecture", "num_layers", "num_kv_heads", "head_dim", "rms_norm_eps", "layer_windows", "qk_norm", "rope"],
 )
-def test_the_model_is_part_of_it(field: str) -> None:
+def test_model_fields_in_the_fingerprint(field: str) -> None:
     plan = plan_of()
     model = dataclasses.replace(plan.model)
     changed = {
@@ -390,7 +390,7 @@ def test_the_model_is_part_of_it(field: str) -> None:
 
 
 def change_one_value(path: Path) -> None:
-    """Somewhere that no sample looks at, without a change of size."""
+    """Outside the sampled parts, without a change of size."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -412,7 +412,7 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [change_one_value, change_every_tensor_in_the_past, truncate, os.unlink])
-def test_other_weights_are_told_apart(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_weights_in_the_fingerprint(tmp_path: Path, change: Callable[[Path], None]) -> None:
     file = tmp_path / "model.safetensors"
     shutil.copy2(embedded_model_path() / file.name, file)
     before = weights_identity(tmp_path, "auto", 0)
@@ -421,7 +421,7 @@ def test_other_weights_are_told_apart(tmp_path: Path, change: Callable[[Path], N
     assert weights_identity(tmp_path, "auto", 0) != before
 
 
-def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path: Path) -> None:
+def test_hub_models_are_identified_by_commit(tmp_path: Path) -> None:
     commit = "0123456789" * 4
     folder = tmp_path / "models--some--model" / "snapshots" / commit
     folder.mkdir(parents=True)
