@@ -366,3 +366,18 @@ def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
         f"load_model_config({str(tmp_path)!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_architecture_states_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = dataclasses.replace(ARCHITECTURES["LlamaForCausalLM"], activations=("gelu",))
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", entry)
+    assert parse(llama(hidden_act="gelu")).architecture == "LlamaForCausalLM"
+    with pytest.raises(ConfigError, match="hidden_act is 'silu'; supported: gelu"):
+        parse(llama(hidden_act="silu"))
+
+
+def test_an_mlp_without_a_gate_has_two_matrices() -> None:
+    gated = ModelConfig("LlamaForCausalLM", 8, 16, 32, 3, 2, 2, 8, 16, mlp_bias=True)
+    plain = dataclasses.replace(gated, mlp_gate=False)
+    assert gated.num_parameters - plain.num_parameters == 3 * (16 * 32 + 32)
+    assert gated.layer_parameters(2) - plain.layer_parameters(2) == 16 * 16 + 16
