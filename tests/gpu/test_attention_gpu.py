@@ -59,27 +59,27 @@ def cuda_batch(requests: Requests, heads: tuple[int, int] = (8, 2), **shape: Any
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_head_shapes(requests: Requests, heads: tuple[int, int], head_dim: int) -> None:
-    check(cuda_batch(_served_by_twin(requests), heads, head_dim=head_dim, behind=3))
+    check(cuda_batch(_supported_by_reference(requests), heads, head_dim=head_dim, behind=3))
 
 
 @pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_types(requests: Requests, dtype: torch.dtype, head_dim: int) -> None:
-    check(cuda_batch(_served_by_twin(requests), dtype=dtype, head_dim=head_dim))
+    check(cuda_batch(_supported_by_reference(requests), dtype=dtype, head_dim=head_dim))
 
 
 @pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
 @pytest.mark.parametrize("head_dim", [16, 80, 96, 256])
 def test_other_head_sizes(requests: Requests, head_dim: int) -> None:
-    check(cuda_batch(_served_by_twin(requests), head_dim=head_dim))
+    check(cuda_batch(_supported_by_reference(requests), head_dim=head_dim))
 
 
 @pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("window", [None, 1, 100, 1000])
 def test_block_sizes_and_windows(requests: Requests, block_size: int, window: int | None) -> None:
-    check(cuda_batch(_served_by_twin(requests), block_size=block_size), window)
+    check(cuda_batch(_supported_by_reference(requests), block_size=block_size), window)
 
 
 @pytest.mark.parametrize("window", [None, 700])
@@ -101,7 +101,7 @@ def test_plain_decode_kernel_where_hopper_has_its_own(
     requests: Requests, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: None)
-    check(cuda_batch(_served_by_twin(requests), (32, 8), head_dim=head_dim), None)
+    check(cuda_batch(_supported_by_reference(requests), (32, 8), head_dim=head_dim), None)
 
 
 def test_pieces_of_one_long_request_among_short_ones() -> None:
@@ -127,7 +127,7 @@ def test_one_decode_in_a_graph_for_all_lengths() -> None:
         metadata.seq_lens.copy_(torch.tensor(lengths))
         actual.fill_(float("nan"))
         graph.replay()
-        # What lies behind a length now is a request's own, and finite; the twin gets the same.
+        # What lies behind a length now is a request's own, and finite; the reference gets the same.
         assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
 
 
@@ -207,8 +207,8 @@ def test_plain_and_hopper_kernels_agree_on_a_long_prompt() -> None:
     assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
 
 
-def _served_by_twin(requests: Requests) -> Requests:
-    """The twin takes padding requests among the decodes alone."""
+def _supported_by_reference(requests: Requests) -> Requests:
+    """The reference takes padding requests among the decodes alone."""
     is_decode = all(query_len == 1 for query_len, _ in requests)
     return requests if is_decode else [request if request[1] else (0, 0) for request in requests]
 

@@ -1,4 +1,4 @@
-"""The Triton operations compiled: against float64 and the twins, in graphs, and overlapping one another."""
+"""The Triton operations compiled: against float64 and the references, in graphs, and overlapping one another."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tests.helpers.ops_checks import (
+    REFERENCE,
     TRITON,
-    TWINS,
     check_deferred_norm,
     check_rms_norm,
     check_rope_and_cache,
@@ -142,11 +142,11 @@ def test_gated_layers_of_many_rows(
     expected = torch.nn.functional.silu(gate) * up
     actual = gated_linear_hopper(x, weight, groups, 132)
     assert float((actual.double() - expected).norm() / expected.norm()) < 5e-3
-    assert torch.equal(gated_linear_hopper(x, weight, groups, 7), actual)  # whoever does which tile
+    assert torch.equal(gated_linear_hopper(x, weight, groups, 7), actual)  # for any assignment of tiles
 
 
 class Chain:
-    """Some decoder layers without attention, whose kernels all overlap."""
+    """Some decoder layers without attention, with overlapping kernels."""
 
     def __init__(self, hidden: int, intermediate: int, num_layers: int) -> None:
         def weight(out: int, inputs: int) -> torch.Tensor:
@@ -236,13 +236,13 @@ def test_no_synchronisation() -> None:
 
 def test_the_twins_run_on_the_device_too() -> None:
     x, weight = torch.randn(3, 64, device="cuda").bfloat16(), torch.rand(64, device="cuda").bfloat16()
-    torch.testing.assert_close(TRITON.rms_norm(x, weight, 1e-6), TWINS.rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(TRITON.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_filtered_draws(dtype: torch.dtype, spread: float) -> None:
-    """Kept sets are the twin's: exactly for min-p and top-k, and but for rounding of exp for top-p."""
+    """Kept sets are the reference's: exactly for min-p and top-k, and but for rounding of exp for top-p."""
     num_rows, vocab_size = 48, 151_936
     generator = torch.Generator("cuda").manual_seed(7)
     logits = (torch.randn(num_rows, vocab_size, generator=generator, device="cuda") * spread).to(dtype)

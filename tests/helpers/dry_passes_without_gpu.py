@@ -182,7 +182,7 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
 
 
 def make_tensor_group(kind: Kind, config: ModelConfig) -> torch_groups.CudaTensorGroup:
-    """A rank whose peers are not there: gathering with them is an error."""
+    """A rank without its peers: gathering with them is an error."""
     size, custom_all_reduce = kind.tensor_size, None
     if kind.has_peer_memory:
         num_words = custom_all_reduce_words(config.hidden_size, kind.dtype, size)
@@ -227,8 +227,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
 
 
-class Asked:
-    """Kernels that Triton was asked for, each with what it is compiled for."""
+class Requested:
+    """Kernels that Triton compiles, each with its specialization."""
 
     def __init__(self) -> None:
         self.kernels: set[str] = set()
@@ -248,7 +248,7 @@ class Warnings(logging.Handler):
 
 
 def try_kind(kind: Kind) -> dict[str, Any]:
-    """``missing``: kernels that are launched, and which the dry pass did not ask for; ``needless``: the opposite;
+    """``missing``: kernels that are launched, and were not requested by the dry pass; ``needless``: the opposite;
     ``changed``: tensors that it wrote; ``kept``: tensors of it that are left; ``warnings``; its ``seconds``."""
     runner = make_runner(kind)
     tensors = dict(tensors_of(runner))
@@ -257,7 +257,7 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     first = runner._first_shapes(warm_up_steps(runner._max_num_batched_tokens, MAX_MODEL_LEN, 16))
     later = runner._later_shapes()
     compiler = KernelCompiler(runner._step, runner._shortened)
-    knobs.runtime.jit_cache_hook = asked = Asked()
+    knobs.runtime.jit_cache_hook = requested = Requested()
     logging.getLogger("fleetfoot").addHandler(warnings := Warnings())
     begin = time.perf_counter()
     compiler.compile_first(first)
@@ -272,13 +272,13 @@ def try_kind(kind: Kind) -> dict[str, Any]:
         if tensor.data_ptr() != own.data_ptr() and not torch.equal(bits(tensor), before[path])
     ]
     kept = [path for path, tensor in tensors_of(runner) if isinstance(tensor, DryTensor)]
-    knobs.runtime.jit_cache_hook = launched = Asked()
+    knobs.runtime.jit_cache_hook = launched = Requested()
     launch(runner, [*first, *later])
     return {
-        "asked": len(asked.kernels),
+        "requested": len(requested.kernels),
         "shapes": [len(first), len(later)],
-        "missing": sorted(launched.kernels - asked.kernels),
-        "needless": sorted(asked.kernels - launched.kernels),
+        "missing": sorted(launched.kernels - requested.kernels),
+        "needless": sorted(requested.kernels - launched.kernels),
         "changed": changed,
         "kept": kept,
         "warnings": warnings.messages,

@@ -1,4 +1,4 @@
-"""Checks of the Triton operations against float64 arithmetic and their torch twins, on a GPU or in the interpreter.
+"""Checks of the Triton operations against float64 and their torch references, on a GPU or in the interpreter.
 
 The interpreter cuts float32 off where it makes bfloat16 of it, so one bit more is allowed there than rounding takes.
 """
@@ -13,7 +13,7 @@ from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.sampling.sample import RandomRows
 from tests.helpers.kernels import reference_kernels, triton_kernels
 
-TRITON, TWINS = triton_kernels(), reference_kernels()
+TRITON, REFERENCE = triton_kernels(), reference_kernels()
 EPS = 1e-6
 
 
@@ -72,7 +72,7 @@ def check_rope_and_cache(dtype: torch.dtype, num_tokens: int, head_dim: int, nor
     q_norm, k_norm = norms if norm else (None, None)
     cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype, device=device)
     expected_cache = cache.double().cpu()
-    expected = TWINS.rope_and_cache(
+    expected = REFERENCE.rope_and_cache(
         qkv.double().cpu(),
         expected_cache,
         slots.cpu(),
@@ -170,9 +170,9 @@ def check_samples(logits: torch.Tensor, device: str) -> None:
     expected_invalid = torch.empty(num_rows, dtype=torch.bool)
     random = RandomRows(*(t.to(device) for t in (temperatures, seeds, positions)), rows=rows.to(device))
     logits_on_device = logits.to(device)
-    assert TRITON.sample(logits_on_device).tolist() == TWINS.sample(logits).tolist()
+    assert TRITON.sample(logits_on_device).tolist() == REFERENCE.sample(logits).tolist()
     of_cpu = RandomRows(temperatures, seeds, positions, rows=rows)
-    expected = TWINS.sample(logits, of_cpu, invalid=expected_invalid).tolist()
+    expected = REFERENCE.sample(logits, of_cpu, invalid=expected_invalid).tolist()
     assert TRITON.sample(logits_on_device, random, invalid=invalid).tolist() == expected
     assert invalid.tolist() == expected_invalid.tolist()
     together = torch.empty((2, num_rows), dtype=torch.int64, device=device)

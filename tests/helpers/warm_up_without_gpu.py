@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class FakeDriver(DriverBase):
-    """Says what a compilation asks of a device."""
+    """A driver with the properties that a compilation reads."""
 
     def __init__(self) -> None:
         pass
@@ -79,7 +79,7 @@ def launch_nothing(jit: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
 
 def warm_up(table: CaptureTable) -> dict[str, Any]:
-    """``compiled``, ``found``: by the dry pass; ``late``: kernels that the warm-up itself had to ask Triton for;
+    """``compiled``, ``found``: by the dry pass; ``late``: kernels that the warm-up itself had to compile;
     ``compiled_later``, ``found_later``: by this process behind the warm-up, where others compile for it;
     ``failed_later``."""
     config = load_model_config(embedded_model_path())

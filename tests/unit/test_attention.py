@@ -27,7 +27,7 @@ def make_batch(
     shuffled: bool = True,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-    """Query, KV cache and metadata for ``(query_len, seq_len)`` requests; what no request owns in the cache is NaN."""
+    """Query, KV cache and metadata for ``(query_len, seq_len)`` requests; unused slots in the cache are NaN."""
     generator = torch.Generator().manual_seed(seed)
     blocks_of = [-(-seq_len // block_size) for _, seq_len in requests]
     total = sum(blocks_of) + 3
@@ -43,9 +43,9 @@ def make_batch(
             block = mine[position // block_size]
             kv = torch.randn(2, num_kv_heads, head_dim, generator=generator)
             kv_cache[block, :, :, position % block_size] = kv.to(dtype)
-        asked = torch.arange(seq_len - query_len, seq_len)
-        positions.append(asked)
-        slots.append(mine[asked // block_size] * block_size + asked % block_size)
+        query_positions = torch.arange(seq_len - query_len, seq_len)
+        positions.append(query_positions)
+        slots.append(mine[query_positions // block_size] * block_size + query_positions % block_size)
     query_lens = [query_len for query_len, _ in requests]
     num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     metadata = AttentionMetadata(
@@ -65,7 +65,7 @@ def make_batch(
 def attend_64(
     query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
 ) -> torch.Tensor:
-    """One token and one head at a time, as the definition says."""
+    """One token and one head at a time, by definition."""
     num_heads, num_kv_heads, block_size = query.shape[1], kv_cache.shape[2], kv_cache.shape[3]
     output = torch.zeros(query.shape, dtype=torch.float64)
     starts = metadata.query_start_loc.tolist()
@@ -139,7 +139,7 @@ def test_empty_batch() -> None:
     assert BACKEND.forward(query, kv_cache, metadata, 1.0, None).shape == (0, 4, 16)
 
 
-def test_padding_requests_and_tokens_are_zero_and_harm_nobody() -> None:
+def test_padding_requests_and_tokens_are_zero_and_isolated() -> None:
     query, kv_cache, metadata = make_batch([(1, 5), (1, 1)])
     whole = BACKEND.forward(query, kv_cache, metadata, 0.25, None)
     metadata.seq_lens[1] = 0

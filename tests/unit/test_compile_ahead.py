@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: dry passes launch nothing, and what they ask for is what is launched later."""
+"""Kernels compiled ahead: dry passes launch nothing, and request the kernels that are launched later."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class FakeKernel:
     """A ``triton.JITFunction`` as far as a dry pass uses it."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.requested: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
 
     def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
-        self.asked.append(arguments)
+        self.requested.append(arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *arguments, **options: self.launched.append(arguments)
@@ -58,7 +58,7 @@ def test_the_interpreter_compiles_nothing() -> None:
     assert not can_compile_ahead(torch.device("cuda"))
 
 
-def test_a_dry_pass_asks_once_and_launches_nothing(ahead: CompileAhead) -> None:
+def test_a_dry_pass_requests_once_and_launches_nothing(ahead: CompileAhead) -> None:
     kernel, numbers = FakeKernel(), torch.zeros(64)
 
     def dry_pass() -> None:
@@ -68,16 +68,16 @@ def test_a_dry_pass_asks_once_and_launches_nothing(ahead: CompileAhead) -> None:
         launcher(kernel, (1,))(numbers[1:], 1, width=16)  # not aligned
         launcher(kernel, (1,))(numbers.double(), 1, width=16)
         for _ in range(2):
-            launcher(kernel, (1,))([1], 1, width=16)  # it cannot be told from another, so it is asked for again
+            launcher(kernel, (1,))([1], 1, width=16)  # not hashable, so it is requested again
 
     assert ahead.queue(dry_pass).wait() == 0
-    assert len(kernel.asked) == 4 + 2
+    assert len(kernel.requested) == 4 + 2
     assert not kernel.launched
     launcher(kernel, (1,))(numbers)
-    assert (len(kernel.asked), len(kernel.launched)) == (6, 1)
+    assert (len(kernel.requested), len(kernel.launched)) == (6, 1)
 
 
-def test_launches_are_launches_again_behind_a_dry_pass_that_raises(ahead: CompileAhead) -> None:
+def test_launches_are_real_after_a_dry_pass_that_raises(ahead: CompileAhead) -> None:
     def dry_pass() -> None:
         raise KeyError("no such layer")
 
@@ -87,21 +87,21 @@ def test_launches_are_launches_again_behind_a_dry_pass_that_raises(ahead: Compil
     launcher(kernel, (1,))(3)
     assert kernel.launched == [(3,)]
     ahead.queue(lambda: launcher(kernel, (1,))(4))  # and the next dry pass is one
-    assert kernel.asked == [(4,)]
+    assert kernel.requested == [(4,)]
 
 
 def test_a_dry_pass_touches_no_memory(ahead: CompileAhead) -> None:
     kernel, indices = FakeKernel(), torch.full((64,), 2**30, dtype=torch.int64)
 
     def dry_pass() -> None:
-        chosen = torch.empty(64, 8).index_select(0, indices)  # written by nobody, and far out of range
+        chosen = torch.empty(64, 8).index_select(0, indices)  # never written, and far out of range
         launcher(kernel, (1,))(chosen, chosen[:, 1:], indices.add_(1))
 
     assert ahead.queue(dry_pass).wait() == 0
     assert indices.eq(2**30).all()
-    ((chosen, shifted, written),) = kernel.asked
+    ((chosen, shifted, written),) = kernel.requested
     assert written is indices
-    for tensor in (chosen, shifted):  # of no use behind the pass
+    for tensor in (chosen, shifted):  # invalid after the pass
         with pytest.raises(DryPassError, match="has no memory"):
             tensor.data_ptr()
 
@@ -125,7 +125,7 @@ def test_a_process_that_ends_waits_for_no_kernel() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "served\n", "")
 
 
-def test_closing_ends_workers_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_workers_and_pending_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     source = compile_worker.KernelSource("m", "n", {}, {}, {}, (), {})
     monkeypatch.setattr(compile_worker.KernelSource, "of", lambda job: source)
     monkeypatch.setattr(compile_ahead, "CompileWorker", lambda: compile_worker.CompileWorker(SILENT))
@@ -144,23 +144,23 @@ def test_closing_ends_workers_and_what_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("at_once", [None, 1])
 @pytest.mark.parametrize("end", ["finish", "close"])
-def test_nothing_is_queued_behind_the_end(ahead: CompileAhead, end: str, at_once: int | None) -> None:
+def test_nothing_is_queued_after_the_end(ahead: CompileAhead, end: str, at_once: int | None) -> None:
     getattr(ahead, end)()
     with pytest.raises(RuntimeError, match="after finish"):
         ahead.queue(lambda: None, at_once)
 
 
-def test_who_listened_to_triton_before_still_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_previous_compilation_listener_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    heard: list[dict[str, Any]] = []
-    monkeypatch.setattr(knobs.compilation, "listener", lambda **news: heard.append(news))
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **event: events.append(event))
     before = knobs.compilation.listener
     ahead = CompileAhead(1)
     for is_found in (True, False, True):
         knobs.compilation.listener(src="kernel", cache_hit=is_found)
     assert (ahead.num_compiled, ahead.num_found) == (1, 2)
-    assert [news["cache_hit"] for news in heard] == [True, False, True]
+    assert [event["cache_hit"] for event in events] == [True, False, True]
     ahead.finish()
     ahead.close()
     assert knobs.compilation.listener is before
@@ -208,7 +208,7 @@ def test_a_start_compiles_before_it_launches(tmp_path: Path) -> None:
     assert warm["start"]["found"] > 15
 
 
-def test_jobs_wait_until_somebody_works() -> None:
+def test_jobs_wait_for_work() -> None:
     jobs = compile_ahead._Jobs()
     done: list[int] = []
     futures = [jobs.submit(done.append, number) for number in range(3)]
@@ -225,7 +225,7 @@ def test_jobs_wait_until_somebody_works() -> None:
     assert done == [0, 2]
 
 
-def test_what_launches_a_kernel_is_built_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_of_a_kernel_is_built_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.nvidia import driver
 
     built: list[tuple[object, object]] = []
@@ -260,7 +260,7 @@ def test_a_step_that_cannot_be_dry_does_not_stop_a_start(caplog: pytest.LogCaptu
     compiler = KernelCompiler(make_step, nullcontext)
     compiler.compile_first([GraphKey("decode", tokens, tokens) for tokens in (1, 2, 3)])
     compiler.close()
-    assert [arguments[1] for arguments in kernel.asked] == [1, 3]
+    assert [arguments[1] for arguments in kernel.requested] == [1, 3]
     (warning,) = caplog.messages
     assert "_local_scalar_dense" in warning
     assert "num_tokens=2" in warning

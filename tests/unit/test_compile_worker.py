@@ -1,4 +1,4 @@
-"""The process that compiles for another: what it is told, and how it ends."""
+"""The compile worker process: its requests, its replies, and how it ends."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_what_is_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KernelSource.of(print) is None
 
 
-def test_who_asks_is_told_what_became_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_replies_report_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
 
     def compile_it(source: KernelSource) -> None:
-        asked.append(source.name)
+        compiled.append(source.name)
         if source.name == "bad":
             raise KeyError("bad")
 
@@ -66,7 +66,7 @@ def test_who_asks_is_told_what_became_of_it(monkeypatch: pytest.MonkeyPatch) -> 
     serve(requests, replies)
     replies.seek(0)
     assert [pickle.load(replies) for _ in sources] == [True, False, True]
-    assert asked == ["good", "bad", "better"]
+    assert compiled == ["good", "bad", "better"]
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_process_that_has_ended_compiles_nothing() -> None:
 
 
 @pytest.mark.usefixtures("source")
-def test_closing_ends_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_pending_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = threading.Event()
     errors: list[BaseException] = []
     worker = CompileWorker(SILENT)
@@ -114,7 +114,7 @@ def test_closing_ends_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         worker.compile(lambda: None)
 
 
-def test_a_worker_that_was_never_asked_starts_no_process() -> None:
+def test_a_worker_that_was_never_compiled_starts_no_process() -> None:
     with CompileWorker() as worker:
         assert not worker.compile(lambda: None)  # which is no job of Triton's
         assert worker._process is None

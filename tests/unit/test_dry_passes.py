@@ -1,4 +1,4 @@
-"""Dry passes of every kind of engine: they read and write nothing, and ask for the kernels that are launched."""
+"""Dry passes of every kind of engine: they read and write nothing, and request the kernels that are launched."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_dry_pass_is_dry_and_complete(report: dict[str, Any], kind: str) -> No
     of_kind = report[kind]
     assert of_kind["changed"] == of_kind["kept"] == of_kind["warnings"] == []
     assert of_kind["missing"] == of_kind["needless"] == []
-    assert of_kind["asked"] > 20
+    assert of_kind["requested"] > 20
 
 
 def test_a_start_does_not_wait_for_large_imports(report: dict[str, Any]) -> None:

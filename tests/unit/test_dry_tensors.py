@@ -1,4 +1,4 @@
-"""Torch without memory: results look like the real ones, nothing is read or written, and what needs values says so."""
+"""Torch without memory: metadata of results, no reads and writes, and errors of operations that need values."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def looks(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_results_look_like_the_real_ones(name: str) -> None:
+def test_results_have_the_metadata_of_real_ones(name: str) -> None:
     expected = looks(OPERATIONS[name](*arguments()))
     with dry_torch():
         assert looks(OPERATIONS[name](*arguments())) == expected
@@ -151,7 +151,7 @@ def test_nothing_is_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_needs_values_says_so(name: str) -> None:
+def test_operations_that_need_values_raise(name: str) -> None:
     x, _ = arguments()
     with dry_torch(), pytest.raises(DryPassError):
         READS[name](x)
@@ -172,7 +172,7 @@ def test_an_error_names_the_operation() -> None:
         x + x[:3]
 
 
-def test_a_tensor_of_a_dry_pass_is_of_no_use_behind_it() -> None:
+def test_a_tensor_is_invalid_after_its_dry_pass() -> None:
     x, _ = arguments()
     with dry_torch():
         kept = x + 1
@@ -181,7 +181,7 @@ def test_a_tensor_of_a_dry_pass_is_of_no_use_behind_it() -> None:
             use()
 
 
-def test_what_is_kept_has_memory() -> None:
+def test_buffers_that_outlive_the_pass_have_memory() -> None:
     x, _ = arguments()
     with dry_torch():
         with real_memory():
@@ -191,14 +191,14 @@ def test_what_is_kept_has_memory() -> None:
     assert kept.tolist() == [7, 7, 7]
 
 
-def test_torch_is_itself_again_behind_an_error() -> None:
+def test_torch_is_restored_after_an_error() -> None:
     with pytest.raises(KeyError), dry_torch():
         raise KeyError
     assert torch.ones(2).tolist() == torch.tensor([1.0, 1.0]).tolist()
 
 
 def test_nothing_is_sent() -> None:
-    """Not a sum that the backend does not know, nor what more ranks would have to be there for."""
+    """Also not a reduction that the backend does not support, or collectives that need more ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         x, _ = arguments()

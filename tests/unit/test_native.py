@@ -1,4 +1,4 @@
-"""The native kernels, every variant that this processor runs, against their torch twins."""
+"""The native kernels, every variant that this processor runs, against their torch references."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from fleetfoot.native.loading import NativeUnavailableError, open_library, suppo
 REASON = loading.native_problem()
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.slow]
 
-TWINS = reference_kernels()
+REFERENCE = reference_kernels()
 DTYPES = (torch.float32, torch.bfloat16)
-TILE = 256  # positions whose softmax the kernel takes at once: its borders are worth a visit
+TILE = 256  # positions of one softmax of the kernel; tests cover its boundaries
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tests that need two threads say so: on a busy machine two that wait for each other are slow."""
+    """Tests set two threads explicitly: on a busy machine threads that wait for each other are slow."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -54,7 +54,7 @@ def ops(variant: str) -> Kernels:
 
 
 def assert_equal_but_for_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Both compute in float32 and round once, so they differ by what float32 sums differ by, or by one step."""
+    """Both compute in float32 and round once: they differ by the error of float32 sums, or by one step."""
     assert actual.dtype == expected.dtype
     step = torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual, expected, rtol=max(step, 3e-6), atol=max(step / 64, 3e-6))
@@ -65,15 +65,15 @@ def assert_equal_but_for_rounding(actual: torch.Tensor, expected: torch.Tensor) 
 def test_norms(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[1]).to(dtype)
-    assert_equal_but_for_rounding(ops.rms_norm(x, weight, 1e-5), TWINS.rms_norm(x, weight, 1e-5))
+    assert_equal_but_for_rounding(ops.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
     normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
-    normed_twin, total_twin = TWINS.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, total_twin)
-    assert_equal_but_for_rounding(normed, normed_twin)
+    normed_reference, total_reference = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, total_reference)
+    assert_equal_but_for_rounding(normed, normed_reference)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_no_bit(ops: Kernels, dtype: torch.dtype) -> None:
+def test_results_do_not_depend_on_threads(ops: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(90, 400).to(dtype), torch.rand(400).to(dtype)
     logits, numbers = torch.randn(3, 50000).to(dtype), torch.arange(3)
@@ -100,14 +100,14 @@ def test_norm_of_nan_is_nan(ops: Kernels, dtype: torch.dtype) -> None:
 def test_silu_and_mul(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     gate_up = (torch.randn(shape) * 20).to(dtype)
-    assert_equal_but_for_rounding(ops.silu_and_mul(gate_up), TWINS.silu_and_mul(gate_up))
+    assert_equal_but_for_rounding(ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_of_extremes(ops: Kernels, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-30, 88.0, 1e30, float("inf"), float("nan")], dtype=dtype)
     gate_up = torch.cat((gate, torch.ones_like(gate))).unsqueeze(0).repeat(1, 1)
-    actual, expected = ops.silu_and_mul(gate_up), TWINS.silu_and_mul(gate_up)
+    actual, expected = ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up)
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
@@ -127,18 +127,20 @@ def test_rope_and_cache(ops: Kernels, dtype: torch.dtype, norm: bool, head_dim: 
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     weights = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype)) if norm else (None, None)
     cache = torch.randn(40, 2, num_kv_heads, block_size, head_dim).to(dtype)
-    cache_twin = cache.clone()
+    cache_reference = cache.clone()
 
     query = ops.rope_and_cache(qkv, cache, slots, positions, cos_sin, num_heads, *weights, 1e-6)
     contiguous = qkv.contiguous()
-    query_twin = TWINS.rope_and_cache(contiguous, cache_twin, slots, positions, cos_sin, num_heads, *weights, 1e-6)
+    expected = REFERENCE.rope_and_cache(
+        contiguous, cache_reference, slots, positions, cos_sin, num_heads, *weights, 1e-6
+    )
 
-    assert_equal_but_for_rounding(query, query_twin)
-    assert torch.equal(cache[:, 1], cache_twin[:, 1])
-    assert_equal_but_for_rounding(cache[:, 0], cache_twin[:, 0])
+    assert_equal_but_for_rounding(query, expected)
+    assert torch.equal(cache[:, 1], cache_reference[:, 1])
+    assert_equal_but_for_rounding(cache[:, 0], cache_reference[:, 0])
 
 
-def test_wrong_tensors_are_refused(ops: Kernels) -> None:
+def test_mismatched_tensors_are_rejected(ops: Kernels) -> None:
     with pytest.raises(ValueError, match=r"rms_norm.*x \[2, 8\] torch.float32, weight \[7\]"):
         ops.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-5)
     with pytest.raises(ValueError, match="add_rms_norm"):
@@ -153,10 +155,10 @@ def test_wrong_tensors_are_refused(ops: Kernels) -> None:
             ops.rope_and_cache(torch.zeros(1, 48), cache, *places, *arguments[2:], None, None, 1e-6)
 
 
-def test_float16_goes_to_the_twins(ops: Kernels) -> None:
+def test_float16_goes_to_the_references(ops: Kernels) -> None:
     x = torch.randn(3, 32).half()
-    assert torch.equal(ops.rms_norm(x, x[0], 1e-5), TWINS.rms_norm(x, x[0], 1e-5))
-    assert torch.equal(ops.silu_and_mul(x), TWINS.silu_and_mul(x))
+    assert torch.equal(ops.rms_norm(x, x[0], 1e-5), REFERENCE.rms_norm(x, x[0], 1e-5))
+    assert torch.equal(ops.silu_and_mul(x), REFERENCE.silu_and_mul(x))
     assert torch.equal(ops.sample(x), x.argmax(dim=-1))
 
 
@@ -176,7 +178,7 @@ def test_argmax(ops: Kernels, dtype: torch.dtype, vocab_size: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 37, 3000, 50001])
 @pytest.mark.parametrize("spread", [0.5, 4.0])
-def test_gumbel_draws_are_those_of_the_twin(ops: Kernels, dtype: torch.dtype, vocab_size: int, spread: float) -> None:
+def test_gumbel_draws_equal_the_reference(ops: Kernels, dtype: torch.dtype, vocab_size: int, spread: float) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(24, vocab_size) * spread).to(dtype)
     temperatures = torch.tensor([0.0, 0.3, 1.0, 2.5]).repeat(6)
@@ -184,7 +186,7 @@ def test_gumbel_draws_are_those_of_the_twin(ops: Kernels, dtype: torch.dtype, vo
     positions = torch.randint(0, 10**5, (24,))
     random = RandomRows(temperatures, seeds, positions)
     chosen = ops.sample(logits, random)
-    assert chosen.tolist() == TWINS.sample(logits, random).tolist()
+    assert chosen.tolist() == REFERENCE.sample(logits, random).tolist()
     assert chosen[::4].tolist() == logits[::4].argmax(dim=-1).tolist()
 
 
@@ -246,7 +248,7 @@ def test_linear_gives_the_weight_back(variant: str, dtype: torch.dtype, shape: t
     weight, other = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     linear = make_linear(variant, weight)
     assert torch.equal(linear.weight(), weight)
-    linear.replace(other.T.contiguous().T)  # as strided as it likes
+    linear.replace(other.T.contiguous().T)  # any strides
     assert torch.equal(linear.weight(), other)
     with pytest.raises(ValueError, match="cannot replace"):
         linear.replace(torch.zeros(shape[0] + 1, shape[1], dtype=dtype))
@@ -260,7 +262,7 @@ def test_linear_of_strided_rows(variant: str, dtype: torch.dtype) -> None:
         assert torch.equal(linear(view), linear(view.clone(memory_format=torch.contiguous_format)))
 
 
-def test_linear_refuses_what_does_not_fit(variant: str) -> None:
+def test_linear_rejects_mismatched_tensors(variant: str) -> None:
     linear = make_linear(variant, torch.zeros(8, 4))
     with pytest.raises(ValueError, match=r"x \[2, 5\] torch.float32 does not match a weight \[8, 4\]"):
         linear(torch.zeros(2, 5))
@@ -270,7 +272,7 @@ def test_linear_refuses_what_does_not_fit(variant: str) -> None:
         make_linear(variant, torch.zeros(8, 4), torch.zeros(4))
 
 
-def test_prepare_linear_chooses(ops: Kernels) -> None:
+def test_prepare_linear_selects_an_implementation(ops: Kernels) -> None:
     assert isinstance(ops.prepare_linear(torch.zeros(8, 4)), NativeLinear)
     odd, half = torch.randn(8, 5).bfloat16(), torch.randn(8, 4).half()
     for weight in (odd, half):  # and a bias that is a column of something

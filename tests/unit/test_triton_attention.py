@@ -305,7 +305,7 @@ def test_how_much_of_a_weight_is_prefetched() -> None:
 def check_fused(
     requests: Requests, *, head_dim: int, has_norm: bool, window: int | None = None, num_programs: int = 5
 ) -> None:
-    """The kernel with its inputs as the linear layer gives them, against the torch twins of the two operations."""
+    """The kernel with its inputs as the linear layer gives them, against the torch references of the two operations."""
     batch = make_fused_batch(requests, head_dim=head_dim, has_norm=has_norm)
     expected, expected_cache = batch.expected(window)
     out = torch.full(expected.shape, float("nan"), dtype=batch.qkv.dtype)

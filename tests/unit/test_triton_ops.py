@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.helpers.interpreter import HAS_INTERPRETER, compiled, interpreted, run_python
 from tests.helpers.ops_checks import (
+    REFERENCE,
     TRITON,
-    TWINS,
     check_deferred_norm,
     check_rms_norm,
     check_rope_and_cache,
@@ -49,15 +49,15 @@ def test_rms_norm(dtype: torch.dtype, num_rows: int, size: int) -> None:
 @interpreted
 def test_rms_norm_of_many_dimensions_and_of_nothing() -> None:
     x, weight = torch.randn(2, 3, 4, 32).transpose(1, 2), torch.rand(32)
-    torch.testing.assert_close(TRITON.rms_norm(x, weight, 1e-5), TWINS.rms_norm(x, weight, 1e-5))
+    torch.testing.assert_close(TRITON.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
     assert TRITON.rms_norm(torch.empty(0, 32), weight, 1e-5).shape == (0, 32)
 
 
-def test_rows_too_long_for_a_program_go_to_the_twin() -> None:
+def test_rows_too_long_for_a_program_go_to_the_reference() -> None:
     x, weight = torch.randn(1, MAX_SIZE + 1), torch.rand(MAX_SIZE + 1)
-    assert torch.equal(TRITON.rms_norm(x, weight, 1e-5), TWINS.rms_norm(x, weight, 1e-5))
+    assert torch.equal(TRITON.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
     for actual, expected in zip(
-        TRITON.add_rms_norm(x, x, weight, 1e-5), TWINS.add_rms_norm(x, x, weight, 1e-5), strict=True
+        TRITON.add_rms_norm(x, x, weight, 1e-5), REFERENCE.add_rms_norm(x, x, weight, 1e-5), strict=True
     ):
         assert torch.equal(actual, expected)
 
@@ -65,8 +65,8 @@ def test_rows_too_long_for_a_program_go_to_the_twin() -> None:
 def test_the_twin_adds_up_partial_sums() -> None:
     parts, residual, weight = torch.randn(3, 2, 8), torch.randn(2, 8).bfloat16(), torch.rand(8).bfloat16()
     for actual, expected in zip(
-        TWINS.add_rms_norm(parts, residual, weight, 1e-5),
-        TWINS.add_rms_norm(parts.sum(0).bfloat16(), residual, weight, 1e-5),
+        REFERENCE.add_rms_norm(parts, residual, weight, 1e-5),
+        REFERENCE.add_rms_norm(parts.sum(0).bfloat16(), residual, weight, 1e-5),
         strict=True,
     ):
         assert torch.equal(actual, expected)
@@ -78,7 +78,7 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
     check_silu_and_mul(dtype, 3, 50, "cpu")
 
 
-def test_silu_and_mul_wants_two_halves() -> None:
+def test_silu_and_mul_needs_an_even_width() -> None:
     with pytest.raises(ValueError, match=r"\[2, 7\] must have an even number of columns"):
         TRITON.silu_and_mul(torch.zeros(2, 7))
 
@@ -92,7 +92,7 @@ def test_rope_and_cache(dtype: torch.dtype, norm: bool, head_dim: int) -> None:
 
 
 @interpreted
-def test_values_are_copied_whatever_they_hold() -> None:
+def test_values_are_copied_unchanged() -> None:
     qkv = torch.randn(1, 3 * 8)
     qkv[0, 16:20] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
     cache = torch.zeros(1, 2, 1, 4, 8)
@@ -100,7 +100,7 @@ def test_values_are_copied_whatever_they_hold() -> None:
     assert torch.equal(cache[0, 1, 0, 2].view(torch.int32), qkv[0, 16:].view(torch.int32))
 
 
-def test_rope_and_cache_refuses_what_does_not_fit() -> None:
+def test_rope_and_cache_rejects_mismatched_shapes() -> None:
     cache, index = torch.zeros(1, 2, 1, 4, 8), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"qkv \[2, 32\] with strides"):
         TRITON.rope_and_cache(torch.zeros(2, 32), cache, index, index, torch.zeros(4, 8), 1, None, None, 1e-6)
@@ -134,7 +134,7 @@ def test_sample_from_rows_without_a_highest_logit(dtype: torch.dtype) -> None:
     check_samples(logits, "cpu")
 
 
-def test_tensors_that_do_not_fit_are_refused() -> None:
+def test_mismatched_tensors_are_rejected() -> None:
     index = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="contiguous in memory"):
         TRITON.sample(torch.zeros(4, 4).T)
@@ -178,7 +178,7 @@ def test_linear(num_rows: int, tiling: Tiling, bias: bool, gated: bool) -> None:
 
 @interpreted
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17])
-def test_linear_chooses(num_rows: int) -> None:
+def test_linear_selects_a_kernel(num_rows: int) -> None:
     for shape in ((num_rows, 64, 256), (num_rows, 1000, 64)):
         error = linear_error(torch.bfloat16, shape, gated=False, bias=False, device="cpu", may_split=True)
         assert error < 1e-2
@@ -219,7 +219,7 @@ def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) 
     layer = (ChainedGateUp if gated else ChainedLinear)(weight, bias)
     expected = torch.nn.functional.linear(x, weight, bias)
     if gated:
-        expected = TWINS.silu_and_mul(expected)
+        expected = REFERENCE.silu_and_mul(expected)
     torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=1e-3)
 
 
@@ -230,7 +230,7 @@ def test_the_library_adds_to_the_residual() -> None:
     assert layer.add_to(x, summed)
     expected = total.bfloat16().float() + x.float() @ weight.float().t()
     torch.testing.assert_close(summed, expected.bfloat16(), rtol=1e-2, atol=1e-2)
-    # Where a kernel of ours is faster, and where there is a bias, nothing is done.
+    # Nothing is done if one of our kernels is faster, or with a bias.
     few = total[:16].bfloat16()
     assert not layer.add_to(x[:16], few)
     biased = ChainedResidual(weight, torch.ones(1024).bfloat16())

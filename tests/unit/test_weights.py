@@ -278,7 +278,7 @@ SHARED = ModelConfig("LlamaForCausalLM", 40, 16, 24, 2, 4, 2, 4, 32, qkv_bias=Tr
 
 
 class Rank(TensorGroup):
-    """One of several, with nobody there to talk to."""
+    """One rank of several, without its peers."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -378,8 +378,8 @@ def test_padding_of_the_vocabulary_is_zero(tied: bool, tmp_path: Path) -> None:
 
 def test_a_rank_finds_what_does_not_fit(tmp_path: Path) -> None:
     shared, tensors = save_shared(tmp_path, tied=False)
-    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)  # rank 1 has none, and knows of it
-    tensors[K] = torch.zeros(4, 16)  # as much as rank 1 wants of 8 rows
+    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)  # rank 1 has none, and expects that
+    tensors[K] = torch.zeros(4, 16)  # the size of rank 1's part of 8 rows
     save(tmp_path, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.ones(1)})
     message = rf"1 misshapen, 1 unexpected\n  misshapen {K}: found \[4, 16\], expected \[8,"
     with pytest.raises(WeightError, match=message):
@@ -464,7 +464,7 @@ def test_a_local_folder_is_taken_as_it_is(
 
 
 def test_a_path_that_is_absent_never_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was called"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     for name in (str(tmp_path / "gone"), "./gone", "../gone", "~/gone", "~nobody-at-all/gone", "models/gone", "a/b/c"):
@@ -493,7 +493,7 @@ def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert calls == [("owner/name", None), ("name", "v2")]
 
 
-def test_a_failed_download_says_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_lists_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(*_: object, **__: object) -> str:
         raise huggingface_hub.errors.LocalEntryNotFoundError("outgoing traffic has been disabled")
 

@@ -72,7 +72,7 @@ class SDPABackend:
 
 
 def _decode_groups(seq_lens: list[int], kv_cache: torch.Tensor) -> list[tuple[int, int]]:
-    """Split the decodes into ranges ``(first, last + 1)`` whose padded K is at most `MAX_GATHERED_ELEMENTS`."""
+    """Split the decodes into ranges ``(first, last + 1)`` with at most `MAX_GATHERED_ELEMENTS` of padded K."""
     elements_per_token = kv_cache.shape[2] * kv_cache.shape[4]
     groups: list[tuple[int, int]] = []
     first, longest = 0, 0
