@@ -33,16 +33,8 @@ class NativeLinear:
     """
 
     __slots__ = (
-        "_bias",
-        "_bias_pointer",
-        "_code",
-        "_dtype",
-        "_kernels",
-        "_packed",
-        "_shape",
-        "_units",
-        "_values_per_unit",
-    )
+        "_bias", "_bias_pointer", "_code", "_dtype", "_kernels", "_packed", "_shape", "_units", "_values_per_unit",
+    )  # fmt: skip
     is_dense = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: NativeLibrary) -> None:
@@ -79,17 +71,9 @@ class NativeLinear:
             stride = x.stride()
         output = torch.empty((num_rows, num_outputs), dtype=self._dtype)
         status = self._kernels.linear(
-            output.data_ptr(),
-            x.data_ptr(),
-            stride[0] // self._values_per_unit,
-            self._packed.data_ptr(),
-            self._bias_pointer,
-            num_rows,
-            num_outputs,
-            self._units,
-            self._code,
-            torch.get_num_threads(),
-        )
+            output.data_ptr(), x.data_ptr(), stride[0] // self._values_per_unit, self._packed.data_ptr(),
+            self._bias_pointer, num_rows, num_outputs, self._units, self._code, torch.get_num_threads(),
+        )  # fmt: skip
         if status:
             check_status(status, "linear")
         return output
@@ -107,11 +91,5 @@ class NativeLinear:
 
     def _pack(self, weight: torch.Tensor) -> None:
         source = weight.contiguous()
-        self._kernels.pack_linear(
-            self._packed.data_ptr(),
-            source.data_ptr(),
-            self._units,
-            self._shape[0],
-            self._units,
-            torch.get_num_threads(),
-        )
+        units, num_threads = self._units, torch.get_num_threads()
+        self._kernels.pack_linear(self._packed.data_ptr(), source.data_ptr(), units, self._shape[0], units, num_threads)

@@ -150,7 +150,7 @@ class _MetaCall:
 
     def lower(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            meta, address = _of_dry(value) if isinstance(value, DryTensor) else _of_real(value)
+            meta, address = (value.meta, value.storage_address) if isinstance(value, DryTensor) else _of_real(value)
             self._arguments[id(meta)] = value
             self._addresses[meta.untyped_storage()._cdata] = address
             if self._finds_device and value.device.type != "cpu":  # a CPU tensor may be a scalar
@@ -170,17 +170,11 @@ class _MetaCall:
         return type(value)(map(self.lift, value)) if isinstance(value, list | tuple) else value
 
 
-def _of_dry(tensor: DryTensor) -> tuple[torch.Tensor, int]:
-    return tensor.meta, tensor.storage_address
-
-
 def _of_real(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The tensor on the ``meta`` device, and the address of its storage."""
     storage = tensor.untyped_storage()
-    meta = torch.empty(0, dtype=tensor.dtype, device=META)
-    meta.set_(
-        torch.UntypedStorage(storage.nbytes(), device=META), tensor.storage_offset(), tensor.shape, tensor.stride()
-    )
+    meta, memory = torch.empty(0, dtype=tensor.dtype, device=META), torch.UntypedStorage(storage.nbytes(), device=META)
+    meta.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
     return meta, storage.data_ptr()
 
 
