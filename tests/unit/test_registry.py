@@ -74,7 +74,7 @@ def test_what_is_loaded_is_what_the_plan_names() -> None:
 )
 def test_a_plan_that_does_not_fit_is_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load_kernels(KernelPlan(tuple({**plan_kernels(CPU), **changes}.items())))
+        load_kernels(KernelPlan(tuple({**plan_kernels(DeviceFacts("cpu")), **changes}.items())))
 
 
 def test_planning_imports_no_torch_and_a_cpu_needs_no_triton() -> None:
