@@ -19,9 +19,8 @@ from tests.helpers.runner_lives import NUM_DRAFTS, make_runner
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import NewRequest, SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1

@@ -20,9 +20,8 @@ from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.records.kv_connector import NoSchedulerConnector
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput, TransferFailure
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 

@@ -17,9 +17,8 @@ from fleetfoot import LLMEngine
 from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 
 Block = tuple[bytes, int]
 """Its chain hash, and its place in the KV cache."""

@@ -11,9 +11,8 @@ from typing import Any
 
 from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.records.kv_connector import SchedulerConnector
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
 from tests.helpers.fake_runner import FakeRunner
 
 Block = tuple[int, bytes, list[int]]

@@ -15,9 +15,8 @@ from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, KVConnect
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
 
 SCHEDULER_POINTS = (
     "get_num_new_matched_tokens", "update_state_after_alloc", "blocks_filled", "request_finished",

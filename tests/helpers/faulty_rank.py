@@ -17,7 +17,7 @@ from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
+from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 from tests.helpers.faulty_connector import HookedWorker, inner_context
 
 EXIT_CODE = 3

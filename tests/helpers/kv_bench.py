@@ -16,10 +16,9 @@ from fleetfoot.kv_transfer.base.block_copies import CopyEvent, CpuBlockCopies
 from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.scheduler.request_blocks import extend_chain, root_hash
 

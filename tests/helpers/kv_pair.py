@@ -17,9 +17,8 @@ from fleetfoot.kv_transfer.nixl.nixl_agent import nixl_api
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
 from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent
 from fleetfoot.kv_transfer.nixl.worker import NixlWorker, make_agent
-from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import NewRequest, SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
 from tests.helpers.kv_bench import Bench, transfer_config
 
 TOKENS = list(range(17))

@@ -25,10 +25,16 @@ from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata, BlockTransfer, RequestLoad
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput, without_token_ids
+from fleetfoot.records.step import (
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    TransferFailure,
+    without_token_ids,
+)
 
 IDLE = SchedulerOutput(3, [], [], 0, 0, 0)
 FULL = SchedulerOutput(

@@ -19,9 +19,8 @@ from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.kv_transfer.multi import MultiScheduler, MultiWorker
 from fleetfoot.records.kv_connector import NoSchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
 from fleetfoot.runner.step_connector import StepConnector
 
 TOKENS = list(range(17))

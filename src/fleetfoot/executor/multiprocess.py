@@ -29,8 +29,13 @@ from fleetfoot.executor.processes import RendezvousDir, WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError, check_builds
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, without_token_ids
+from fleetfoot.records.step import (
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    TransferFailure,
+    without_token_ids,
+)
 from fleetfoot.runner.contract import PendingOutput
 
 _NODE_WAIT_MS = 1000

@@ -16,9 +16,8 @@ from fleetfoot.kv_transfer.base.connector import (
     warn_of_unused_fields,
 )
 from fleetfoot.kv_transfer.base.registry import find_connector, part_configs
-from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 from fleetfoot.utils.process import run_all
 
 if TYPE_CHECKING:

@@ -8,11 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fleetfoot.records.kv_output import KVConnectorOutput
-
 if TYPE_CHECKING:
     from fleetfoot.records.request import Request
-    from fleetfoot.records.step import SchedulerOutput
+    from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 
 
 class SchedulerConnector(ABC):
@@ -49,8 +47,7 @@ class SchedulerConnector(ABC):
 
     @abstractmethod
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
-        """Blocks ``first .. last - 1`` of ``request.block_ids`` are full; their chain hashes are in
-        ``request.block_hashes``.
+        """Blocks ``first .. last - 1`` of ``request.block_ids`` are full; ``request.block_hashes`` has their hashes.
 
         Args:
             by_this_step: True: they are full after the step that is being scheduled, and are to be saved in

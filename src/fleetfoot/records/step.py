@@ -7,7 +7,6 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 
@@ -140,3 +139,38 @@ class ModelRunnerOutput:
     def get(self) -> ModelRunnerOutput:
         """This output. An asynchronous output waits for the device here."""
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailure:
+    """Why a transfer failed."""
+
+    reason: str
+    """A sentence with what was expected and what was found."""
+    timed_out: bool = False
+    block: bytes | None = None
+    """The chain hash of the invalid block, if one is known to be the cause."""
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """Transfers that have ended since the last step, of one rank, or merged over all ranks.
+
+    A rank reports each load and each send that it takes part in exactly once, when it no longer accesses the blocks.
+    """
+
+    loaded: set[str] = field(default_factory=set)
+    """Requests whose KV has been loaded completely."""
+    failed: dict[str, TransferFailure] = field(default_factory=dict)
+    """Requests whose load has failed; the contents of their blocks are undefined."""
+    sent: set[str] = field(default_factory=set)
+    """Requests whose held blocks are no longer read: sent, or given up."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """Increments since the last output: ``blocks_saved``, ``blocks_loaded``, ``bytes_saved``, ``bytes_loaded``, ... Of
+    all ranks together once merged."""
+    addresses: dict[int, str] = field(default_factory=dict)
+    """Rank -> ``host:port`` at which other engines reach its side of the connector; reported in its first step."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.loaded or self.failed or self.sent or self.counters or self.addresses)

@@ -18,8 +18,7 @@ import torch
 
 from fleetfoot.kv_transfer.base.connector import WorkerConnector
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

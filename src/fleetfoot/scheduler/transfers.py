@@ -15,9 +15,8 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from fleetfoot.records.kv_connector import SchedulerConnector
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
 from fleetfoot.scheduler.request_blocks import RequestBlocks
 from fleetfoot.scheduler.stats import TransferStats
 

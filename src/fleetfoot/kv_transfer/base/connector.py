@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from fleetfoot.config.json_fields import check_key
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
-from fleetfoot.records.kv_output import KVConnectorOutput
+from fleetfoot.records.step import KVConnectorOutput
 
 if TYPE_CHECKING:
     import torch

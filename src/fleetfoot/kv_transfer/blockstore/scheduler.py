@@ -13,9 +13,8 @@ from typing import Any
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.blockstore.block_file import BlockFolder
 from fleetfoot.records.kv_connector import SchedulerConnector
-from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from fleetfoot.kv_transfer.blockstore.block_file import (
 )
 from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata, BlockTransfer, RequestLoad
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
+from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 
 NO_TRANSFERS = BlockStoreMetadata()
 

@@ -26,9 +26,8 @@ from fleetfoot.kv_transfer.nixl.params import (
     is_remote_decode,
     parse_params,
 )
-from fleetfoot.records.kv_output import KVConnectorOutput
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

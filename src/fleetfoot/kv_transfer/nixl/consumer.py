@@ -26,7 +26,7 @@ from fleetfoot.kv_transfer.nixl.params import LoadSpec, Source
 from fleetfoot.kv_transfer.nixl.side_channel import Identity, RefusedError, SideChannel, Welcome, decline
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput, TransferFailure
+from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from fleetfoot.kv_transfer.nixl.params import NixlMetadata, NixlSettings
 from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, SENT, Identity, Leases, ProducerServer, Welcome
 from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.kv_output import KVConnectorOutput
+from fleetfoot.records.step import KVConnectorOutput
 
 WAIT_SECONDS = 0.02
 """How long an idle step waits for progress."""
