@@ -25,7 +25,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.kernels.sampling.sample import RandomRows
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata
 
 BLOCK_SIZE = 16
 CACHE_BYTES = 128 << 20  # more than any last-level cache that the weights of one operation should come from

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata
 
 _RANDOM = random.Random(1)
 RAGGED = [_RANDOM.randint(1024, 8192) for _ in range(64)]

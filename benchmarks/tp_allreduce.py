@@ -38,7 +38,7 @@ from fleetfoot.distributed.peer_memory import NO_MULTICAST
 from fleetfoot.distributed.torch_groups import CudaTensorGroup, StepShape, TorchPipelineGroup, make_groups
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedResidual
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import IntermediateTensors
 
 CALLS, REPLAYS, ROUNDS = 64, 10, 7
 GIVE_UP_AFTER = 300

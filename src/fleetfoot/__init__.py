@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
     from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.engine.errors import EngineDeadError
+    from fleetfoot.inputs import TextPrompt, TokensPrompt
     from fleetfoot.llm import LLM
-    from fleetfoot.records.outputs import CompletionOutput, RequestOutput
-    from fleetfoot.records.prompts import TextPrompt, TokensPrompt
+    from fleetfoot.outputs import CompletionOutput, RequestOutput
     from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 _MODULES = {
     "AsyncLLM": "fleetfoot.async_llm",
-    "CompletionOutput": "fleetfoot.records.outputs",
+    "CompletionOutput": "fleetfoot.outputs",
     "EngineConfig": "fleetfoot.config.engine",
     "EngineDeadError": "fleetfoot.engine.errors",
     "LLM": "fleetfoot.llm",
     "LLMEngine": "fleetfoot.engine.engine",
-    "RequestOutput": "fleetfoot.records.outputs",
+    "RequestOutput": "fleetfoot.outputs",
     "RequestOutputKind": "fleetfoot.records.sampling_params",
     "SamplingParams": "fleetfoot.records.sampling_params",
-    "TextPrompt": "fleetfoot.records.prompts",
-    "TokensPrompt": "fleetfoot.records.prompts",
+    "TextPrompt": "fleetfoot.inputs",
+    "TokensPrompt": "fleetfoot.inputs",
 }
 
 __all__ = [

@@ -12,8 +12,8 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.stats import EngineStats
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import ChatMessage, PromptType
+from fleetfoot.inputs import ChatMessage, PromptType
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import StopSignal, deferred_interrupts, short_collections
 from fleetfoot.utils.progress import progress_bar

@@ -1,5 +1,103 @@
-"""What requests return; vLLM's import path for it."""
+"""Outputs of requests. Names, fields and import path follow vLLM's."""
 
-from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from __future__ import annotations
 
-__all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log-probability of one token at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most probable token of the vocabulary."""
+    decoded_token: str | None = None
+
+
+def logprob_dict(
+    token_ids: Sequence[int], logprobs: Sequence[float], rank: int, decode: Callable[[int], str] | None = None
+) -> dict[int, Logprob]:
+    """The entry of one position: the sampled token first, then the most probable ones in order.
+
+    Args:
+        token_ids, logprobs: the sampled token, followed by the most probable ones, descending.
+        rank: of the sampled token. If it is among the most probable ones, its index there is used, so that tied tokens
+            have different ranks.
+        decode: token id to text; None leaves `Logprob.decoded_token` empty.
+    """
+    entries = {token_ids[0]: Logprob(logprobs[0], rank)}
+    for place, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:], strict=True), start=1):
+        entries[token_id] = Logprob(logprob, place)
+    if decode is not None:
+        for token_id, entry in entries.items():
+            entry.decoded_token = decode(token_id)
+    return entries
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Timestamps and counts of a request, in seconds of a monotonic clock; ``arrival_time`` is wall clock time."""
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+    num_drafted_tokens: int = 0
+    """Draft tokens verified, with speculative decoding."""
+    num_accepted_tokens: int = 0
+    """Draft tokens accepted."""
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from arrival to the first token (TTFT); 0 before it."""
+        return max(0.0, self.first_token_ts - self.queued_ts) if self.first_token_ts else 0.0
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Mean seconds between tokens after the first (TPOT); 0 with fewer than two."""
+        if self.num_generation_tokens < 2:
+            return 0.0
+        return (self.last_token_ts - self.first_token_ts) / (self.num_generation_tokens - 1)
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's ``n`` sequences."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum of the sampled tokens' logprobs; None if they were not requested."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token, its own logprob and those of the most probable ones."""
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``abort`` or ``error``; None while it is unfinished."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; the message, if the reason is ``error``."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The output of a request, partial or final."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token; None for the first."""
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0
+    """Prompt tokens with prefix cache hits."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """Parameters from the KV connector about the finished request's KV, if any."""

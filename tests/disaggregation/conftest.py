@@ -11,7 +11,7 @@ import torch
 from tests.helpers.engines import make_engine, make_text_checkpoint, run_requests
 from tests.helpers.prefill_decode import REQUESTS, SIZE
 
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,7 +19,7 @@ from tests.helpers.prefill_decode import nixl
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.config import env
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.server.disaggregation.client import EngineClient
 from fleetfoot.server.disaggregation.serve import EngineServer, LocalEngine, reserve
 

@@ -35,7 +35,7 @@ from tests.helpers.streams import async_test
 
 from fleetfoot import AsyncLLM, LLMEngine
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.server.disaggregation.client import EngineClient, EngineProcess, EngineUnreachableError
 from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
 from fleetfoot.server.disaggregation.serve import LocalEngine

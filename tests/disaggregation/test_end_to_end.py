@@ -16,7 +16,7 @@ from tests.helpers.prefill_decode import PARAMS, PROMPTS, SIZE, VOCAB
 from tests.helpers.streams import async_test
 
 from fleetfoot import SamplingParams
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind
 from fleetfoot.server.disaggregation.client import EngineClient
 from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats

@@ -12,7 +12,7 @@ from fleetfoot.distributed import custom_all_reduce
 from fleetfoot.distributed.p2p_channel import P2PChannel
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import IntermediateTensors
 
 
 def main() -> None:

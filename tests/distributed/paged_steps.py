@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.forward_context import ForwardContext
+from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
 
 BLOCK_SIZE = 4
 Queries = Sequence[tuple[int, int]]

@@ -10,7 +10,7 @@ from tests.helpers.schedules import Life, assert_agree, live
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 
 SMALL: dict[str, Any] = {

@@ -16,7 +16,7 @@ from tests.helpers.schedules import Life, live_alone, random_lives
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 
 MODEL = embedded_model_path()

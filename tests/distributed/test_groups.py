@@ -23,7 +23,7 @@ from fleetfoot.distributed.p2p_channel import P2PChannel, can_send, p2p_channel_
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
 from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import IntermediateTensors
 
 CPU = torch.device("cpu")
 SHAPE = StepShape(max_num_tokens=16, hidden_size=8, dtype=torch.bfloat16, device=CPU)

@@ -14,7 +14,7 @@ from tests.helpers.schedules import Life, live_alone, random_lives
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 
 MODEL = embedded_model_path()
 VOCAB = 2048

@@ -24,8 +24,7 @@ from fleetfoot.distributed.torch_groups import StepShape, TorchTensorGroup, make
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.forward_context import ForwardContext
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.weights.loading import load_model, reload_weights
 
 CPU = torch.device("cpu")

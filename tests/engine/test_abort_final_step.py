@@ -21,8 +21,8 @@ from tests.helpers.streams import async_test, submit
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.kv_connector import NoSchedulerConnector
-from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.tokenizer.tokenizer import Tokenizer

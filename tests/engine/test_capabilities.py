@@ -32,12 +32,12 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.outputs import CompletionOutput
 from fleetfoot.plan.oracle import UnsupportedFeatureError
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.outputs import CompletionOutput
 from fleetfoot.records.request import Request
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature, Support
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.weights.model_loader import ModelLoader

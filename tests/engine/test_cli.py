@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from fleetfoot import LLM, LLMEngine, SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.main import main
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 SMALL = ["--device", "cpu", "--num-gpu-blocks-override", "128", "--max-num-seqs", "4"]

@@ -27,7 +27,7 @@ from tests.helpers.prefill_decode import RUNNERS, SIZE, VOCAB, Tokens, settle, t
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
 from fleetfoot.cli.main import main
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.scheduler.stats import TransferStats
 
 PROMPTS = prefill_decode.PROMPTS

@@ -33,9 +33,7 @@ from fleetfoot.layers.mlp import GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.quantization.base import LinearWeight
-from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, IntermediateTensors, LogitsMetadata
 from fleetfoot.weights.loading import load_model
 
 ALL = (True, True, True)

@@ -17,8 +17,7 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
+from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, LogitsMetadata
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.weights.loading import load_model
 

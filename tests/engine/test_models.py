@@ -19,7 +19,7 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.models.registry import model_class
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.weights.loading import load_model, reload_weights
 
 

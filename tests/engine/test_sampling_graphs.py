@@ -30,7 +30,7 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
 from fleetfoot.native.loading import native_problem
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2 import runner as v2
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.shape import LIST_CAPACITY, SamplingVariant

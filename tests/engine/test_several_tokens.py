@@ -12,8 +12,7 @@ from tests.helpers.engines import EOS, ScriptedExecutor, drain, scripted_engine
 
 from fleetfoot import RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.records.logprobs import RowLogprobs
-from fleetfoot.records.step import ModelRunnerOutput
+from fleetfoot.records.step import ModelRunnerOutput, RowLogprobs
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_path(embedded_model_path())

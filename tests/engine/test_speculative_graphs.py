@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.runner.capture_table import GraphKey
+from fleetfoot.runner.graphs import GraphKey
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.shape import SamplingVariant
 from fleetfoot.scheduler.config import SchedulerConfig

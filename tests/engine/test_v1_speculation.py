@@ -23,7 +23,7 @@ from tests.helpers.runner_lives import (
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler

@@ -11,9 +11,8 @@ import torch
 
 from fleetfoot.kernels.prepare.reference import accept_drafts_torch
 from fleetfoot.kernels.prepare.tables import RowTables
-from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import NewRequest, SchedulerOutput
+from fleetfoot.records.step import NewRequest, RowLogprobs, SchedulerOutput
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, logits_indices, prepare_inputs
 from fleetfoot.sampling.verification import verify_drafts
 

@@ -20,7 +20,7 @@ from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey
+from fleetfoot.runner.graphs import CaptureTable, GraphKey
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling import shape
 from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN

@@ -14,8 +14,7 @@ from fleetfoot import LLMEngine
 from fleetfoot.cli import verify
 from fleetfoot.cli.main import main
 from fleetfoot.cli.verify import compare
-from fleetfoot.records.logprobs import Logprob
-from fleetfoot.records.outputs import CompletionOutput, RequestOutput
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 

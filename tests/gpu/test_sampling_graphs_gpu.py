@@ -22,7 +22,7 @@ from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch
 from fleetfoot.kernels.sampling.token_logprobs_triton import token_logprobs_triton
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.device import open_device

@@ -9,7 +9,7 @@ import torch
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
+from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 Requests = list[tuple[int, int]]
 """``(query_len, seq_len)`` of each request; decodes come first."""

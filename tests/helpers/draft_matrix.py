@@ -9,7 +9,7 @@ import pytest
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 from tests.helpers.engines import make_engine

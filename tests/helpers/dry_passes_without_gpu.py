@@ -41,9 +41,9 @@ from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E4
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
 from fleetfoot.layers.context import ModelContext  # noqa: E402
-from fleetfoot.records.intermediate import IntermediateTensors  # noqa: E402
+from fleetfoot.records.forward_context import IntermediateTensors  # noqa: E402
 from fleetfoot.records.kv_layout import KVLayout  # noqa: E402
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey  # noqa: E402
+from fleetfoot.runner.graphs import CaptureTable, GraphKey  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
 from fleetfoot.runner.v2.warm_up import KernelCompiler, warm_up_steps  # noqa: E402
 from fleetfoot.speculative.draft_model import DraftModel  # noqa: E402

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.disaggregation.client import Engine, EngineProcess
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, nixl

@@ -17,8 +17,8 @@ from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.kv_connector import SchedulerConnector
-from fleetfoot.records.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from fleetfoot.records.request import EngineOutput, Request
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector, FakeWorkers
 from tests.helpers.fake_pipeline import FirstRank

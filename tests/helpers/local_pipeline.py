@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, without_token_ids
 from fleetfoot.runner.contract import ModelRunner, PendingOutput
 

@@ -10,8 +10,7 @@ from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.forward_context import ForwardContext
+from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
 from tests.helpers.kernels import reference_kernels
 
 LLAMA3 = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleetfoot import LLMEngine, SamplingParams
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from tests.helpers.engines import TEXT_MODEL, prompt_of, run_requests
 
 VOCAB = TEXT_MODEL["vocab_size"]

@@ -19,12 +19,11 @@ from fleetfoot.kernels.interface import Kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
-from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.records.step import RowLogprobs, SchedulerOutput
 from fleetfoot.runner.contract import ModelRunner, PendingOutput
+from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetfoot.records.request import EngineOutput, Request
+from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 LIMITS = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}

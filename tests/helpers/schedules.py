@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fleetfoot.engine.engine import LLMEngine
-from fleetfoot.records.outputs import RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 
 

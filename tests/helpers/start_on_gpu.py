@@ -17,7 +17,7 @@ from triton import knobs
 from triton.runtime import build
 
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.runner.capture_table import GraphKey
+from fleetfoot.runner.graphs import GraphKey
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.warm_up import KernelCompiler
 from tests.helpers.engines import make_engine, prompt_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fleetfoot.records.request import EngineOutput
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 

@@ -23,7 +23,7 @@ from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching, triton_kernel
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey
+from fleetfoot.runner.graphs import CaptureTable, GraphKey
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.warm_up import KernelCompiler

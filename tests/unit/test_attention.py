@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleetfoot.kernels.attention import sdpa_backend as sdpa
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata
 
 BACKEND = SDPABackend()
 

@@ -19,8 +19,7 @@ from fleetfoot.cli.command import UsageError
 from fleetfoot.cli.output import TextPrinter, dump_array, numbers_line, request_json
 from fleetfoot.cli.prompts import STORY_OPENING, read_prompts
 from fleetfoot.engine.stats import StatsCollector, StepStats
-from fleetfoot.records.logprobs import Logprob
-from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.scheduler import SchedulerStats
 

@@ -21,7 +21,7 @@ from fleetfoot.kernels.runtime import compile_ahead, compile_worker
 from fleetfoot.kernels.runtime.compile_ahead import CompileAhead, can_compile_ahead
 from fleetfoot.kernels.runtime.dry_tensors import DryPassError
 from fleetfoot.kernels.runtime.triton_support import launcher
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey
+from fleetfoot.runner.graphs import CaptureTable, GraphKey
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
 from fleetfoot.sampling.shape import PLAIN
 

@@ -25,12 +25,12 @@ from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata, BlockTransfer, RequestLoad
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import (
     KVConnectorOutput,
     ModelRunnerOutput,
     NewRequest,
+    RowLogprobs,
     SchedulerOutput,
     TransferFailure,
     without_token_ids,

@@ -40,7 +40,7 @@ from fleetfoot.plan.memory import (
 from fleetfoot.plan.report import plan_report
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.input_batch import InputBuffers
 from fleetfoot.runner.v2.state import DeviceState

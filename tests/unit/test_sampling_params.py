@@ -208,6 +208,6 @@ def test_request_seeds():
 
 
 def test_parameters_need_no_torch():
-    code = "import sys, fleetfoot.records.sampling_params, fleetfoot.sampling.seeds, fleetfoot.records.logprobs; "
+    code = "import sys, fleetfoot.records.sampling_params, fleetfoot.sampling.seeds, fleetfoot.outputs; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

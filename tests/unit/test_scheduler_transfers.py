@@ -13,8 +13,8 @@ from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.schedulers import make_scheduler
 
 from fleetfoot.records.kv_connector import SchedulerConnector
-from fleetfoot.records.request import EngineOutput, Request, RequestStatus
-from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, SchedulerOutput, TransferFailure
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import EngineOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput, TransferFailure
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 LOADING = RequestStatus.LOADING

@@ -15,7 +15,7 @@ from tests.helpers.kernels import cpu_kernels
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.weights import WeightError
 from fleetfoot.speculative.drafter import DraftBatch, DraftSteps
 from fleetfoot.speculative.eagle import EagleDrafter

@@ -6,7 +6,7 @@ import torch
 
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.kernels.sampling.sample import sample_torch
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.speculative.drafter import DraftBatch, DraftSteps, as_drafts
 
 BLOCK_SIZE = 4

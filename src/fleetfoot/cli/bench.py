@@ -17,8 +17,8 @@ from fleetfoot.cli.bench_roofline import batch_floors, floor_report, measure_flo
 from fleetfoot.cli.command import Command, UsageError, add_command, started_engine, usage_errors
 from fleetfoot.cli.output import dump_object
 from fleetfoot.cli.prompts import read_prompts_file
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:

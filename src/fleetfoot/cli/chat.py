@@ -20,8 +20,8 @@ from fleetfoot.cli.arguments import (
 )
 from fleetfoot.cli.command import Command, UsageError, started_engine, usage_errors
 from fleetfoot.cli.output import count, numbers_line
-from fleetfoot.records.outputs import CompletionOutput, RequestMetrics
-from fleetfoot.records.prompts import ChatMessage
+from fleetfoot.inputs import ChatMessage
+from fleetfoot.outputs import CompletionOutput, RequestMetrics
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import StopSignal
 

@@ -16,8 +16,8 @@ from fleetfoot.cli.arguments import (
 from fleetfoot.cli.command import Command, UsageError, started_engine, usage_errors
 from fleetfoot.cli.output import TextPrinter, count, drafts_line, dump_array, numbers_line, request_json
 from fleetfoot.cli.prompts import read_prompts
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.progress import progress_bar
 

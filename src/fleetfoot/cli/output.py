@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from fleetfoot.config import env
-from fleetfoot.records.logprobs import Logprob
-from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from fleetfoot.scheduler.stats import DraftStats
 
 # --- JSON -------------------------------------------------------------------------------------------------------------

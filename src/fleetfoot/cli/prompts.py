@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetfoot.cli.command import UsageError
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.inputs import PromptType
 
 STORY_OPENING = "Once upon a time, by the sea, there lived"
 """The default prompt: the embedded model tells stories."""

@@ -15,9 +15,8 @@ from fleetfoot.cli.command import Command, UsageError, started_engine, usage_err
 from fleetfoot.cli.output import count, dump_object
 from fleetfoot.cli.prompts import read_prompts_file
 from fleetfoot.config.engine import EMBEDDED_MODEL
-from fleetfoot.records.logprobs import Logprob
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import Logprob, RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:

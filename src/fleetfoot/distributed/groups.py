@@ -12,7 +12,7 @@ import torch
 
 from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.kernels.norm.rms_norm import sum_parts
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import IntermediateTensors
 
 
 class _Ranks:

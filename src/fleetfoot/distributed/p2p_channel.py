@@ -14,7 +14,7 @@ import torch
 
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.kernels.runtime.triton_support import cdiv, triton_kernel
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import IntermediateTensors
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -14,9 +14,9 @@ from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import EngineStats, StatsCollector
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import PromptType
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.process import run_all

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.inputs import PromptType
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams, bad_words_token_ids, is_boolean
 from fleetfoot.sampling.seeds import request_seed

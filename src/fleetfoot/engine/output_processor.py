@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fleetfoot.engine.input_processor import EngineRequest
-from fleetfoot.records.logprobs import Logprob, RowLogprobs, logprob_dict
-from fleetfoot.records.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from fleetfoot.records.request import EngineOutput, Request, RequestStatus
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, logprob_dict
+from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import RequestOutputKind
+from fleetfoot.records.step import EngineOutput, RowLogprobs
 from fleetfoot.tokenizer.text_stream import TextStream
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from fleetfoot.records.outputs import RequestMetrics
+from fleetfoot.outputs import RequestMetrics
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 WINDOW = 100_000

@@ -15,8 +15,7 @@ from fleetfoot.kernels.interface import RopeAndCache
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
-from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
-from fleetfoot.records.forward_context import ForwardContext
+from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from fleetfoot.layers.decoder import DecoderStack
 from fleetfoot.layers.embedding import LMHead, TiedLMHead, VocabParallelEmbedding
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.weights import process_weights_after_loading, weight_specs
-from fleetfoot.records.forward_context import ForwardContext
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.weights import WeightSpec
 
 

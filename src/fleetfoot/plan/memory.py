@@ -18,7 +18,7 @@ from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kernels.prepare.tables import row_table_bytes, staging_bytes, step_buffer_bytes, token_page_bytes
 from fleetfoot.kernels.sampling import CHUNK_BYTES_PER_ELEMENT, MAX_ELEMENTS
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.sampling.shape import row_size
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 

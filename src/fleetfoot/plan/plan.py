@@ -14,7 +14,7 @@ from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision, Unsupported
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
 
 

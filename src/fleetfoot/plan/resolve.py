@@ -20,7 +20,7 @@ from fleetfoot.plan.memory import EngineShape, MemoryPlan
 from fleetfoot.plan.oracle import Decision, ModelFeatures, Situation, decide, explicit_choice
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.transfer_context import check_connector_settings
-from fleetfoot.runner.capture_table import CaptureTable
+from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.speculative.find import DrafterModel, drafter_shape, find_drafter
 from fleetfoot.weights.hub import resolve_model
 

@@ -1,4 +1,9 @@
-"""What a forward pass reads besides its input: one argument, handed from the runner to every layer. No torch."""
+"""What a forward pass reads besides its input, and what it passes to the next pipeline rank. No torch.
+
+The KV cache of a layer is one tensor ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``: index 0 of the second
+dimension is K, index 1 is V, so a block of a layer is contiguous. Token ``i`` of a request is in block
+``block_tables[row, i // block_size]`` at offset ``i % block_size``.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fleetfoot.records.attention import AttentionMetadata
-
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryInputs:
+    """A layer's parameters of `Kernels.rope_and_cache`, which makes its queries, and K and V in the cache."""
+
+    cos_sin: torch.Tensor
+    """``[max_positions, head_dim]`` float32, contiguous."""
+    q_norm: torch.Tensor | None
+    """``[head_dim]``; None: no norm. Likewise ``k_norm``."""
+    k_norm: torch.Tensor | None
+    eps: float
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """The batch of a step, for attention. Requests are in batch order, decodes (one query token each) first."""
+
+    query_start_loc: torch.Tensor
+    """``[num_reqs + 1]`` int32: where each request's query tokens begin in the flat token dimension."""
+    seq_lens: torch.Tensor
+    """``[num_reqs]`` int32: tokens in the KV cache once this step has written its own (context + query)."""
+    block_tables: torch.Tensor
+    """``[num_reqs, max_blocks]`` int32: KV block ids; entries past a request's last block are never read."""
+    slot_mapping: torch.Tensor
+    """``[num_tokens]`` int64: where each token's K and V go: block id * block_size + offset."""
+    positions: torch.Tensor
+    """``[num_tokens]`` int64: each token's position in its sequence."""
+    num_decodes: int
+    """Requests at the front of the batch with exactly one query token."""
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def num_reqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
 class LogitsMetadata:
-    """The rows of which hidden states are read: the last token of a prompt, and every token of a decode.
+    """The rows with hidden states that are read: the last token of a prompt, and every token of a decode.
 
     All other rows serve their K and V only. In a model's last layer nothing depends on them but the KV cache.
     """
@@ -31,10 +70,26 @@ class LogitsMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One step, as the layers see it."""
+    """One step: one argument, from the runner to every layer."""
 
     attention: AttentionMetadata
     kv_caches: Sequence[torch.Tensor]
-    """Of this rank's layers in order, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]`` each."""
+    """Of this rank's layers, in order."""
     logits: LogitsMetadata | None = None
     """The rows that are read; None: all of them (EAGLE, prompt logprobs, pooling, and ranks that are not the last)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntermediateTensors:
+    """The residual stream between two pipeline ranks, complete: summed over the ranks of a tensor group."""
+
+    hidden_states: torch.Tensor
+    """``[num_tokens, hidden_size]``"""
+
+    def first(self, num_tokens: int) -> IntermediateTensors:
+        """Those of the first tokens, as a view."""
+        return IntermediateTensors(self.hidden_states[:num_tokens])
+
+    def empty_like(self) -> IntermediateTensors:
+        """Memory of the same shape, dtype and device, to receive into."""
+        return IntermediateTensors(self.hidden_states.new_empty(self.hidden_states.shape))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 
 
@@ -179,17 +177,3 @@ class Request:
     def __lt__(self, other: Request) -> bool:
         """Scheduling order: priority (lower first), then arrival."""
         return (self.priority, self.sequence_number) < (other.priority, other.sequence_number)
-
-
-@dataclass(slots=True)
-class EngineOutput:
-    """The output of a step for one sequence."""
-
-    request: Request
-    new_token_ids: list[int]
-    index: int
-    """Batch index; -1: the step ended the request without computing it."""
-    logprobs: list[RowLogprobs] | None = None
-    """An entry for each new token, for requests with logprobs."""
-    prompt_logprobs: tuple[int, list[RowLogprobs]] | None = None
-    """As in `fleetfoot.records.step.ModelRunnerOutput`."""

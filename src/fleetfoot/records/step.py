@@ -1,13 +1,12 @@
-"""A step: what the scheduler sends to the runner, and what the runner returns. Small records that cross processes."""
+"""A step: what the scheduler sends to the runner, what the runner returns, and what the scheduler makes of it."""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from fleetfoot.records.logprobs import RowLogprobs
 from fleetfoot.records.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -116,6 +115,14 @@ def without_token_ids(output: SchedulerOutput) -> SchedulerOutput:
     return replace(output, new_requests=[replace(new, token_ids=array("i")) for new in output.new_requests])
 
 
+class RowLogprobs(NamedTuple):
+    """The log-probabilities of one position, on the host: of the sampled token, then of the most probable ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """The results of a step, in the order of `SchedulerOutput.rows`."""
@@ -174,3 +181,17 @@ class KVConnectorOutput:
     @property
     def is_empty(self) -> bool:
         return not (self.loaded or self.failed or self.sent or self.counters or self.addresses)
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """The output of a step for one sequence."""
+
+    request: Request
+    new_token_ids: list[int]
+    index: int
+    """Batch index; -1: the step ended the request without computing it."""
+    logprobs: list[RowLogprobs] | None = None
+    """An entry for each new token, for requests with logprobs."""
+    prompt_logprobs: tuple[int, list[RowLogprobs]] | None = None
+    """As in `ModelRunnerOutput`."""

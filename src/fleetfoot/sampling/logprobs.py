@@ -13,8 +13,7 @@ import torch
 from fleetfoot.kernels.interface import TokenLogprobs
 from fleetfoot.kernels.sampling import rows_per_chunk
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
-from fleetfoot.records.logprobs import RowLogprobs
-from fleetfoot.records.step import NewRequest, SchedulerOutput
+from fleetfoot.records.step import NewRequest, RowLogprobs, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

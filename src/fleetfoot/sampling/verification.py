@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from fleetfoot.kernels.prepare.tables import RowTables
-from fleetfoot.records.logprobs import RowLogprobs
+from fleetfoot.records.step import RowLogprobs
 
 INVALID_MESSAGE = (
     "no token can be sampled: the model's logits are NaN or infinite (check the weights and the dtype), or the "

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
-from fleetfoot.records.request import EngineOutput, Request, RequestStatus
-from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
+from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import EngineOutput, KVConnectorOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.block_pool import BlockPool
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController, Drafting

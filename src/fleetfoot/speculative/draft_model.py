@@ -9,8 +9,7 @@ import torch
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.fusion.fit import plan_fusion
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.forward_context import ForwardContext
+from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
 from fleetfoot.weights.model_loader import ModelLoader

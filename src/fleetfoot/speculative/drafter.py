@@ -20,7 +20,7 @@ from fleetfoot.kernels.interface import Sample
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.kv_layout import KVCacheSpec
 from fleetfoot.speculative.find import DrafterModel
 

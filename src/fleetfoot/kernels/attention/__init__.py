@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
+    from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS = 1 << 22, 1 << 21
 """Elements of K that the torch backend gathers at once for decodes, and of the mask of a chunk of a prefill."""

@@ -48,7 +48,7 @@ from fleetfoot.kernels.runtime.dependent_launch import (
 )
 from fleetfoot.kernels.runtime.gpu_limits import fit_tile, gpu_limits
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
-from fleetfoot.records.attention import RotaryInputs
+from fleetfoot.records.forward_context import RotaryInputs
 
 if TYPE_CHECKING:
     import triton.language as tl

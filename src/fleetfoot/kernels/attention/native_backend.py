@@ -6,7 +6,7 @@ import torch
 
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.native.library import DTYPES, check_status, load_library
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata
 
 MAX_HEAD_DIM = 256
 _NO_WINDOW = 1 << 30  # longer than any sequence; fits in 32 bits with room to add positions

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fleetfoot.kernels.attention import MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS
-from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
+from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 
 class SDPABackend:

@@ -14,7 +14,7 @@ from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
-from fleetfoot.records.attention import AttentionMetadata, RotaryInputs
+from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
 
 MAX_HEAD_DIM = 256
 MAX_FUSED_QUERY_LEN = 8

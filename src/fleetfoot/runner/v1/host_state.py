@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from fleetfoot.records.attention import AttentionMetadata
+from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.step import NewRequest, SchedulerOutput
 
 

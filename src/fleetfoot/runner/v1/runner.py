@@ -12,12 +12,10 @@ import torch
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.forward_context import ForwardContext
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.runner.contract import ExecuteModelState
-from fleetfoot.runner.kv_cache import allocate_kv_cache
+from fleetfoot.runner.contract import ExecuteModelState, allocate_kv_cache
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.drafting import Drafting
 from fleetfoot.runner.v1.host_state import HostState, StepInputs, logits_indices, prepare_inputs

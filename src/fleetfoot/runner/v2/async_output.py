@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fleetfoot.kernels.prepare.staging import Event
-from fleetfoot.records.logprobs import RowLogprobs
-from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput
+from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, RowLogprobs
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.verification import INVALID_MESSAGE

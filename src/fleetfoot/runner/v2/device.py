@@ -11,17 +11,9 @@ import torch
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.reference import apply_staged_writes_numpy
 from fleetfoot.kernels.prepare.staging import Event, StagingDevice
+from fleetfoot.runner.graphs import Capture
 
 ApplyStagedWrites = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
-
-
-class Capture(Protocol):
-    """Captured work that can be queued again."""
-
-    output: Any
-    """The return value of the captured work; each replay overwrites its tensors."""
-
-    def replay(self) -> None: ...
 
 
 class Device(StagingDevice, Protocol):

@@ -9,53 +9,10 @@ import torch
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.tables import StepBuffers
-from fleetfoot.records.attention import AttentionMetadata
-from fleetfoot.records.forward_context import LogitsMetadata
-from fleetfoot.runner.capture_table import GraphKey
+from fleetfoot.records.forward_context import AttentionMetadata, LogitsMetadata
+from fleetfoot.runner.graphs import BatchShape
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.sampling.verification import LogitsBatch
-
-
-@dataclass(slots=True)
-class BatchShape:
-    """The sizes of a step, which the host knows; lengths and token ids are on the device."""
-
-    num_reqs: int
-    num_tokens: int
-    num_decodes: int
-    num_sampled: int
-    max_query_len: int
-    padded_reqs: int
-    """The number of requests of the graph that runs the step; ``num_reqs`` if it runs eagerly."""
-    padded_tokens: int
-    num_drafts: int = 0
-    """Drafts that each decode verifies, besides the token sampled last."""
-
-    @classmethod
-    def of_graph(cls, key: GraphKey) -> BatchShape:
-        """The shape of a captured step, whose requests all sample."""
-        is_decode = key.kind != "mixed"
-        query_len = key.num_tokens // key.num_reqs if is_decode else key.num_tokens
-        return cls(
-            num_reqs=key.num_reqs,
-            num_tokens=key.num_tokens,
-            num_decodes=key.num_reqs if is_decode else 0,
-            num_sampled=key.num_reqs,
-            max_query_len=query_len,
-            padded_reqs=key.num_reqs,
-            padded_tokens=key.num_tokens,
-            num_drafts=query_len - 1 if is_decode else 0,
-        )
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every request is a decode, so that all have the same number of tokens."""
-        return self.num_decodes == self.num_reqs
-
-    @property
-    def num_logits(self) -> int:
-        """Number of rows of logits: one for each token of a decode, and one for each prefill that ends."""
-        return self.num_sampled + self.num_decodes * self.num_drafts
 
 
 @dataclass(slots=True)

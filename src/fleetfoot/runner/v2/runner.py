@@ -25,19 +25,16 @@ from fleetfoot.fusion.decoder import fuse
 from fleetfoot.fusion.fit import LayerFusion, plan_fusion
 from fleetfoot.kernels.runtime.compile_ahead import can_compile_ahead
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.forward_context import ForwardContext
-from fleetfoot.records.intermediate import IntermediateTensors
+from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.capture_table import CaptureTable, GraphKey
-from fleetfoot.runner.contract import ExecuteModelState
-from fleetfoot.runner.kv_cache import allocate_kv_cache
+from fleetfoot.runner.contract import ExecuteModelState, allocate_kv_cache
+from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, GraphManager
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, open_device
 from fleetfoot.runner.v2.drafting import Drafting
-from fleetfoot.runner.v2.graphs import GraphManager
-from fleetfoot.runner.v2.input_batch import BatchShape, InputBatch, InputBuffers, logits_batch, logits_metadata
+from fleetfoot.runner.v2.input_batch import InputBatch, InputBuffers, logits_batch, logits_metadata
 from fleetfoot.runner.v2.pipeline import SampledTokenSync
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
@@ -201,7 +198,7 @@ class ModelRunnerV2:
 
     def _later_shapes(self) -> list[GraphKey]:
         """Each rank of a tensor group begins at another shape, and finds in the cache what the others have compiled."""
-        shapes = later_shapes(self.graphs.keys, self._draft_settings.num_drafts, self._max_num_batched_tokens)
+        shapes = later_shapes(self.graphs.table.keys, self._draft_settings.num_drafts, self._max_num_batched_tokens)
         group = self._loader.context.tensor_group
         begin = len(shapes) * group.rank // group.size
         return shapes[begin:] + shapes[:begin]

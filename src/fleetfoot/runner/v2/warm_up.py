@@ -14,7 +14,7 @@ import torch
 from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest, SchedulerOutput
-from fleetfoot.runner.capture_table import MIXED_TOKENS, GraphKey
+from fleetfoot.runner.graphs import MIXED_TOKENS, GraphKey
 from fleetfoot.sampling.shape import EVERYTHING, SamplingVariant
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ import msgspec
 
 from fleetfoot.config import env
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.inputs import PromptType
 from fleetfoot.kv_transfer.base.sockets import keep_alive, parse_address
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 
 MAX_MESSAGE_BYTES = 256 << 20

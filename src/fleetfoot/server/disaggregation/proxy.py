@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from fleetfoot.inputs import PromptType
 from fleetfoot.kv_transfer.nixl.params import parse_params
 from fleetfoot.kv_transfer.nixl.side_channel import decline
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.server.disaggregation.client import Engine
 

@@ -21,9 +21,9 @@ import msgspec
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.errors import EngineDeadError
+from fleetfoot.inputs import PromptType
 from fleetfoot.kv_transfer.base.sockets import keep_alive
-from fleetfoot.records.outputs import RequestOutput
-from fleetfoot.records.prompts import PromptType
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.disaggregation.client import (
     Drain,

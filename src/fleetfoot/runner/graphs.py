@@ -1,0 +1,274 @@
+"""The batch shapes that are captured as graphs, and the dispatch of steps to them. No torch: the plan reports them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.sampling.shape import PLAIN, SamplingVariant
+
+MIXED_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+MIXED_FOR_ALL = 512
+"""Mixed batches up to this number of tokens are captured for every model, larger ones if launches dominate."""
+LONGEST_MIXED_DECODE = 8192
+"""Context of a decode in a captured mixed batch. There the prefill kernel processes decodes too, with one program for
+each KV head, and a longer context would dominate the step."""
+FULL_STEP_PADDING = 32
+"""A mixed batch fills a step if at most 1 / this of ``max_num_batched_tokens`` is padding."""
+_BYTES_PER_LAYER = 96 * 1024
+"""Bytes of one layer in a captured graph: a dozen kernels, each with its node and its arguments."""
+_VARIANTS = 3
+"""Graphs of one shape in the memory plan: one for each sampling variant in use, of which an engine with requests of one
+kind has one or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """A captured shape."""
+
+    kind: str
+    """``decode``: one token for each request; ``uniform``: 1 + k tokens for each, k drafts; ``mixed``: any lengths."""
+    num_reqs: int
+    num_tokens: int
+    sampling: SamplingVariant | None = PLAIN
+    """The sampling of the step. None: the graph ends with the forward pass, because a request uses prompt logprobs,
+    more than 256 logprobs, or a list of tokens that exceeds a row of the tables."""
+    drafting: int | None = None
+    """Number of drafts to propose at the end; 0: a drafter only fills its KV cache; None: no drafting."""
+
+
+@dataclass(slots=True)
+class BatchShape:
+    """The sizes of a step, which are on the host; lengths and token ids are on the device."""
+
+    num_reqs: int
+    num_tokens: int
+    num_decodes: int
+    num_sampled: int
+    max_query_len: int
+    padded_reqs: int
+    """The number of requests of the graph that runs the step; ``num_reqs`` if it runs eagerly."""
+    padded_tokens: int
+    num_drafts: int = 0
+    """Drafts that each decode verifies, besides the token sampled last."""
+
+    @classmethod
+    def of_graph(cls, key: GraphKey) -> BatchShape:
+        """The shape of a captured step, in which all requests sample."""
+        num_reqs, num_tokens = key.num_reqs, key.num_tokens
+        if key.kind == "mixed":
+            return cls(num_reqs, num_tokens, 0, num_reqs, num_tokens, num_reqs, num_tokens)
+        width = num_tokens // num_reqs
+        return cls(num_reqs, num_tokens, num_reqs, num_reqs, width, num_reqs, num_tokens, width - 1)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request is a decode, so that all have the same number of tokens."""
+        return self.num_decodes == self.num_reqs
+
+    @property
+    def num_logits(self) -> int:
+        """Number of rows of logits: one for each token of a decode, and one for each prefill that ends."""
+        return self.num_sampled + self.num_decodes * self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureTable:
+    """The shapes, smallest first in each kind. A kind may be empty.
+
+    Attributes:
+        decode: requests in a pure decode.
+        num_drafts: draft tokens of a uniform decode; 0: there is none.
+        uniform: requests in a uniform decode with drafts.
+        mixed: tokens in a small batch that holds prefills; padded to ``max_num_seqs`` requests.
+        full_step: tokens in such a batch that fills a step, as chunks of prompts do under load; None: it runs eagerly,
+            as in any case those do that are larger than ``mixed`` and do not fill a step.
+        eager_capture: how many of the smallest decode shapes, with drafts if there are any, are captured at the start;
+            the others when first needed.
+    """
+
+    decode: tuple[int, ...] = ()
+    num_drafts: int = 0
+    uniform: tuple[int, ...] = ()
+    mixed: tuple[int, ...] = ()
+    full_step: int | None = None
+    max_num_seqs: int = 0
+    eager_capture: int = 4
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        device: str,
+        enforce_eager: bool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_drafts: int = 0,
+        most_mixed_tokens: int = MIXED_FOR_ALL,
+        most_full_tokens: int = 0,
+    ) -> CaptureTable:
+        """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager.
+
+        Args:
+            most_mixed_tokens: size up to which mixed batches are captured.
+            most_full_tokens: size up to which a batch that fills a step is captured.
+        """
+        if device == "cpu" or enforce_eager:
+            return cls()
+        sizes = decode_sizes(max_num_seqs)
+        uniform = tuple(n for n in sizes if n * (1 + num_drafts) <= max_num_batched_tokens) if num_drafts else ()
+        most_mixed = min(max_num_batched_tokens, max(most_mixed_tokens, MIXED_FOR_ALL))
+        mixed = tuple(tokens for tokens in MIXED_TOKENS if tokens <= most_mixed)
+        has_full_step = bool(mixed) and mixed[-1] < max_num_batched_tokens <= most_full_tokens
+        full_step = max_num_batched_tokens if has_full_step else None
+        return cls(sizes, num_drafts, uniform, mixed, full_step, max_num_seqs)
+
+    def dispatch(
+        self, output: SchedulerOutput, *, sampling: SamplingVariant | None = PLAIN, drafting: int | None = None
+    ) -> GraphKey | None:
+        """The smallest captured shape that holds a step; None: it runs eagerly.
+
+        Args:
+            sampling, drafting: as in `GraphKey`.
+        """
+        num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
+        if output.num_decodes == num_reqs and output.num_drafts in (0, self.num_drafts):
+            kind, sizes = ("uniform", self.uniform) if output.num_drafts else ("decode", self.decode)
+            size = _at_least(sizes, num_reqs)
+            return None if size is None else GraphKey(kind, size, size * (1 + output.num_drafts), sampling, drafting)
+        if drafting is not None or output.longest_decode > LONGEST_MIXED_DECODE:
+            return None
+        size = _at_least(self.mixed_sizes, num_tokens)
+        if size is None or (size == self.full_step and (size - num_tokens) * FULL_STEP_PADDING > size):
+            return None
+        return GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
+
+    def num_bytes(self, num_layers: int, hidden_bytes: int) -> int:
+        """Bytes of the graphs: the nodes of every shape, and the hidden states that it returns.
+
+        Args:
+            hidden_bytes: of the hidden state of one token.
+        """
+        num_tokens = sum(key.num_tokens for key in self.keys)
+        return _VARIANTS * (len(self.keys) * num_layers * _BYTES_PER_LAYER + num_tokens * hidden_bytes)
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens of the mixed shapes."""
+        return self.mixed if self.full_step is None else (*self.mixed, self.full_step)
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """Every shape, with plain sampling."""
+        return (
+            *(GraphKey("decode", size, size) for size in self.decode),
+            *(GraphKey("uniform", size, size * (1 + self.num_drafts)) for size in self.uniform),
+            *(GraphKey("mixed", min(size, self.max_num_seqs), size) for size in self.mixed_sizes),
+        )
+
+    @property
+    def first_keys(self) -> tuple[GraphKey, ...]:
+        """The shapes to capture at the start: the smallest decodes with plain sampling, and with drafts if any."""
+        if not self.num_drafts:
+            return self.keys[: self.eager_capture]
+        uniform = [replace(key, drafting=self.num_drafts) for key in self.keys if key.kind == "uniform"]
+        return tuple(uniform[: self.eager_capture])
+
+
+def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, then in steps of 16 to 64 and of 32 beyond.
+
+    A padding request costs little (no KV is read, and linear layers compute in tiles of 64 tokens), and a shape costs
+    tens of milliseconds when it is captured.
+    """
+    sizes = (1, 2, 4, 8, 16, 32, 48, *range(64, max_num_seqs, 32))
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+def _at_least(sizes: tuple[int, ...], wanted: int) -> int | None:
+    place = bisect_left(sizes, wanted)
+    return sizes[place] if place < len(sizes) else None
+
+
+class Capture(Protocol):
+    """Captured work that can be queued again."""
+
+    output: Any
+    """The return value of the captured work; each replay overwrites its tensors."""
+
+    def replay(self) -> None: ...
+
+
+class GraphManager:
+    """Decides whether a step replays a graph or runs eagerly, captures shapes when they are first needed, and counts.
+
+    Args:
+        table: the shapes; with an empty table every step is eager.
+        capture: captures a shape, and is called at most once for each; None: the device has no graphs.
+        includes_sampling: False on a rank that is not the last of its pipeline, where steps end with the forward pass.
+    """
+
+    def __init__(
+        self,
+        table: CaptureTable,
+        capture: Callable[[GraphKey], Capture] | None = None,
+        *,
+        includes_sampling: bool = True,
+    ) -> None:
+        self.table = table if capture is not None else CaptureTable()
+        self.captured: dict[GraphKey, Capture] = {}
+        """The shapes captured so far."""
+        self.num_steps: Counter[str] = Counter()
+        """Number of steps: ``eager``, or by the kind of their graph."""
+        self._includes_sampling = includes_sampling
+        self._capture = capture
+
+    def dispatch(
+        self, output: SchedulerOutput, *, sampling: SamplingVariant | None, drafting: int | None = None
+    ) -> tuple[BatchShape, GraphKey | None]:
+        """The shape of a step, padded to that of its graph, and the graph's key; None: the step runs eagerly.
+
+        Args:
+            sampling, drafting: as in `GraphKey`.
+        """
+        if not self._includes_sampling:
+            sampling = drafting = None
+        key = self.table.dispatch(output, sampling=sampling, drafting=drafting)
+        num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
+        is_decode = output.num_decodes == num_reqs
+        shape = BatchShape(
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_decodes=output.num_decodes,
+            num_sampled=output.num_sampled,
+            max_query_len=1 + output.num_drafts if is_decode else max(output.num_scheduled_tokens),
+            padded_reqs=num_reqs if key is None else key.num_reqs,
+            padded_tokens=num_tokens if key is None else key.num_tokens,
+            num_drafts=output.num_drafts,
+        )
+        self.num_steps["eager" if key is None else key.kind] += 1
+        return shape, key
+
+    def get(self, key: GraphKey) -> Capture:
+        """The graph of a shape, which is captured if this is its first use."""
+        captured = self.captured.get(key)
+        if captured is None:
+            assert self._capture is not None  # without it the table is empty
+            captured = self.captured[key] = self._capture(key)
+        return captured
+
+    def capture_first(self) -> None:
+        """Capture `first_keys`."""
+        for key in self.first_keys:
+            self.get(key)
+
+    @property
+    def first_keys(self) -> tuple[GraphKey, ...]:
+        """The shapes that are captured at the start."""
+        if self._includes_sampling:
+            return self.table.first_keys
+        return tuple(replace(key, sampling=None, drafting=None) for key in self.table.first_keys)
