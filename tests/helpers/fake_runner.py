@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
-from fleetfoot.scheduler.block_pool import BlockPool
+from fleetfoot.scheduler.kv_blocks import BlockPool
 
 
 def next_token(token_ids: Sequence[int], vocab_size: int) -> int:

@@ -20,7 +20,7 @@ from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 from fleetfoot.runner.step_connector import StepConnector
-from fleetfoot.scheduler.request_blocks import extend_chain, root_hash
+from fleetfoot.scheduler.kv_blocks import extend_chain, root_hash
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(1, 4)))

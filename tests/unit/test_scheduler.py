@@ -275,7 +275,7 @@ def test_a_step_is_scheduled_while_the_last_one_runs() -> None:
     outputs = [drive.schedule(), drive.schedule(), drive.schedule()]
     assert [drive.batch(output) for output in outputs] == [{"a": 3}, {"a": 1}, {"a": 1}]
     assert drive.scheduler.schedule() is None  # its last token is on its way
-    assert drive.scheduler.num_in_flight == 3
+    assert len(drive.scheduler._in_flight) == 3
     for output, expected in zip(outputs, (None, None, "length"), strict=True):
         drive.update(output)
         assert a.finish_reason == expected

@@ -97,7 +97,7 @@ class Request:
         """
         Args:
             request_id: unique among requests that have not ended.
-            prompt_token_ids: copied; an int32 ``array`` is copied fastest.
+            prompt_token_ids: an int32 ``array`` is kept and must not change; anything else is copied.
             params: of sampling.
             max_tokens: most output tokens, already limited by the model's length.
             seed: 64 bits for this sequence alone.
@@ -114,7 +114,8 @@ class Request:
         self.cache_salt = cache_salt
         self.kv_transfer_params = kv_transfer_params
         self.kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
-        self.prompt_token_ids = array("i", prompt_token_ids)  # int32
+        is_packed = isinstance(prompt_token_ids, array)
+        self.prompt_token_ids = prompt_token_ids if is_packed else array("i", prompt_token_ids)  # int32
         self.output_token_ids: list[int] = []
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.max_tokens = max_tokens

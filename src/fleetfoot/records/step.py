@@ -7,6 +7,8 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from fleetfoot.records.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -183,9 +185,8 @@ class KVConnectorOutput:
         return not (self.loaded or self.failed or self.sent or self.counters or self.addresses)
 
 
-@dataclass(slots=True)
-class EngineOutput:
-    """The output of a step for one sequence."""
+class EngineOutput(msgspec.Struct):
+    """The output of a step for one sequence. (A struct is created faster than a dataclass, and steps create many.)"""
 
     request: Request
     new_token_ids: list[int]

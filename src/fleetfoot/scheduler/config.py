@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fleetfoot.records.request import Request
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a scheduler; sizes in tokens, requests and blocks.
-
-    Raises:
-        ValueError: the limits contradict each other.
-    """
+    """Limits of a scheduler, which must not contradict each other; sizes in tokens, requests and blocks."""
 
     num_blocks: int
     """KV blocks of the cache."""
@@ -48,4 +46,26 @@ class SchedulerConfig:
         if self.kv_load_failure_policy not in ("recompute", "fail"):
             raise ValueError(
                 f"kv_load_failure_policy is {self.kv_load_failure_policy!r}; it can be 'recompute' or 'fail'"
+            )
+
+    def check_fits(self, request: Request) -> None:
+        """Check that a request can be scheduled if it is alone.
+
+        Raises:
+            ValueError: it never can; the message has what would fit.
+        """
+        room = self.num_blocks * self.block_size
+        needed = request.max_total_tokens - 1  # the last token is never an input
+        if needed > room:
+            raise ValueError(
+                f"request {request.request_id!r} needs KV for {needed} tokens ({request.num_prompt_tokens} of prompt "
+                f"and {request.max_total_tokens - request.num_prompt_tokens} to generate, less one), and the whole "
+                f"cache holds {room} ({self.num_blocks} blocks of {self.block_size}); shorten the prompt or set "
+                f"max_tokens to at most {max(0, room + 1 - request.num_prompt_tokens)}"
+            )
+        budget = self.max_num_batched_tokens
+        if not self.enable_chunked_prefill and request.num_prompt_tokens > budget:
+            raise ValueError(
+                f"request {request.request_id!r} has a prompt of {request.num_prompt_tokens} tokens, and a step holds "
+                f"{budget}; raise max_num_batched_tokens or set enable_chunked_prefill=True"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
 from fleetfoot.records.request import Request
@@ -15,11 +16,9 @@ class DraftController(Protocol):
     @property
     def off_reason(self) -> str:
         """Why the last `choose` returned 0, in a few words, for statistics; empty if it did not."""
-        ...
 
     def choose(self, num_decodes: int) -> int:
         """How many drafts to propose for a step of ``num_decodes`` decodes: 0, or the configured number."""
-        ...
 
     def observe(
         self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
@@ -31,11 +30,9 @@ class DraftController(Protocol):
             num_drafts: drafts that each decode verified; 0, or the configured number.
             num_drafted: drafts that were really proposed, over all decodes.
             num_accepted: how many of those were accepted.
-            num_tokens: tokens computed for decodes and prefills: ``num_decodes * (1 + num_drafts)`` in a step of
-                decodes alone.
+            num_tokens: tokens computed for decodes (``1 + num_drafts`` each) and prefills.
             seconds: since the previous step ended, or since this one began if that was later.
         """
-        ...
 
 
 class ConstantDrafts:
@@ -55,9 +52,7 @@ class ConstantDrafts:
         self.off_reason = too_many_decodes(num_decodes, self._max_num_decodes)
         return 0 if self.off_reason else self.num_drafts
 
-    def observe(
-        self, num_decodes: int, num_drafts: int, num_drafted: int, num_accepted: int, num_tokens: int, seconds: float
-    ) -> None:
+    def observe(self, *step: float) -> None:
         pass
 
 
@@ -85,7 +80,7 @@ class Drafting:
         self._num_steps = 0
         self._num_drafted = 0
         self._lengths = [0] * (1 + num_drafts)  # index: number of accepted drafts; value: how often
-        self._off: dict[str, int] = {}
+        self._off: Counter[str] = Counter()  # reason -> steps that proposed no drafts
         self._off_reason = ""
 
     def choose(self, num_sampled: int) -> int:
@@ -93,10 +88,9 @@ class Drafting:
         if not self.num_drafts or not num_sampled:
             return 0
         self.num_proposed = self._controller.choose(num_sampled)
-        self._off_reason = ""
+        self._off_reason = "" if self.num_proposed else self._controller.off_reason
         if not self.num_proposed:
-            reason = self._off_reason = self._controller.off_reason
-            self._off[reason] = self._off.get(reason, 0) + 1
+            self._off[self._off_reason] += 1
         return self.num_proposed
 
     def update(self, output: SchedulerOutput, batch: list[Request], result: ModelRunnerOutput) -> None:
@@ -124,14 +118,8 @@ class Drafting:
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Report the step that was updated last to the controller."""
         if self.num_drafts and output.rows:
-            self._controller.observe(
-                output.num_decodes,
-                output.num_drafts,
-                self.last_drafted,
-                self.last_accepted,
-                output.total_num_scheduled_tokens,
-                seconds,
-            )
+            verified = output.num_decodes, output.num_drafts, self.last_drafted, self.last_accepted
+            self._controller.observe(*verified, output.total_num_scheduled_tokens, seconds)
 
     def stats(self) -> DraftStats:
         accepted_at = tuple(sum(self._lengths[place:]) for place in range(1, 1 + self.num_drafts))

@@ -17,7 +17,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        # the sort key stands beside each request: tuples of ints compare faster than `Request.__lt__`
+        # with its sort key: tuples of ints compare faster than `Request.__lt__`
         self._heap: list[tuple[int, int, Request]] = []
         self._size = 0
 
@@ -49,18 +49,13 @@ class WaitingQueue:
         self._size -= 1
 
 
-def select_microbatch(running: list[Request], num_stages: int, step: int) -> list[Request]:
-    """The running requests, in their order, that may join a step of a pipeline.
+def select_microbatch(running: list[Request], num_stages: int, step: int) -> tuple[list[Request], int]:
+    """The running requests, in their order, that may join a step of a pipeline; and the drafts of each of its decodes.
 
     The steps in flight hold different decodes, so that every stage is busy. Prefills always join: their chunks need no
     token that is still in flight. Of the decodes, at most one in ``num_stages`` (rounded up) joins, least recently
     sampled first. Decodes that one of the last ``num_stages - 1`` steps sampled would stall the first stage, and join
-    only if there are no others.
-
-    Args:
-        running: the running requests.
-        num_stages: pipeline stages.
-        step: the number of the step that is being scheduled.
+    only if there are no others. A decode verifies as many drafts as were proposed when it was last sampled.
     """
     last_steps = sorted(
         request.last_sampled_step
@@ -82,12 +77,7 @@ def select_microbatch(running: list[Request], num_stages: int, step: int) -> lis
                     continue
                 num_ties -= 1
         microbatch.append(request)
-    return microbatch
-
-
-def num_microbatch_drafts(microbatch: list[Request]) -> int:
-    """Drafts that each decode of a microbatch verifies: as many as were proposed when it was last sampled."""
-    return max((request.num_proposed for request in microbatch), default=0)
+    return microbatch, max((request.num_proposed for request in microbatch), default=0)
 
 
 def record_microbatch(output: SchedulerOutput, batch: list[Request], newest_updated: int) -> None:
@@ -97,13 +87,10 @@ def record_microbatch(output: SchedulerOutput, batch: list[Request], newest_upda
     request is then never changed by a step of the row's previous owner.
 
     Args:
-        output: the step.
-        batch: its requests, in batch order.
-        newest_updated: the newest step whose result the host has seen.
+        batch: the step's requests, in batch order.
+        newest_updated: the newest step with a result that the host has seen.
     """
-    decodes = batch[: output.num_decodes]
-    output.awaited_step = max((request.last_sampled_step for request in decodes), default=-1)
-    output.awaited_step = max(output.awaited_step, newest_updated)
+    output.awaited_step = max([newest_updated, *(request.last_sampled_step for request in batch[: output.num_decodes])])
     for request in batch[: output.num_sampled]:
         request.last_sampled_step = output.step
         request.num_proposed = output.num_to_propose

@@ -18,17 +18,11 @@ from itertools import chain
 
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import EngineOutput, KVConnectorOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
-from fleetfoot.scheduler.block_pool import BlockPool
+from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController, Drafting
-from fleetfoot.scheduler.request_blocks import RequestBlocks
-from fleetfoot.scheduler.request_queues import (
-    WaitingQueue,
-    num_microbatch_drafts,
-    record_microbatch,
-    select_microbatch,
-)
+from fleetfoot.scheduler.kv_blocks import BlockPool, RequestBlocks
+from fleetfoot.scheduler.request_queues import WaitingQueue, record_microbatch, select_microbatch
 from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.scheduler.transfers import Transfers
 
@@ -42,18 +36,11 @@ class _Batch:
     budget: int
     """Tokens that still fit in the step."""
     decodes: list[Request] = field(default_factory=list)
-    last_chunks: list[Request] = field(default_factory=list)
-    """Prefills that reach the end of their known tokens in this step, and sample."""
-    other_chunks: list[Request] = field(default_factory=list)
-    chunk_sizes: dict[int, int] = field(default_factory=dict)
-    """Sequence number of a prefill -> its tokens in this step."""
+    last_chunks: list[tuple[Request, int]] = field(default_factory=list)
+    """Prefills that reach the end of their known tokens in this step, and sample; with their tokens in this step."""
+    other_chunks: list[tuple[Request, int]] = field(default_factory=list)
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: list[tuple[int, int, list[int]]] = field(default_factory=list)
-
-    @property
-    def requests(self) -> list[Request]:
-        """In batch order."""
-        return self.decodes + self.last_chunks + self.other_chunks
 
 
 class Scheduler:
@@ -93,13 +80,10 @@ class Scheduler:
         self._finished_req_ids: set[str] = set()  # since the last step, for the KV connector
         self._step = 0
         self._newest_updated = -1
-        self._arrivals = 0
         self._num_held = 0  # blocks that the steps in flight will free
         self._num_held_reserved = 0  # of these, blocks that requests of the current step wait for
         self._num_ended = 0  # requests of `running` that have ended in the current update
-        self._num_preemptions = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
+        self._num_arrivals = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -114,26 +98,12 @@ class Scheduler:
             raise ValueError(
                 f"request id {request.request_id!r} is in use: KV of a request that had it is still being transferred"
             )
-        # the last token is never an input, so it needs no room
-        room, needed = self.config.num_blocks * self.config.block_size, request.max_total_tokens - 1
-        if needed > room:
-            raise ValueError(
-                f"request {request.request_id!r} needs KV for {needed} tokens ({request.num_prompt_tokens} of prompt "
-                f"and {request.max_total_tokens - request.num_prompt_tokens} to generate, less one), and the whole "
-                f"cache holds {room} ({self.config.num_blocks} blocks of {self.config.block_size}); shorten the prompt "
-                f"or set max_tokens to at most {max(0, room + 1 - request.num_prompt_tokens)}"
-            )
-        budget = self.config.max_num_batched_tokens
-        if not self.config.enable_chunked_prefill and request.num_prompt_tokens > budget:
-            raise ValueError(
-                f"request {request.request_id!r} has a prompt of {request.num_prompt_tokens} tokens, and a step holds "
-                f"{budget}; raise max_num_batched_tokens or set enable_chunked_prefill=True"
-            )
+        self.config.check_fits(request)
         self.transfers.connector.check_request(request)  # last: the connector keeps state of accepted requests
         if not self.config.priority:
             request.priority = 0
-        request.sequence_number = self._arrivals
-        self._arrivals += 1
+        request.sequence_number = self._num_arrivals
+        self._num_arrivals += 1
         self.requests[request.request_id] = request
         self._waiting.push(request)
 
@@ -146,11 +116,9 @@ class Scheduler:
         """
         batch = _Batch(self.config.max_num_batched_tokens)
         num_preemptions = self._num_preemptions
-        if self.config.num_stages == 1:
-            self._microbatch, num_drafts = self.running, self.drafting.num_proposed
-        else:
-            self._microbatch = select_microbatch(self.running, self.config.num_stages, self._step)
-            num_drafts = num_microbatch_drafts(self._microbatch)
+        self._microbatch, num_drafts = self.running, self.drafting.num_proposed
+        if self.config.num_stages > 1:
+            self._microbatch, num_drafts = select_microbatch(self.running, self.config.num_stages, self._step)
         for request in self._schedule_decodes(batch, 1 + num_drafts):
             if batch.budget > 0:
                 self._schedule_chunk(batch, request)
@@ -159,15 +127,12 @@ class Scheduler:
                 batch.new_requests.append(NewRequest.of(admitted))
                 self._schedule_chunk(batch, admitted)
 
-        requests = batch.requests
-        if not requests and not self._in_flight and num_preemptions != self._num_preemptions:
-            return self.schedule()  # every candidate was preempted, which made room for other requests
-        if not requests and (self._in_flight or not self.has_idle_work):
-            return None
-        output = self._make_output(batch, requests, num_drafts)
-        self._step += 1
-        self._in_flight.append((output, requests))
-        return output
+        if not (batch.decodes or batch.last_chunks or batch.other_chunks):
+            if not self._in_flight and num_preemptions != self._num_preemptions:
+                return self.schedule()  # every candidate was preempted, which made room for other requests
+            if self._in_flight or not self.has_idle_work:
+                return None
+        return self._make_output(batch, num_drafts)
 
     def _schedule_decodes(self, batch: _Batch, width: int) -> list[Request]:
         """Add the decodes of the microbatch, ``width`` tokens each. Returns its prefills in progress."""
@@ -192,13 +157,12 @@ class Scheduler:
 
     def _append_blocks(self, batch: _Batch, request: Request, num_positions: int) -> bool:
         """Allocate blocks for a decode, preempting others if necessary; False if it cannot join this step."""
-        pool, block_size = self.pool, self.config.block_size
-        if num_positions >= request.max_total_tokens:
-            num_positions = request.max_total_tokens - 1  # positions from the last token on are never an input
-            if num_positions <= request.capacity:
-                return True
-        count = (num_positions - request.capacity + block_size - 1) // block_size
-        while pool.num_free < count:
+        # positions from the last token on are never an input
+        missing = min(num_positions, request.max_total_tokens - 1) - request.capacity
+        if missing <= 0:
+            return True
+        count = -(-missing // self.config.block_size)
+        while self.pool.num_free < count:
             if self._num_held_reserved + count <= self._num_held:
                 self._num_held_reserved += count  # steps in flight will free enough: no preemption is needed
                 return False
@@ -208,10 +172,10 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return False
-        blocks = pool.take(count)
+        blocks = self.pool.take(count)
         batch.new_block_ids.append((request.row, len(request.block_ids), blocks))
         request.block_ids += blocks
-        request.capacity += count * block_size
+        request.capacity += count * self.config.block_size
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -228,8 +192,7 @@ class Scheduler:
         missing = request.num_prefill - request.num_computed
         count = min(missing, batch.budget)
         batch.budget -= count
-        batch.chunk_sizes[request.sequence_number] = count
-        (batch.last_chunks if count == missing else batch.other_chunks).append(request)
+        (batch.last_chunks if count == missing else batch.other_chunks).append((request, count))
         request.num_computed += count
         request.num_in_flight += 1
         self.blocks.publish(request, by_this_step=True)
@@ -241,10 +204,9 @@ class Scheduler:
         """
         transfers = self.transfers
         if (request := transfers.ready) is not None:
-            if not self._fits_step(request, request.num_computed, budget):
-                return None
-            transfers.pop_ready()
-            return self._run(request)
+            if self._fits_step(request, request.num_computed, budget):
+                return self._run(transfers.pop_ready())
+            return None
         while self._waiting and len(self._free_rows) > transfers.num_loading:
             request = self._waiting.first
             if request.num_in_flight:
@@ -252,9 +214,8 @@ class Scheduler:
             hits = self.blocks.find_cached_prefix(request)
             num_local = len(hits) * self.config.block_size
             num_matched = transfers.num_matched(request, num_local)
-            if not num_matched and not self._fits_step(request, num_local, budget):
-                return None
-            if not self.blocks.allocate(request, hits):
+            fits_step = num_matched or self._fits_step(request, num_local, budget)
+            if not fits_step or not self.blocks.allocate(request, hits):
                 return None
             self._waiting.pop()
             request.num_loaded = 0
@@ -286,16 +247,14 @@ class Scheduler:
             insort(self.running, request)
         return request
 
-    def _make_output(self, batch: _Batch, requests: list[Request], num_drafts: int) -> SchedulerOutput:
-        num_decodes = len(batch.decodes)
+    def _make_output(self, batch: _Batch, num_drafts: int) -> SchedulerOutput:
+        num_decodes, chunks = len(batch.decodes), batch.last_chunks + batch.other_chunks
         num_sampled = num_decodes + len(batch.last_chunks)
-        num_scheduled = [1 + num_drafts] * num_decodes
-        num_scheduled += [batch.chunk_sizes[request.sequence_number] for request in requests[num_decodes:]]
-        is_mixed = num_decodes < len(requests)
+        requests = batch.decodes + [request for request, _ in chunks]
         output = SchedulerOutput(
             step=self._step,
             rows=[request.row for request in requests],
-            num_scheduled_tokens=num_scheduled,
+            num_scheduled_tokens=[1 + num_drafts] * num_decodes + [count for _, count in chunks],
             num_decodes=num_decodes,
             num_sampled=num_sampled,
             total_num_scheduled_tokens=self.config.max_num_batched_tokens - batch.budget,
@@ -303,18 +262,20 @@ class Scheduler:
             new_block_ids=batch.new_block_ids,
             num_drafts=num_drafts if num_decodes else 0,
             num_to_propose=self.drafting.choose(num_sampled),
-            longest_decode=max((request.num_computed for request in batch.decodes), default=0) if is_mixed else 0,
+            longest_decode=max((request.num_computed for request in batch.decodes), default=0) if chunks else 0,
         )
         if self.config.num_stages > 1:
             record_microbatch(output, requests, self._newest_updated)
         self._attach_finished(output)
+        self._step += 1
+        self._in_flight.append((output, requests))
         return output
 
     def _attach_finished(self, output: SchedulerOutput) -> None:
         """Add what the runner and the KV connector must learn about requests that have left."""
         output.finished, self._freed_rows = self._freed_rows, []
         output.finished_req_ids, self._finished_req_ids = self._finished_req_ids, set()
-        self.transfers.build_metadata(output)
+        output.kv_connector_metadata = self.transfers.connector.build_connector_meta(output)
 
     # --- update -----------------------------------------------------------------------------------------------------
 
@@ -327,31 +288,38 @@ class Scheduler:
         self.drafting.update(output, batch, result)
         results: list[EngineOutput] = []
         if result.kv_connector_output is not None:  # first: it may concern requests that end in this step
-            self._update_transfers(result.kv_connector_output, results)
-        sampled, num_sampled = result.sampled_token_ids, output.num_sampled
-        for index, request in enumerate(batch):
+            requeued, failed = self.transfers.update(result.kv_connector_output)
+            for request in requeued:
+                self._waiting.push(request)
+            for request, reason in failed:
+                self._end(request, RequestStatus.FINISHED_ERROR, reason)
+                results.append(EngineOutput(request, [], -1))
+        sampling = batch[: output.num_sampled]
+        for index, (request, new_token_ids) in enumerate(zip(sampling, result.sampled_token_ids, strict=True)):
             request.num_in_flight -= 1
             if request.status is not RUNNING:
-                self._update_stopped(request, sampled[index] if index < num_sampled else [], index, results)
-            elif index >= num_sampled:
-                if request.has_prompt_logprobs:
-                    results.append(EngineOutput(request, [], index))
+                self._update_stopped(request, new_token_ids, index, results)
+                continue
+            if len(new_token_ids) == 1 and new_token_ids[0] not in request.stop_token_ids:
+                output_token_ids = request.output_token_ids
+                output_token_ids.append(new_token_ids[0])
+                if len(output_token_ids) >= request.max_tokens:
+                    self._end(request, RequestStatus.FINISHED_LENGTH, None)
             else:
-                new_token_ids = sampled[index]
-                if len(new_token_ids) == 1 and new_token_ids[0] not in request.stop_token_ids:
-                    output_token_ids = request.output_token_ids
-                    output_token_ids.append(new_token_ids[0])
-                    if len(output_token_ids) >= request.max_tokens:
-                        self._end(request, RequestStatus.FINISHED_LENGTH, None)
-                else:
-                    new_token_ids = self._append_tokens(request, new_token_ids)
-                results.append(EngineOutput(request, new_token_ids, index))
+                new_token_ids = self._append_tokens(request, new_token_ids)
+            results.append(EngineOutput(request, new_token_ids, index))
+        for index, request in enumerate(batch[output.num_sampled :], start=output.num_sampled):
+            request.num_in_flight -= 1
+            if request.status is not RUNNING:
+                self._update_stopped(request, [], index, results)
+            elif request.has_prompt_logprobs:
+                results.append(EngineOutput(request, [], index))
         if result.logprobs or result.prompt_logprobs:
             for item in results:
                 item.logprobs = result.logprobs.get(item.index)
                 item.prompt_logprobs = result.prompt_logprobs.get(item.index)
         for index, message in result.invalid.items():
-            self._fail(batch[index], message, len(sampled[index]), results)
+            self._fail(batch[index], message, len(result.sampled_token_ids[index]), results)
         if self._num_ended:
             self._num_ended = 0
             self.running = [request for request in self.running if request.status is RUNNING]
@@ -382,14 +350,6 @@ class Scheduler:
         if request.status is RequestStatus.PREEMPTED and (new_token_ids or request.has_prompt_logprobs):
             results.append(EngineOutput(request, self._append_tokens(request, new_token_ids), index))
         self._release(request)
-
-    def _update_transfers(self, output: KVConnectorOutput, results: list[EngineOutput]) -> None:
-        ended = self.transfers.update(output)
-        for request in ended.requeued:
-            self._waiting.push(request)
-        for request, reason in ended.failed:
-            self._end(request, RequestStatus.FINISHED_ERROR, reason)
-            results.append(EngineOutput(request, [], -1))
 
     def _fail(self, request: Request, message: str, num_new: int, results: list[EngineOutput]) -> None:
         """End a request whose last new token of this step is invalid, and remove that token."""
@@ -470,8 +430,7 @@ class Scheduler:
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether the KV connector needs a step without a forward pass: for a transfer, or for finished ids that no
-        step has carried to it yet."""
+        """Whether the KV connector needs a step without a forward pass: for a transfer, or for unreported ids."""
         return self.transfers.has_pending or self.has_unreported_ids
 
     @property
@@ -479,16 +438,11 @@ class Scheduler:
         """Whether requests have ended since the last step was scheduled, and a KV connector must get their ids."""
         return bool(self._finished_req_ids) and self.transfers.connector.is_active
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that are queued and not yet updated."""
-        return len(self._in_flight)
-
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self._waiting),
-            kv_cache_usage=self.pool.usage,
+            kv_cache_usage=1 - self.pool.num_free / self.config.num_blocks,
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self._prefix_queries,
             prefix_cache_hits=self._prefix_hits,
@@ -503,8 +457,7 @@ class Scheduler:
             reset_connector: also invalidate what the KV connector holds, because the weights have changed.
         """
         self.pool.clear_cache()
-        in_flight = (request for _, batch in self._in_flight for request in batch)
-        for request in chain(self.running, in_flight):
+        for request in chain(self.running, *(batch for _, batch in self._in_flight)):
             # blocks that it fills from now on depend on dropped ones, and must not be published
             request.num_published = sys.maxsize
         if reset_connector:
@@ -533,7 +486,9 @@ class Scheduler:
         rows = sorted([request.row for request in owners.values()] + self._free_rows)
         if rows != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"rows are lost or used twice: {rows}")
-        self.blocks.check_integrity([*owners.values(), *self.transfers.owners], self.transfers.held)
+        with_blocks = [*owners.values(), *self.transfers.owners]
+        holds = [request.block_ids for request in with_blocks if request.is_held] + self.transfers.held
+        self.pool.check_integrity([*(r.block_ids for r in with_blocks if not r.is_held), *holds], holds)
         waiting, loading = sum(1 for _ in self._waiting), self.transfers.num_loading
         if waiting != len(self._waiting) or waiting + loading + len(self.running) != len(self.requests):
             raise RuntimeError(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+def _difference(now: object, before: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(now, name) - getattr(before, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +37,7 @@ class DraftStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean tokens per request of a step that verifies drafts, the target's own token included: at least 1; 0 before
-        the first draft."""
+        """Mean tokens per request of a step with drafts, the target's own included: at least 1; 0 before the first."""
         return 1 + self.num_accepted / self.num_rows if self.num_rows else 0.0
 
     @property
@@ -44,18 +49,11 @@ class DraftStats:
     def since(self, before: DraftStats) -> DraftStats:
         """The difference from ``before``, earlier statistics of the same engine."""
         earlier = before.accepted_at or (0,) * len(self.accepted_at)
-        return DraftStats(
-            num_steps=self.num_steps - before.num_steps,
-            num_rows=self.num_rows - before.num_rows,
-            num_drafted=self.num_drafted - before.num_drafted,
-            num_accepted=self.num_accepted - before.num_accepted,
+        return replace(
+            self,
             accepted_at=tuple(now - then for now, then in zip(self.accepted_at, earlier, strict=True)),
-            off={
-                reason: steps - before.off.get(reason, 0)
-                for reason, steps in self.off.items()
-                if steps > before.off.get(reason, 0)
-            },
-            off_reason=self.off_reason,
+            off=dict(Counter(self.off) - Counter(before.off)),
+            **_difference(self, before, "num_steps", "num_rows", "num_drafted", "num_accepted"),
         )
 
 
@@ -79,16 +77,9 @@ class TransferStats:
 
     def since(self, before: TransferStats) -> TransferStats:
         """The difference from ``before``, earlier statistics of the same engine; current values are kept."""
-        return TransferStats(
-            num_loading=self.num_loading,
-            num_held_blocks=self.num_held_blocks,
-            loads_started=self.loads_started - before.loads_started,
-            loads_done=self.loads_done - before.loads_done,
-            loads_failed=self.loads_failed - before.loads_failed,
-            loads_timed_out=self.loads_timed_out - before.loads_timed_out,
-            tokens_loaded=self.tokens_loaded - before.tokens_loaded,
-            counters={name: count - before.counters.get(name, 0) for name, count in self.counters.items()},
-        )
+        counted = ("loads_started", "loads_done", "loads_failed", "loads_timed_out", "tokens_loaded")
+        counters = {name: count - before.counters.get(name, 0) for name, count in self.counters.items()}
+        return replace(self, counters=counters, **_difference(self, before, *counted))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,36 +9,24 @@ running -> ended, its blocks HELD -> free       the connector reads them until i
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
-from fleetfoot.scheduler.request_blocks import RequestBlocks
+from fleetfoot.records.step import KVConnectorOutput, TransferFailure
+from fleetfoot.scheduler.kv_blocks import RequestBlocks
 from fleetfoot.scheduler.stats import TransferStats
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class EndedLoads:
-    """Requests whose load ended without usable KV."""
-
-    requeued: list[Request] = field(default_factory=list)
-    """Their blocks have been freed; they wait again, and their tokens will be computed."""
-    failed: list[tuple[Request, str]] = field(default_factory=list)
-    """They must end with this error."""
 
 
 class Transfers:
     """The scheduler's use of a KV connector. Without an active connector every operation is a cheap no-op.
 
     Args:
-        connector: the scheduler's side of the connector.
-        blocks: the blocks of requests.
         fail_on_error: whether a request fails with its load; False: its tokens are computed instead.
     """
 
@@ -51,8 +39,8 @@ class Transfers:
         self._stale: set[str] = set()  # loading requests whose KV belongs to weights that have been replaced
         self._aborted: dict[str, Request] = {}  # ended while they were loading
         self._held: dict[str, list[int]] = {}  # blocks of ended requests that the connector reads
-        self._started = self._done = self._failed = self._timed_out = self._tokens = 0
-        self._counters: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()  # by their names in TransferStats
+        self._counters: Counter[str] = Counter()  # of the connector
 
     # --- before a request runs --------------------------------------------------------------------------------------
 
@@ -66,9 +54,9 @@ class Transfers:
         """The first request whose KV has been loaded."""
         return self._ready[0] if self._ready else None
 
-    def pop_ready(self) -> None:
-        """Remove `ready`, which starts to run."""
-        heappop(self._ready)
+    def pop_ready(self) -> Request:
+        """Remove and return `ready`."""
+        return heappop(self._ready)
 
     def uses(self, request_id: str) -> bool:
         """Whether a transfer of an ended request still has this id."""
@@ -96,7 +84,7 @@ class Transfers:
         request.status = RequestStatus.LOADING
         request.num_loaded = num_matched
         self._loading[request.request_id] = request
-        self._started += 1
+        self._counts["loads_started"] += 1
         self.connector.update_state_after_alloc(request, request.num_computed, num_matched)
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -106,60 +94,53 @@ class Transfers:
         """Whether a step without a forward pass would have work for the connector."""
         return bool(self._loading or self._aborted or self._held) or self.connector.has_pending
 
-    def update(self, output: KVConnectorOutput) -> EndedLoads:
-        """Process the transfers that have ended on all ranks. Returns the requests that got no KV."""
+    def update(self, output: KVConnectorOutput) -> tuple[list[Request], list[tuple[Request, str]]]:
+        """Process the transfers that have ended on all ranks.
+
+        Returns:
+            Requests that wait again because their load failed (their blocks are free, and their tokens will be
+            computed), and requests that must end, each with its error.
+        """
         self.connector.update_connector_output(output)
-        for name, count in output.counters.items():
-            self._counters[name] = self._counters.get(name, 0) + count
-        ended = EndedLoads()
-        for request_id in sorted(output.loaded):
-            self._end_load(request_id, None, ended)
-        for request_id, failure in output.failed.items():
-            self._end_load(request_id, failure, ended)
+        self._counters.update(output.counters)
+        requeued: list[Request] = []
+        failed: list[tuple[Request, str]] = []
+        ended: dict[str, TransferFailure | None] = {**dict.fromkeys(sorted(output.loaded)), **output.failed}
+        for request_id, failure in ended.items():
+            if (aborted := self._aborted.pop(request_id, None)) is not None:
+                self._blocks.free(aborted)
+            elif (request := self._loading.pop(request_id, None)) is None:
+                logger.warning("the KV connector reports request %r as loaded, but it is not loading", request_id)
+            elif request_id in self._stale:
+                self._stale.discard(request_id)
+                requeued.append(self._restart(request))
+            elif failure is None:
+                self._counts.update(loads_done=1, tokens_loaded=request.num_loaded)
+                request.num_computed += request.num_loaded
+                self._blocks.publish_loaded(request)
+                heappush(self._ready, request)
+            else:
+                self._counts.update(loads_failed=1, loads_timed_out=int(failure.timed_out))
+                if self._fail_on_error:
+                    heappush(self._ready, request)  # it keeps its blocks until the scheduler ends it
+                    failed.append((request, f"its KV could not be loaded: {failure.reason}"))
+                else:
+                    logger.warning("KV of request %r could not be loaded: %s", request_id, failure.reason)
+                    request.can_load = False
+                    requeued.append(self._restart(request))
         for request_id in output.sent:
             blocks = self._held.pop(request_id, None)
             if blocks is None:
                 logger.warning("the KV connector reports request %r as sent, but holds no blocks of it", request_id)
             else:
                 self._blocks.pool.release(blocks)
-        return ended
-
-    def _end_load(self, request_id: str, failure: TransferFailure | None, ended: EndedLoads) -> None:
-        if (request := self._aborted.pop(request_id, None)) is not None:
-            self._blocks.free(request)
-            return
-        request = self._loading.pop(request_id, None)
-        if request is None:
-            logger.warning("the KV connector reports request %r as loaded, but it is not loading", request_id)
-        elif request_id in self._stale:
-            self._stale.discard(request_id)
-            ended.requeued.append(self._restart(request))
-        elif failure is None:
-            self._done += 1
-            self._tokens += request.num_loaded
-            request.num_computed += request.num_loaded
-            self._blocks.publish_loaded(request)
-            heappush(self._ready, request)
-        else:
-            self._failed += 1
-            self._timed_out += failure.timed_out
-            if self._fail_on_error:
-                heappush(self._ready, request)  # it keeps its blocks until the scheduler ends it
-                ended.failed.append((request, f"its KV could not be loaded: {failure.reason}"))
-            else:
-                logger.warning("KV of request %r could not be loaded: %s", request_id, failure.reason)
-                request.can_load = False
-                ended.requeued.append(self._restart(request))
+        return requeued, failed
 
     def _restart(self, request: Request) -> Request:
         self._blocks.free(request)
         request.status = RequestStatus.WAITING
         request.num_loaded = 0
         return request
-
-    def build_metadata(self, output: SchedulerOutput) -> None:
-        """Attach the workers' transfers to a step."""
-        output.kv_connector_metadata = self.connector.build_connector_meta(output)
 
     # --- after a request --------------------------------------------------------------------------------------------
 
@@ -206,16 +187,7 @@ class Transfers:
         """Blocks of ended requests that a transfer uses."""
         # `list` copies atomically: other threads read statistics too
         aborted = [request.block_ids for request in list(self._aborted.values())]
-        return len(set(chain.from_iterable((*list(self._held.values()), *aborted))))
+        return len(set(chain(*self.held, *aborted)))
 
     def stats(self) -> TransferStats:
-        return TransferStats(
-            num_loading=self.num_loading,
-            num_held_blocks=self.num_held_blocks,
-            loads_started=self._started,
-            loads_done=self._done,
-            loads_failed=self._failed,
-            loads_timed_out=self._timed_out,
-            tokens_loaded=self._tokens,
-            counters=dict(self._counters),
-        )
+        return TransferStats(self.num_loading, self.num_held_blocks, counters=dict(self._counters), **self._counts)

@@ -1,9 +1,16 @@
-"""The pool of KV blocks: owner states, reference counts and the prefix cache."""
+"""KV blocks: the pool with its prefix cache, and the blocks of requests."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from fleetfoot.records.kv_connector import SchedulerConnector
+from fleetfoot.records.request import Request
+from fleetfoot.scheduler.config import SchedulerConfig
 
 FREE, FILLING, READY, HELD = range(4)
 """The owner states of a block.
@@ -13,6 +20,8 @@ contents are final in the order of queued steps, and its hash is known. HELD: it
 but a step in flight or a connector may still read or write it, so it cannot be reused.
 """
 STATE_NAMES = ("FREE", "FILLING", "READY", "HELD")
+DIGEST_BYTES = 16
+"""Of a block's hash: with 128 bits a chance collision, which would give wrong tokens, is out of reach."""
 
 
 class OutOfBlocksError(RuntimeError):
@@ -36,7 +45,6 @@ class BlockPool:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a block pool needs at least one block of one token, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
-        self.block_size = block_size
         self.enable_caching = enable_caching
         self._plain = list(range(num_blocks - 1, -1, -1))  # free, without a cached prefix: a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, with a cached prefix: least recently used first
@@ -50,11 +58,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._plain) + len(self._cached)
 
-    @property
-    def usage(self) -> float:
-        """Fraction of the blocks that are not free, 0 to 1."""
-        return 1.0 - self.num_free / self.num_blocks
-
     def state(self, block: int) -> str:
         """FREE, FILLING, READY or HELD."""
         return STATE_NAMES[self._states[block]]
@@ -67,21 +70,17 @@ class BlockPool:
         """
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} KV blocks requested, {self.num_free} of {self.num_blocks} free")
-        plain, references, states = self._plain, self._references, self._states
-        taken = []
-        for _ in range(count):
-            block = plain.pop() if plain else self._evict()
-            references[block] = 1
-            states[block] = FILLING
-            taken.append(block)
+        taken = [self._plain.pop() if self._plain else self._evict() for _ in range(count)]
+        for block in taken:
+            self._references[block] = 1
+            self._states[block] = FILLING
         return taken
 
-    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of a chain of block hashes. Takes no reference."""
-        by_hash = self._by_hash
         found = []
         for digest in hashes:
-            block = by_hash.get(digest)
+            block = self._by_hash.get(digest)
             if block is None:
                 break
             found.append(block)
@@ -135,20 +134,19 @@ class BlockPool:
 
         The last block is freed first, so that the tail of a prefix is reused before its head.
         """
-        references, holds, states, hashes = self._references, self._holds, self._states, self._hashes
         for block in reversed(blocks):
-            left = references[block] - 1
-            if left < holds[block]:
+            left = self._references[block] - 1
+            if left < self._holds[block]:
                 raise RuntimeError(f"KV block {block} was freed twice")
-            references[block] = left
+            self._references[block] = left
             if left == 0:
-                states[block] = FREE
-                if hashes[block] is None:
+                self._states[block] = FREE
+                if self._hashes[block] is None:
                     self._plain.append(block)
                 else:
                     self._cached[block] = None
-            elif left == holds[block]:
-                states[block] = HELD
+            elif left == self._holds[block]:
+                self._states[block] = HELD
 
     def clear_cache(self) -> None:
         """Drop every cached prefix, for example because the weights have changed. Blocks in use stay in use."""
@@ -176,16 +174,9 @@ class BlockPool:
             RuntimeError: a block is lost, owned twice, both free and in use, or its hash maps to another block. The
                 message lists up to ten problems.
         """
-        num_owners, num_holds = [0] * self.num_blocks, [0] * self.num_blocks
-        for counts, lists in ((num_owners, owners), (num_holds, holds)):
-            for blocks in lists:
-                for block in blocks:
-                    counts[block] += 1
-        free = [*self._plain, *self._cached]
-        free_set = set(free)
-        wrong = []
-        if len(free) != len(free_set):
-            wrong += [f"block {block} is free twice" for block in free_set if free.count(block) > 1]
+        num_owners, num_holds = (Counter(chain.from_iterable(lists)) for lists in (owners, holds))
+        num_free = Counter(chain(self._plain, self._cached))
+        wrong = [f"block {block} is free twice" for block, count in num_free.items() if count > 1]
         for block in range(self.num_blocks):
             references, held, name = self._references[block], num_holds[block], self.state(block)
             if references != num_owners[block]:
@@ -194,10 +185,120 @@ class BlockPool:
                 wrong.append(f"block {block} has {self._holds[block]} holds, {held} holders")
             if (name == "HELD") != (references == held > 0):
                 wrong.append(f"block {block} is {name} with {held} of {references} references held")
-            if (references == 0) != (block in free_set) or (references == 0) != (name == "FREE"):
+            if (references == 0) != (block in num_free) or (references == 0) != (name == "FREE"):
                 wrong.append(f"block {block} is {name} with {references} references")
-            if (block in self._cached) and self._hashes[block] is None:
+            if block in self._cached and self._hashes[block] is None:
                 wrong.append(f"block {block} is kept for a cached prefix that it does not hold")
         wrong += [f"the hash of block {b} maps elsewhere" for h, b in self._by_hash.items() if self._hashes[b] != h]
         if wrong:
             raise RuntimeError("the KV blocks are not consistent: " + "; ".join(wrong[:10]))
+
+
+def root_hash(cache_salt: str | None) -> bytes:
+    """The start of a chain of block hashes. Requests with different salts never share a block."""
+    return hashlib.blake2b((cache_salt or "").encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def extend_chain(parent: bytes, token_ids: array[int], start: int, stop: int, block_size: int) -> list[bytes]:
+    """Hashes of the full blocks of ``token_ids[start:stop]``, chained to ``parent``.
+
+    Equal hashes mean the same tokens in the same order from the first one on.
+
+    Args:
+        parent: the hash of the block before ``start``, or `root_hash`.
+        token_ids: all tokens, as int32.
+        start: a block boundary.
+        stop: any later position; a last block that is not full is left out.
+        block_size: tokens in a block.
+    """
+    data = token_ids[start:stop].tobytes()
+    step = token_ids.itemsize * block_size
+    hashes = []
+    for offset in range(0, len(data) - step + 1, step):
+        parent = hashlib.blake2b(parent + data[offset : offset + step], digest_size=DIGEST_BYTES).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class RequestBlocks:
+    """Allocates and frees the blocks of requests; reports full blocks to the prefix cache and the KV connector."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, connector: SchedulerConnector) -> None:
+        self.pool = pool
+        self.block_size = config.block_size
+        self._lookahead = config.num_lookahead
+        self._publishes = config.enable_prefix_caching or connector.is_active
+        self._connector = connector
+
+    def find_cached_prefix(self, request: Request) -> list[int]:
+        """Cached blocks of the request's first tokens. At least one token is left to compute, for its logits."""
+        if not self._publishes or request.has_prompt_logprobs:
+            return []
+        usable = (request.num_tokens - 1) // self.block_size
+        self._hash(request, usable)
+        return self.pool.lookup(request.block_hashes[:usable])
+
+    def allocate(self, request: Request, hits: list[int]) -> bool:
+        """Allocate blocks for all known tokens of a waiting request, ``hits`` first; False if too few are free."""
+        size, pool = self.block_size, self.pool
+        # drafts need room too, but positions from the last token on are never an input
+        num_positions = min(request.num_tokens + self._lookahead, request.max_total_tokens - 1)
+        needed = -(-num_positions // size) - len(hits)
+        if needed > pool.num_free - pool.num_unreferenced(hits):
+            return False
+        pool.share(hits)
+        request.block_ids = hits + pool.take(needed)
+        request.capacity = len(request.block_ids) * size
+        request.num_computed = len(hits) * size
+        request.num_published = len(hits)
+        return True
+
+    def publish(self, request: Request, *, by_this_step: bool) -> None:
+        """Make the blocks that the request's queued steps have filled available to other requests and the connector.
+
+        Prompts are published chunk by chunk. Generated tokens are published together when the request leaves: until
+        then only an identical request could hit them, and hashing them one by one would slow down every step.
+
+        Args:
+            by_this_step: see `SchedulerConnector.blocks_filled`.
+        """
+        # drafts in flight count as computed, but their tokens are not known
+        final = min(request.num_computed, request.num_tokens, request.max_total_tokens - 1)
+        first = request.num_published
+        if last := self._publish(request, final):
+            self._connector.blocks_filled(request, first, last, by_this_step=by_this_step)
+
+    def publish_loaded(self, request: Request) -> None:
+        """Publish blocks that the connector has loaded. The connector is not notified: it has them already."""
+        self._publish(request, request.num_computed)
+
+    def _publish(self, request: Request, num_tokens: int) -> int:
+        """Returns the number of blocks that are published now; 0 if none was added."""
+        last = num_tokens // self.block_size
+        if not self._publishes or last <= request.num_published:
+            return 0
+        self._hash(request, last)
+        for block in range(request.num_published, last):
+            self.pool.publish(request.block_ids[block], request.block_hashes[block])
+        request.num_published = last
+        return last
+
+    def _hash(self, request: Request, count: int) -> None:
+        hashes, size = request.block_hashes, self.block_size
+        if count > len(hashes):
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+            token_ids = request.prompt_token_ids if count * size <= request.num_prompt_tokens else request.token_ids
+            hashes += extend_chain(parent, token_ids, len(hashes) * size, count * size, size)
+
+    def hold(self, request: Request) -> None:
+        """Hold the blocks of a request that no longer runs, until `free`."""
+        request.is_held = True
+        self.pool.hold(request.block_ids)
+
+    def free(self, request: Request) -> None:
+        """Free the blocks of a request that is in no step in flight; it may start again."""
+        free = self.pool.release if request.is_held else self.pool.free
+        free(request.block_ids)
+        request.is_held = False
+        request.block_ids = []
+        request.capacity = request.num_computed = request.num_published = 0
