@@ -114,8 +114,9 @@ class Request:
         self.cache_salt = cache_salt
         self.kv_transfer_params = kv_transfer_params
         self.kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
-        is_packed = isinstance(prompt_token_ids, array)
-        self.prompt_token_ids = prompt_token_ids if is_packed else array("i", prompt_token_ids)  # int32
+        if not isinstance(prompt_token_ids, array):
+            prompt_token_ids = array("i", prompt_token_ids)
+        self.prompt_token_ids = prompt_token_ids  # int32
         self.output_token_ids: list[int] = []
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.max_tokens = max_tokens
