@@ -23,8 +23,7 @@ from tests.helpers.waits import waits_are_errors
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
-from fleetfoot.kernels.sampling.filters import RowFilters
-from fleetfoot.kernels.sampling.sample import RandomRows, sample_torch
+from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.sample_triton import sample_triton
 
 pytestmark = [

@@ -21,8 +21,7 @@ from fleetfoot.kernels.linear.streamed import StreamedTiling
 from fleetfoot.kernels.linear.tiled import TiledTiling
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
-from fleetfoot.kernels.sampling.filters import RowFilters
-from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
 from tests.helpers.kernels import triton_kernels
 
 _OPTIONS = ("num_warps", "launch_pdl", "enable_fp_fusion")

@@ -14,10 +14,8 @@ from fleetfoot.kernels.sampling.logits_processors import (
     PREFIX_ENDS,
     PREFIX_TOKENS,
     TOKENS,
-    AllowedTokenTable,
     ListedTokens,
     LogitsProcessorTables,
-    PenaltyTable,
     TokenHistory,
 )
 from fleetfoot.sampling.shape import NUM_PLANES
@@ -91,16 +89,16 @@ def processor_case(
         return torch.tensor(values, dtype=torch.int32)
 
     sizes = (ints([len(getattr(row, name)) for row in params]) for name in ("biases", "words", "stops"))
-    penalties = (torch.tensor([getattr(row, name) for row in params]) for name in PenaltyTable.__slots__)
+    names = ("repetition", "frequency", "presence")
     return ProcessorCase(
         logits,
         ints(rows),
         ints(seq_lens),
         LogitsProcessorTables(
-            _allowed(params, vocab_size),
+            *_allowed(params, vocab_size),
             ListedTokens(_planes(params), *sizes, ints([row.min_tokens for row in params])),
-            PenaltyTable(*penalties),
-            _history(rng, sequences, ints([row.prompt_len for row in params])),
+            *(torch.tensor([getattr(row, name) for row in params]) for name in names),
+            history=_history(rng, sequences, ints([row.prompt_len for row in params])),
         ),
         params,
         sequences,
@@ -137,13 +135,13 @@ def _history(rng: random.Random, sequences: list[list[int]], prompt_lens: torch.
     return TokenHistory(tables, pages, prompt_lens, BLOCK_SIZE)
 
 
-def _allowed(params: list[RowParams], vocab_size: int) -> AllowedTokenTable:
+def _allowed(params: list[RowParams], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     bits = np.zeros((len(params), -(-vocab_size // 32) * 32), dtype=np.uint8)
     for row, one in enumerate(params):
         bits[row, one.allowed or []] = 1
     masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
     is_limited = torch.tensor([one.allowed is not None for one in params], dtype=torch.int32)
-    return AllowedTokenTable(is_limited, torch.from_numpy(masks))
+    return is_limited, torch.from_numpy(masks)
 
 
 def _planes(params: list[RowParams]) -> torch.Tensor:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
-from fleetfoot.kernels.sampling.filters import RowFilters
-from fleetfoot.kernels.sampling.sample import RandomRows, sample_torch
+from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.sample_triton import sample_triton
 
 pytestmark = interpreted

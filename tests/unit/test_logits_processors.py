@@ -17,9 +17,7 @@ from tests.helpers.no_values import NoValues
 from fleetfoot.kernels.sampling.logits_processors import count_tokens, process_logits_cpu, process_logits_torch
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.sampling.logits_processors import banned_tokens
-from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
-from fleetfoot.sampling.sampler_v1 import process_logits
+from fleetfoot.sampling.sampler_v1 import SamplingMetadata, SamplingRow, banned_tokens, process_logits
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
 float32 = np.float32
@@ -37,7 +35,7 @@ def by_loops(case: ProcessorCase, index: int) -> list[float]:
     for token, value in enumerate(values):
         if params.allowed is not None and token not in params.allowed:
             value = value - float32("inf")
-        value = value + float32(params.biases.get(token, 0.0)) + float32(banned.get(token, 0.0))
+        value = value + float32(params.biases.get(token, 0.0)) + float32(-np.inf if token in banned else 0.0)
         if token in counts or (token in prompt and params.repetition != 1):
             rate = float32(params.repetition)
             value = value / rate if value > 0 else value * rate
@@ -180,6 +178,6 @@ def test_excluded_tokens_stay_excluded() -> None:
 
 
 def test_count_tokens() -> None:
-    counts = count_tokens(np.array([1, 4, 9]), [4, 2, 4])
-    assert dict(zip(counts.token_ids.tolist(), counts.output_counts.tolist(), strict=True)) == {2: 1, 4: 2, 1: 0, 9: 0}
-    assert count_tokens(None, []).token_ids.dtype == np.int64
+    token_ids, counts = count_tokens(np.array([1, 4, 9]), [4, 2, 4])
+    assert dict(zip(token_ids.tolist(), counts.tolist(), strict=True)) == {2: 1, 4: 2, 1: 0, 9: 0}
+    assert count_tokens(None, [])[0].dtype == np.int64

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from tests.helpers.no_values import NoValues
 
 from fleetfoot.kernels import sampling
-from fleetfoot.kernels.sampling import filters
+from fleetfoot.kernels.sampling import sample as filters
 from fleetfoot.kernels.sampling.gumbel import gumbel_noise
 from fleetfoot.kernels.sampling.sample import RandomRows, sample_cpu, sample_torch
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_cpu, token_logprobs_torch
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
-from fleetfoot.sampling.sampler_v1 import process_logits, sample
-from fleetfoot.sampling.seeds import request_seed
+from fleetfoot.sampling.request_params import request_seed
+from fleetfoot.sampling.sampler_v1 import SamplingMetadata, SamplingRow, process_logits, sample
 
 CPU = torch.device("cpu")
 
@@ -307,8 +306,8 @@ def test_logprobs_are_the_models_own_and_only_for_rows_that_asked():
     rows = [row(temperature=0, logprobs=1, logit_bias={0: 50}), row(), row(temperature=0, logprobs=0)]
     metadata = SamplingMetadata.build(rows, CPU)
     output = sample(logits, metadata)
-    assert list(metadata.logprobs.indices) == [0, 2]
-    first, second = output.logprobs.to_rows(metadata.logprobs.counts)
+    assert metadata.logprobs == {0: 1, 2: 0}
+    first, second = output.logprobs.to_rows(list(metadata.logprobs.values()))
     expected = logits.log_softmax(dim=-1)
     assert first.token_ids == [0, 2] and first.rank == 3
     assert first.logprobs == pytest.approx(expected[0, [0, 2]].tolist())
@@ -317,9 +316,10 @@ def test_logprobs_are_the_models_own_and_only_for_rows_that_asked():
 
 def test_metadata_of_plain_batches_is_empty():
     greedy = SamplingMetadata.build([row(temperature=0), row(temperature=0, top_p=0.5)], CPU)
-    assert greedy.random is None and not greedy.logits_processors and greedy.logprobs is None
+    assert greedy.random is None and not greedy.logprobs
     plain = SamplingMetadata.build([row(), row(temperature=0)], CPU)
-    assert not plain.logits_processors
+    logits = torch.zeros(2, 3)
+    assert process_logits(logits, greedy) is process_logits(logits, plain) is logits
     assert plain.random.temperatures.tolist() == [1, 0]
     assert plain.random.filters is None
     assert SamplingMetadata.build([row(), row(temperature=0, top_k=2)], CPU).random.filters is None
@@ -374,13 +374,13 @@ def test_a_row_is_the_same_alone_and_among_any_neighbours(rows, seed, dtype, chu
         metadata = SamplingMetadata.build(rows, CPU)
         together = sample(logits, metadata)
     processed = process_logits(logits, metadata)
-    asked = list(metadata.logprobs.indices) if metadata.logprobs else []
-    together_logprobs = together.logprobs.to_rows(metadata.logprobs.counts) if asked else []
+    asked = list(metadata.logprobs)
+    together_logprobs = together.logprobs.to_rows(list(metadata.logprobs.values())) if asked else []
     for i, one in enumerate(rows):
         alone_metadata = SamplingMetadata.build([one], CPU)
         alone = sample(logits[i : i + 1], alone_metadata)
         assert torch.equal(process_logits(logits[i : i + 1], alone_metadata)[0], processed[i])
         assert alone.token_ids[0] == together.token_ids[i] and alone.invalid[0] == together.invalid[i]
         if i in asked:
-            (expected,) = alone.logprobs.to_rows(alone_metadata.logprobs.counts)
+            (expected,) = alone.logprobs.to_rows(list(alone_metadata.logprobs.values()))
             assert together_logprobs[asked.index(i)] == expected

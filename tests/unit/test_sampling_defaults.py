@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.sampling.defaults import read_sampling_defaults
+from fleetfoot.sampling.request_params import read_sampling_defaults
 
 ALL = {
     "temperature": 0.6,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams, bad_words_token_ids
-from fleetfoot.sampling.seeds import request_seed
+from fleetfoot.sampling.request_params import request_seed
 from fleetfoot.utils.validation import unknown_keyword
 
 
@@ -208,6 +208,6 @@ def test_request_seeds():
 
 
 def test_parameters_need_no_torch():
-    code = "import sys, fleetfoot.records.sampling_params, fleetfoot.sampling.seeds, fleetfoot.outputs; "
-    code += "sys.exit('torch' in sys.modules)"
+    modules = "fleetfoot.sampling_params, fleetfoot.sampling.request_params, fleetfoot.outputs"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

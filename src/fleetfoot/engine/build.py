@@ -19,7 +19,7 @@ from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.plan.transfer_context import transfer_context
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.sampling.defaults import read_sampling_defaults
+from fleetfoot.sampling.request_params import read_sampling_defaults
 from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.speculative.controller import AdaptiveDrafts

@@ -15,7 +15,7 @@ import numpy as np
 from fleetfoot.inputs import PromptType
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams, bad_words_token_ids, is_boolean
-from fleetfoot.sampling.seeds import request_seed
+from fleetfoot.sampling.request_params import request_seed
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer

@@ -1,1 +1,0 @@
-"""Sampling: the parameters of a request, and the next token from logits."""

@@ -87,11 +87,10 @@ def prompt_logprobs(
             prompt would be the largest tensor of the step.
     """
     step = rows_per_chunk(vocab_size, hidden_states.device)
-    chunks = []
-    for start in range(0, max(len(hidden_states), 1), step):
-        chunk = slice(start, start + step)
-        chunks.append(token_logprobs(compute_logits(hidden_states[chunk]), num, next_token_ids[chunk], op))
-    return LogprobsTensors(torch.cat([chunk.packed for chunk in chunks]))
+    chunks = zip(hidden_states.split(step), next_token_ids.split(step), strict=True)
+    return LogprobsTensors(
+        torch.cat([token_logprobs(compute_logits(states), num, token_ids, op).packed for states, token_ids in chunks])
+    )
 
 
 class PromptLogprobs:
@@ -132,15 +131,13 @@ class PromptLogprobs:
             return
         first = 0
         for index, (row, num_tokens) in enumerate(zip(output.rows, output.num_scheduled_tokens, strict=True)):
-            if row in self._prefills:
-                request, num, begin = self._prefills.pop(row)
-                if begin + num_tokens < request.num_prompt_tokens:
-                    self._prefills[row] = (request, num, begin + num_tokens)
-                count = min(num_tokens, request.num_prompt_tokens - 1 - begin)
-                if count > 0:
-                    targets = torch.tensor(
-                        request.token_ids[begin + 1 : begin + 1 + count].tolist(), device=hidden.device
-                    )
-                    states = hidden[first : first + count]
-                    yield index, begin + 1, prompt_logprobs(states, targets, num, *self._model)
-            first += num_tokens
+            states, first = hidden[first : first + num_tokens], first + num_tokens
+            if row not in self._prefills:
+                continue
+            request, num, begin = self._prefills.pop(row)
+            if begin + num_tokens < request.num_prompt_tokens:
+                self._prefills[row] = (request, num, begin + num_tokens)
+            targets = request.token_ids[begin + 1 : min(begin + 1 + num_tokens, request.num_prompt_tokens)].tolist()
+            if targets:
+                target_ids = torch.tensor(targets, device=hidden.device)
+                yield index, begin + 1, prompt_logprobs(states[: len(targets)], target_ids, num, *self._model)

@@ -1,7 +1,7 @@
 """The sampler of Model Runner V1: parameters are gathered on the host for each batch.
 
 The order of operations is vLLM's. Logprobs are computed from the model's logits. Then, in float32: allowed tokens, bad
-words and min_tokens, logit_bias, penalties; greedy rows take the argmax of the result. Random rows continue: subtract
+words, min_tokens and logit_bias, penalties; greedy rows take the argmax of the result. Random rows continue: subtract
 the row's maximum, divide by the temperature, min_p, top_k, top_p, Gumbel-max with the row's own noise.
 
 Every operation processes each row separately, so a row's token and logprobs are bitwise the same in every batch.
@@ -10,19 +10,179 @@ Every operation processes each row separately, so a row's token and logprobs are
 from __future__ import annotations
 
 import copy
+import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from fleetfoot.kernels.interface import Kernels, Sample, TokenLogprobs
-from fleetfoot.kernels.sampling.sample import sample_torch
+from fleetfoot.kernels.sampling.logits_processors import count_tokens, penalize
+from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.token_logprobs import token_logprobs_torch
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
-from fleetfoot.sampling.metadata import SamplingMetadata, SamplingRow
 from fleetfoot.sampling.verification import HostSamples, verify_drafts
+
+
+@dataclass(slots=True, eq=False)
+class SamplingRow:
+    """One row of logits: its request's parameters and tokens.
+
+    Every token id must be within the model's vocabulary (`SamplingParams.validate_for_model`).
+    """
+
+    params: SamplingParams
+    seed: int
+    """64 bits (`request_seed`)."""
+    token_ids: Sequence[int]
+    """Prompt and output. The list may grow; `SamplingMetadata.refresh` reads it again."""
+    num_prompt_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that are banned before ``min_tokens``: the model's end tokens and the request's stop tokens."""
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    """Token sequences that must not be completed."""
+
+    has_filters: bool = field(init=False)
+    """Whether the row draws, and min_p, top_k or top_p are on."""
+    has_penalties: bool = field(init=False)
+    has_biases: bool = field(init=False)
+    """Whether it has a logit bias, or its output can ban tokens."""
+    _prompt_tokens: np.ndarray | None = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.has_filters = params.temperature > 0 and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1)
+        self.has_penalties = (
+            params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+        )
+        has_bans = bool(self.bad_words_token_ids) or (params.min_tokens > 0 and bool(self.stop_token_ids))
+        self.has_biases = has_bans or bool(params.logit_bias)
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def prompt_tokens(self) -> np.ndarray | None:
+        """The prompt's distinct tokens, int64, computed once; None if the penalties do not include them."""
+        if self._prompt_tokens is None and self.params.repetition_penalty != 1:
+            self._prompt_tokens = np.unique(np.asarray(self.token_ids[: self.num_prompt_tokens], dtype=np.int64))
+        return self._prompt_tokens
+
+    def biases(self) -> dict[int, float]:
+        """Token id -> value to add: the logit bias, -inf for banned tokens."""
+        params, output = self.params, self.output_token_ids
+        banned = banned_tokens(output, self.bad_words_token_ids, params.min_tokens, self.stop_token_ids)
+        return {**(params.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
+
+
+def banned_tokens(
+    output_token_ids: Sequence[int], bad_words: Iterable[Sequence[int]], min_tokens: int, stop_token_ids: Iterable[int]
+) -> set[int]:
+    """The tokens that must not follow ``output_token_ids``.
+
+    These are the last tokens of bad words (token sequences) with a prefix that the output ends with, and
+    ``stop_token_ids`` while the output has fewer than ``min_tokens`` tokens.
+    """
+    banned = set(stop_token_ids) if len(output_token_ids) < min_tokens else set()
+    for *prefix, last in bad_words:
+        start = len(output_token_ids) - len(prefix)
+        if start >= 0 and list(output_token_ids[start:]) == prefix:
+            banned.add(last)
+    return banned
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """Rows with ``allowed_token_ids``."""
+
+    rows: torch.Tensor  # [a] int64
+    entry_rows: torch.Tensor  # [m] int64, for each allowed token the index into `rows`
+    token_ids: torch.Tensor  # [m] int64
+
+    @classmethod
+    def build(cls, allowed: Mapping[int, Sequence[int]], device: torch.device) -> AllowedTokens | None:
+        """From row -> token ids; ``None`` if there are none."""
+        if not allowed:
+            return None
+        entry_rows = np.repeat(np.arange(len(allowed)), [len(token_ids) for token_ids in allowed.values()])
+        return cls(
+            torch.tensor(list(allowed), device=device),
+            torch.from_numpy(entry_rows).to(device),
+            torch.from_numpy(np.concatenate([*map(np.asarray, allowed.values())])).to(device),
+        )
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Exclude all other tokens of ``logits [n, vocab]`` float32, in place."""
+        limited = logits[self.rows]  # [a, vocab]
+        masked = limited - torch.inf
+        masked[self.entry_rows, self.token_ids] = limited[self.entry_rows, self.token_ids]
+        logits[self.rows] = masked
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """The sampler's input for a batch: its rows, and tensors of the parameters that do not depend on their tokens.
+
+    While a batch has the same rows in the same order, `refresh` is enough after each step.
+    """
+
+    rows: Sequence[SamplingRow]
+    random: RandomRows | None = None
+    """None: every row is greedy."""
+    allowed: AllowedTokens | None = None
+    biased: Sequence[int] = ()
+    """Indices of the rows with biases or bans."""
+    penalized: Sequence[int] = ()
+    """Indices of the rows with penalties."""
+    logprobs: Mapping[int, int] = field(default_factory=dict)
+    """Index of a row with logprobs -> number of top logprobs; -1: all."""
+
+    @classmethod
+    def build(cls, rows: Sequence[SamplingRow], device: torch.device) -> SamplingMetadata:
+        """Gather the rows' parameters, in the order of the logits."""
+        allowed = {i: ids for i, row in enumerate(rows) if (ids := row.params.allowed_token_ids) is not None}
+        return cls(
+            rows,
+            _random_rows(rows, device),
+            AllowedTokens.build(allowed, device),
+            [i for i, row in enumerate(rows) if row.has_biases],
+            [i for i, row in enumerate(rows) if row.has_penalties],
+            {i: count for i, row in enumerate(rows) if (count := row.params.logprobs) is not None},
+        )
+
+    def refresh(self) -> SamplingMetadata:
+        """The metadata of the same rows after their ``token_ids`` have grown."""
+        if self.random is None:
+            return self
+        return replace(self, random=replace(self.random, positions=_positions(self.rows, self.random.seeds.device)))
+
+
+def _positions(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
+    return torch.tensor([len(row.token_ids) for row in rows], device=device)
+
+
+def _random_rows(rows: Sequence[SamplingRow], device: torch.device) -> RandomRows | None:
+    params = [row.params for row in rows]
+    if all(p.temperature == 0 for p in params):
+        return None
+
+    def floats(values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.float32, device=device)
+
+    filters = None
+    if any(row.has_filters for row in rows):
+        filters = RowFilters(
+            floats(math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params),
+            torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int32, device=device),
+            floats(p.top_p for p in params),
+        )
+    seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64).view(np.int64)
+    temperatures = floats(p.temperature for p in params)
+    return RandomRows(temperatures, torch.from_numpy(seeds).to(device), _positions(rows, device), filters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +207,7 @@ class Sampler:
     def __init__(self, ops: Kernels, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> None:
         self._ops = ops
         self._rows: dict[int, SamplingRow] = {}
-        self._last = SamplingMetadata([], torch.device("cpu"))
+        self._last = SamplingMetadata([])
         self.prompt_logprobs = PromptLogprobs(compute_logits, vocab_size, ops.token_logprobs)
 
     def add(self, request: NewRequest) -> None:
@@ -81,15 +241,6 @@ class Sampler:
             rows: ``[num_sampled]``: the requests' rows.
             drafts, max_new_tokens: as for `verify_drafts`.
         """
-        metadata = self._metadata(rows, drafts, logits.device)
-        output = sample(logits, metadata, self._ops.sample, self._ops.token_logprobs)
-        logprobs = {}
-        if output.logprobs is not None and metadata.logprobs is not None:
-            entries = output.logprobs.to_rows(metadata.logprobs.counts)
-            logprobs = dict(zip(metadata.logprobs.indices, entries, strict=True))
-        return verify_drafts(output.token_ids.tolist(), output.invalid.tolist(), drafts, max_new_tokens, logprobs)
-
-    def _metadata(self, rows: Sequence[int], drafts: Sequence[Sequence[int]], device: torch.device) -> SamplingMetadata:
         batch: list[SamplingRow] = []
         for index, row in enumerate(rows):
             batch.append(self._rows[row])
@@ -97,14 +248,18 @@ class Sampler:
                 batch += _rows_behind(self._rows[row], drafts[index])
         last = self._last
         is_same = len(last.rows) == len(batch) and all(map(operator.is_, last.rows, batch))
-        self._last = last.refresh() if is_same and batch else SamplingMetadata.build(batch, device)
-        return self._last
+        self._last = metadata = last.refresh() if is_same else SamplingMetadata.build(batch, logits.device)
+        output = sample(logits, metadata, self._ops.sample, self._ops.token_logprobs)
+        logprobs = {}
+        if output.logprobs is not None:
+            entries = output.logprobs.to_rows(list(metadata.logprobs.values()))
+            logprobs = dict(zip(metadata.logprobs, entries, strict=True))
+        return verify_drafts(output.token_ids.tolist(), output.invalid.tolist(), drafts, max_new_tokens, logprobs)
 
 
 def _rows_behind(row: SamplingRow, drafts: Sequence[int]) -> Iterator[SamplingRow]:
     """The row with its first draft accepted, its first two, and so on. The input of an absent draft (-1) is token 0."""
-    if row.has_penalties:
-        row.prompt_tokens()  # computed once for all copies
+    row.prompt_tokens()  # computed once for all copies
     for count in range(1, len(drafts) + 1):
         behind = copy.copy(row)
         behind.token_ids = [*row.token_ids, *(max(draft, 0) for draft in drafts[:count])]
@@ -126,18 +281,34 @@ def sample(
     invalid = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     token_ids = sample_op(process_logits(logits, metadata), metadata.random, invalid=invalid)
     logprobs = None
-    if metadata.logprobs is not None:
-        rows, count = metadata.logprobs.rows, metadata.logprobs.max_count
-        logprobs = token_logprobs(logits[rows], count, token_ids[rows], logprobs_op)
+    if counts := metadata.logprobs.values():
+        rows = torch.tensor(list(metadata.logprobs), device=logits.device)
+        largest = -1 if -1 in counts else max(counts)
+        logprobs = token_logprobs(logits[rows], largest, token_ids[rows], logprobs_op)
     return SamplerOutput(token_ids, invalid, logprobs)
 
 
 def process_logits(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-    """The logits ``[n, vocab]`` after the logits processors, in float32 if there are any."""
-    processors = metadata.logits_processors
-    if not processors:
+    """The logits ``[n, vocab]`` after the logits processors, in float32 if there are any.
+
+    Tokens are excluded by adding -inf, not by assigning it: NaN and +inf in the model's logits then stay visible as
+    NaN, and the sampler reports the row instead of sampling from the rest.
+    """
+    if metadata.allowed is None and not metadata.biased and not metadata.penalized:
         return logits
     processed = logits.to(torch.float32, copy=True)
-    for processor in processors:
-        processor.apply(processed)
+    if metadata.allowed is not None:
+        metadata.allowed.apply(processed)
+    entries = [(i, token, bias) for i in metadata.biased for token, bias in metadata.rows[i].biases().items()]
+    if entries:
+        rows, token_ids, biases = zip(*entries, strict=True)
+        index = torch.tensor((rows, token_ids), device=logits.device)
+        values = torch.tensor(biases, dtype=torch.float32, device=logits.device)
+        processed.index_put_(tuple(index), values, accumulate=True)
+    if metadata.penalized:
+        penalized = [metadata.rows[i] for i in metadata.penalized]
+        counts = [count_tokens(row.prompt_tokens(), row.output_token_ids) for row in penalized]
+        params = [row.params for row in penalized]
+        factors = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+        penalize(processed, metadata.penalized, counts, factors)
     return processed

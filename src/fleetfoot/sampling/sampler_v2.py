@@ -7,23 +7,165 @@ other rows, nor on whether the step is a graph.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.prepare.staging import StagedWriteTensor, StagingBuffer
 from fleetfoot.kernels.runtime.triton_support import next_power_of_2
-from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.kernels.sampling.logits_processors import (
+    BIASES,
+    PREFIX_ENDS,
+    PREFIX_TOKENS,
+    TOKENS,
+    ListedTokens,
+    LogitsProcessorTables,
+    TokenHistory,
+)
+from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
 from fleetfoot.records.step import NewRequest
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
-from fleetfoot.sampling.row_tables import SamplingTables
-from fleetfoot.sampling.shape import MIN_LOGPROBS, SamplingVariant
+from fleetfoot.sampling.shape import (
+    LIST_CAPACITY,
+    MASK_BITS,
+    MIN_LOGPROBS,
+    NUM_FIELDS,
+    NUM_PLANES,
+    SamplingVariant,
+    mask_size,
+)
 from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
 
-_RANDOM, _FILTERS, _PROCESSORS, _LOGPROBS = "random", "filters", "logits processors", "logprobs"
+# fields of a row, each contiguous over the rows
+(MIN_TOKENS, TOP_K, IS_LIMITED, NUM_BIASES, NUM_WORDS, NUM_STOPS, LOGPROBS_SIZE,
+ TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE) = range(NUM_FIELDS)  # fmt: skip
+_FIELDS_AND_SEED = struct.Struct(f"={TEMPERATURE}i{NUM_FIELDS - TEMPERATURE}fQ")
+_RANDOM, _FILTERS, _PROCESSORS = "random", "filters", "logits processors"
+
+
+class SamplingTables:
+    """Sampling parameters, with an entry for each of ``R = max_num_seqs`` rows, in tables on the device.
+
+    The host writes a row when its request is admitted, through the staging buffer; eager steps and graphs read it.
+
+    A list of tokens that exceeds `LIST_CAPACITY` gets a tensor of its own, which graphs do not read: while such a
+    request runs, sampling is not part of the graphs.
+
+    Args:
+        seeds: ``[R, 2]``, aligned to 8 bytes. fields: ``[NUM_FIELDS, R]``. lists: ``[R, 4, LIST_CAPACITY]``.
+        masks: ``[R, ceil(vocab_size / 32)]``.
+        history: the tokens of each row.
+    """
+
+    def __init__(
+        self,
+        seeds: StagedWriteTensor,
+        fields: StagedWriteTensor,
+        lists: StagedWriteTensor,
+        masks: StagedWriteTensor,
+        history: TokenHistory,
+        vocab_size: int,
+    ) -> None:
+        integers = fields.tensor
+        floats = integers.view(torch.float32)
+        # arena indices of row 0's fields and seed, and their distance to those of row 1: [NUM_FIELDS + 2]
+        self._indices = np.array([*(fields.index(field) for field in range(NUM_FIELDS)), seeds.base, seeds.base + 1])
+        self._row_strides = np.array([1] * NUM_FIELDS + [seeds.row_stride] * 2)
+        self._lists = lists
+        self._masks = masks
+        self._vocab_size = vocab_size
+        self.seeds = seeds.tensor.view(torch.int64).view(integers.shape[1])
+        self.temperature = floats[TEMPERATURE]
+        self.filters = RowFilters(floats[LOG_MIN_P], integers[TOP_K], floats[TOP_P])
+        self.logprobs_size = integers[LOGPROBS_SIZE]
+        """1 + number of top logprobs of a row; 0: none, or more than `MAX_SELECTED`."""
+        self.logits_processors = LogitsProcessorTables(
+            is_limited=integers[IS_LIMITED],
+            allowed_masks=masks.tensor,
+            listed=ListedTokens(
+                lists.tensor, integers[NUM_BIASES], integers[NUM_WORDS], integers[NUM_STOPS], integers[MIN_TOKENS]
+            ),
+            repetition=floats[REPETITION],
+            frequency=floats[FREQUENCY],
+            presence=floats[PRESENCE],
+            history=history,
+        )
+        self.long_lists: dict[int, ListedTokens] = {}
+
+    def stage(self, request: NewRequest, buffer: StagingBuffer) -> None:
+        """Write a request's row. Of its list and mask only the used part is written."""
+        params, row = request.params, request.row
+        planes, counts = _listed_tokens(request, self._vocab_size)
+        is_long = max(map(len, planes)) > LIST_CAPACITY
+        size = params.logprobs
+        packed = _FIELDS_AND_SEED.pack(
+            params.min_tokens,
+            max(params.top_k, 0),
+            params.allowed_token_ids is not None,
+            *((0, 0, 0) if is_long else counts),
+            0 if size is None or size > MAX_SELECTED else 1 + size,
+            params.temperature,
+            params.top_p,
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+            request.seed,
+        )
+        values = np.frombuffer(packed, np.int32)  # [NUM_FIELDS + 2]
+        buffer.write(self._indices + self._row_strides * row, values, len(values))
+        self.long_lists.pop(row, None)
+        if is_long:
+            self.long_lists[row] = self._long_list(planes, counts)
+        else:
+            for number, plane in enumerate(planes):
+                if len(plane):
+                    _write(self._lists, row, number * LIST_CAPACITY, plane, buffer)
+        if params.allowed_token_ids is not None:
+            bits = np.zeros(mask_size(self._vocab_size) * MASK_BITS, dtype=np.uint8)
+            bits[params.allowed_token_ids] = 1
+            _write(self._masks, row, 0, np.packbits(bits, bitorder="little").view(np.int32), buffer)
+
+    def remove(self, row: int) -> None:
+        """Free a row."""
+        self.long_lists.pop(row, None)
+
+    def _long_list(self, planes: Sequence[np.ndarray], counts: tuple[int, int, int]) -> ListedTokens:
+        """A table with the same entries for every row."""
+        min_tokens = self.logits_processors.listed.min_tokens
+        table = np.zeros((1, NUM_PLANES, max(map(len, planes))), dtype=np.int32)
+        for number, plane in enumerate(planes):
+            table[0, number, : len(plane)] = plane
+        every_row = torch.from_numpy(table).to(min_tokens.device).expand(len(min_tokens), -1, -1)
+        num_biases, num_words, num_stops = (torch.full_like(min_tokens, count) for count in counts)
+        return ListedTokens(every_row, num_biases, num_words, num_stops, min_tokens)
+
+
+def _write(table: StagedWriteTensor, row: int, column: int, values: np.ndarray, buffer: StagingBuffer) -> None:
+    first = table.index(row, column)
+    buffer.write(np.arange(first, first + len(values)), values, len(values))
+
+
+def _listed_tokens(request: NewRequest, vocab_size: int) -> tuple[list[np.ndarray], tuple[int, int, int]]:
+    """A request's part of each plane of `ListedTokens`, and its numbers of biases, bad words and stop tokens."""
+    biases, words = request.params.logit_bias or {}, request.bad_words_token_ids
+    # a stop token outside the model's vocabulary cannot be generated
+    stops = [token for token in sorted(request.stop_token_ids) if token < vocab_size and request.params.min_tokens]
+    planes = [np.empty(0, dtype=np.int32)] * NUM_PLANES
+    if biases or words or stops:
+        prefixes: list[list[int]] = [[] for _ in biases] + [word[:-1] for word in words] + [[] for _ in stops]
+        planes[TOKENS] = np.array([*biases, *(word[-1] for word in words), *stops], dtype=np.int32)
+        planes[BIASES] = np.array(list(biases.values()), dtype=np.float32).view(np.int32)
+        planes[PREFIX_ENDS] = np.cumsum([len(prefix) for prefix in prefixes], dtype=np.int32)
+        planes[PREFIX_TOKENS] = np.array([token for prefix in prefixes for token in prefix], dtype=np.int32)
+    return planes, (len(biases), len(words), len(stops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +222,7 @@ class Sampler:
             self._tables.remove(row)
 
     def _count(self, request: NewRequest, change: int) -> None:
-        for feature in _features(request):
-            self._features[feature] += change
+        self._features.update(dict.fromkeys(_features(request), change))
         if request.params.logprobs is not None:
             self._num_logprobs[request.params.logprobs] += change
 
@@ -153,7 +294,7 @@ class Sampler:
         return token_logprobs(logits[index], largest, token_ids[index], self._ops.token_logprobs), sizes
 
     def _logprobs_of(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        if not self._features[_LOGPROBS]:
+        if not any(self._num_logprobs.values()):
             return []
         sizes = ((index, self._requests[row].params.logprobs) for index, row in enumerate(rows))
         return [(index, size) for index, size in sizes if size is not None]
@@ -174,6 +315,5 @@ def _features(request: NewRequest) -> list[str]:
         _RANDOM: is_random,
         _FILTERS: is_random and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1),
         _PROCESSORS: is_penalized or has_lists or params.min_tokens > 0,
-        _LOGPROBS: params.logprobs is not None,
     }
     return [name for name, is_on in features.items() if is_on]

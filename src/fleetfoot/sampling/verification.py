@@ -69,7 +69,10 @@ def verify_drafts(
         proposed = drafts[index] if index < len(drafts) else ()
         end = begin + 1 + len(proposed)
         tokens, flags = sampled[begin:end], invalid[begin:end]
-        count = min(_num_accepted(proposed, tokens, flags) + 1, max_new)
+        accepted = 0
+        while accepted < len(proposed) and proposed[accepted] == tokens[accepted] and not flags[accepted]:
+            accepted += 1
+        count = min(accepted + 1, max_new)
         token_ids.append(tokens[:count])
         num_rejected.append(len(tokens) - count)
         if count and flags[count - 1]:
@@ -79,13 +82,6 @@ def verify_drafts(
         begin = end
     num_drafted = [sum(draft >= 0 for draft in proposed) for proposed in drafts]
     return HostSamples(token_ids, np.array(num_rejected, dtype=np.int64), num_drafted, messages, request_logprobs)
-
-
-def _num_accepted(drafts: Sequence[int], sampled: Sequence[int], invalid: Sequence[bool]) -> int:
-    for count, (draft, token, is_invalid) in enumerate(zip(drafts, sampled, invalid, strict=False)):
-        if is_invalid or draft != token:
-            return count
-    return len(drafts)
 
 
 # --- Model Runner V2: on the device -----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A row's scores are ``(logit - highest) / temperature``, at most 0. Their bits without the sign are integers of the
 reverse order, called *depths*: 0 for the best token. Kept are all tokens below some depth, and the first few of those
-at that depth (the reference `fleetfoot.kernels.sampling.filters` explains which).
+at that depth (the reference `fleetfoot.kernels.sampling.sample` explains which).
 
 Top-k and top-p are the same search: the largest depth whose predecessors weigh less than a target. A token weighs 1 for
 top-k and its probability, as an integer, for top-p; integer sums do not depend on the order. Each filter takes a few

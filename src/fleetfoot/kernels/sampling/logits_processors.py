@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -44,16 +44,6 @@ class TokenHistory:
 
 
 @dataclass(frozen=True, slots=True)
-class AllowedTokenTable:
-    """``allowed_token_ids`` of each row."""
-
-    is_limited: torch.Tensor
-    """``[R]`` int32, 0 where every token is allowed."""
-    masks: torch.Tensor
-    """``[R, ceil(vocab / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` is set if token ``t`` is allowed."""
-
-
-@dataclass(frozen=True, slots=True)
 class ListedTokens:
     """Entries of each row, in this order: biases, last tokens of bad words, stop tokens banned by min_tokens.
 
@@ -71,21 +61,20 @@ class ListedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class PenaltyTable:
-    """Penalties of each row, ``[R]`` float32 each; 1, 0 and 0 are off."""
-
-    repetition: torch.Tensor
-    frequency: torch.Tensor
-    presence: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class LogitsProcessorTables:
     """Everything that the logits processors read of the ``R`` rows."""
 
-    allowed: AllowedTokenTable
+    is_limited: torch.Tensor
+    """``[R]`` int32, 0 where every token is allowed."""
+    allowed_masks: torch.Tensor
+    """``[R, ceil(vocab / 32)]`` int32: bit ``t % 32`` of word ``t // 32`` is set if token ``t`` is allowed."""
     listed: ListedTokens
-    penalties: PenaltyTable
+    repetition: torch.Tensor
+    """``[R]`` float32; off: 1."""
+    frequency: torch.Tensor
+    """``[R]`` float32; off: 0."""
+    presence: torch.Tensor
+    """``[R]`` float32; off: 0."""
     history: TokenHistory
 
 
@@ -112,23 +101,23 @@ def process_logits_torch(
     """
     processed = logits.to(torch.float32, copy=True)
     index = torch.arange(logits.shape[1], device=logits.device)
-    is_allowed = (tables.allowed.masks[rows][:, index // 32] >> (index % 32)) & 1 > 0  # [n, vocab]
-    is_limited = tables.allowed.is_limited[rows].unsqueeze(1) != 0
+    is_allowed = (tables.allowed_masks[rows][:, index // 32] >> (index % 32)) & 1 > 0  # [n, vocab]
+    is_limited = tables.is_limited[rows].unsqueeze(1) != 0
     processed = torch.where(is_limited & ~is_allowed, processed - torch.inf, processed)
     lengths = seq_lens.to(torch.int64).unsqueeze(1)  # [n, 1]
-    num_output = lengths - tables.history.prompt_lens[rows].unsqueeze(1)
-    _add_listed(processed, rows, rows >= 0, lengths, num_output, tables.history, tables.listed)
+    history = tables.history
+    num_output = lengths - history.prompt_lens[rows].unsqueeze(1)
+    _add_listed(processed, rows, rows >= 0, lengths, num_output, history, tables.listed)
     for row, listed in long_lists.items():
-        _add_listed(processed, rows, rows == row, lengths, num_output, tables.history, listed)
+        _add_listed(processed, rows, rows == row, lengths, num_output, history, listed)
 
-    history, penalties = tables.history, tables.penalties
     position = torch.arange(history.block_tables.shape[1] * history.block_size, device=logits.device).unsqueeze(0)
     token_ids = history.tokens_at(rows, torch.where(position < lengths, position, 0))  # [n, max_len]
     is_output = (position < lengths) & (position >= lengths - num_output)
     counts = torch.zeros_like(processed).scatter_add_(1, token_ids, is_output.to(torch.float32))
     in_prompt = torch.zeros_like(processed).scatter_add_(1, token_ids, (position < lengths - num_output).float())
     repetition, frequency, presence = (
-        values[rows].unsqueeze(1) for values in (penalties.repetition, penalties.frequency, penalties.presence)
+        values[rows].unsqueeze(1) for values in (tables.repetition, tables.frequency, tables.presence)
     )
     repeated = torch.where(processed > 0, processed / repetition, processed * repetition)
     penalized = repeated - frequency * counts - presence * (counts > 0)
@@ -171,6 +160,7 @@ def _add_listed(
     logits.scatter_add_(1, torch.where(is_listed, planes[:, TOKENS], 0), added)
 
 
+@np.errstate(invalid="ignore")  # +inf - inf
 def process_logits_cpu(
     logits: torch.Tensor,
     rows: torch.Tensor,
@@ -180,123 +170,91 @@ def process_logits_cpu(
 ) -> torch.Tensor:
     """`process_logits_torch` for CPU tensors: reads only the tables of rows with logits processors."""
     processed = logits.to(torch.float32, copy=True)
-    _keep_allowed_tokens(processed, rows, tables.allowed)
-    _add_listed_tokens(processed, rows, seq_lens, tables.history, tables.listed)
-    for row, listed in long_lists.items():
-        _add_listed_tokens(processed, torch.where(rows == row, rows, -1), seq_lens, tables.history, listed)
-    _penalize(processed, rows, seq_lens, tables.history, tables.penalties)
+    values, history = processed.numpy(), tables.history
+    is_limited, masks, prompt_lens = (
+        table.numpy() for table in (tables.is_limited, tables.allowed_masks, history.prompt_lens)
+    )
+    factors = torch.stack((tables.repetition, tables.frequency, tables.presence), 1).numpy()  # [R, 3]
+    penalized, counts = {}, []
+    for i, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        if row < 0:
+            continue
+        prompt_len = int(prompt_lens[row])
+        if is_limited[row]:
+            is_allowed = np.unpackbits(masks[row].view(np.uint8), count=values.shape[1], bitorder="little")
+            values[i, is_allowed == 0] -= np.inf
+        _add_listed_tokens(values[i], row, length, length - prompt_len, history, tables.listed)
+        if row in long_lists:
+            _add_listed_tokens(values[i], row, length, length - prompt_len, history, long_lists[row])
+        if tuple(factors[row]) != (1.0, 0.0, 0.0):
+            prompt = np.unique(history.tokens(row, 0, prompt_len)) if factors[row][0] != 1 else None
+            penalized[i] = factors[row]
+            counts.append(count_tokens(prompt, history.tokens(row, prompt_len, length)))
+    if penalized:
+        penalize(processed, list(penalized), counts, list(penalized.values()))
     return processed
 
 
-def _keep_allowed_tokens(logits: torch.Tensor, rows: torch.Tensor, allowed: AllowedTokenTable) -> None:
-    index = torch.arange(logits.shape[1])
-    for i, row in enumerate(rows.numpy().tolist()):
-        if row >= 0 and allowed.is_limited.numpy()[row]:
-            bits = allowed.masks[row][index // 32] >> (index % 32)
-            logits[i] = torch.where((bits & 1) > 0, logits[i], logits[i] - torch.inf)
-
-
 def _add_listed_tokens(
-    logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, history: TokenHistory, listed: ListedTokens
+    logits: np.ndarray, row: int, length: int, num_output: int, history: TokenHistory, listed: ListedTokens
 ) -> None:
+    """Add biases and -inf to the tokens of a row's list. ``logits [vocab]``."""
     counts = (listed.num_biases, listed.num_words, listed.num_stops)
-    for i, (row, length) in enumerate(zip(rows.numpy().tolist(), seq_lens.numpy().tolist(), strict=True)):
-        num_biases, num_words, num_stops = (int(count.numpy()[row]) if row >= 0 else 0 for count in counts)
-        if num_biases + num_words + num_stops == 0:
-            continue
-        values, planes = logits.numpy()[i], listed.planes.numpy()[row]
-        token_ids, ends = planes[TOKENS], planes[PREFIX_ENDS]
-        values[token_ids[:num_biases]] += planes[BIASES].view(np.float32)[:num_biases]
-        num_output = length - int(history.prompt_lens.numpy()[row])
-        banned = []
-        for entry in range(num_biases, num_biases + num_words):
-            prefix = planes[PREFIX_TOKENS][ends[entry - 1] if entry else 0 : ends[entry]]
-            if num_output >= len(prefix) and (history.tokens(row, length - len(prefix), length) == prefix).all():
-                banned.append(token_ids[entry])
-        if num_output < int(listed.min_tokens.numpy()[row]):
-            banned += token_ids[num_biases + num_words : num_biases + num_words + num_stops].tolist()
-        with np.errstate(invalid="ignore"):  # +inf - inf
-            values[np.array(banned, dtype=np.int64)] -= np.inf
+    first_word, first_stop, end = accumulate(int(count.numpy()[row]) for count in counts)
+    if end == 0:
+        return
+    planes = listed.planes.numpy()[row]
+    token_ids, ends = planes[TOKENS], planes[PREFIX_ENDS]
+    logits[token_ids[:first_word]] += planes[BIASES].view(np.float32)[:first_word]
+    banned = []
+    for entry in range(first_word, first_stop):
+        prefix = planes[PREFIX_TOKENS][ends[entry - 1] if entry else 0 : ends[entry]]
+        if num_output >= len(prefix) and (history.tokens(row, length - len(prefix), length) == prefix).all():
+            banned.append(token_ids[entry])
+    if num_output < int(listed.min_tokens.numpy()[row]):
+        banned += token_ids[first_stop:end].tolist()
+    logits[np.array(banned, dtype=np.int64)] -= np.inf
 
 
-def _penalize(
-    logits: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, history: TokenHistory, penalties: PenaltyTable
-) -> None:
-    factors = torch.stack((penalties.repetition, penalties.frequency, penalties.presence), 1).numpy()  # [R, 3]
-    prompt_lens = history.prompt_lens.numpy()
-    penalized, counts = [], []
-    for i, (row, length) in enumerate(zip(rows.numpy().tolist(), seq_lens.numpy().tolist(), strict=True)):
-        if row < 0 or tuple(factors[row]) == (1.0, 0.0, 0.0):
-            continue
-        prompt_len = int(prompt_lens[row])
-        prompt = np.unique(history.tokens(row, 0, prompt_len)) if factors[row][0] != 1 else None
-        penalized.append(i)
-        counts.append(count_tokens(prompt, history.tokens(row, prompt_len, length)))
-    if penalized:
-        of_rows = [tuple(factors[row].tolist()) for row in rows.numpy()[penalized]]
-        TokenPenalties.build(penalized, counts, of_rows, logits.device).apply(logits)
+def count_tokens(
+    prompt_token_ids: np.ndarray | None, output_token_ids: Sequence[int] | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct tokens of a sequence, and their number of occurrences in the output, int64.
 
-
-class TokenCounts(NamedTuple):
-    """The distinct tokens that a sequence's penalties apply to, and their number of occurrences in the output."""
-
-    token_ids: np.ndarray  # [t] int64
-    output_counts: np.ndarray  # [t] int64, 0 for tokens that only the prompt has
-
-
-def count_tokens(prompt_token_ids: np.ndarray | None, output_token_ids: Sequence[int] | np.ndarray) -> TokenCounts:
-    """Count a sequence's tokens.
-
-    ``prompt_token_ids`` are the prompt's distinct tokens (np.unique), or ``None`` if the prompt does not count (only
-    the repetition penalty includes it).
+    Args:
+        prompt_token_ids: the prompt's distinct tokens (np.unique); None: the prompt does not count (only the repetition
+            penalty includes it).
     """
     token_ids, counts = np.unique(np.asarray(output_token_ids, dtype=np.int64), return_counts=True)
     if prompt_token_ids is not None:
         prompt_only = np.setdiff1d(prompt_token_ids, token_ids, assume_unique=True)
         token_ids = np.concatenate((token_ids, prompt_only))
         counts = np.concatenate((counts, np.zeros_like(prompt_only)))
-    return TokenCounts(token_ids, counts)
+    return token_ids, counts
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPenalties:
-    """Penalties of a batch. Entry ``i`` applies to ``token_ids[i]`` in row ``rows[i]``; pairs are distinct.
+def penalize(
+    logits: torch.Tensor,
+    rows: Sequence[int],
+    counts: Sequence[tuple[np.ndarray, np.ndarray]],
+    factors: Sequence[Sequence[float] | np.ndarray],
+) -> None:
+    """Penalize ``rows`` of ``logits [n, vocab]`` float32, in place: repetition, then frequency, then presence.
 
     Time and memory grow with the distinct tokens of the penalized sequences, not with batch times vocabulary.
+
+    Args:
+        counts: of each row, from `count_tokens`.
+        factors: of each row: repetition, frequency and presence penalty.
     """
-
-    rows: torch.Tensor  # [m] int64
-    token_ids: torch.Tensor  # [m] int64
-    output_counts: torch.Tensor  # [m] float32
-    repetition: torch.Tensor  # [m] float32
-    frequency: torch.Tensor  # [m] float32
-    presence: torch.Tensor  # [m] float32
-
-    @classmethod
-    def build(
-        cls,
-        rows: Sequence[int],
-        counts: Sequence[TokenCounts],
-        factors: Sequence[tuple[float, float, float]],
-        device: torch.device,
-    ) -> TokenPenalties:
-        """From one or more rows, each with its counts and its (repetition, frequency, presence) penalties."""
-        lengths = [len(count.token_ids) for count in counts]
-
-        def repeat(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.repeat(values, lengths)).to(device)
-
-        return cls(
-            repeat(np.asarray(rows, dtype=np.int64)),
-            torch.from_numpy(np.concatenate([count.token_ids for count in counts])).to(device),
-            torch.from_numpy(np.concatenate([count.output_counts for count in counts])).to(device, torch.float32),
-            *(repeat(values) for values in np.asarray(factors, dtype=np.float32).T),
-        )
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Penalize ``logits [n, vocab]`` float32, in place: repetition, then frequency, then presence."""
-        values = logits[self.rows, self.token_ids]  # [m]
-        values = torch.where(values > 0, values / self.repetition, values * self.repetition)
-        values -= self.frequency * self.output_counts
-        values -= self.presence * (self.output_counts > 0)
-        logits[self.rows, self.token_ids] = values
+    lengths = [len(token_ids) for token_ids, _ in counts]
+    # ``[m]`` each: an entry for each distinct token of a row
+    token_ids, occurrences = (np.concatenate(column) for column in zip(*counts, strict=True))
+    index = torch.from_numpy(np.stack((np.repeat(rows, lengths), token_ids))).to(logits.device)
+    entries = np.stack((occurrences, *np.repeat(np.array(factors, dtype=np.float32), lengths, axis=0).T))
+    occurred, repetition, frequency, presence = torch.from_numpy(entries).to(logits.device, torch.float32)
+    values = logits[tuple(index)]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * occurred
+    values -= presence * (occurred > 0)
+    logits[tuple(index)] = values

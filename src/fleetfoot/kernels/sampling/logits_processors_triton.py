@@ -43,16 +43,16 @@ def process_logits_triton(
         return processed
     overlap = can_overlap(logits.device)
     launch = {"overlap": overlap, **launch_options(overlap)}
-    allowed, history, penalties = tables.allowed, tables.history, tables.penalties
+    history, masks = tables.history, tables.allowed_masks
     _keep_allowed_kernel[(num_rows, cdiv(vocab_size, _ALLOWED_TILE))](
         processed,
         logits,
         rows,
-        allowed.is_limited,
-        allowed.masks,
+        tables.is_limited,
+        masks,
         logits.stride(0),
         vocab_size,
-        allowed.masks.stride(0),
+        masks.stride(0),
         tile=_ALLOWED_TILE,
         **launch,
     )
@@ -88,9 +88,9 @@ def process_logits_triton(
             rows,
             seq_lens,
             *pages,
-            penalties.repetition,
-            penalties.frequency,
-            penalties.presence,
+            tables.repetition,
+            tables.frequency,
+            tables.presence,
             vocab_size,
             table_stride,
             block_size=history.block_size,

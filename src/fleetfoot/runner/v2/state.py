@@ -11,7 +11,7 @@ from fleetfoot.kernels.sampling.logits_processors import TokenHistory
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling import shape
-from fleetfoot.sampling.row_tables import SamplingTables
+from fleetfoot.sampling.sampler_v2 import SamplingTables
 
 # fields of a row, each contiguous over the rows
 _NUM_COMPUTED, _PREFILL_LEN, _PROMPT_LEN, _LIMIT = range(NUM_ROW_FIELDS)
