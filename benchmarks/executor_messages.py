@@ -89,8 +89,8 @@ def answer(addresses: WorkerAddresses, outputs: list[ModelRunnerOutput]) -> None
     with channel.open_replies() as replies:
         replies.send(b"")  # it is there
         while message := channel.receive():
-            step = decode_call(message)
-            replies.send(encode_reply(StepOutput(0, step.number, outputs[step.number])))
+            number, *_ = decode_call(message)
+            replies.send(encode_reply(StepOutput(0, number, outputs[number])))
     channel.close()
 
 

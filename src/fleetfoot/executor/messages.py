@@ -23,6 +23,7 @@ import zmq
 
 from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 
 _LINGER_MS = 2000
@@ -42,21 +43,12 @@ empty; the values of _PLAIN."""
 _CALL_DECODER = msgspec.msgpack.Decoder(_CALL_TYPES)
 
 
-# --- calls ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class WorkerCall:
-    """A step as a worker receives it."""
-
-    number: int
-    """Counts all steps of the executor, the idle ones too."""
-    scheduler_output: SchedulerOutput
-    grammar_output: object | None
-
-
 def encode_call(number: int, output: SchedulerOutput, grammar_output: object | None = None) -> bytes:
-    """A step as bytes. An empty message ends a worker."""
+    """A step as bytes. An empty message ends a worker.
+
+    Args:
+        number: counts all steps of the executor, the idle ones too.
+    """
     pickled = b""
     if output.new_requests or output.kv_connector_metadata is not None or grammar_output is not None:
         rare = ([getattr(output, name) for name in _PICKLED], grammar_output)
@@ -64,8 +56,8 @@ def encode_call(number: int, output: SchedulerOutput, grammar_output: object | N
     return _ENCODER.encode((number, pickled, *[getattr(output, name) for name in _PLAIN]))
 
 
-def decode_call(message: bytes) -> WorkerCall:
-    """Undo `encode_call`."""
+def decode_call(message: bytes) -> tuple[int, SchedulerOutput, object | None]:
+    """The arguments of `encode_call`."""
     number, pickled, *plain = _CALL_DECODER.decode(message)
     output = SchedulerOutput(**dict(zip(_PLAIN, plain, strict=True)))
     grammar_output = None
@@ -73,7 +65,7 @@ def decode_call(message: bytes) -> WorkerCall:
         values, grammar_output = pickle.loads(pickled)
         for name, value in zip(_PICKLED, values, strict=True):
             setattr(output, name, value)
-    return WorkerCall(number, output, grammar_output)
+    return number, output, grammar_output
 
 
 # --- replies --------------------------------------------------------------------------------------------------------
@@ -83,8 +75,7 @@ class Ready(msgspec.Struct, array_like=True, tag=True):
     """A worker has loaded its part and can take steps."""
 
     rank: int
-    layout: bytes
-    """Its `KVLayout`, pickled."""
+    layout: KVLayout
     build: WorkerBuild
 
 
@@ -119,9 +110,8 @@ class Failure(msgspec.Struct, array_like=True, tag=True):
         return cls(rank, text, trace, pickled if is_whole else b"")
 
 
-WorkerReply = Ready | StepOutput | Failure
 encode_reply = _ENCODER.encode
-decode_reply = msgspec.msgpack.Decoder(WorkerReply).decode
+decode_reply = msgspec.msgpack.Decoder(Ready | StepOutput | Failure).decode
 
 
 # --- sockets --------------------------------------------------------------------------------------------------------
@@ -137,6 +127,17 @@ class WorkerAddresses:
     """Public; None: no encryption."""
 
 
+def _make_context(linger_ms: int, keys: tuple[bytes, bytes] | None) -> zmq.Context[zmq.Socket[bytes]]:
+    """Its sockets queue without limit, and encrypt if there are ``keys``, a public and a secret one."""
+    context = zmq.Context()
+    options: dict[int, Any] = {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: linger_ms}
+    if keys is not None:
+        options |= {zmq.CURVE_PUBLICKEY: keys[0], zmq.CURVE_SECRETKEY: keys[1]}
+    for option, value in options.items():
+        context.setsockopt(option, value)
+    return context
+
+
 class EngineChannel:
     """The engine's end.
 
@@ -146,25 +147,20 @@ class EngineChannel:
     """
 
     def __init__(self, place: Path | str, num_workers: int) -> None:
-        self._context = zmq.Context()
-        self._keys = None if isinstance(place, Path) else zmq.curve_keypair()
-        self.replies = self._bind(zmq.PULL, place, "replies")
-        self._calls = [self._bind(zmq.PUSH, place, f"calls-{rank}") for rank in range(num_workers)]
-        self.addresses = [
-            WorkerAddresses(_address(calls), _address(self.replies), self._keys[0] if self._keys else None)
-            for calls in self._calls
-        ]
+        keys = None if isinstance(place, Path) else zmq.curve_keypair()
+        self._context = _make_context(0, keys)
 
-    def _bind(self, kind: int, place: Path | str, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.sndhwm = socket.rcvhwm = 0
-        socket.linger = 0
-        socket.sndtimeo = _SEND_MS
-        if self._keys is not None:
-            socket.curve_server = True
-            socket.curve_publickey, socket.curve_secretkey = self._keys
-        socket.bind(f"ipc://{place / name}" if isinstance(place, Path) else f"tcp://{place}:*")
-        return socket
+        def bind(kind: int, name: str) -> zmq.Socket[bytes]:
+            socket = self._context.socket(kind)
+            socket.sndtimeo = _SEND_MS
+            socket.curve_server = keys is not None
+            socket.bind(f"ipc://{place / name}" if isinstance(place, Path) else f"tcp://{place}:*")
+            return socket
+
+        self.replies = bind(zmq.PULL, "replies")
+        self._calls = [bind(zmq.PUSH, f"calls-{rank}") for rank in range(num_workers)]
+        replies, *calls = (socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in (self.replies, *self._calls))
+        self.addresses = [WorkerAddresses(address, replies, keys[0] if keys else None) for address in calls]
 
     def send(self, message: bytes, ranks: Iterable[int] | None = None) -> None:
         """Queue a message for the workers of ``ranks``; None: all.
@@ -202,17 +198,13 @@ class WorkerChannel:
 
     def __init__(self, addresses: WorkerAddresses) -> None:
         self._addresses = addresses
-        self._context = zmq.Context()
-        self._keys = None if addresses.engine_key is None else zmq.curve_keypair()
+        self._context = _make_context(_LINGER_MS, zmq.curve_keypair() if addresses.engine_key else None)
         self._calls = self._connect(zmq.PULL, addresses.calls)
 
     def _connect(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.sndhwm = socket.rcvhwm = 0
-        socket.linger = _LINGER_MS
-        if self._keys is not None:
+        if self._addresses.engine_key is not None:
             socket.curve_serverkey = self._addresses.engine_key
-            socket.curve_publickey, socket.curve_secretkey = self._keys
         socket.connect(address)
         return socket
 
@@ -229,20 +221,11 @@ class WorkerChannel:
         self._context.destroy(_LINGER_MS)
 
 
-def _address(socket: zmq.Socket[bytes]) -> str:
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
 # --- the start ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Where torch.distributed finds the ranks: a file on one machine, or the store of node 0."""
-
-    path: str | None
-    address: str = ""
-    port: int = 0
+Store = str | tuple[str, int]
+"""Where torch.distributed finds the ranks: a file on one machine, or the address and port of node 0's store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +235,8 @@ class WorkerSpec:
     plan: EnginePlan
     rank: int
     """Among all ranks of the engine."""
-    local_rank: int
-    """On this machine: the number of its GPU."""
     addresses: WorkerAddresses
-    rendezvous: Rendezvous
+    store: Store
     parent: int
     """Process id."""
     ends_with_thread: bool

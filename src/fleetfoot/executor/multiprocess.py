@@ -10,25 +10,16 @@ from __future__ import annotations
 import contextlib
 import pickle
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import zmq
 
-from fleetfoot.executor.messages import (
-    EngineChannel,
-    Failure,
-    Ready,
-    Rendezvous,
-    StepOutput,
-    decode_reply,
-    encode_call,
-)
-from fleetfoot.executor.nodes import EngineNodes, check_devices, check_is_first_node
+from fleetfoot.executor.messages import EngineChannel, Failure, Ready, StepOutput, decode_reply, encode_call
+from fleetfoot.executor.nodes import EngineNodes, check_devices
 from fleetfoot.executor.processes import RendezvousDir, WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError, check_builds
 from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import (
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -57,7 +48,12 @@ class MultiprocessExecutor:
     """
 
     def __init__(self, plan: EnginePlan) -> None:
-        check_is_first_node(plan.config)
+        config = plan.config
+        if config.node_rank != 0:
+            raise ValueError(
+                f"node_rank is {config.node_rank}: the engine starts on node 0, and this machine runs `fleetfoot "
+                "worker` with the same settings"
+            )
         check_devices(plan)
         self._failure: WorkerError | None = None
         self._is_shut_down = False
@@ -65,47 +61,35 @@ class MultiprocessExecutor:
         self._num_steps = 0
         self._ready: dict[int, Ready] = {}
         self._outputs = StepOutputs(plan.output_rank, len(plan.reply_ranks))
-        self._num_workers = plan.config.world_size
-        stage = plan.config.tensor_parallel_size
+        self._num_workers = config.world_size
+        stage = config.tensor_parallel_size
         self._middle_ranks = range(stage, self._num_workers - stage)  # of the stages that read no tokens
-        self._dir = RendezvousDir()
-        self._processes: WorkerProcesses | None = None
-        self._nodes: EngineNodes | None = None
-        self._channel: EngineChannel | None = None
+        self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
+        self._processes = WorkerProcesses()
+        # for programs that do not call shutdown; at exit another thread may still use the sockets
+        weakref.finalize(self, _abandon, self._processes, self._rendezvous)
+        self._channel = EngineChannel(self._rendezvous.place, self._num_workers)
+        closing = weakref.finalize(self, self._channel.close)
+        closing.atexit = False  # type: ignore[misc]  # it is a property
         try:
-            self._start(plan)
+            self._rendezvous.gather(self._channel.addresses)
+            self._processes.start(plan, self._channel.addresses, self._rendezvous.store)
+            self._poller = zmq.Poller()
+            for source in (self._channel.replies, *self._processes.sentinels, *self._rendezvous.descriptors):
+                self._poller.register(source, zmq.POLLIN)
+            while len(self._ready) < self._num_workers:
+                self._poll()
             check_builds(plan, {rank: ready.build for rank, ready in self._ready.items()})
         except BaseException as error:
-            self._close(str(error))
+            self._close(str(error) or type(error).__name__)
             raise
-        self.layout: KVLayout = pickle.loads(self._ready[0].layout)
+        self.layout = self._ready[0].layout
         self.runner_name = self._ready[0].build.runner
-
-    def _start(self, plan: EnginePlan) -> None:
-        if plan.config.nnodes > 1:
-            nodes = self._nodes = EngineNodes(plan)
-            channel = self._channel = EngineChannel(nodes.address, self._num_workers)
-            nodes.gather(channel.addresses)
-            rendezvous = Rendezvous(None, nodes.address, nodes.store_port)
-        else:
-            channel = self._channel = EngineChannel(self._dir.path, self._num_workers)
-            rendezvous = Rendezvous(str(self._dir.path / "rendezvous"))
-        self._processes = WorkerProcesses(plan, channel.addresses, rendezvous)
-        # for programs that do not call shutdown; at exit another thread may still use the sockets
-        weakref.finalize(self, _abandon, self._processes, self._dir)
-        closing = weakref.finalize(self, channel.close)
-        closing.atexit = False  # type: ignore[misc]  # it is a property
-        self._poller = zmq.Poller()
-        self._poller.register(channel.replies, zmq.POLLIN)
-        for descriptor in (*self._processes.sentinels, *(self._nodes.descriptors if self._nodes else ())):
-            self._poller.register(descriptor, zmq.POLLIN)
-        while len(self._ready) < self._num_workers:
-            self._poll()
 
     @property
     def worker_pids(self) -> dict[int, int]:
         """Process ids of this machine's workers, by rank."""
-        return {} if self._processes is None else self._processes.pids
+        return self._processes.pids
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -119,7 +103,7 @@ class MultiprocessExecutor:
         self._step = scheduler_output
 
     def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
-        if self._step is None or self._channel is None:
+        if self._step is None:
             raise RuntimeError("sample_tokens was called without an execute_model before it")
         step, self._step = self._step, None
         number = self._num_steps
@@ -135,9 +119,9 @@ class MultiprocessExecutor:
     def wait_for(self, number: int) -> ModelRunnerOutput:
         """The output of a step, once."""
         self._check_alive()
-        while not self._outputs.is_complete(number):
+        while (output := self._outputs.pop(number)) is None:
             self._poll()
-        return self._outputs.pop(number)
+        return output
 
     def shutdown(self) -> None:
         """End all workers. Does nothing when called again.
@@ -147,16 +131,17 @@ class MultiprocessExecutor:
         """
         if self._is_shut_down:
             return
+        reason = ""
         try:
-            if self._failure is None and self._channel is not None and self._processes is not None:
-                self._check()
-                self._channel.flush()
-                self._send(_SHUTDOWN)
-                if self._nodes is not None:
-                    self._nodes.send_shutdown()
-                self._processes.join()
+            self._check()
+            self._channel.flush()
+            self._send(_SHUTDOWN)
+            self._processes.join()
+        except BaseException as error:
+            reason = str(error) or type(error).__name__
+            raise
         finally:
-            self._close("")
+            self._close(reason)
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
@@ -174,7 +159,6 @@ class MultiprocessExecutor:
 
     def _send(self, message: bytes, ranks: Iterable[int] | None = None) -> None:
         """Raise WorkerError if a worker has ended, even if that has just happened."""
-        assert self._channel is not None
         try:
             self._channel.send(message, ranks)
         except ConnectionError as error:
@@ -186,7 +170,6 @@ class MultiprocessExecutor:
         Raises:
             WorkerError: a worker has failed or ended. During the start: what the worker raised.
         """
-        assert self._channel is not None and self._processes is not None
         self._poller.poll()
         while (message := self._channel.receive()) is not None:
             reply = decode_reply(message)
@@ -201,23 +184,20 @@ class MultiprocessExecutor:
 
     def _find_loss(self, wait_ms: int = 0) -> str:
         """A sentence about a worker or another machine that has ended; empty if all are there."""
-        assert self._processes is not None
-        for sentence in self._processes.ended().values():
-            if len(self._ready) < self._num_workers:
-                sentence += " before it was ready: see what it has written to standard error"
-            return sentence
-        return "" if self._nodes is None else self._nodes.find_loss(wait_ms)
+        loss = self._processes.find_loss()
+        if loss and len(self._ready) < self._num_workers:
+            loss += " before it was ready: see what it has written to standard error"
+        return loss or self._rendezvous.find_loss(wait_ms)
 
     def _raise_failure(self, failure: Failure) -> None:
         # a process that ends makes other workers raise, and is the cause; a worker that raises does not end
-        if loss := self._find_loss(_NODE_WAIT_MS if self._nodes is not None else 0):
+        if loss := self._find_loss(_NODE_WAIT_MS):
             self._fail(loss)
         reported = WorkerError(f"worker {failure.rank} failed: {failure.text}\n\n{failure.trace}")
         if len(self._ready) < self._num_workers and failure.error:
-            error = pickle.loads(failure.error)
             self._failure = reported
             self._close(f"worker {failure.rank} failed: {failure.text}")
-            raise error from reported
+            raise pickle.loads(failure.error) from reported
         self._fail(str(reported))
 
     def _fail(self, reason: str) -> None:
@@ -226,17 +206,13 @@ class MultiprocessExecutor:
         raise self._failure
 
     def _close(self, reason: str) -> None:
-        """Kill what still runs and give everything back."""
+        """Kill what still runs and give everything back; other nodes receive the reason, empty if nothing failed."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        if self._nodes is not None:
-            self._nodes.close(reason)
-        if self._processes is not None:
-            self._processes.kill()
-        if self._channel is not None:
-            self._channel.close()
-        self._dir.remove()
+        self._rendezvous.close(reason)
+        self._processes.kill()
+        self._channel.close()
 
 
 class _PendingStep:
@@ -255,11 +231,11 @@ class _PendingStep:
         return self._output
 
 
-def _abandon(processes: WorkerProcesses, rendezvous_dir: RendezvousDir) -> None:
+def _abandon(processes: WorkerProcesses, rendezvous: RendezvousDir | EngineNodes) -> None:
     """Safe in any thread."""
     with contextlib.suppress(Exception):
         processes.kill()
-    rendezvous_dir.remove()
+    rendezvous.close("node 0 has ended without a shutdown of the engine")
 
 
 # --- merging the ranks' outputs -------------------------------------------------------------------------------------
@@ -283,16 +259,13 @@ class StepOutputs:
         """Add the output of one rank."""
         self._steps[reply.number][reply.rank] = reply.output
 
-    def is_complete(self, number: int) -> bool:
-        """Whether all ranks have replied."""
-        return len(self._steps[number]) == self._num_replies
-
-    def pop(self, number: int) -> ModelRunnerOutput:
-        """The output of a complete step, with the merged KV connector outputs of all ranks."""
+    def pop(self, number: int) -> ModelRunnerOutput | None:
+        """The output of a step, with the merged KV connector outputs of all ranks; None until all have replied."""
+        if len(self._steps[number]) < self._num_replies:
+            return None
         outputs = self._steps.pop(number)
-        merged = self._merger.merge(output.kv_connector_output for output in outputs.values())
         output = outputs[self._output_rank]
-        output.kv_connector_output = merged
+        output.kv_connector_output = self._merger.merge(each.kv_connector_output for each in outputs.values())
         return output
 
 
@@ -306,8 +279,8 @@ class KVOutputMerger:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._loads: dict[str, int] = {}
-        self._sends: dict[str, int] = {}
+        self._loads: Counter[str] = Counter()
+        self._sends: Counter[str] = Counter()
         self._failures: dict[str, TransferFailure] = {}
 
     def merge(self, outputs: Iterable[KVConnectorOutput | None]) -> KVConnectorOutput | None:
@@ -322,17 +295,18 @@ class KVOutputMerger:
             for request_id, failure in output.failed.items():
                 self._failures.setdefault(request_id, failure)
             for request_id in (*output.loaded, *output.failed):
-                if self._has_ended(self._loads, request_id):
-                    failed = self._failures.pop(request_id, None)
-                    if failed is None:
-                        merged.loaded.add(request_id)
-                    else:
-                        merged.failed[request_id] = failed
+                if not self._has_ended(self._loads, request_id):
+                    continue
+                if request_id in self._failures:
+                    merged.failed[request_id] = self._failures.pop(request_id)
+                else:
+                    merged.loaded.add(request_id)
             merged.sent.update(request_id for request_id in output.sent if self._has_ended(self._sends, request_id))
         return None if merged.is_empty else merged
 
-    def _has_ended(self, counts: dict[str, int], request_id: str) -> bool:
-        count = counts.pop(request_id, 0) + 1
-        if count < self._num_ranks:
-            counts[request_id] = count
-        return count == self._num_ranks
+    def _has_ended(self, counts: Counter[str], request_id: str) -> bool:
+        counts[request_id] += 1
+        if counts[request_id] < self._num_ranks:
+            return False
+        del counts[request_id]
+        return True

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import select
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from fleetfoot._version import __version__
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.executor.messages import Rendezvous, WorkerAddresses
+from fleetfoot.executor.messages import WorkerAddresses
 from fleetfoot.executor.processes import WorkerProcesses
 from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, StoppedError, receive_message, send_message
@@ -40,7 +39,6 @@ _RETRY_S = 0.5
 """Between two attempts to reach a node that may not be listening yet."""
 _HELLO_S = 10.0
 """How long a connection may take to send its first message."""
-_SHUTDOWN, _FAILED, _LOST = "shutdown", "failed", "lost"
 _LOCAL_SETTINGS = (
     *("node_rank", "master_addr", "model", "tokenizer", "skip_tokenizer_init"),
     *("generation_config", "override_generation_config"),
@@ -96,15 +94,6 @@ def check_same(facts: Mapping[str, str], others: Mapping[str, str], *, node: int
         )
 
 
-def check_is_first_node(config: EngineConfig) -> None:
-    """Raise ValueError if the engine does not start on this machine."""
-    if config.node_rank != 0:
-        raise ValueError(
-            f"node_rank is {config.node_rank}: the engine starts on node 0, and this machine runs `fleetfoot worker` "
-            "with the same settings"
-        )
-
-
 def check_devices(plan: EnginePlan) -> None:
     """Raise ValueError if this machine has fewer GPUs than ranks."""
     config = plan.config
@@ -133,11 +122,11 @@ class Invitation(msgspec.Struct):
 
     facts: dict[str, str]
     """Node 0's, so that both sides can report the differences."""
-    refusal: str
-    """Why the node cannot join though its facts agree; empty if it can."""
     engine_id: str
     addresses: list[WorkerAddresses]
-    store_port: int
+    store: tuple[str, int]
+    refusal: str = ""
+    """Why the node cannot join though its facts agree; empty if it can."""
 
 
 class Link:
@@ -149,9 +138,8 @@ class Link:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._connection = connection
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
+        self.fileno = connection.fileno
+        self.close = connection.close
 
     def send(self, greeting: msgspec.Struct) -> None:
         """Raise ConnectionLostError if the other side has left."""
@@ -169,25 +157,26 @@ class Link:
         self._connection.settimeout(None)
         return msgspec.msgpack.decode(message, type=kind)
 
-    def send_end(self, kind: str, reason: str = "") -> None:
-        """The last message of this side; ignored if the other side has left."""
+    def send_end(self, reason: str) -> None:
+        """The last message of this side: why it has failed; empty if it has not. Ignored if the other side has left."""
         with contextlib.suppress(ConnectionLostError, OSError):
-            send_message(self._connection, msgspec.msgpack.encode((kind, reason)))
+            send_message(self._connection, msgspec.msgpack.encode(reason))
             self._connection.shutdown(socket.SHUT_WR)
 
-    def receive_end(self) -> tuple[str, str]:
-        """The last message of the other side: kind and reason; ``lost`` if it left without one."""
+    def receive_end(self, lost: str) -> str:
+        """Wait for the last message of the other side; ``lost`` if it has left without one."""
         try:
-            return msgspec.msgpack.decode(receive_message(self._connection), type=tuple[str, str])
+            return msgspec.msgpack.decode(receive_message(self._connection), type=str)
         except (ConnectionLostError, OSError, msgspec.DecodeError):
-            return _LOST, ""
-
-    def close(self) -> None:
-        self._connection.close()
+            return lost
 
 
 class EngineNodes:
     """Node 0's connections to the other nodes.
+
+    Attributes:
+        place: the address of this machine for the engine's sockets.
+        store: address and port of the store of torch.distributed.
 
     Raises:
         ValueError: ``master_addr`` is not an address of this machine, or the port is in use.
@@ -198,15 +187,15 @@ class EngineNodes:
         self._plan = plan
         self._links: dict[int, Link] = {}
         try:
-            self.address = socket.gethostbyname(config.master_addr)
-            self._server = socket.create_server((self.address, config.master_port), backlog=config.nnodes)
+            self.place = socket.gethostbyname(config.master_addr)
+            self._server = socket.create_server((self.place, config.master_port), backlog=config.nnodes)
         except OSError as error:
             raise ValueError(
                 f"master_addr is {config.master_addr!r} and master_port {config.master_port}, and nothing can listen "
                 f"there: {error}; it must be an address of node 0, which is this machine, and a port that is free"
             ) from error
-        self._store = dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
-        self.store_port: int = self._store.port
+        self._store = dist.TCPStore(self.place, 0, is_master=True, wait_for_workers=False)
+        self.store: tuple[str, int] = (self.place, self._store.port)
 
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
         """Wait for all nodes, and log which: it may take minutes.
@@ -214,7 +203,7 @@ class EngineNodes:
         Raises:
             ValueError: the settings of a node differ. TimeoutError: a node does not connect.
         """
-        invitation = Invitation(shared_facts(self._plan), "", self._plan.engine_id, list(addresses), self.store_port)
+        invitation = Invitation(shared_facts(self._plan), self._plan.engine_id, list(addresses), self.store)
         config = self._plan.config
         expected = range(1, config.nnodes)
         logger.warning(
@@ -243,8 +232,7 @@ class EngineNodes:
                 refusal = f"node_rank is {hello.node_rank}, and another node has it already; each needs its own"
             link.send(msgspec.structs.replace(invitation, refusal=refusal))
         except _NOT_A_NODE:
-            link.close()
-            return
+            refusal = "not a node of this engine"
         if refusal:
             link.close()
             return
@@ -252,92 +240,71 @@ class EngineNodes:
         check_same(invitation.facts, hello.facts, node=hello.node_rank)
 
     @property
-    def descriptors(self) -> list[int]:
+    def descriptors(self) -> Sequence[int]:
         """File descriptors that become readable when a node has failed or ended."""
         return [link.fileno() for link in self._links.values()]
 
     def find_loss(self, wait_ms: int = 0) -> str:
         """A sentence about a node that has failed or ended; empty if all are there."""
-        readable, _, _ = select.select(self.descriptors, [], [], wait_ms / 1000)
+        ready = wait(self.descriptors, wait_ms / 1000)
         for node, link in self._links.items():
-            if link.fileno() in readable:
-                _, reason = link.receive_end()
-                return f"node {node}: {reason or 'the connection to it has ended'}"
+            if link.fileno() in ready:
+                return f"node {node}: {link.receive_end('the connection to it has ended')}"
         return ""
 
-    def send_shutdown(self) -> None:
-        """The engine ends without an error."""
-        for link in self._links.values():
-            link.send_end(_SHUTDOWN)
-
     def close(self, reason: str) -> None:
-        """Close all connections; nodes without a shutdown message receive the reason."""
+        """Report to all nodes why the engine has failed, or that it has not, and close all connections."""
         for link in self._links.values():
-            link.send_end(_FAILED, reason)
+            link.send_end(reason)
             link.close()
         self._links = {}
         self._server.close()
 
 
-class Membership:
-    """The connection of another node to node 0.
+# --- every node but the first ---------------------------------------------------------------------------------------
+
+
+def join_engine(plan: EnginePlan) -> tuple[Link, Invitation]:
+    """Connect to node 0, which may not be listening yet.
 
     Raises:
         ValueError: the settings differ, or another node has this node's rank.
         TimeoutError, ConnectionError: node 0 does not answer, or does not accept this node.
     """
-
-    def __init__(self, plan: EnginePlan) -> None:
-        config = plan.config
-        where = f"master_addr {config.master_addr}, master_port {config.master_port}"
-        try:
-            self.address = socket.gethostbyname(config.master_addr)
-        except OSError as error:
-            raise ValueError(f"master_addr is {config.master_addr!r}, which is no address: {error}") from error
-        facts = shared_facts(plan)
-        self.link = Link(_connect(self.address, config.master_port, where))
-        try:
-            self.link.send(Hello(config.node_rank, facts))
-            invitation = self.link.receive(Invitation, GATHER_S)
-        except _NOT_A_NODE as error:
-            self.link.close()
-            raise ConnectionError(f"what answers at {where} is not node 0 of an engine that starts: {error}") from error
-        try:
-            check_same(facts, invitation.facts, node=0)
-            if invitation.refusal:
-                raise ValueError(invitation.refusal)
-        except ValueError:
-            self.link.close()
-            raise
-        self.engine_id = invitation.engine_id
-        self.addresses = invitation.addresses
-        self.store_port = invitation.store_port
-
-    def send_failure(self, reason: str) -> None:
-        """Report to node 0 that this node has failed."""
-        self.link.send_end(_FAILED, reason)
-
-    def wait_for_end(self) -> str | None:
-        """Wait until node 0 ends: why it has failed, or None if it has not."""
-        kind, reason = self.link.receive_end()
-        return None if kind == _SHUTDOWN else reason or "node 0 is gone"
+    config = plan.config
+    where = f"master_addr {config.master_addr}, master_port {config.master_port}"
+    try:
+        address = socket.gethostbyname(config.master_addr)
+    except OSError as error:
+        raise ValueError(f"master_addr is {config.master_addr!r}, which is no address: {error}") from error
+    facts = shared_facts(plan)
+    link = Link(_connect(address, config.master_port, where))
+    try:
+        link.send(Hello(config.node_rank, facts))
+        invitation = link.receive(Invitation, GATHER_S)
+    except _NOT_A_NODE as error:
+        link.close()
+        raise ConnectionError(f"what answers at {where} is not node 0 of an engine that starts: {error}") from error
+    try:
+        check_same(facts, invitation.facts, node=0)
+        if invitation.refusal:
+            raise ValueError(invitation.refusal)
+    except ValueError:
+        link.close()
+        raise
+    return link, invitation
 
 
 def _connect(address: str, port: int, where: str) -> socket.socket:
-    """Connect to node 0, which may not be listening yet."""
     until = time.monotonic() + GATHER_S
     while True:
+        timeout = min(_HELLO_S, max(0.001, until - time.monotonic()))
         try:
-            return socket.create_connection(
-                (address, port), timeout=min(_HELLO_S, max(0.001, until - time.monotonic()))
-            )
+            return socket.create_connection((address, port), timeout)
         except OSError as error:
             if time.monotonic() >= until:
                 raise TimeoutError(f"nothing answers at {where}: start node 0, and check both") from error
             time.sleep(_RETRY_S)
-
-
-# --- every node but the first ---------------------------------------------------------------------------------------
 
 
 def run_node(config: EngineConfig) -> None:
@@ -356,29 +323,21 @@ def run_node(config: EngineConfig) -> None:
     plan = resolve_plan(config, Machine.detect())
     plan.decision.check()
     check_devices(plan)
-    membership = Membership(plan)
-    processes = None
+    link, invitation = join_engine(plan)
+    processes = WorkerProcesses()
     try:
-        plan = dataclasses.replace(plan, engine_id=membership.engine_id)
-        rendezvous = Rendezvous(None, membership.address, membership.store_port)
-        processes = WorkerProcesses(plan, membership.addresses, rendezvous)
-        _watch(membership, processes)
+        plan = dataclasses.replace(plan, engine_id=invitation.engine_id)
+        processes.start(plan, invitation.addresses, invitation.store)
+        ready = wait([link.fileno(), *processes.sentinels])
+        # workers may end before the message of node 0 arrives here
+        if link.fileno() not in ready and (loss := processes.find_loss(only_failed=True)):
+            raise WorkerError(loss)
+        if reason := link.receive_end("node 0 is gone"):
+            raise WorkerError(f"the engine has failed: {reason}")
+        processes.join()
     except BaseException as error:
-        membership.send_failure(str(error) or type(error).__name__)
+        link.send_end(str(error) or type(error).__name__)
         raise
     finally:
-        if processes is not None:
-            processes.kill()
-        membership.link.close()
-
-
-def _watch(membership: Membership, processes: WorkerProcesses) -> None:
-    """Return when the engine shuts down; raise WorkerError if it fails, or if a worker of this node does."""
-    ready = wait([membership.link.fileno(), *processes.sentinels])
-    # workers may end before the message of node 0 arrives here
-    if membership.link.fileno() not in ready and (failed := processes.ended(only_failed=True)):
-        raise WorkerError(next(iter(failed.values())))
-    reason = membership.wait_for_end()
-    if reason is not None:
-        raise WorkerError(f"the engine has failed: {reason}")
-    processes.join()
+        processes.kill()
+        link.close()

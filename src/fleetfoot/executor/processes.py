@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fleetfoot.config import env
-from fleetfoot.executor.messages import Rendezvous, WorkerAddresses, WorkerSpec
+from fleetfoot.executor.messages import Store, WorkerAddresses, WorkerSpec
 from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.plan.plan import EnginePlan
 
@@ -39,73 +39,36 @@ _PR_SET_PDEATHSIG = 1
 """Of prctl(2)."""
 
 
-class RendezvousDir:
-    """A private directory for the sockets of an engine and the file of torch.distributed.
-
-    It is removed when its engine ends. An engine that SIGKILL has ended leaves it behind; the next engine removes it.
-    """
+class WorkerProcesses:
+    """A process for each rank of this machine. They end when this process does, however that happens."""
 
     def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: no other engine can lock it either
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def remove(self) -> None:
-        """Safe in any thread, and again."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(lock)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove directories of this user that no engine holds any more."""
-    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, in use, or just removed
-            if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < _LOCK_AGE_S:
-                continue
-            with open(lock, "rb+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-
-
-class WorkerProcesses:
-    """A process for each rank of this machine. They end when this process does, however that happens.
-
-    Args:
-        addresses: of all ranks, those of other machines too.
-    """
-
-    def __init__(self, plan: EnginePlan, addresses: Sequence[WorkerAddresses], rendezvous: Rendezvous) -> None:
-        context = multiprocessing.get_context("spawn")
-        reader, self._lifeline = context.Pipe(duplex=False)
+        self._context = multiprocessing.get_context("spawn")
+        self._reader, self._lifeline = self._context.Pipe(duplex=False)
         self._by_rank: dict[int, BaseProcess] = {}
+
+    def start(self, plan: EnginePlan, addresses: Sequence[WorkerAddresses], store: Store) -> None:
+        """Start all; if that fails, `kill` ends those that were started.
+
+        Args:
+            addresses: of all ranks, those of other machines too.
+        """
         size = plan.config.local_world_size
-        try:
-            with env.defaults(_variables(plan, size)), _without_main_module():
-                for local_rank in range(size):
-                    rank = plan.config.node_rank * size + local_rank
-                    spec = WorkerSpec(
-                        plan=plan,
-                        rank=rank,
-                        local_rank=local_rank,
-                        addresses=addresses[rank],
-                        rendezvous=rendezvous,
-                        parent=os.getpid(),
-                        ends_with_thread=threading.current_thread() is threading.main_thread(),
-                        log_level=logging.getLogger("fleetfoot").getEffectiveLevel(),
-                    )
-                    name = f"fleetfoot-worker-{rank}"
-                    process = context.Process(target=run_worker, args=(spec, reader), name=name, daemon=True)
-                    process.start()
-                    self._by_rank[rank] = process
-        except BaseException:
-            self.kill()
-            raise
-        finally:
-            reader.close()
+        with self._reader, env.defaults(_variables(plan, size)), _without_main_module():
+            for rank in range(plan.config.node_rank * size, (plan.config.node_rank + 1) * size):
+                spec = WorkerSpec(
+                    plan=plan,
+                    rank=rank,
+                    addresses=addresses[rank],
+                    store=store,
+                    parent=os.getpid(),
+                    ends_with_thread=threading.current_thread() is threading.main_thread(),
+                    log_level=logging.getLogger("fleetfoot").getEffectiveLevel(),
+                )
+                name = f"fleetfoot-worker-{rank}"
+                process = self._context.Process(target=run_worker, args=(spec, self._reader), name=name, daemon=True)
+                process.start()
+                self._by_rank[rank] = process
 
     @property
     def pids(self) -> dict[int, int]:
@@ -117,20 +80,19 @@ class WorkerProcesses:
         """File descriptors that become readable when their process ends."""
         return [process.sentinel for process in self._by_rank.values()]
 
-    def ended(self, *, only_failed: bool = False) -> dict[int, str]:
-        """A sentence for each rank whose process has ended.
+    def find_loss(self, *, only_failed: bool = False) -> str:
+        """A sentence about a worker whose process has ended; empty if all are there.
 
         Args:
             only_failed: leave out exit code 0.
         """
         over = set(wait(self.sentinels, timeout=0))
-        found = {}
         for rank, process in self._by_rank.items():
             if process.sentinel in over:
                 process.join(_REAP_S)
                 if not (only_failed and process.exitcode == 0):
-                    found[rank] = f"worker {rank} (process {process.pid}) {_describe_exit(process.exitcode)}"
-        return found
+                    return f"worker {rank} (process {process.pid}) {_describe_exit(process.exitcode)}"
+        return ""
 
     def join(self) -> None:
         """Wait at most `SHUTDOWN_S` until all have ended, and kill those that have not.
@@ -141,10 +103,10 @@ class WorkerProcesses:
         until = time.monotonic() + SHUTDOWN_S
         for process in self._by_rank.values():
             process.join(max(0.0, until - time.monotonic()))
-        failed = self.ended(only_failed=True)
+        loss = self.find_loss(only_failed=True)
         self.kill()
-        for sentence in failed.values():
-            raise WorkerError(f"{sentence} when it was to shut down: see what it has written to standard error")
+        if loss:
+            raise WorkerError(f"{loss} when it was to shut down: see what it has written to standard error")
 
     def kill(self) -> None:
         """End all at once. Safe in any thread, and again."""
@@ -229,14 +191,60 @@ def _end_with_parent(spec: WorkerSpec, lifeline: Connection) -> None:
     The kernel sends the signal when the thread ends that has started this process, so it is requested only if that
     thread lives as long as the parent.
     """
-    threading.Thread(target=_wait_for_end, args=(lifeline,), name="fleetfoot-lifeline", daemon=True).start()
+
+    def wait_for_end() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            lifeline.recv_bytes()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="fleetfoot-lifeline", daemon=True).start()
     if spec.ends_with_thread and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != spec.parent:  # it ended before the request
             os._exit(1)
 
 
-def _wait_for_end(lifeline: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        lifeline.recv_bytes()
-    os._exit(1)
+# --- the rendezvous on one machine ----------------------------------------------------------------------------------
+
+
+class RendezvousDir:
+    """A private directory for the sockets of an engine and the file of torch.distributed.
+
+    It is removed when its engine ends. An engine that SIGKILL has ended leaves it behind; the next engine removes it.
+    Like `fleetfoot.executor.nodes.EngineNodes`, for an engine without other nodes.
+    """
+
+    descriptors: Sequence[int] = ()
+
+    def __init__(self) -> None:
+        _remove_abandoned(Path(tempfile.gettempdir()))
+        self.place = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self.store = str(self.place / "store")
+        self._lock = os.open(self.place / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: no other engine can lock it either
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
+        """There are no other nodes to wait for."""
+
+    def find_loss(self, wait_ms: int = 0) -> str:
+        """Nor to lose."""
+        return ""
+
+    def close(self, reason: str = "") -> None:
+        """Remove the directory. Safe in any thread, and again."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            shutil.rmtree(self.place, ignore_errors=True)
+            os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove directories of this user that no engine holds any more."""
+    for lock in parent.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, in use, or just removed
+            if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < _LOCK_AGE_S:
+                continue
+            with open(lock, "rb+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fleetfoot.plan.plan import EnginePlan
@@ -80,10 +80,11 @@ def check_builds(plan: EnginePlan, builds: Mapping[int, WorkerBuild]) -> None:
     """
     differences = []
     for rank, build in sorted(builds.items()):
-        planned = WorkerBuild.planned(plan, rank)
-        for name in (item.name for item in fields(WorkerBuild)):
-            built, expected = getattr(build, name), getattr(planned, name)
-            if built != expected:
-                differences.append(f"\n  - worker {rank}: {name} is {built!r}, and the plan names {expected!r}")
+        planned = asdict(WorkerBuild.planned(plan, rank))
+        differences += [
+            f"\n  - worker {rank}: {name} is {built!r}, and the plan names {planned[name]!r}"
+            for name, built in asdict(build).items()
+            if built != planned[name]
+        ]
     if differences:
         raise PlanMismatchError(f"the engine was not built as planned:{''.join(differences)}")

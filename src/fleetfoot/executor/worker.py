@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -90,25 +91,21 @@ class Worker:
 
     def _make_runner(self, loader: ModelLoader, draft_settings: DraftSettings, connector: StepConnector) -> ModelRunner:
         plan = self.plan
-        if plan.runner == "v2":
-            return ModelRunnerV2(
-                loader,
-                max_num_seqs=plan.config.max_num_seqs,
-                max_num_batched_tokens=plan.max_num_batched_tokens,
-                max_model_len=plan.max_model_len,
-                capture_table=plan.capture_table,
-                draft_settings=draft_settings,
-                connector=connector,
-                pipeline=self.groups.pipeline,
-                fusion=plan.fusion,
-            )
-        return ModelRunnerV1(
+        common: dict[str, Any] = {
+            "max_num_seqs": plan.config.max_num_seqs,
+            "max_model_len": plan.max_model_len,
+            "draft_settings": draft_settings,
+            "connector": connector,
+            "pipeline": self.groups.pipeline,
+        }
+        if plan.runner == "v1":
+            return ModelRunnerV1(loader, **common)
+        return ModelRunnerV2(
             loader,
-            max_num_seqs=plan.config.max_num_seqs,
-            max_model_len=plan.max_model_len,
-            draft_settings=draft_settings,
-            connector=connector,
-            pipeline=self.groups.pipeline,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            capture_table=plan.capture_table,
+            fusion=plan.fusion,
+            **common,
         )
 
     def start(self) -> KVLayout:
@@ -116,7 +113,7 @@ class Worker:
         with _phase("weights"):
             self.runner.load_model()
         with _phase("KV cache"):
-            layout = self._layout(self._num_blocks())
+            layout = self._layout()
             try:
                 self.runner.initialize_kv_cache(layout)
             except (MemoryError, torch.OutOfMemoryError) as error:
@@ -130,27 +127,19 @@ class Worker:
         self.layout = layout
         return layout
 
-    def _layout(self, num_blocks: int) -> KVLayout:
-        """Of this rank's layers; the last pipeline stage has a drafter's too."""
+    def _layout(self) -> KVLayout:
+        """Of this rank's layers, with as many blocks as fit on all ranks; the last stage has a drafter's layers too."""
         plan = self.plan
+        num_blocks = self._fitting_blocks()
+        if not self._is_alone:
+            from fleetfoot.distributed.torch_groups import smallest_in_world
+
+            num_blocks = smallest_in_world(num_blocks)
+        size = self.groups.tensor.size
         layout = KVLayout.of(
-            plan.model,
-            num_blocks,
-            plan.config.block_size,
-            plan.dtype,
-            tensor_parallel_size=self.groups.tensor.size,
-            layers=self._layers,
+            plan.model, num_blocks, plan.config.block_size, plan.dtype, tensor_parallel_size=size, layers=self._layers
         )
         return layout.with_layers(plan.drafter.kv_specs) if self.groups.pipeline.is_last_rank else layout
-
-    def _num_blocks(self) -> int:
-        """KV blocks that fit on all ranks."""
-        own = self._fitting_blocks()
-        if self._is_alone:
-            return own
-        from fleetfoot.distributed.torch_groups import smallest_in_world
-
-        return smallest_in_world(own)
 
     def _fitting_blocks(self) -> int:
         """The plan's number of KV blocks, or fewer if the GPU has less free memory than the plan counts on."""

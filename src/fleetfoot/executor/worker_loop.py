@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import pickle
 import sys
 import threading
 import traceback
@@ -15,28 +13,14 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
-from fleetfoot.executor.messages import (
-    Failure,
-    Ready,
-    Rendezvous,
-    StepOutput,
-    WorkerChannel,
-    WorkerSpec,
-    decode_call,
-    encode_reply,
-)
+from fleetfoot.executor.messages import Failure, Ready, StepOutput, WorkerChannel, WorkerSpec, decode_call, encode_reply
 from fleetfoot.executor.worker import Worker
 from fleetfoot.runner.contract import PendingOutput
 from fleetfoot.utils.process import short_collections
 
-logger = logging.getLogger(__name__)
-
 _SWITCH_INTERVAL_S = 0.0005
 """For how long the thread that queues steps may hold Python's lock while another replies; the default, 5 ms, is as long
 as a step."""
-
-_Send = Callable[[int, PendingOutput], object]
-"""Takes the number and the output of a step."""
 
 
 def run_worker_loop(spec: WorkerSpec) -> None:
@@ -50,8 +34,12 @@ def run_worker_loop(spec: WorkerSpec) -> None:
     try:
         worker = _start(spec)
         with channel.open_replies() as replies:
-            replies.send(encode_reply(Ready(worker.rank, pickle.dumps(worker.layout), worker.build)))
-        _run_calls(worker, channel)
+            replies.send(encode_reply(Ready(worker.rank, worker.layout, worker.build)))
+        with _reply_sender(worker, channel) as send, short_collections():
+            while message := channel.receive():
+                number, scheduler_output, grammar_output = decode_call(message)
+                worker.runner.execute_model(scheduler_output)
+                send(number, worker.runner.sample_tokens(grammar_output))
     except BaseException as error:
         channel.open_replies().send(encode_reply(Failure.of(spec.rank, error, traceback.format_exc())))
         while channel.receive():
@@ -65,44 +53,28 @@ def run_worker_loop(spec: WorkerSpec) -> None:
 
 def _start(spec: WorkerSpec) -> Worker:
     plan, config = spec.plan, spec.plan.config
+    device = torch.device(plan.device)
     if plan.device == "cuda":
-        torch.cuda.set_device(spec.local_rank)
-    if config.world_size == 1:
-        worker = Worker(plan)
-    else:
-        device = torch.device("cuda", spec.local_rank) if plan.device == "cuda" else torch.device("cpu")
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo",
-            store=_store(spec.rendezvous, config.world_size),
-            rank=spec.rank,
-            world_size=config.world_size,
-        )
+        device = torch.device("cuda", spec.rank % config.local_world_size)
+        torch.cuda.set_device(device)
+    groups = None
+    if config.world_size > 1:
+        if isinstance(spec.store, str):
+            store: dist.Store = dist.FileStore(spec.store, config.world_size)
+        else:
+            store = dist.PrefixStore("workers", dist.TCPStore(*spec.store, is_master=False))
+        backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=config.world_size)
         shape = StepShape(plan.max_num_batched_tokens, plan.model.hidden_size, getattr(torch, plan.dtype), device)
         groups = make_groups(config.tensor_parallel_size, config.pipeline_parallel_size, shape)
-        worker = Worker(plan, spec.rank, groups)
+    worker = Worker(plan, spec.rank, groups)
     worker.start()
     return worker
 
 
-def _store(rendezvous: Rendezvous, world_size: int) -> dist.Store:
-    if rendezvous.path is not None:
-        return dist.FileStore(rendezvous.path, world_size)
-    store = dist.TCPStore(rendezvous.address, rendezvous.port, is_master=False)
-    return dist.PrefixStore("workers", store)
-
-
-def _run_calls(worker: Worker, channel: WorkerChannel) -> None:
-    """Until an empty message arrives."""
-    with _reply_sender(worker, channel) as send, short_collections():
-        while message := channel.receive():
-            call = decode_call(message)
-            worker.runner.execute_model(call.scheduler_output)
-            send(call.number, worker.runner.sample_tokens(call.grammar_output))
-
-
 @contextmanager
-def _reply_sender(worker: Worker, channel: WorkerChannel) -> Iterator[_Send]:
-    """Sends the outputs of steps to the engine, if this rank replies.
+def _reply_sender(worker: Worker, channel: WorkerChannel) -> Iterator[Callable[[int, PendingOutput], object]]:
+    """Sends the numbers and outputs of steps to the engine, if this rank replies.
 
     On a CPU an output is ready when it is made. On a GPU a thread waits for it, and the next step is queued meanwhile.
     """

@@ -1,30 +1,30 @@
-"""Messages between the engine and its workers: nothing gets lost or changed on the way."""
+"""Messages between the engine and its workers, and the directory of their sockets."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import tempfile
 from array import array
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.executor import messages
-from fleetfoot.executor.messages import (
-    Failure,
-    Ready,
-    StepOutput,
-    decode_call,
-    decode_reply,
-    encode_call,
-    encode_reply,
-)
+from fleetfoot.executor.messages import Failure, Ready, StepOutput, decode_call, decode_reply, encode_call, encode_reply
 from fleetfoot.executor.multiprocess import StepOutputs
 from fleetfoot.executor.processes import RendezvousDir
 from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata, BlockTransfer, RequestLoad
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import (
     KVConnectorOutput,
@@ -75,38 +75,35 @@ OUTPUT = ModelRunnerOutput(
     num_drafted=[2],
     kv_connector_output=KVConnectorOutput({"a"}, {"b": TransferFailure("lost", timed_out=True)}, {"c"}, {"n": 1}),
 )
+LAYOUT = KVLayout(9, 16, "bfloat16", (KVCacheSpec(2, 64), KVCacheSpec(2, 64, 7)))
 
 
 @pytest.mark.parametrize("step", [IDLE, FULL], ids=["idle", "full"])
 @pytest.mark.parametrize("grammar", [None, {"mask": [1, 2]}])
-def test_a_step_arrives_as_it_was_sent(step: SchedulerOutput, grammar: object) -> None:
-    arrived = decode_call(encode_call(17, step, grammar))
-    assert arrived.number == 17
-    assert arrived.grammar_output == grammar
-    for field in dataclasses.fields(SchedulerOutput):
-        assert getattr(arrived.scheduler_output, field.name) == getattr(step, field.name), field.name
+def test_calls_round_trip(step: SchedulerOutput, grammar: object) -> None:
+    assert decode_call(encode_call(17, step, grammar)) == (17, step, grammar)
 
 
-def test_ranks_that_do_not_read_tokens_get_none() -> None:
+def test_ranks_that_read_no_tokens_receive_none() -> None:
     (new,) = without_token_ids(FULL).new_requests
     assert (new.token_ids, new.num_tokens) == (array("i"), 2)
     assert dataclasses.replace(new, token_ids=FULL.new_requests[0].token_ids) == FULL.new_requests[0]
     assert without_token_ids(IDLE) is IDLE
 
 
-def test_a_plain_step_is_not_pickled() -> None:
+def test_plain_step_is_not_pickled() -> None:
     """Pickling costs more than everything else."""
     plain = dataclasses.replace(FULL, new_requests=[], kv_connector_metadata=None)
     assert b"fleetfoot" in encode_call(0, FULL)
     assert b"fleetfoot" not in encode_call(0, plain)
-    assert decode_call(encode_call(0, plain)).scheduler_output == plain
+    assert decode_call(encode_call(0, plain))[1] == plain
 
 
 @pytest.mark.parametrize(
-    "report", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, ModelRunnerOutput([])), Ready(1, b"x", BUILD)]
+    "reply", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, ModelRunnerOutput([])), Ready(1, LAYOUT, BUILD)]
 )
-def test_a_report_arrives_as_it_was_sent(report: StepOutput | Ready) -> None:
-    assert decode_reply(encode_reply(report)) == report
+def test_replies_round_trip(reply: StepOutput | Ready) -> None:
+    assert decode_reply(encode_reply(reply)) == reply
 
 
 class OddError(Exception):
@@ -117,7 +114,7 @@ class OddError(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "text", "comes_along"),
+    ("error", "text", "is_included"),
     [
         (ValueError("bad value"), "ValueError: bad value", True),
         (KeyboardInterrupt(), "KeyboardInterrupt", True),
@@ -125,12 +122,11 @@ class OddError(Exception):
         (ValueError(lambda: 0), "ValueError: <function", False),
     ],
 )
-def test_what_a_worker_raised_comes_along_if_it_can(error: BaseException, text: str, comes_along: bool) -> None:
+def test_failure_includes_an_exception_that_can_be_pickled(error: BaseException, text: str, is_included: bool) -> None:
     failure = decode_reply(encode_reply(Failure.of(2, error, "Traceback ...")))
-    assert (failure.rank, failure.trace) == (2, "Traceback ...")
+    assert (failure.rank, failure.trace, bool(failure.error)) == (2, "Traceback ...", is_included)
     assert failure.text.startswith(text)
-    assert bool(failure.error) == comes_along
-    if comes_along:
+    if is_included:
         again = pickle.loads(failure.error)
         assert type(again) is type(error) and again.args == error.args
 
@@ -141,52 +137,109 @@ def outputs_of(*, connector: bool, **sizes: int) -> StepOutputs:
     return StepOutputs(plan.output_rank, len(plan.reply_ranks))
 
 
-def test_without_a_connector_one_rank_answers() -> None:
+def test_without_a_connector_one_rank_replies() -> None:
     outputs = outputs_of(connector=False, tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert not outputs.is_complete(5)
+    assert outputs.pop(5) is None
     outputs.add(StepOutput(2, 5, ModelRunnerOutput([[7]])))  # the first of the last stage
-    assert outputs.is_complete(5)
     assert outputs.pop(5) == ModelRunnerOutput([[7]])
 
 
-def test_what_all_ranks_report_of_transfers_is_merged_in_the_order_of_steps() -> None:
+def test_connector_outputs_of_all_ranks_are_merged_in_the_order_of_steps() -> None:
     """Rank 0 is two steps ahead of rank 1, as it may be in a pipeline."""
     outputs = outputs_of(connector=True, pipeline_parallel_size=2)
     lost = TransferFailure("lost")
-    from_first = [KVConnectorOutput({"a", "b"}), None, KVConnectorOutput({"c"}, counters={"n": 1})]
-    from_last = [None, KVConnectorOutput({"a"}, {"b": lost}), KVConnectorOutput(sent={"d"}, counters={"n": 2})]
-    for number, said in enumerate(from_first):
-        outputs.add(StepOutput(0, number, ModelRunnerOutput([], kv_connector_output=said)))
-        assert not outputs.is_complete(number)
+    ranks = [
+        [KVConnectorOutput({"a", "b"}), None, KVConnectorOutput({"c"}, counters={"n": 1})],
+        [None, KVConnectorOutput({"a"}, {"b": lost}), KVConnectorOutput(sent={"d"}, counters={"n": 2})],
+    ]
     merged = []
-    for number, said in enumerate(from_last):
-        outputs.add(StepOutput(1, number, ModelRunnerOutput([[number]], kv_connector_output=said)))
-        assert outputs.is_complete(number)
-        output = outputs.pop(number)
-        assert output.sampled_token_ids == [[number]]
-        merged.append(output.kv_connector_output)
-    assert merged[0] is None  # nothing has ended on both
-    assert merged[1] == KVConnectorOutput({"a"}, {"b": lost})
-    assert merged[2] == KVConnectorOutput(counters={"n": 3})
+    for rank, steps in enumerate(ranks):
+        for number, transfers in enumerate(steps):
+            outputs.add(StepOutput(rank, number, ModelRunnerOutput([[number]] * rank, kv_connector_output=transfers)))
+            output = outputs.pop(number)
+            assert (output is None) == (rank == 0)
+            if output is not None:
+                assert output.sampled_token_ids == [[number]]
+                merged.append(output.kv_connector_output)
+    # nothing has ended on both after the first step
+    assert merged == [None, KVConnectorOutput({"a"}, {"b": lost}), KVConnectorOutput(counters={"n": 3})]
 
 
-def test_a_message_for_some_ranks() -> None:
-    folder = RendezvousDir()
-    engine = messages.EngineChannel(folder.path, 3)
+# --- sockets and their directory ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where directories are made, here and in child processes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def rendezvous(parent: Path) -> Iterator[RendezvousDir]:
+    rendezvous = RendezvousDir()
+    yield rendezvous
+    rendezvous.close()
+
+
+def test_message_for_some_ranks(rendezvous: RendezvousDir) -> None:
+    engine = messages.EngineChannel(rendezvous.place, 3)
     workers = [messages.WorkerChannel(addresses) for addresses in engine.addresses]
     engine.send(b"middle", [1])
     engine.send(b"all")
     assert [worker.receive() for worker in workers] == [b"all", b"middle", b"all"]
     for channel in (*workers, engine):
         channel.close()
-    folder.remove()
 
 
-def test_a_worker_that_is_not_there_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_worker_is_not_waited_for(rendezvous: RendezvousDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "_SEND_MS", 1)
-    folder = RendezvousDir()
-    engine = messages.EngineChannel(folder.path, 1)
+    engine = messages.EngineChannel(rendezvous.place, 1)
     with pytest.raises(ConnectionError, match="worker 0 is not connected any more"):
         engine.send(b"a step")
     engine.close()
-    folder.remove()
+
+
+def age(folder: Path) -> None:
+    """Make it look an hour old."""
+    lock = folder / "lock"
+    os.utime(lock, (lock.stat().st_atime, lock.stat().st_mtime - 3600))
+
+
+def test_directory_is_private_and_removed_with_its_engine(parent: Path, rendezvous: RendezvousDir) -> None:
+    assert rendezvous.place.parent == parent
+    assert rendezvous.place.stat().st_mode & 0o077 == 0
+    rendezvous.close()
+    rendezvous.close()
+    assert list(parent.iterdir()) == []
+
+
+KILLED = """
+import os, signal
+from fleetfoot.executor.processes import RendezvousDir
+rendezvous = RendezvousDir()
+(rendezvous.place / "calls-0").touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_directory_of_a_killed_engine_is_removed_by_the_next(parent: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = parent.iterdir()
+    first = RendezvousDir()
+    assert left.exists()  # it might be that of an engine that is about to lock it
+    age(left)
+    second = RendezvousDir()
+    assert set(parent.iterdir()) == {first.place, second.place}
+    first.close()
+    second.close()
+
+
+def test_directories_in_use_and_others_stay(parent: Path, rendezvous: RendezvousDir) -> None:
+    age(rendezvous.place)
+    other = parent / "fleetfoot-notes"
+    other.mkdir()
+    RendezvousDir().close()
+    assert set(parent.iterdir()) == {rendezvous.place, other}
