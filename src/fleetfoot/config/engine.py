@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
-from fleetfoot.config.json_fields import JSONSettings
+from fleetfoot.config.json_fields import AT_LEAST_ONE, Bounds, JSONSettings, check_fields
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride
 from fleetfoot.config.speculative import SpeculativeConfig
@@ -22,14 +21,12 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 ExecutorBackend = Literal["auto", "uni", "mp"]
 Task = Literal["generate", "embed", "classify", "score", "reward"]
 
-MAX_OFFLOADING_GIB = 1 << 33
-"""From here on the number of bytes does not fit in 64 bits."""
 EMBEDDED_MODEL = "story-llama"
 """The name of the model in the package; the default of ``model``."""
-
-
 COMPILATION_MODES = ("NONE", "STOCK_TORCH_COMPILE")
 """Indices are vLLM's numbers of the modes."""
+
+_OFFLOADING_GIB = 1 << 33  # from here on the number of bytes does not fit in 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +39,17 @@ class CompilationConfig(JSONSettings):
     """One of COMPILATION_MODES, given by name or number, stored as the name."""
 
     def __post_init__(self) -> None:
-        mode = self.mode
-        if isinstance(mode, int) and not isinstance(mode, bool) and 0 <= mode < len(COMPILATION_MODES):
-            mode = COMPILATION_MODES[mode]
-        if mode not in COMPILATION_MODES:
-            known = ", ".join(f"{number} or {name}" for number, name in enumerate(COMPILATION_MODES))
-            raise ValueError(f"compilation_config: mode is {self.mode!r}; it can be {known}")
-        object.__setattr__(self, "mode", mode)
-
-    @property
-    def uses_torch_compile(self) -> bool:
-        return self.mode == "STOCK_TORCH_COMPILE"
+        for number, name in enumerate(COMPILATION_MODES):
+            if self.mode == name or (self.mode == number and not isinstance(self.mode, bool)):
+                object.__setattr__(self, "mode", name)
+                return
+        known = ", ".join(f"{number} or {name}" for number, name in enumerate(COMPILATION_MODES))
+        raise ValueError(f"compilation_config: mode is {self.mode!r}; it can be {known}")
 
 
-def _flag(default: Any, help: str, *, choices: Any = None, record: Any = None, is_hashed: bool | None = None) -> Any:
+def _flag(
+    default: Any, help: str, *, choices: Any = None, record: Any = None, is_hashed: bool | None = None, **checks: Any
+) -> Any:
     """A field with its documentation, which is also the CLI's help text.
 
     Args:
@@ -64,8 +58,9 @@ def _flag(default: Any, help: str, *, choices: Any = None, record: Any = None, i
         choices: a Literal type of the allowed values.
         record: a class with a ``parse`` method for dictionaries and JSON text.
         is_hashed: False for a value without a hash.
+        checks: see `check_fields`.
     """
-    metadata: dict[str, Any] = {"help": help}
+    metadata = {"help": help, **checks}
     if choices is not None:
         metadata["choices"] = get_args(choices)
     if record is not None:
@@ -91,7 +86,11 @@ class EngineConfig:
     skip_tokenizer_init: bool = _flag(False, "run on token ids, without a tokenizer")
     trust_remote_code: bool = _flag(False, "accepted for compatibility: code from a checkpoint is never run")
     task: Task = _flag("generate", "what the model is for: text, or one of the pooling tasks", choices=Task)
-    quantization: str | None = _flag(None, "how weights are quantized, fp8 for instance; default: not at all")
+    quantization: str | None = _flag(
+        None,
+        "how weights are quantized, fp8 for instance; default: not at all",
+        if_empty="leave it out for weights that are not quantized",
+    )
     enable_lora: bool = _flag(False, "serve LoRA adapters beside the model")
     enable_prompt_embeds: bool = _flag(False, "take prompts as embeddings too")
 
@@ -99,6 +98,7 @@ class EngineConfig:
         "auto",
         "where sampling defaults come from: auto, the model's generation_config.json if it has one; none, the engine's "
         "own defaults (vllm means the same); or a folder with that file",
+        if_empty="it can be 'auto', 'none' or a folder",
     )
     override_generation_config: dict[str, Any] | None = _flag(
         None,
@@ -124,22 +124,40 @@ class EngineConfig:
         "JSON: method (ngram, draft_model, eagle), num_speculative_tokens, model, prompt_lookup_max",
         record=SpeculativeConfig,
     )
-    seed: int = _flag(0, "of everything random that a request does not seed itself")
+    seed: int = _flag(
+        0,
+        "of everything random that a request does not seed itself",
+        bounds=Bounds("fit in 64 bits", -(2**63), 2**64 - 1),
+    )
 
-    max_model_len: int | None = _flag(None, "longest prompt plus output, in tokens; default: the model's own limit")
-    max_num_seqs: int = _flag(256, "most requests that run at the same time")
-    max_num_batched_tokens: int | None = _flag(None, "most tokens in one step; default 8192 on a GPU, 2048 on a CPU")
+    max_model_len: int | None = _flag(
+        None, "longest prompt plus output, in tokens; default: the model's own limit", bounds=AT_LEAST_ONE
+    )
+    max_num_seqs: int = _flag(256, "most requests that run at the same time", bounds=AT_LEAST_ONE)
+    max_num_batched_tokens: int | None = _flag(
+        None, "most tokens in one step; default 8192 on a GPU, 2048 on a CPU", bounds=AT_LEAST_ONE
+    )
     enable_chunked_prefill: bool = _flag(True, "split long prompts over several steps, mixed with decodes")
     enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of a prompt's known beginning")
     scheduling_policy: SchedulingPolicy = _flag(
         "fcfs", "fcfs: first come, first served; priority: lower values first", choices=SchedulingPolicy
     )
-    max_logprobs: int = _flag(20, "most logprobs that a request may ask for; -1: no limit")
+    max_logprobs: int = _flag(
+        20, "most logprobs that a request may ask for; -1: no limit", bounds=Bounds("be -1 (no limit), 0 or more", -1)
+    )
 
-    block_size: int = _flag(16, "tokens in a KV block")
-    gpu_memory_utilization: float = _flag(0.9, "share of the GPU's memory for weights, KV and activations together")
-    kv_cache_memory_bytes: int | None = _flag(None, "bytes for KV, instead of what the memory plan finds")
-    num_gpu_blocks_override: int | None = _flag(None, "number of KV blocks on any device, instead of the plan's")
+    block_size: int = _flag(16, "tokens in a KV block", bounds=AT_LEAST_ONE)
+    gpu_memory_utilization: float = _flag(
+        0.9,
+        "share of the GPU's memory for weights, KV and activations together",
+        bounds=Bounds("be above 0, at most 1", most=1, above=0),
+    )
+    kv_cache_memory_bytes: int | None = _flag(
+        None, "bytes for KV, instead of what the memory plan finds", bounds=AT_LEAST_ONE
+    )
+    num_gpu_blocks_override: int | None = _flag(
+        None, "number of KV blocks on any device, instead of the plan's", bounds=AT_LEAST_ONE
+    )
 
     kv_transfer_config: KVTransferConfig | None = _flag(
         None,
@@ -147,53 +165,39 @@ class EngineConfig:
         "kv_connector_module_path; without a connector and a role it is not active",
         record=KVTransferConfig,
     )
-    kv_offloading_size: float | None = _flag(None, "GiB of CPU memory that KV blocks move to when the GPU's run out")
+    kv_offloading_size: float | None = _flag(
+        None,
+        "GiB of CPU memory that KV blocks move to when the GPU's run out",
+        bounds=Bounds(f"be above 0, in GiB (less than {_OFFLOADING_GIB:,})", most=_OFFLOADING_GIB - 1, above=0),
+    )
     enable_sleep_mode: bool = _flag(False, "let the engine give its memory back while it sleeps")
 
-    tensor_parallel_size: int = _flag(1, "GPUs that share each layer")
-    pipeline_parallel_size: int = _flag(1, "GPUs that the layers are spread over")
-    prefill_context_parallel_size: int = _flag(1, "GPUs that share a long prompt")
+    tensor_parallel_size: int = _flag(1, "GPUs that share each layer", bounds=AT_LEAST_ONE)
+    pipeline_parallel_size: int = _flag(1, "GPUs that the layers are spread over", bounds=AT_LEAST_ONE)
+    prefill_context_parallel_size: int = _flag(1, "GPUs that share a long prompt", bounds=AT_LEAST_ONE)
     distributed_executor_backend: ExecutorBackend = _flag(
         "auto",
         "where workers run: uni, in the engine's process; mp, each in its own; auto: mp where there are several",
         choices=ExecutorBackend,
     )
-    nnodes: int = _flag(1, "machines that the workers are spread over, equally many on each")
+    nnodes: int = _flag(1, "machines that the workers are spread over, equally many on each", bounds=AT_LEAST_ONE)
     node_rank: int = _flag(0, "number of this machine; the engine starts on 0, the others run fleetfoot worker")
-    master_addr: str = _flag("127.0.0.1", "address of machine 0, as the others reach it")
-    master_port: int = _flag(29500, "port at which machine 0 waits for the others")
+    master_addr: str = _flag(
+        "127.0.0.1", "address of machine 0, as the others reach it", if_empty="it must be the address of node 0"
+    )
+    master_port: int = _flag(
+        29500, "port at which machine 0 waits for the others", bounds=Bounds("be 1 to 65535", 1, 65535)
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, record = getattr(self, item.name), item.metadata.get("record")
-            if record is None:
-                _check_type(item.name, value, str(item.type))
-            elif value is not None:
+            record, value = item.metadata.get("record"), getattr(self, item.name)
+            if record is not None and value is not None:
                 object.__setattr__(self, item.name, record.parse(value))
-            choices = item.metadata.get("choices")
-            if choices and getattr(self, item.name) not in choices:
-                is_task = item.name == "runner" and value in ("generate", "pooling")
-                hint = "; what vLLM calls runner is task here" if is_task else ""
-                raise ValueError(f"{item.name} is {value!r}; it can be {', '.join(choices)}{hint}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-                     "kv_cache_memory_bytes", "num_gpu_blocks_override", "tensor_parallel_size",
-                     "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0, at most 1")
-        if self.max_logprobs < -1:
-            raise ValueError(f"max_logprobs is {self.max_logprobs}; it must be -1 (no limit), 0 or more")
-        if not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed is {self.seed}; it must fit in 64 bits")
-        if self.kv_offloading_size is not None and not 0 < self.kv_offloading_size < MAX_OFFLOADING_GIB:
-            most = "" if self.kv_offloading_size <= 0 else f" (less than {MAX_OFFLOADING_GIB:,})"
-            raise ValueError(f"kv_offloading_size is {self.kv_offloading_size}; it must be above 0, in GiB{most}")
-        if self.quantization == "":
-            raise ValueError("quantization is an empty string; leave it out for weights that are not quantized")
-        if not self.generation_config:
-            raise ValueError("generation_config is an empty string; it can be 'auto', 'none' or a folder")
+        if self.runner in ("generate", "pooling"):
+            known = ", ".join(get_args(Runner))
+            raise ValueError(f"runner is {self.runner!r}; it can be {known}; what vLLM calls runner is task here")
+        check_fields(self)
         if self.use_v2_model_runner is not None and self.runner == ("v1" if self.use_v2_model_runner else "v2"):
             raise ValueError(
                 f"runner is {self.runner!r} and use_v2_model_runner is {self.use_v2_model_runner}: they contradict "
@@ -215,14 +219,11 @@ class EngineConfig:
     @property
     def max_decode_tokens(self) -> int:
         """Tokens of the largest step of decodes alone: one and its drafts for each request."""
-        return self.max_num_seqs * self._decode_width
-
-    @property
-    def _decode_width(self) -> int:
-        return 1 if self.speculative_config is None else 1 + self.speculative_config.num_speculative_tokens
+        drafts = 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+        return self.max_num_seqs * (1 + drafts)
 
     def _check_batched_tokens(self) -> None:
-        budget, width = self.max_num_batched_tokens, self._decode_width
+        budget, width = self.max_num_batched_tokens, self.max_decode_tokens // self.max_num_seqs
         if budget is None or budget >= self.max_decode_tokens:
             return
         each = "one token" if width == 1 else f"{width} tokens, one and {width - 1} drafts,"
@@ -252,15 +253,11 @@ class EngineConfig:
                 f"node_rank is {self.node_rank}; with nnodes {self.nnodes} it can be 0"
                 + (f" to {self.nnodes - 1}" if self.nnodes > 1 else "; set nnodes to the number of machines")
             )
-        if not self.master_addr:
-            raise ValueError("master_addr is an empty string; it must be the address of node 0")
         if not is_host(self.master_addr):
             raise ValueError(
                 f"master_addr is {self.master_addr!r}; it must be the name or the IPv4 address of node 0 and nothing "
                 "else; the port is master_port"
             )
-        if not 0 < self.master_port < 65536:
-            raise ValueError(f"master_port is {self.master_port}; it must be 1 to 65535")
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], *, owner: str) -> EngineConfig:
@@ -283,21 +280,3 @@ def _plain(value: Any) -> Any:
     if type(value).__module__ == "torch" and str(value).startswith("torch."):
         return str(value).removeprefix("torch.")
     return value
-
-
-def _check_type(name: str, value: Any, annotation: str) -> None:
-    """Raise TypeError for a value of the wrong type. A bool is not an int; an int is a valid float."""
-    if value is None and "None" in annotation:
-        return
-    if annotation.startswith("bool"):
-        right = isinstance(value, bool)
-    elif annotation.startswith("int"):
-        right = isinstance(value, int) and not isinstance(value, bool)
-    elif annotation.startswith("float"):
-        right = isinstance(value, int | float) and not isinstance(value, bool)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise TypeError(f"{name} is {value!r}; it must be a finite number")
-    else:
-        right = isinstance(value, str)
-    if not right:
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {annotation}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
@@ -18,48 +19,34 @@ class ConfigError(ValueError):
     """A model's ``config.json`` is missing, unreadable, or needs something that is not supported."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Fields:
     """A JSON object with default values.
 
     An absent field reads as its default, and so does null, unless the field is nullable.
     """
 
-    __slots__ = ("_content", "_defaults", "_nullable", "_prefix", "source")
-
-    def __init__(
-        self,
-        content: Mapping[str, Any],
-        defaults: Mapping[str, Any],
-        source: str,
-        prefix: str = "",
-        nullable: Collection[str] = (),
-    ) -> None:
-        """
-        Args:
-            content: the object.
-            defaults: values of absent fields.
-            source: the file, for messages.
-            prefix: the path of this object in the file, for messages.
-            nullable: fields for which null differs from their default.
-        """
-        self._content = content
-        self._defaults = defaults
-        self.source = source
-        self._prefix = prefix
-        self._nullable = nullable
+    content: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    source: str
+    """The file, for messages."""
+    prefix: str = ""
+    """The path of this object in the file, for messages."""
+    nullable: Collection[str] = ()
+    """Fields for which null differs from their default."""
 
     def raw(self, name: str) -> Any:
         """The unchecked value, or the default."""
-        value = self._content.get(name)
-        if value is None and not (name in self._content and name in self._nullable):
-            return self._defaults.get(name)
+        value = self.content.get(name)
+        if value is None and not (name in self.content and name in self.nullable):
+            return self.defaults.get(name)
         return value
 
     def error(self, name: str, expected: str) -> ConfigError:
         """An error about one field; ``expected`` states what would work."""
         value = self.raw(name)
         found = "missing" if value is None else repr(value)
-        return ConfigError(f"{self.source}: {self._prefix}{name} is {found}; {expected}")
+        return ConfigError(f"{self.source}: {self.prefix}{name} is {found}; {expected}")
 
     def integer(self, name: str, *, minimum: int = 1) -> int:
         value = self.raw(name)
@@ -103,6 +90,61 @@ class Fields:
 # --- settings that are JSON objects ---------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """The numbers that a setting can have."""
+
+    words: str
+    """``it must ...``"""
+    least: float = -math.inf
+    most: float = sys.float_info.max
+    above: float = -math.inf
+
+
+AT_LEAST_ONE = Bounds("be at least 1", 1)
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "bool": (bool, "true or false"),
+    "int": (int, "an integer"),
+    "float": (int | float, "a number"),
+    "Mapping[str, Any]": (Mapping, "an object"),
+}
+"""By annotations; all others are strings."""
+
+
+def check_fields(settings: Any, prefix: str = "") -> None:
+    """Check the fields of a dataclass by their annotations, and by their metadata: ``choices``, ``bounds`` (`Bounds`),
+    ``if_empty`` (what to do instead of giving an empty string). Fields with a ``record`` are not checked.
+
+    Args:
+        prefix: of names in messages, for fields that come from JSON.
+
+    Raises:
+        TypeError: a value of the wrong type. A bool is no int; an int is a valid float.
+        ValueError: any other value that is not allowed; for JSON, also a number or a bool of the wrong type.
+    """
+    for item in dataclasses.fields(settings):
+        name, value, annotation = prefix + item.name, getattr(settings, item.name), str(item.type)
+        bounds, choices = item.metadata.get("bounds"), item.metadata.get("choices")
+        if "record" in item.metadata or (value is None and annotation.endswith("None")):
+            continue
+        if choices is not None and value not in choices:
+            raise ValueError(f"{name} is {value!r}; it can be {', '.join(choices)}")
+        kind, words = _KINDS.get(annotation.removesuffix(" | None"), (str, "a string that is not empty"))
+        is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not prefix:
+            if not is_right:
+                raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be {annotation}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise TypeError(f"{name} is {value!r}; it must be a finite number")
+        elif bounds is None and (not is_right or (value == "" and annotation.endswith("None"))):
+            raise (TypeError if kind in (str, Mapping) else ValueError)(f"{name} is {value!r}; it must be {words}")
+        if bounds is not None and not (is_right and bounds.least <= value <= bounds.most and value > bounds.above):
+            raise ValueError(f"{name} is {value!r}; it must {bounds.words}")
+        if value == "" and "if_empty" in item.metadata:
+            raise ValueError(f"{name} is an empty string; {item.metadata['if_empty']}")
+
+
 class JSONSettings:
     """Base of a frozen dataclass that is made from a dictionary or JSON text."""
 
@@ -119,31 +161,24 @@ class JSONSettings:
         Raises:
             TypeError, ValueError: it is neither, or has an unknown key or an invalid value; names it.
         """
-        return value if isinstance(value, cls) else cls(**checked_object(cls.setting, value, cls, cls.advice))
+        if isinstance(value, cls):
+            return value
+        content = json_object(cls.setting, value)
+        for key in content:
+            check_key(cls.setting, key, [item.name for item in dataclasses.fields(cls)], cls.advice)  # type: ignore[arg-type]
+        return cls(**content)
 
-
-def checked_object(field: str, value: Any, record: type, advice: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Check that ``value`` is an object whose keys are fields of ``record``, and return it.
-
-    Args:
-        field: the setting's name, for messages.
-        value: a dictionary or JSON text.
-        record: a dataclass.
-        advice: unsupported keys, each with what to do instead.
-
-    Raises:
-        ValueError: text that is not JSON, or with a duplicate key.
-        TypeError: not an object, or an unknown key.
-    """
-    value = json_object(field, value)
-    known = [item.name for item in dataclasses.fields(record)]
-    for key in value:
-        check_key(field, key, known, advice)
-    return value
+    def __post_init__(self) -> None:
+        check_fields(self, f"{self.setting}: ")
 
 
 def check_key(field: str, key: object, known: Collection[str], advice: Mapping[str, str] | None = None) -> None:
-    """Raise TypeError unless ``key`` is one of ``known``; see `checked_object`."""
+    """Raise TypeError unless ``key`` is one of ``known``.
+
+    Args:
+        field: the setting's name, for messages.
+        advice: unsupported keys, each with what to do instead.
+    """
     if not isinstance(key, str):  # possible in a Python dictionary only
         raise TypeError(f"{field} has the key {key!r}, a {type(key).__name__}; keys must be strings")
     if key not in known:
@@ -157,36 +192,23 @@ def json_object(field: str, value: Any) -> dict[str, Any]:
         ValueError: text that is not JSON, or with a duplicate key.
         TypeError: not an object.
     """
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) < len(pairs):  # by default the parser keeps the last of equal keys
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"{field} has the key {twice!r} twice; leave one out")
+        return content
+
     if isinstance(value, str):
         try:
-            value = json.loads(value, object_pairs_hook=_object_of)
+            value = json.loads(value, object_pairs_hook=object_of)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{field} is not JSON ({error}): {value!r}; it must be an object, in a shell between single quotes: "
                 '\'{"key": "value"}\''
             ) from error
-        except _RepeatedKeyError as error:
-            raise ValueError(f"{field} has the key {error.args[0]!r} twice; leave one out") from error
     if not isinstance(value, dict):
         raise TypeError(f"{field} is {value!r}; it must be a JSON object or a dictionary")
-    return value
-
-
-def string_field(field: str, name: str, value: Any) -> None:
-    """Raise TypeError unless ``value`` is None or a non-empty string."""
-    if value is not None and (not isinstance(value, str) or not value):
-        raise TypeError(f"{field}: {name} is {value!r}; it must be a string that is not empty")
-
-
-class _RepeatedKeyError(Exception):
-    """An object in JSON text has a duplicate key, which is the argument."""
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object from its pairs. By default the parser would silently keep the last of equal keys."""
-    value: dict[str, Any] = {}
-    for key, item in pairs:
-        if key in value:
-            raise _RepeatedKeyError(key)
-        value[key] = item
     return value

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fleetfoot.config.json_fields import JSONSettings, string_field
+from fleetfoot.config.json_fields import Bounds, JSONSettings
 
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 KV_LOAD_FAILURE_POLICIES = ("recompute", "fail")
 DEFAULT_KV_TRANSFER_TIMEOUT = 60.0
 """Seconds."""
-_STRINGS = ("kv_connector", "kv_role", "kv_connector_module_path", "engine_id", "kv_buffer_device", "kv_ip")
+_COUNT: dict[str, Any] = {"bounds": Bounds("be an integer of at least 0", 0)}
+_SECONDS: dict[str, Any] = {"bounds": Bounds("be a number of seconds above 0", above=0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class KVTransferConfig(JSONSettings):
 
     kv_connector: str | None = None
     """Name of the connector's class."""
-    kv_role: str | None = None
+    kv_role: str | None = field(default=None, metadata={"choices": KV_ROLES})
     """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
     kv_connector_module_path: str | None = None
     """The module of the class, for connectors outside Fleetfoot."""
@@ -32,54 +32,31 @@ class KVTransferConfig(JSONSettings):
     """Settings of the connector, passed to it unchecked."""
     engine_id: str | None = None
     """Name of this engine for other engines."""
-    kv_rank: int | None = None
+    kv_rank: int | None = field(default=None, metadata=_COUNT)
     """Index of this engine in its transfer group; for the connector."""
-    kv_parallel_size: int | None = None
+    kv_parallel_size: int | None = field(default=None, metadata=_COUNT)
     """Engines in the transfer group; for the connector."""
     kv_ip: str | None = None
     """Rendezvous address of the group; for the connector."""
-    kv_port: int | None = None
+    kv_port: int | None = field(default=None, metadata=_COUNT)
     """Rendezvous port of the group; for the connector."""
     kv_buffer_device: str | None = None
     """Device of the transfer buffer, ``cpu`` or ``cuda``; for the connector."""
-    kv_buffer_size: int | None = None
+    kv_buffer_size: int | None = field(default=None, metadata=_COUNT)
     """Bytes of the transfer buffer; for the connector."""
-    kv_load_failure_policy: str = "recompute"
+    kv_load_failure_policy: str = field(default="recompute", metadata={"choices": KV_LOAD_FAILURE_POLICIES})
     """What happens to a request whose KV cannot be loaded: ``recompute`` computes its tokens, ``fail`` ends it with an
     error."""
-    kv_transfer_timeout: float = DEFAULT_KV_TRANSFER_TIMEOUT
+    kv_transfer_timeout: float = field(default=DEFAULT_KV_TRANSFER_TIMEOUT, metadata=_SECONDS)
     """Seconds after which an unfinished transfer fails."""
 
     def __post_init__(self) -> None:
-        for name in _STRINGS:
-            string_field("kv_transfer_config", name, getattr(self, name))
+        JSONSettings.__post_init__(self)
         module = self.kv_connector_module_path
         if module is not None and (module.startswith(".") or module.endswith(".py") or "/" in module):
             raise ValueError(
                 f"kv_transfer_config: kv_connector_module_path is {module!r}; it must be the whole name of a module "
                 "that Python finds, such as 'my_package.connector'"
-            )
-        if self.kv_role is not None and self.kv_role not in KV_ROLES:
-            raise ValueError(f"kv_transfer_config: kv_role is {self.kv_role!r}; it can be {', '.join(KV_ROLES)}")
-        if self.kv_load_failure_policy not in KV_LOAD_FAILURE_POLICIES:
-            raise ValueError(
-                f"kv_transfer_config: kv_load_failure_policy is {self.kv_load_failure_policy!r}; it can be "
-                f"{', '.join(KV_LOAD_FAILURE_POLICIES)}"
-            )
-        timeout = self.kv_transfer_timeout
-        is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-        if not is_number or not 0 < timeout < math.inf:
-            raise ValueError(
-                f"kv_transfer_config: kv_transfer_timeout is {timeout!r}; it must be a number of seconds above 0"
-            )
-        for name in ("kv_rank", "kv_parallel_size", "kv_port", "kv_buffer_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise ValueError(f"kv_transfer_config: {name} is {value!r}; it must be an integer of at least 0")
-        if not isinstance(self.kv_connector_extra_config, Mapping):
-            raise TypeError(
-                f"kv_transfer_config: kv_connector_extra_config is {self.kv_connector_extra_config!r}; it must be an "
-                "object"
             )
 
     @property

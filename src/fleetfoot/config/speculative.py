@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from fleetfoot.config.json_fields import JSONSettings, string_field
+from fleetfoot.config.json_fields import Bounds, JSONSettings
 from fleetfoot.config.vllm_names import SPECULATIVE_KEYS
 
 
@@ -35,6 +35,7 @@ MAX_SPECULATIVE_TOKENS = 64
 _NGRAM_MODELS = ("ngram", "[ngram]")
 """vLLM's values of ``model`` for n-grams."""
 DEFAULT_PROMPT_LOOKUP_MAX, DEFAULT_PROMPT_LOOKUP_MIN = 5, 1
+_COUNT: dict[str, Any] = {"bounds": Bounds("be an integer of at least 1", 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +50,13 @@ class SpeculativeConfig(JSONSettings):
     model: str | None = None
     """Folder or hub id of the draft model or the EAGLE head; none for n-grams. ``eagle`` defaults to the embedded head
     for the embedded model."""
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: int = field(default=0, metadata=_COUNT)
     """Draft tokens per step; required."""
-    prompt_lookup_max: int | None = None
+    prompt_lookup_max: int | None = field(default=None, metadata=_COUNT)
     """Longest n-gram to look up in the tokens so far; has a default for method ``ngram``."""
-    prompt_lookup_min: int | None = None
+    prompt_lookup_min: int | None = field(default=None, metadata=_COUNT)
     """Shortest n-gram to look up; likewise."""
-    disable_by_batch_size: int | None = None
+    disable_by_batch_size: int | None = field(default=None, metadata=_COUNT)
     """Steps with more decodes than this propose no drafts; None: no limit."""
     adaptive: bool = True
     """Whether drafting is disabled at batch sizes where measurements show no gain."""
@@ -63,13 +64,21 @@ class SpeculativeConfig(JSONSettings):
     def __post_init__(self) -> None:
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
-        string_field("speculative_config", "model", self.model)
+        if self.num_speculative_tokens == 0 and not isinstance(self.num_speculative_tokens, bool):
+            raise ValueError(
+                "speculative_config: num_speculative_tokens is missing or 0; it must be given, as an integer from 1 to "
+                f"{MAX_SPECULATIVE_TOKENS}: how many tokens are proposed in a step (3 is a fair start)"
+            )
+        JSONSettings.__post_init__(self)
+        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"speculative_config: num_speculative_tokens is {self.num_speculative_tokens}; "
+                f"it can be at most {MAX_SPECULATIVE_TOKENS}"
+            )
         if self.method == "":
             object.__setattr__(self, "method", "ngram" if self.model is None else "draft_model")
         self._check_method()
-        self._check_numbers()
-        if self.method == "ngram":
-            self._fill_in_lookup()
+        self._check_lookup()
 
     def _check_method(self) -> None:
         if self.model in _NGRAM_MODELS:
@@ -92,33 +101,16 @@ class SpeculativeConfig(JSONSettings):
                 "set method to 'draft_model' or 'eagle'"
             )
 
-    def _check_numbers(self) -> None:
-        if not isinstance(self.adaptive, bool):
-            raise ValueError(f"speculative_config: adaptive is {self.adaptive!r}; it must be true or false")
-        if self.num_speculative_tokens == 0 and not isinstance(self.num_speculative_tokens, bool):
-            raise ValueError(
-                "speculative_config: num_speculative_tokens is missing or 0; it must be given, as an integer from 1 to "
-                f"{MAX_SPECULATIVE_TOKENS}: how many tokens are proposed in a step (3 is a fair start)"
-            )
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
-            value = getattr(self, name)
-            if value is None and name != "num_speculative_tokens":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"speculative_config: {name} is {value!r}; it must be an integer of at least 1")
-            if name.startswith("prompt_lookup") and self.method != "ngram":
-                raise ValueError(
-                    f"speculative_config: {name} is {value}, which means nothing for method {self.method!r}; leave it "
-                    "out, or set method to 'ngram'"
-                )
-        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
-            raise ValueError(
-                f"speculative_config: num_speculative_tokens is {self.num_speculative_tokens}; "
-                f"it can be at most {MAX_SPECULATIVE_TOKENS}"
-            )
-
-    def _fill_in_lookup(self) -> None:
-        """Fill in missing bounds: the default, or the other bound if the default contradicts it."""
+    def _check_lookup(self) -> None:
+        """For n-grams, fill in missing bounds: the default, or the other bound if the default contradicts it."""
+        if self.method != "ngram":
+            for name in ("prompt_lookup_max", "prompt_lookup_min"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"speculative_config: {name} is {getattr(self, name)}, which means nothing for method "
+                        f"{self.method!r}; leave it out, or set method to 'ngram'"
+                    )
+            return
         longest, shortest = self.prompt_lookup_max, self.prompt_lookup_min
         if longest is None:
             longest = max(DEFAULT_PROMPT_LOOKUP_MAX, shortest or 0)

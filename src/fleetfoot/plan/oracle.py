@@ -133,7 +133,7 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
     What a single request may require (logprobs, penalties, ...) is not among them.
     """
     required = _of_model(config, model)
-    if config.compilation_config is not None and config.compilation_config.uses_torch_compile:
+    if config.compilation_config is not None and config.compilation_config.mode == "STOCK_TORCH_COMPILE":
         required[Feature.TORCH_COMPILE] = "compilation_config has mode STOCK_TORCH_COMPILE; only NONE works"
     for name, feature in _PARALLEL.items():
         size = getattr(config, name)
