@@ -19,10 +19,11 @@ from fleetfoot.plan.oracle import (
     Decision,
     ModelFeatures,
     UnsupportedFeatureError,
+    decide,
     required_features,
     unsupported_features,
 )
-from fleetfoot.plan.resolve import resolve_plan, resolve_runner
+from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature, Support
 
 GIB = 1 << 30
@@ -55,7 +56,7 @@ def connector(name: str, path: str | None = __name__, role: str | None = "kv_bot
 def ask(
     model: ModelFeatures = LLAMA, machine: Machine = GPU, environ: dict[str, str] | None = None, **settings: Any
 ) -> Decision:
-    return resolve_runner(EngineConfig(**settings), model, machine, environ or {})
+    return decide(EngineConfig(**settings), model, machine, environ or {})
 
 
 # --- what was said explicitly ---------------------------------------------------------------------------------------

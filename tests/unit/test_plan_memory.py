@@ -22,15 +22,15 @@ from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.registry import model_class
-from fleetfoot.plan.fit import Device, MemoryPlanError, fit_engine
+from fleetfoot.plan.fit import MemoryPlanError, fit_engine
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import (
     GIB,
     EngineShape,
-    Footprint,
     MemoryPlan,
     activation_bytes,
     communication_bytes,
+    footprint,
     graph_bytes,
     kv_block_bytes,
     runner_state_bytes,
@@ -40,7 +40,6 @@ from fleetfoot.plan.memory import (
 from fleetfoot.plan.report import plan_report
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
-from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.input_batch import InputBuffers
 from fleetfoot.runner.v2.state import DeviceState
@@ -56,42 +55,24 @@ PARTS = (
 
 
 def shape_of(
-    model: ModelConfig = LLAMA_8B,
-    device: str = "cuda",
-    config: EngineConfig | None = None,
-    runner: str = "v2",
-    max_model_len: int | None = None,
+    model: ModelConfig = LLAMA_8B, device: str = "cuda", config: EngineConfig | None = None, runner: str = "v2"
 ) -> EngineShape:
     config = config or EngineConfig()
-    tokens = config.max_num_batched_tokens or (8192 if device == "cuda" else 2048)
     return EngineShape(
+        config=config,
         model=model,
         dtype=model.dtype,
         device=device,
         runner=runner,
-        block_size=config.block_size,
-        max_model_len=max_model_len or config.max_model_len or model.max_position_embeddings,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=tokens,
-        capture_table=CaptureTable.of(
-            device=device,
-            enforce_eager=config.enforce_eager or runner == "v1",
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=tokens,
-        ),
         kernels=plan_kernels(DeviceFacts(device, has_native=True, has_triton=True)),
-        tensor_parallel_size=config.tensor_parallel_size,
-        pipeline_parallel_size=config.pipeline_parallel_size,
+        max_model_len=config.max_model_len or model.max_position_embeddings,
     )
 
 
 def fitted_engine(
     total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", runner: str = "v2", **settings: Any
 ) -> tuple[EngineShape, MemoryPlan]:
-    def make_shape(config: EngineConfig, max_model_len: int) -> EngineShape:
-        return shape_of(model, device, config, runner, max_model_len)
-
-    return fit_engine(EngineConfig(**settings), Device(total, make_shape, model.max_position_embeddings))
+    return fit_engine(shape_of(model, device, EngineConfig(**settings), runner), total)
 
 
 def fitted(total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", **settings: Any) -> MemoryPlan:
@@ -171,15 +152,17 @@ def test_the_parts_add_up(device: str, runner: str) -> None:
     assert plan.stage(0) is plan
 
 
-def test_a_captured_full_step_keeps_all_its_activations() -> None:
-    shape = shape_of(TINYLLAMA)
-    table = shape.capture_table
-    full = dataclasses.replace(shape, capture_table=dataclasses.replace(table, full_step=8192))
-    largest = table.mixed[-1] / 8192
-    nodes_and_hidden = 3 * (22 * 96 * 1024 + 8192 * 2048 * 2)
+def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(max_num_batched_tokens=3000)
+    full = shape_of(TINYLLAMA, config=config)
+    assert full.capture_table.full_step == 3000
+    monkeypatch.setattr("fleetfoot.plan.memory._FULL_STEP_PRODUCTS", 0)
+    shape = shape_of(TINYLLAMA, config=config)
+    largest = shape.capture_table.mixed[-1] / 3000
+    nodes_and_hidden = 3 * (22 * 96 * 1024 + 3000 * 2048 * 2)
     more = graph_bytes(full) - graph_bytes(shape)
     assert more == pytest.approx((1 - largest) * activation_bytes(shape) + nodes_and_hidden, abs=2)
-    assert graph_bytes(dataclasses.replace(shape, capture_table=CaptureTable())) == 0
+    assert graph_bytes(shape_of(TINYLLAMA, config=EngineConfig(enforce_eager=True))) == 0
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
@@ -229,9 +212,9 @@ def test_a_drafter_is_with_the_last_rank() -> None:
     assert weight_bytes(last) == weight_bytes(plain_last) + 1000
     layout = KVLayout(1, 16, "bfloat16", (*[KVCacheSpec(8, 128)] * 15, *specs))
     assert kv_block_bytes(last) == layout.bytes_per_block > kv_block_bytes(plain_last)
-    assert Footprint.of(last).rotary_table - Footprint.of(plain_last).rotary_table == 4 * 128 * 4
-    assert Footprint.of(last).sampling_scratch > Footprint.of(plain_last).sampling_scratch
-    assert Footprint.of(first).sampling_scratch == 0
+    assert footprint(last)["rotary_table"] - footprint(plain_last)["rotary_table"] == 4 * 128 * 4
+    assert footprint(last)["sampling_scratch"] > footprint(plain_last)["sampling_scratch"]
+    assert footprint(first)["sampling_scratch"] == 0
 
 
 def test_buffers_between_ranks() -> None:
@@ -251,8 +234,8 @@ def test_buffers_between_ranks() -> None:
 def test_ranks_share_the_work() -> None:
     whole, half = fitted(80 * GIB), fitted(80 * GIB, tensor_parallel_size=2)
     assert half.bytes_per_block * 2 == whole.bytes_per_block
-    assert half.footprint.weights < 0.51 * whole.footprint.weights
-    assert half.footprint.activations < 0.7 * whole.footprint.activations
+    assert half.footprint["weights"] < 0.51 * whole.footprint["weights"]
+    assert half.footprint["activations"] < 0.7 * whole.footprint["activations"]
     assert half.num_blocks > 2 * whole.num_blocks
     replicated = fitted(80 * GIB, tensor_parallel_size=16)  # 8 KV heads, each on two ranks
     assert replicated.bytes_per_block * 8 == whole.bytes_per_block
@@ -265,7 +248,7 @@ def test_all_pipeline_ranks_have_as_many_blocks(device: str, settings: dict[str,
     first, last = plan.stages
     assert first.num_blocks == last.num_blocks == plan.num_blocks > 0
     assert (first.bytes_per_block, last.bytes_per_block) == (17 * 65536, 15 * 65536)
-    assert plan.stage(1) is last and last.footprint.sampling_scratch > first.footprint.sampling_scratch == 0
+    assert plan.stage(1) is last and last.footprint["sampling_scratch"] > first.footprint["sampling_scratch"] == 0
     assert all(stage.left >= 0 for stage in plan.stages)
     assert plan.left == min(first.left, last.left)
     if "kv_cache_memory_bytes" in settings:
@@ -360,9 +343,9 @@ def test_the_models_own_length_need_not_fit_but_one_that_was_asked_for_must() ->
 
 def test_blocks_that_fit_after_loading() -> None:
     plan = fitted(80 * GIB)
-    assert plan.fitting_blocks(plan.footprint.taken_by_loading) == plan.num_blocks
-    assert plan.fitting_blocks(plan.footprint.taken_by_loading - GIB) > plan.num_blocks  # the worker keeps to the plan
-    assert plan.fitting_blocks(plan.footprint.taken_by_loading + GIB) == plan.num_blocks - round(
+    assert plan.fitting_blocks(plan.taken_by_loading) == plan.num_blocks
+    assert plan.fitting_blocks(plan.taken_by_loading - GIB) > plan.num_blocks  # the worker keeps to the plan
+    assert plan.fitting_blocks(plan.taken_by_loading + GIB) == plan.num_blocks - round(
         GIB / (plan.bytes_per_block + plan.state_bytes_per_block) + 0.5
     )
     assert plan.fitting_blocks(plan.budget) < 1
@@ -462,7 +445,7 @@ def test_whatever_the_memory(model: ModelConfig, device: str, total: int, **sett
         assert plan.num_blocks >= 1
         assert plan.left >= 0
         assert plan.budget - plan.left == sum(plan.parts().values()) <= total * GIB
-        assert Footprint.of(shape) == plan.footprint
+        assert footprint(shape) == plan.footprint
         asked = settings["max_model_len"]
         assert shape.max_model_len == asked if asked else shape.max_model_len <= plan.num_tokens
         assert asked is None or asked <= plan.num_tokens or settings["kv_cache_memory_bytes"] is not None

@@ -90,9 +90,9 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
     """
     from fleetfoot.config.json_fields import ConfigError
     from fleetfoot.config.model import read_config_json
-    from fleetfoot.plan.oracle import ModelFeatures
+    from fleetfoot.plan.oracle import ModelFeatures, decide
     from fleetfoot.plan.report import decision_report, plan_report
-    from fleetfoot.plan.resolve import choose_device, find_model, resolve_plan, resolve_runner
+    from fleetfoot.plan.resolve import find_model, resolve_plan
 
     try:
         plan = resolve_plan(config, machine, config_only=True)
@@ -100,8 +100,7 @@ def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
         model = ModelFeatures.of(read_config_json(find_model(config.model, config.revision, config_only=True)), None)
         if model.is_loadable:
             raise  # the config is invalid
-        decision = resolve_runner(config, model, machine)
-        device = choose_device(config, machine)
+        decision, device = decide(config, model, machine), machine.choose_device(config.device)
         return decision_report(decision, architecture=model.architecture, device=device, problem=str(error))
     return plan_report(plan)
 

@@ -90,15 +90,26 @@ class ModelConfig:
 
     def layer_parameters(self, num_ranks: int = 1) -> int:
         """Weights of a decoder layer on the first of ``num_ranks``, which alone has row-parallel layers' biases."""
+        linears = self.layer_linears(num_ranks)
+        return self.layer_norm_parameters + sum(outputs * (inputs + has_bias) for outputs, inputs, has_bias in linears)
+
+    def layer_linears(self, num_ranks: int = 1) -> tuple[tuple[int, int, bool], ...]:
+        """Outputs, inputs, and whether there is a bias, of each linear layer of a decoder layer: q, k and v; o; gate
+        and up; down."""
         hidden, intermediate = self.hidden_size, self.intermediate_size // num_ranks
         q = self.num_heads // num_ranks * self.head_dim
         kv = max(1, self.num_kv_heads // num_ranks) * self.head_dim
-        attention = hidden * (q + 2 * kv) + q * hidden
-        attention += (q + 2 * kv if self.qkv_bias else 0) + (hidden if self.o_bias else 0)
-        attention += 2 * self.head_dim if self.qk_norm else 0
-        num_columns = (2 if self.mlp_gate else 1) * intermediate  # of the matrices before the activation
-        mlp = hidden * (num_columns + intermediate) + (num_columns + hidden if self.mlp_bias else 0)
-        return attention + mlp + 2 * hidden
+        return (
+            (q + 2 * kv, hidden, self.qkv_bias),
+            (hidden, q, self.o_bias),
+            ((2 if self.mlp_gate else 1) * intermediate, hidden, self.mlp_bias),
+            (hidden, intermediate, self.mlp_bias),
+        )
+
+    @property
+    def layer_norm_parameters(self) -> int:
+        """Weights of the norms of a decoder layer."""
+        return 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:

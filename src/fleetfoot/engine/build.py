@@ -14,9 +14,8 @@ from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
 from fleetfoot.executor.build import start_executor
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.plan import EnginePlan, transfer_context
 from fleetfoot.plan.resolve import resolve_plan
-from fleetfoot.plan.transfer_context import transfer_context
 from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.sampling.request_params import read_sampling_defaults

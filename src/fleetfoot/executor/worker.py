@@ -16,8 +16,7 @@ from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.kernels.registry import load_kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.connector import qualified_name
-from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.plan.transfer_context import transfer_context
+from fleetfoot.plan.plan import EnginePlan, transfer_context
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.runner.contract import ModelRunner
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
@@ -153,7 +152,7 @@ class Worker:
         if fitting < 1:
             raise ValueError(
                 f"no KV block fits: {total - free:,} of the GPU's {total:,} bytes are taken after loading, where the "
-                f"plan counts on {memory.footprint.taken_by_loading:,}; end what else runs on the GPU, or raise "
+                f"plan counts on {memory.taken_by_loading:,}; end what else runs on the GPU, or raise "
                 f"gpu_memory_utilization (now {config.gpu_memory_utilization})"
             )
         logger.warning(
@@ -162,7 +161,7 @@ class Worker:
             fitting,
             memory.num_blocks,
             total - free,
-            memory.footprint.taken_by_loading,
+            memory.taken_by_loading,
         )
         return fitting
 

@@ -33,6 +33,16 @@ class Machine:
         """What a device (``cpu`` or ``cuda``) has."""
         return self.cpu_memory_bytes if device == "cpu" else self.gpu_memory_bytes
 
+    def choose_device(self, setting: str) -> str:
+        """``cpu`` or ``cuda``, from the setting ``device``.
+
+        Raises:
+            ValueError: a GPU was asked for and there is none.
+        """
+        if setting == "cuda" and not self.gpu_memory_bytes:
+            raise ValueError("device is 'cuda', but torch finds no GPU here; use device='cpu' or 'auto'")
+        return ("cuda" if self.gpu_memory_bytes else "cpu") if setting == "auto" else setting
+
     @classmethod
     def without_gpu(cls) -> Machine:
         """This machine as if it had no GPU."""
@@ -50,19 +60,13 @@ class Machine:
         if not torch.cuda.is_available():
             return here
         properties = torch.cuda.get_device_properties(0)
-        return replace(
-            here, gpu_name=properties.name, gpu_memory_bytes=properties.total_memory, has_triton=has_triton()
-        )
+        has_triton = importlib.util.find_spec("triton") is not None
+        return replace(here, gpu_name=properties.name, gpu_memory_bytes=properties.total_memory, has_triton=has_triton)
 
 
 def may_have_gpu() -> bool:
     """False where there is certainly no GPU that torch could use, found without importing torch."""
     return sys.platform != "linux" or any(Path(path).exists() for path in _GPU_DEVICE_FILES)
-
-
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def _available_memory() -> int:

@@ -17,7 +17,8 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KV_ROLES, KVTransferConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kv_transfer.base.registry import CONNECTORS, V2_LAYOUT
-from fleetfoot.plan.connector import ConnectorPlan
+from fleetfoot.plan.connector import ConnectorPlan, resolve_connector
+from fleetfoot.plan.machine import Machine
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature
 
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -69,7 +70,7 @@ class ModelFeatures:
         return cls(
             architecture=_architecture(content) if model is None else model.architecture,
             quantization=_quantization(fields),
-            has_experts=any(_is_count(fields.get(name), above=1) for name in _EXPERT_FIELDS),
+            has_experts=any(isinstance(fields.get(name), int) and fields[name] > 1 for name in _EXPERT_FIELDS),
             is_hybrid=_is_hybrid(fields),
             has_windows=model is not None and any(window is not None for window in model.layer_windows),
         )
@@ -106,10 +107,6 @@ def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _is_count(value: Any, *, above: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > above
-
-
 # --- what is required, and what is lacking --------------------------------------------------------------------------
 
 
@@ -132,13 +129,24 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
 
     What a single request may require (logprobs, penalties, ...) is not among them.
     """
-    required = _of_model(config, model)
+    required: dict[Feature, str] = {}
+    if config.quantization is not None:
+        required[Feature.QUANTIZED_WEIGHTS] = f"quantization is {config.quantization!r}"
+    elif model.quantization is not None:
+        required[Feature.QUANTIZED_WEIGHTS] = f"the checkpoint's weights are quantized, {model.quantization}"
+    if model.has_experts:
+        required[Feature.MIXTURE_OF_EXPERTS] = f"{model.architecture} has experts"
+    if model.is_hybrid:
+        required[Feature.HYBRID_LAYERS] = f"{model.architecture} has layers that are not attention"
+    if model.has_windows:
+        required[Feature.SLIDING_WINDOW] = f"{model.architecture} has layers that see a window"
+    if config.task != "generate":
+        required[Feature.POOLING] = f"task is {config.task!r}; only 'generate' works"
     if config.compilation_config is not None and config.compilation_config.mode == "STOCK_TORCH_COMPILE":
         required[Feature.TORCH_COMPILE] = "compilation_config has mode STOCK_TORCH_COMPILE; only NONE works"
     for name, feature in _PARALLEL.items():
-        size = getattr(config, name)
-        if size > 1:
-            required[feature] = f"{name} is {size}"
+        if getattr(config, name) > 1:
+            required[feature] = f"{name} is {getattr(config, name)}"
     if config.speculative_config is not None:
         method = config.speculative_config.method
         feature = _SPECULATIVE.get(method, Feature.SPECULATIVE_DRAFT_MODEL)  # the others are a `Drafter` as well
@@ -157,23 +165,6 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
     return required
 
 
-def _of_model(config: EngineConfig, model: ModelFeatures) -> dict[Feature, str]:
-    required = {}
-    if config.quantization is not None:
-        required[Feature.QUANTIZED_WEIGHTS] = f"quantization is {config.quantization!r}"
-    elif model.quantization is not None:
-        required[Feature.QUANTIZED_WEIGHTS] = f"the checkpoint's weights are quantized, {model.quantization}"
-    if model.has_experts:
-        required[Feature.MIXTURE_OF_EXPERTS] = f"{model.architecture} has experts"
-    if model.is_hybrid:
-        required[Feature.HYBRID_LAYERS] = f"{model.architecture} has layers that are not attention"
-    if model.has_windows:
-        required[Feature.SLIDING_WINDOW] = f"{model.architecture} has layers that see a window"
-    if config.task != "generate":
-        required[Feature.POOLING] = f"task is {config.task!r}; only 'generate' works"
-    return required
-
-
 def unsupported_features(runner: str, required: Mapping[Feature, str]) -> tuple[Unsupported, ...]:
     """The required features that ``runner`` (``v1`` or ``v2``) does not support."""
     declared = CAPABILITIES[runner]
@@ -188,21 +179,11 @@ def unsupported_features(runner: str, required: Mapping[Feature, str]) -> tuple[
 
 DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = tuple(name for name, entry in ARCHITECTURES.items() if entry.default_on_v2)
 """The architectures that Model Runner V2 is the default of."""
-
 NAMES = {"v1": "Model Runner V1", "v2": "Model Runner V2"}
 
 
 class UnsupportedFeatureError(ValueError):
     """The runner that is to run lacks features that are on; the message lists them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The user's explicit choice of a runner."""
-
-    runner: str
-    source: str
-    """``runner is 'v2'``, for example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,103 +200,97 @@ class Decision:
     """Required features that V2 lacks, whichever runner runs."""
     missing: tuple[Unsupported, ...]
     """Required features that the chosen runner lacks; with any of them an engine does not start."""
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
     """Logged at each start."""
-    advice: str = ""
+    advice: str
     """How to avoid ``missing``, in a sentence."""
+    connector: ConnectorPlan | None
+    """The active KV connector."""
 
     def check(self) -> None:
         """Raise UnsupportedFeatureError if anything is missing."""
         if self.missing:
             listed = "".join(f"\n  - {feature}" for feature in self.missing)
-            why = f"{self.reasons[0][len(NAMES[self.runner]) + len(' runs: ') : -1]}"
+            why = self.reasons[0].removeprefix(f"{NAMES[self.runner]} runs: ").rstrip(".")
             raise UnsupportedFeatureError(
                 f"the engine cannot start: {NAMES[self.runner]} is to run ({why}), and it does not support what is "
                 f"on:{listed}\n{self.advice}"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """Everything that the decision depends on."""
+def decide(
+    config: EngineConfig, model: ModelFeatures, machine: Machine, environ: Mapping[str, str] | None = None
+) -> Decision:
+    """Choose the runner, also for models that no runner can load. The order is the module's docstring's.
 
-    config: EngineConfig
-    model: ModelFeatures
-    device: str
-    has_triton: bool
-    choice: Choice | None
-    connector: ConnectorPlan | None = None
-    """The active KV connector."""
-
-    @property
-    def lacks_triton(self) -> bool:
-        """Whether the device is a GPU without Triton."""
-        return self.device == "cuda" and not self.has_triton
-
-
-def explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None = None) -> Choice | None:
-    """The choice in the settings, else in the environment; None: there is none.
+    Args:
+        environ: environment variables; None: the process's own.
 
     Raises:
-        ValueError: the environment variable is neither 0 nor 1, even if a setting overrides it.
+        ValueError: the environment variable holds neither 0 nor 1, even if a setting overrides it; there is no such
+            device; or settings of the KV connector contradict each other.
     """
-    from_environment = env.use_v2_model_runner(environ)
-    if config.runner != "auto":
-        return Choice(config.runner, f"runner is {config.runner!r}")
-    if config.use_v2_model_runner is not None:
-        runner = "v2" if config.use_v2_model_runner else "v1"
-        return Choice(runner, f"use_v2_model_runner is {config.use_v2_model_runner}")
-    if from_environment is not None:
-        return Choice("v2" if from_environment else "v1", f"{env.USE_V2_MODEL_RUNNER} is {int(from_environment)}")
-    return None
-
-
-def decide(situation: Situation) -> Decision:
-    """Choose the runner; the order is the module's docstring's."""
-    required = required_features(situation.config, situation.model)
+    choice, device = _explicit_choice(config, environ), machine.choose_device(config.device)
+    connector = resolve_connector(config)
+    lacks_triton = device == "cuda" and not machine.has_triton
+    required = required_features(config, model)
     lacking = {runner: unsupported_features(runner, required) for runner in NAMES}
-    connector = situation.connector
     if connector is not None and not connector.layouts.exists:
         absent = Unsupported("this KV connector", connector.requested_by, f"{connector.refusal}")
         lacking = {runner: (*features, absent) for runner, features in lacking.items()}
     elif connector is not None and connector.refusal is not None:
         lacking["v2"] += (Unsupported("Model Runner V2's KV layout", connector.requested_by, connector.refusal),)
-    runner, reason, warns = _choose(situation, lacking["v2"])
+    chosen = None if choice is None else (*choice, False)
+    runner, reason, warns = chosen or _choose(config, model, connector, lacks_triton, lacking["v2"])
     reasons = [f"{NAMES[runner]} runs: {reason}."]
-    warnings = (*(reasons if warns else ()), *_inactive_transfer(situation.config))
+    warnings = (*(reasons if warns else ()), *_inactive_transfer(config))
     missing = lacking[runner]
-    if runner == "v2" and situation.lacks_triton:
+    if runner == "v2" and lacks_triton:
         missing += (Unsupported("a GPU without Triton", "the device is cuda", _NO_TRITON),)
-    if runner == "v2" and situation.device == "cpu":
+    if runner == "v2" and device == "cpu":
         reasons.append(_ON_CPU)
     advice = "" if not missing else _V1_HELPS if runner == "v2" and not lacking["v1"] else _NOTHING_HELPS
-    return Decision(runner, situation.choice is not None, tuple(reasons), lacking["v2"], missing, warnings, advice)
+    return Decision(runner, choice is not None, tuple(reasons), lacking["v2"], missing, warnings, advice, connector)
 
 
-def _choose(situation: Situation, lacking: tuple[Unsupported, ...]) -> tuple[str, str, bool]:
+def _explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None) -> tuple[str, str] | None:
+    """The runner, and the setting or variable that names it."""
+    from_environment = env.use_v2_model_runner(environ)
+    if config.runner != "auto":
+        return config.runner, f"runner is {config.runner!r}"
+    if config.use_v2_model_runner is not None:
+        return "v2" if config.use_v2_model_runner else "v1", f"use_v2_model_runner is {config.use_v2_model_runner}"
+    if from_environment is not None:
+        return "v2" if from_environment else "v1", f"{env.USE_V2_MODEL_RUNNER} is {int(from_environment)}"
+    return None
+
+
+def _choose(
+    config: EngineConfig,
+    model: ModelFeatures,
+    connector: ConnectorPlan | None,
+    lacks_triton: bool,
+    lacking: tuple[Unsupported, ...],
+) -> tuple[str, str, bool]:
     """The runner, the reason, and whether it is a reason to warn of. ``lacking``: what V2 does not support."""
-    if situation.choice is not None:
-        return situation.choice.runner, situation.choice.source, False
-    refusal = None if situation.connector is None else situation.connector.refusal
-    if refusal is not None:
-        return "v1", f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {refusal.rstrip('.')}", False
-    architecture = situation.model.architecture
-    entry = ARCHITECTURES.get(architecture)
+    if connector is not None and connector.refusal is not None:
+        reason = f"Model Runner V2 keeps its KV in the layout {V2_LAYOUT}, and {connector.refusal.rstrip('.')}"
+        return "v1", reason, False
+    entry = ARCHITECTURES.get(model.architecture)
     if entry is None or not entry.default_on_v2:
         reason = (
-            f"{architecture} is not one of the architectures that Model Runner V2 is the default of "
+            f"{model.architecture} is not one of the architectures that Model Runner V2 is the default of "
             f"({', '.join(DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES)})"
         )
-        advice = "" if entry is None else "; use_v2_model_runner=True would choose it"
-        return "v1", f"{reason}{advice}", False
-    if situation.config.task != "generate":
-        return "v1", f"the task is {situation.config.task}, and Model Runner V2 is for generate alone", False
-    if situation.lacks_triton:
+        return "v1", reason + ("" if entry is None else "; use_v2_model_runner=True would choose it"), False
+    if config.task != "generate":
+        return "v1", f"the task is {config.task}, and Model Runner V2 is for generate alone", False
+    if lacks_triton:
         return "v1", _NO_TRITON.rstrip("."), True
     if lacking:
         listed = "; ".join(f"{feature.name} ({feature.requested_by})" for feature in lacking)
         return "v1", f"Model Runner V2 does not support {listed}", True
-    return "v2", f"it is the default of {architecture}, and nothing is on that it does not support", False
+    return "v2", f"it is the default of {model.architecture}, and nothing is on that it does not support", False
 
 
 _NO_TRITON = "Model Runner V2's GPU kernels are written in Triton, and this GPU is to run without it."
@@ -325,15 +300,16 @@ _NOTHING_HELPS = "No model runner supports all of it: leave these settings out, 
 
 
 def _inactive_transfer(config: EngineConfig) -> tuple[str, ...]:
+    """A warning if there is a kv_transfer_config that does nothing."""
     transfer, empty = config.kv_transfer_config, KVTransferConfig()
     if transfer is None or transfer.is_active or transfer == empty:
         return ()
-    values = {item.name: getattr(transfer, item.name) for item in fields(transfer)}
-    given = [f"{name} {value!r}" for name, value in values.items() if value != getattr(empty, name)]
+    names = [item.name for item in fields(transfer) if getattr(transfer, item.name) != getattr(empty, item.name)]
+    given = ", ".join(f"{name} {getattr(transfer, name)!r}" for name in names)
     options: dict[str, Iterable[str]] = {"kv_connector": CONNECTORS, "kv_role": KV_ROLES}
-    absent = [name for name in options if values[name] is None]
-    wanted = [f"{name} ({', '.join(options[name])})" for name in absent]
+    absent = [name for name in options if getattr(transfer, name) is None]
+    needed = " and ".join(f"{name} ({', '.join(options[name])})" for name in absent)
     return (
-        f"kv_transfer_config is not active, for it has no {' and no '.join(absent)}: nothing comes of "
-        f"{', '.join(given)}. Set {' and '.join(wanted)}, or leave kv_transfer_config out.",
+        f"kv_transfer_config is not active, for it has no {' and no '.join(absent)}: nothing comes of {given}. Set "
+        f"{needed}, or leave kv_transfer_config out.",
     )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.kernels.interface import KernelPlan
+from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.plan.connector import ConnectorPlan
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import MemoryPlan
 from fleetfoot.plan.oracle import Decision, Unsupported
+from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.speculative.find import NO_DRAFTER, DrafterShape
+from fleetfoot.weights.hub import weights_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class EnginePlan:
     """The active KV connector."""
     drafter: DrafterShape = NO_DRAFTER
     """What speculative decoding adds on the last rank of a pipeline, and the model that drafts."""
+    drafter_fusion: tuple[LayerFusion, ...] = ()
+    """For each decoder layer of the model that drafts."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
     """What other engines know this one by, unless kv_transfer_config names it: the same in all of its processes."""
 
@@ -93,16 +101,87 @@ class EnginePlan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What an engine logs as warnings when it starts, each one line."""
-        warnings = list(self.decision.warnings)
+        warnings, limit = self.decision.warnings, self.model.max_position_embeddings
         if self.device == "cpu" and self.machine.native_problem:
-            warnings.append(
+            warnings += (
                 "The C kernels for CPUs cannot be used, and without them every step takes several times as long: "
-                f"{self.machine.native_problem}."
+                f"{self.machine.native_problem}.",
             )
-        limit = self.model.max_position_embeddings
         if self.config.max_model_len is None and self.max_model_len < limit:
-            warnings.append(
+            warnings += (
                 f"There is no room for KV of the model's {limit:,} positions: requests are limited to "
-                f"{self.max_model_len:,} tokens."
+                f"{self.max_model_len:,} tokens.",
             )
-        return tuple(warnings)
+        return warnings
+
+
+# --- the KV connector -------------------------------------------------------------------------------------------------
+
+_IRRELEVANT = ("dtype", "bos_token_id", "eos_token_ids", "tie_word_embeddings", "vocab_size")
+"""Fields of a model's config that change no KV; the dtype that counts is the engine's own."""
+
+
+def check_connector_settings(plan: EnginePlan) -> None:
+    """Let the active connector check its settings, before anything is started.
+
+    A connector that does not exist is reported by `Decision.check`.
+
+    Raises:
+        ValueError, TypeError: the connector refuses its settings, or the class is not a connector.
+    """
+    if plan.connector is not None and plan.connector.layouts.exists:
+        plan.connector.connector_class.check_settings(_context(plan, fingerprint="", rank=0))
+
+
+def transfer_context(plan: EnginePlan, *, rank: int = 0) -> TransferContext:
+    """What one side of the plan's connector gets. The fingerprint reads the headers of the weight files.
+
+    Args:
+        rank: of a worker, 0 .. world_size - 1; the scheduler's side has 0.
+    """
+    return _context(plan, fingerprint=engine_fingerprint(plan), rank=rank)
+
+
+def _context(plan: EnginePlan, *, fingerprint: str, rank: int) -> TransferContext:
+    assert plan.connector is not None
+    config, engine = plan.connector.config, plan.config
+    # K and V of all layers on all ranks; if there are more ranks than KV heads, each rank holds one head
+    specs = *kv_cache_specs(plan.model), *plan.drafter.kv_specs
+    elements = sum(max(spec.num_kv_heads, engine.tensor_parallel_size) * spec.head_dim for spec in specs)
+    return TransferContext(
+        config=config,
+        block_size=engine.block_size,
+        fingerprint=fingerprint,
+        engine_id=config.engine_id or plan.engine_id,
+        num_ranks=engine.world_size,
+        rank=rank,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        pipeline_parallel_size=engine.pipeline_parallel_size,
+        bytes_per_block=2 * elements * engine.block_size * DTYPE_BYTES[plan.dtype],
+        dtype=plan.dtype,
+    )
+
+
+def engine_fingerprint(plan: EnginePlan) -> str:
+    """32 hex digits over all that KV depends on: the model, its weights, dtype, block size, and the layers of the whole
+    engine, a drafter's included.
+
+    How the layers are spread over ranks is not in it, nor what device computes them.
+    """
+    config, drafter = plan.config, plan.drafter.model
+    content: dict[str, Any] = {
+        "model": {name: value for name, value in asdict(plan.model).items() if name not in _IRRELEVANT},
+        "weights": weights_identity(plan.model_path, config.load_format, config.seed),
+        "quantization": config.quantization,
+        "dtype": plan.dtype,
+        "block_size": config.block_size,
+        "kv_layout": plan.kv_layout,
+    }
+    if drafter is not None:
+        content["drafter"] = {
+            "method": drafter.method,
+            "layers": [asdict(spec) for spec in plan.drafter.kv_specs],
+            "weights": weights_identity(drafter.folder, config.load_format, config.seed),
+        }
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
