@@ -14,7 +14,7 @@ import torch
 
 from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata
+from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
@@ -86,8 +86,8 @@ class _FaultyWorker(HookedWorker):
             raise InjectedError("in a step", self._rank)
         if isinstance(metadata, BlockStoreMetadata):
             self._has_flushes = bool(metadata.flushes)
-            for load in metadata.loads:
-                self._blocks[load.request_id] = [block.block_id for block in load.blocks]
+            for request_id, blocks in metadata.loads:
+                self._blocks[request_id] = [block.block_id for block in blocks]
         super().bind_connector_metadata(metadata)
 
     def flush(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.executor.multiprocess import KVOutputMerger
-from fleetfoot.kv_transfer.base.block_copies import CopyEvent, CpuBlockCopies
+from fleetfoot.kv_transfer.base.block_copies import BlockCopies, CopyEvent
 from fleetfoot.kv_transfer.base.connector import TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
@@ -231,7 +231,7 @@ class _LateCopy:
         self.owner.make_up_to(self)
 
 
-class LateCopies(CpuBlockCopies):
+class LateCopies(BlockCopies):
     """Copies as late as the order of the device's work allows, so that missing synchronization shows."""
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, rng: random.Random) -> None:

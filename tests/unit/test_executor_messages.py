@@ -21,7 +21,7 @@ from fleetfoot.executor.messages import Failure, Ready, StepOutput, decode_call,
 from fleetfoot.executor.multiprocess import StepOutputs
 from fleetfoot.executor.processes import RendezvousDir
 from fleetfoot.executor.protocol import WorkerBuild
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata, BlockTransfer, RequestLoad
+from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata, BlockTransfer
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
@@ -64,7 +64,7 @@ FULL = SchedulerOutput(
     num_drafts=2,
     num_to_propose=2,
     awaited_step=2**40 - 2,
-    kv_connector_metadata=BlockStoreMetadata("epoch", loads=[RequestLoad("näme", [BlockTransfer(7, b"\0digest")])]),
+    kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
 )
 BUILD = WorkerBuild("v2", "torch", "sdpa", "block-contiguous-hnd", "none", "ngram", 2)
 OUTPUT = ModelRunnerOutput(

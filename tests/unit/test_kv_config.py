@@ -27,8 +27,12 @@ from fleetfoot.kv_transfer.base.registry import (
     joined,
     part_configs,
 )
-from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, SharedStorageConnector
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler, HostIndex
+from fleetfoot.kv_transfer.blockstore.connector import (
+    BlockStoreScheduler,
+    HostIndex,
+    OffloadingConnector,
+    SharedStorageConnector,
+)
 from fleetfoot.kv_transfer.multi import MultiScheduler
 from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.machine import Machine
@@ -100,8 +104,7 @@ def test_invalid_names(name: str, module_path: str | None, message: str) -> None
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = (
         "import sys; import fleetfoot.kv_transfer.base.registry, fleetfoot.plan.oracle, "
-        "fleetfoot.kv_transfer.blockstore.connector, fleetfoot.kv_transfer.blockstore.scheduler, "
-        "fleetfoot.kv_transfer.multi, fleetfoot.plan.plan; "
+        "fleetfoot.kv_transfer.blockstore.connector, fleetfoot.kv_transfer.multi, fleetfoot.plan.plan; "
         "assert 'torch' not in sys.modules, 'torch'; "
         "assert 'fleetfoot.kv_transfer.nixl.connector' not in sys.modules, 'nixl'"
     )

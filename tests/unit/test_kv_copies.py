@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.interpreter import interpreted
 
-from fleetfoot.kv_transfer.base.block_copies import CpuBlockCopies, HostMemory, LayerRows, block_copies
+from fleetfoot.kv_transfer.base.block_copies import BlockCopies, HostMemory, LayerRows, block_copies
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 
 LAYOUTS = {
@@ -54,7 +54,7 @@ def test_blocks_go_out_and_come_back(blocks: list[int], slots: list[int], count:
     layout = LAYOUTS[name]
     caches = random_caches(layout)
     copies, host = block_copies(caches, layout), HostMemory(12, layout.bytes_per_block, pinned=False, asked_by="")
-    assert isinstance(copies, CpuBlockCopies)
+    assert isinstance(copies, BlockCopies)
     out, places = blocks[:count], slots[:count]
     rows = {slot: row_of(caches, block) for block, slot in zip(out, places, strict=True)}
     event = copies.to_host(out, host.tensor, places)

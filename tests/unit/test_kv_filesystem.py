@@ -16,10 +16,10 @@ from tests.helpers.kv_bench import FINGERPRINT, LAYOUT, Bench, Clock, ManualJobs
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
-from fleetfoot.kv_transfer.blockstore import block_file
-from fleetfoot.kv_transfer.blockstore.block_file import BlockFolder
-from fleetfoot.kv_transfer.blockstore.connector import FilesystemSettings, SharedStorageConnector
-from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker, FileStore
+from fleetfoot.kv_transfer.blockstore import blocks
+from fleetfoot.kv_transfer.blockstore.blocks import FilesystemSettings
+from fleetfoot.kv_transfer.blockstore.connector import SharedStorageConnector
+from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
 
 TOKENS = list(range(17))  # four full blocks, and a token that must be computed
 MakeBench = Callable[..., Bench]
@@ -46,13 +46,9 @@ class Manual:
     def __init__(self) -> None:
         self.readers, self.writers = ManualJobs(), ManualJobs()
 
-    def __call__(self, context: TransferContext) -> BlockStoreWorker:
+    def __call__(self, context: TransferContext) -> FileStoreWorker:
         settings = FilesystemSettings.of(context.config)
-        store = FileStore(
-            context, BlockFolder.of(context, settings.path), settings.max_bytes_in_flight, settings.num_threads,
-            asked_by="", readers=self.readers, writers=self.writers,
-        )  # fmt: skip
-        return BlockStoreWorker(context, store)
+        return FileStoreWorker(context, settings, self.readers, self.writers)  # type: ignore[arg-type]
 
 
 def saved(make: MakeBench, **options: Any) -> tuple[Bench, list[Any]]:
@@ -296,7 +292,7 @@ def test_readers_see_whole_files_alone(make: MakeBench, tmp_path: Path, monkeypa
         seen.append(os.path.getsize(source))
         replace(source, target)
 
-    monkeypatch.setattr(block_file.os, "replace", watch)
+    monkeypatch.setattr(blocks.os, "replace", watch)
     saved(make)
     assert len(seen) == 4 and {path.stat().st_size for path in files(tmp_path)} == set(seen)
 
@@ -337,7 +333,7 @@ def test_a_disk_that_cannot_be_written(
     def refuse(*_: object) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr(block_file.os, "replace", refuse)
+    monkeypatch.setattr(blocks.os, "replace", refuse)
     manual = Manual()
     bench = make(make_worker=manual)
     request = bench.request("r", TOKENS, [3, 7, 1, 12, 5])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.helpers.kv_bench import BLOCK_SIZE, LAYOUT, Bench, same, transfer_config
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
-from fleetfoot.kv_transfer.blockstore.connector import num_host_blocks
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler, HostIndex, SlotTable
+from fleetfoot.kv_transfer.blockstore.blocks import num_host_blocks
+from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler, HostIndex, SlotTable
 
 TOKENS = list(range(17))
 OTHERS = list(range(100, 117))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap, Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -76,9 +77,7 @@ class MultiScheduler(SchedulerConnector):
         num_holds = sum(is_held for is_held, _ in results)
         if num_holds:
             self._num_holds[request.request_id] = num_holds
-        merged: dict[str, Any] = {}
-        for _, params in results:
-            merged = {**(params or {}), **merged}  # the first part wins
+        merged = dict(ChainMap(*(params or {} for _, params in results)))  # the first part wins
         return num_holds > 0, merged or None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
@@ -108,17 +107,12 @@ class MultiScheduler(SchedulerConnector):
 
 
 class MultiWorker(WorkerConnector):
-    """The worker sides of all parts.
-
-    Args:
-        parts: by the prefix of their counters, in the order of the settings.
-    """
+    """The worker sides of all ``parts``, by the prefix of their counters, in the order of the settings."""
 
     def __init__(self, parts: dict[str, WorkerConnector]) -> None:
-        self._named = parts
-        self._parts = list(parts.values())
+        self._named, self._parts = parts, list(parts.values())
         self._num_holds: dict[str, int] = {}
-        self._num_sent: dict[str, int] = {}
+        self._num_sent: Counter[str] = Counter()
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         for part in self._parts:
@@ -157,8 +151,7 @@ class MultiWorker(WorkerConnector):
             merged.failed |= output.failed
             merged.addresses |= output.addresses
             merged.counters |= {f"{name}.{counter}": count for counter, count in output.counters.items()}
-            for request_id in output.sent:
-                self._num_sent[request_id] = self._num_sent.get(request_id, 0) + 1
+            self._num_sent.update(output.sent)
         for request_id, num_sent in list(self._num_sent.items()):
             if num_sent == self._num_holds.get(request_id):
                 merged.sent.add(request_id)
@@ -201,11 +194,10 @@ class MultiConnector(KVConnector):
 def _parts(context: TransferContext) -> dict[str, tuple[type[KVConnector], TransferContext]]:
     """Class and context of each part by its connector's name, with a number if the name is not unique."""
     found: dict[str, tuple[type[KVConnector], TransferContext]] = {}
+    num_named: Counter[str] = Counter()
     for config in part_configs(context.config):
-        name = base = str(config.kv_connector)
-        number = 1
-        while name in found:
-            number += 1
-            name = f"{base}-{number}"
-        found[name] = find_connector(config), dataclasses.replace(context, config=config, shares_blocks=True)
+        name = str(config.kv_connector)
+        num_named[name] += 1
+        label = name if num_named[name] == 1 else f"{name}-{num_named[name]}"
+        found[label] = find_connector(config), dataclasses.replace(context, config=config, shares_blocks=True)
     return found

@@ -24,13 +24,7 @@ class KVCacheSpec:
 def kv_cache_specs(
     model: ModelConfig, *, tensor_parallel_size: int = 1, layers: range | None = None
 ) -> tuple[KVCacheSpec, ...]:
-    """A spec for each layer of a model on one rank.
-
-    Args:
-        model: the whole model.
-        tensor_parallel_size: ranks of the tensor group.
-        layers: the layers on this rank of a pipeline; None: all.
-    """
+    """A spec for each layer of the whole ``model``, or of ``layers`` of this rank of a pipeline, on one rank."""
     heads, windows = num_kv_heads(model, tensor_parallel_size), model.layer_windows
     specs = {window: KVCacheSpec(heads, model.head_dim, window) for window in windows}
     return tuple(specs[windows[layer]] for layer in (range(model.num_layers) if layers is None else layers))
@@ -63,17 +57,13 @@ class KVLayout:
         tensor_parallel_size: int = 1,
         layers: range | None = None,
     ) -> KVLayout:
-        """The layout of a model on one rank; see `kv_cache_specs` for ``tensor_parallel_size`` and ``layers``."""
+        """The layout of a model on one rank; ``layers`` as in `kv_cache_specs`."""
         specs = kv_cache_specs(model, tensor_parallel_size=tensor_parallel_size, layers=layers)
         return cls(num_blocks, block_size, dtype, specs)
 
     def with_layers(self, layers: tuple[KVCacheSpec, ...]) -> KVLayout:
         """With more layers after the present ones."""
         return replace(self, layers=(*self.layers, *layers))
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
 
     @property
     def layer_shapes(self) -> list[tuple[int, int, int, int, int]]:

@@ -6,7 +6,6 @@ Outside the KV cache a block is a row of bytes: the blocks of all layers, concat
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,10 +45,14 @@ class LayerRows:
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, use_triton: bool) -> None:
+        for cache in kv_caches:
+            if not cache.is_contiguous():
+                raise ValueError(f"a layer's KV cache of shape {tuple(cache.shape)} is not contiguous")
         # wide words copy faster; only blocks of odd shapes are no multiple of 8 bytes
         is_wide = all(num_bytes % 8 == 0 for num_bytes in layout.layer_block_bytes)
         self.word = torch.int64 if is_wide else torch.uint8
-        self._layers = [_flat(cache, self.word) for cache in kv_caches]  # [num_blocks, words of the layer's block] each
+        # [num_blocks, words of the layer's block] each
+        self._layers = [cache.view(cache.shape[0], -1).view(self.word) for cache in kv_caches]
         self._borders = list(accumulate((layer.shape[1] for layer in self._layers), initial=0))  # of layers in a row
         self.num_words = self._borders[-1]
         self._use_triton = use_triton and self.word is torch.int64
@@ -60,12 +63,8 @@ class LayerRows:
             self._device_borders = torch.tensor(self._borders, device=device)
 
     def gather(self, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy blocks to rows.
-
-        Args:
-            block_ids: ``[n]`` int64, on the caches' device.
-            rows: written, ``[n, num_words]`` of `word`.
-        """
+        """Copy the blocks ``block_ids`` (``[n]`` int64, on the caches' device) to ``rows`` (``[n, num_words]`` of
+        `word`)."""
         self._move(block_ids, rows, is_gather=True)
 
     def scatter(self, rows: torch.Tensor, block_ids: torch.Tensor) -> None:
@@ -119,13 +118,6 @@ def _move_kernel(
         tl.store(part + word, tl.load(row + word, mask=mask), mask=mask)
 
 
-def _flat(cache: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """``[num_blocks, words of a block]``, the same memory."""
-    if not cache.is_contiguous():
-        raise ValueError(f"a layer's KV cache of shape {tuple(cache.shape)} is not contiguous")
-    return cache.view(cache.shape[0], -1).view(word)
-
-
 class HostMemory:
     """Host memory of ``num_slots`` rows of ``slot_bytes`` bytes, page-locked for asynchronous copies to a GPU.
 
@@ -146,7 +138,16 @@ class HostMemory:
                 f"no memory on the host for {num_slots:,} KV blocks of {slot_bytes:,} bytes ({error}); lower {asked_by}"
             ) from error
         self.tensor = torch.from_numpy(self._array)  # [num_slots, slot_bytes]
-        self._is_pinned = pinned and num_slots > 0 and self._pin()
+        self._is_pinned = False
+        if pinned and num_slots > 0:
+            error_code = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self._array.nbytes, 0)
+            self._is_pinned = error_code == 0
+            if not self._is_pinned:
+                logger.warning(
+                    "%.1f GiB of host memory for KV blocks could not be page-locked (CUDA error %s): slower copies",
+                    self._array.nbytes / (1 << 30),
+                    error_code,
+                )
 
     def row(self, slot: int) -> memoryview:
         """The bytes of one slot."""
@@ -158,34 +159,28 @@ class HostMemory:
             self._is_pinned = False
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
 
-    def _pin(self) -> bool:
-        error = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self._array.nbytes, 0)
-        if error != 0:
-            logger.warning(
-                "%.1f GiB of host memory for KV blocks could not be page-locked (CUDA error %s): copies will be slower",
-                self._array.nbytes / (1 << 30),
-                error,
-            )
-        return error == 0
-
 
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
 class CopyEvent(Protocol):
-    """The end of a copy."""
+    """The end of a copy. The methods here are those of a copy that has ended."""
 
     def query(self) -> bool:
         """Whether the copy has ended; does not wait."""
-        ...
+        return True
 
     def synchronize(self) -> None:
         """Block the calling thread, which may be any, until the copy has ended."""
-        ...
+        return
 
 
-class BlockCopies(ABC):
-    """Copies blocks of all layers to and from rows of host memory.
+class _Ended(CopyEvent):
+    """A copy that has ended."""
+
+
+class BlockCopies:
+    """Copies blocks of all layers to and from rows of host memory. On a CPU a copy has ended when the call returns.
 
     Full blocks are not written while they are allocated, so copies out need no synchronization with steps. Only the
     next owner of a block must wait for them: `fence`.
@@ -194,23 +189,33 @@ class BlockCopies(ABC):
         bytes_per_block: bytes of a row.
     """
 
-    bytes_per_block: int
+    def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, use_triton: bool = False) -> None:
+        self.bytes_per_block = layout.bytes_per_block
+        self._rows = LayerRows(kv_caches, layout, use_triton=use_triton)
+        self._chunk = max(1, STAGING_BYTES // layout.bytes_per_block)
 
-    @abstractmethod
+    @torch.inference_mode()
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> CopyEvent:
         """Copy blocks, as written by all work queued so far, to rows of ``host`` (uint8 ``[num_slots,
         bytes_per_block]``)."""
+        for ids, places in _chunks(block_ids, slots, self._chunk):
+            rows = torch.empty((len(ids), self._rows.num_words), dtype=self._rows.word)
+            self._rows.gather(torch.tensor(ids), rows)
+            host.view(self._rows.word).index_copy_(0, torch.tensor(places), rows)
+        return _Ended()
 
-    @abstractmethod
+    @torch.inference_mode()
     def from_host(self, host: torch.Tensor, slots: Sequence[int], block_ids: Sequence[int]) -> CopyEvent:
         """Copy rows of ``host`` to blocks that no queued step accesses, after all earlier copies that write these rows
         or read these blocks."""
+        for ids, places in _chunks(block_ids, slots, self._chunk):
+            rows = host.view(self._rows.word).index_select(0, torch.tensor(places))
+            self._rows.scatter(rows, torch.tensor(ids))
+        return _Ended()
 
-    @abstractmethod
     def fence(self, block_ids: Iterable[int]) -> None:
         """Order all work queued from now on after the earlier copies that read these blocks."""
 
-    @abstractmethod
     def close(self) -> None:
         """Wait for all copies; no others may follow."""
 
@@ -223,38 +228,8 @@ def block_copies(kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, shares_
         shares_blocks: other connectors copy the same blocks; copies in then also wait for their fences.
     """
     if kv_caches[0].device.type == "cpu":
-        return CpuBlockCopies(kv_caches, layout)
+        return BlockCopies(kv_caches, layout)
     return CudaBlockCopies(kv_caches, layout, shares_blocks=shares_blocks)
-
-
-class CpuBlockCopies(BlockCopies):
-    """Synchronous copies: each has ended when the call returns."""
-
-    def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        self.bytes_per_block = layout.bytes_per_block
-        self._rows = LayerRows(kv_caches, layout, use_triton=False)
-        self._chunk = max(1, STAGING_BYTES // layout.bytes_per_block)
-
-    @torch.inference_mode()
-    def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> CopyEvent:
-        for ids, places in _chunks(block_ids, slots, self._chunk):
-            rows = torch.empty((len(ids), self._rows.num_words), dtype=self._rows.word)
-            self._rows.gather(torch.tensor(ids), rows)
-            host.view(self._rows.word).index_copy_(0, torch.tensor(places), rows)
-        return _ENDED
-
-    @torch.inference_mode()
-    def from_host(self, host: torch.Tensor, slots: Sequence[int], block_ids: Sequence[int]) -> CopyEvent:
-        for ids, places in _chunks(block_ids, slots, self._chunk):
-            rows = host.view(self._rows.word).index_select(0, torch.tensor(places))
-            self._rows.scatter(rows, torch.tensor(ids))
-        return _ENDED
-
-    def fence(self, block_ids: Iterable[int]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(slots=True)
@@ -272,16 +247,12 @@ class CudaBlockCopies(BlockCopies):
     """Copies on one stream per direction, beside the stream of the steps."""
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, shares_blocks: bool) -> None:
-        self.bytes_per_block = layout.bytes_per_block
+        super().__init__(kv_caches, layout, use_triton=find_spec("triton") is not None)
         self._device = kv_caches[0].device
         self._shares_blocks = shares_blocks
-        self._rows = LayerRows(kv_caches, layout, use_triton=find_spec("triton") is not None)
-        self._chunk = max(1, STAGING_BYTES // layout.bytes_per_block)
         self._out, self._in = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        self._staging_out, self._staging_in = (
-            torch.empty((self._chunk, self._rows.num_words), dtype=self._rows.word, device=self._device)
-            for _ in range(2)
-        )
+        shape = 2, self._chunk, self._rows.num_words
+        self._staging_out, self._staging_in = torch.empty(shape, dtype=self._rows.word, device=self._device)
         self._copies_out: deque[_CopyOut] = deque()  # in order, the oldest first
         self._rows.warm_up()
 
@@ -331,19 +302,6 @@ class CudaBlockCopies(BlockCopies):
 
     def _indices(self, block_ids: list[int]) -> torch.Tensor:
         return torch.tensor(block_ids, pin_memory=True).to(self._device, non_blocking=True)
-
-
-class _Ended:
-    """The event of a copy that has ended already."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-_ENDED = _Ended()
 
 
 def _chunks(block_ids: Sequence[int], slots: Sequence[int], size: int) -> Iterator[tuple[list[int], list[int]]]:

@@ -24,25 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from fleetfoot.config.json_fields import check_key
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_connector import SchedulerConnector as SchedulerConnector  # for authors of connectors
 from fleetfoot.records.step import KVConnectorOutput
 
 if TYPE_CHECKING:
     import torch
 
     from fleetfoot.records.kv_layout import KVLayout
-
-__all__ = [  # the scheduler side lives in records; authors of connectors import everything from here
-    "BLOCK_CONTIGUOUS_HND",
-    "ConnectorSettings",
-    "KVConnector",
-    "NoSchedulerConnector",
-    "SchedulerConnector",
-    "TransferContext",
-    "TransferCounters",
-    "WorkerConnector",
-    "warn_of_unused_fields",
-]
 
 logger = logging.getLogger(__name__)
 _D = TypeVar("_D", int, None)
@@ -51,8 +39,7 @@ BLOCK_CONTIGUOUS_HND = "block-contiguous-hnd"
 """The KV layout of `fleetfoot.records.kv_layout.KVLayout`: a block of a layer is contiguous, with dimensions K and V,
 heads, tokens, elements."""
 
-MAX_THREADS = 1024
-"""Of one kind on a rank."""
+MAX_THREADS = 1024  # of one kind on a rank
 UNUSED_FIELDS = ("kv_rank", "kv_parallel_size", "kv_ip", "kv_port", "kv_buffer_device", "kv_buffer_size")
 """Fields of a kv_transfer_config that Fleetfoot's own connectors do not use."""
 
@@ -98,18 +85,14 @@ class WorkerConnector(ABC):
         """Set the metadata of the step; None: no work."""
 
     def flush(self) -> None:  # noqa: B027  (a connector that saves nothing has nothing to flush)
-        """Read the blocks to be saved that this step or its loads may overwrite.
-
-        Called before the forward pass is queued, and before `start_load_kv` of any connector. The reads must precede
-        the forward pass in the order of the device's work."""
+        """Read the blocks to be saved that this step or its loads may overwrite. Called before `start_load_kv` of any
+        connector; the reads must precede the forward pass in the order of the device's work."""
 
     @abstractmethod
     def start_load_kv(self) -> None:
-        """Start the loads. Called after `flush`, before the forward pass is queued.
-
-        Loads write to blocks that no step accesses, so they may continue during later steps. A transfer that writes
-        outside the order of the device's work must first wait for the work that is queued: another connector may have
-        flushed these blocks."""
+        """Start the loads. Called after `flush`, before the forward pass is queued. Loads write to blocks that no step
+        accesses, so they may continue during later steps. A transfer that writes outside the order of the device's work
+        must first wait for the work that is queued: another connector may have flushed these blocks."""
 
     @abstractmethod
     def save_kv(self) -> None:
@@ -170,11 +153,10 @@ class ConnectorSettings:
     def text(self, name: str) -> str | None:
         """A non-empty string or a path; None: not set. Raises ValueError for other values."""
         value = self._read(name)
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if value is not None and (not isinstance(value, str) or not value):
-            raise self.error(name, value, "a string that is not empty")
-        return value
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if text is not None and (not isinstance(text, str) or not text):
+            raise self.error(name, text, "a string that is not empty")
+        return text
 
     def integer(self, name: str, default: _D, *, minimum: int = 1, maximum: int | None = None) -> int | _D:
         """An integer from ``minimum`` to ``maximum`` (None: no limit), or ``default``. Raises ValueError for other
@@ -211,17 +193,14 @@ def warn_of_unused_fields(config: KVTransferConfig) -> None:
             logger.warning("kv_transfer_config: %s has no meaning for %s", name, config.kv_connector)
 
 
-class TransferCounters:
+class TransferCounters(Counter[str]):
     """Named counts on the worker side."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
     def add(self, name: str, count: int = 1) -> None:
-        if count:
-            self._counts[name] += count
+        self[name] += count
 
     def take(self) -> dict[str, int]:
         """The increments since the last call."""
-        taken, self._counts = dict(self._counts), Counter()
+        taken = dict(+self)
+        self.clear()
         return taken

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class IOThreads:
-    """A fixed number of threads, which start with the first job.
+    """A fixed number of threads, which start with the first jobs. Its methods are called in one thread.
 
     They are daemons: a disk that hangs must not keep the process from ending.
 
@@ -25,56 +25,47 @@ class IOThreads:
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._name = name
-        self._num_threads = num_threads
-        self._jobs: deque[Callable[[], None]] = deque()
-        self._condition = threading.Condition()
+        self._name, self._num_threads = name, num_threads
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None stops the threads
         self._threads: list[threading.Thread] = []
         self._is_stopped = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job, which reports its own errors.
-
-        Raises:
-            RuntimeError: the threads were stopped.
-        """
-        with self._condition:
-            if self._is_stopped:
-                raise RuntimeError(f"the threads of {self._name} were stopped")
-            self._jobs.append(job)
-            self._condition.notify()
-            if len(self._threads) < self._num_threads:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        """Queue a job, which reports its own errors. Raises RuntimeError if the threads were stopped."""
+        if self._is_stopped:
+            raise RuntimeError(f"the threads of {self._name} were stopped")
+        self._jobs.put(job)
+        if len(self._threads) < self._num_threads:
+            name = f"{self._name}-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+            self._threads[-1].start()
 
     def stop(self, timeout: float, *, finish: bool) -> bool:
         """Stop the threads, after the queued jobs if ``finish``. Jobs that have not begun after ``timeout`` seconds are
         dropped. Returns whether all threads have ended."""
-        with self._condition:
-            self._is_stopped = True
-            if not finish:
-                self._jobs.clear()
-            self._condition.notify_all()
+        self._is_stopped = True
+        if not finish:
+            self._drop_jobs()
+        self._jobs.put(None)
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        with self._condition:
-            self._jobs.clear()
+        self._drop_jobs()
+        self._jobs.put(None)
         return not any(thread.is_alive() for thread in self._threads)
 
+    def _drop_jobs(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+
     def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._jobs:
-                    if self._is_stopped:
-                        return
-                    self._condition.wait()
-                job = self._jobs.popleft()
+        while (job := self._jobs.get()) is not None:
             try:
                 job()
             except Exception:
                 logger.exception("a job of %s failed", self._name)
+        self._jobs.put(None)  # for the next thread
 
 
 def drain(results: queue.SimpleQueue[_T]) -> Iterator[_T]:

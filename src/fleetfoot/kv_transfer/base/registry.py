@@ -17,7 +17,6 @@ from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, UNUSED_FI
 
 V2_LAYOUT = BLOCK_CONTIGUOUS_HND
 """The layout of Model Runner V2's KV cache."""
-
 LAYOUT_DIMENSIONS: Mapping[str, tuple[str, ...]] = {
     BLOCK_CONTIGUOUS_HND: ("num_blocks", "key_and_value", "num_kv_heads", "block_size", "head_dim")
 }
@@ -25,16 +24,12 @@ LAYOUT_DIMENSIONS: Mapping[str, tuple[str, ...]] = {
 
 OFFLOADING_CONNECTOR = "OffloadingConnector"
 """The connector that ``kv_offloading_size`` implies."""
-
 CPU_BYTES = "cpu_bytes_to_use"
 """The setting of the offloading connector that ``kv_offloading_size`` sets, in bytes."""
-
 MULTI_CONNECTOR = "MultiConnector"
 PARTS = "connectors"
 """The multi connector's setting that lists the kv_transfer_configs of its parts."""
-
 _INHERITED = ("kv_role", "engine_id", "kv_load_failure_policy", "kv_transfer_timeout")
-
 
 CONNECTORS: Mapping[str, str] = {
     OFFLOADING_CONNECTOR: "fleetfoot.kv_transfer.blockstore.connector:OffloadingConnector",
@@ -46,7 +41,33 @@ CONNECTORS: Mapping[str, str] = {
 """``kv_connector`` -> module and class."""
 
 
-# --- classes --------------------------------------------------------------------------------------------------------
+# --- classes and layouts --------------------------------------------------------------------------------------------
+
+
+class _NotFoundError(Exception):
+    """The end of a sentence that begins with the connector's name."""
+
+
+def _lookup(config: KVTransferConfig) -> Any:
+    """What an active config names; it may not be a connector."""
+    name = config.kv_connector or ""
+    if config.kv_connector_module_path is not None:
+        module_path, class_name = config.kv_connector_module_path, name
+    elif name in CONNECTORS:
+        module_path, _, class_name = CONNECTORS[name].partition(":")
+    else:
+        near = difflib.get_close_matches(name, CONNECTORS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = ", ".join(CONNECTORS)
+        own = "for a class of your own give its module as kv_connector_module_path"
+        raise _NotFoundError(f"is not known; {hint}known are {known}; {own}")
+    try:
+        module = import_module(module_path)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: the path is empty or malformed
+        raise _NotFoundError(f"cannot be imported from {module_path} ({error})") from error
+    if not hasattr(module, class_name):
+        raise _NotFoundError(f"cannot be imported: the module {module_path} has nothing of that name")
+    return getattr(module, class_name)
 
 
 def find_connector(config: KVTransferConfig) -> type[KVConnector]:
@@ -55,46 +76,18 @@ def find_connector(config: KVTransferConfig) -> type[KVConnector]:
     Raises:
         ValueError: the connector is unknown, cannot be imported, or is not a `KVConnector`.
     """
-    name = config.kv_connector or ""
-    location = _location(config)
-    if location is None:
-        near = difflib.get_close_matches(name, CONNECTORS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"kv_transfer_config: kv_connector is {name!r}, which is not known; {hint}known are "
-            f"{', '.join(CONNECTORS)}; for a class of your own give its module as kv_connector_module_path"
-        )
-    module_path, class_name = location
+    where = f"kv_transfer_config: kv_connector {config.kv_connector!r}"
     try:
-        found = getattr(import_module(module_path), class_name)
-    except (ImportError, ValueError) as error:  # import_module raises ValueError for an empty or malformed path
-        raise ValueError(
-            f"kv_transfer_config: kv_connector {name!r} cannot be imported from {module_path} ({error})"
-        ) from error
-    except AttributeError as error:
-        raise ValueError(
-            f"kv_transfer_config: kv_connector is {name!r}, but the module {module_path} has nothing of that name"
-        ) from error
+        found = _lookup(config)
+    except _NotFoundError as error:
+        raise ValueError(f"{where} {error}") from error
     if not (isinstance(found, type) and issubclass(found, KVConnector)):
+        module = f" of {config.kv_connector_module_path}" if config.kv_connector_module_path else ""
         raise ValueError(
-            f"kv_transfer_config: kv_connector {name!r} of {module_path} is no connector; it must be a class derived "
-            "from fleetfoot.kv_transfer.base.connector.KVConnector"
+            f"{where}{module} is no connector; it must be a class derived from "
+            "fleetfoot.kv_transfer.base.connector.KVConnector"
         )
     return found
-
-
-def _location(config: KVTransferConfig) -> tuple[str, str] | None:
-    """Module and class; None: the connector is unknown."""
-    name = config.kv_connector or ""
-    if config.kv_connector_module_path is not None:
-        return config.kv_connector_module_path, name
-    if name not in CONNECTORS:
-        return None
-    module_path, _, class_name = CONNECTORS[name].partition(":")
-    return module_path, class_name
-
-
-# --- layouts --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +95,7 @@ class ConnectorLayouts:
     """The KV layouts that a connector accepts."""
 
     name: str
-    accepted: frozenset[str]
+    accepted: frozenset[str] = frozenset()
     remark: str = ""
     """Why ``accepted`` is empty, as the end of a sentence that begins with the connector's name."""
     exists: bool = True
@@ -119,31 +112,24 @@ def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
         ValueError, TypeError: the settings of several connectors are invalid.
     """
     name = config.kv_connector or ""
-    location = _location(config)
-    if location is None:
-        known = ", ".join(CONNECTORS)
-        return ConnectorLayouts(name, frozenset(), f"is not known here (known are {known})", exists=False)
     if name == MULTI_CONNECTOR and config.kv_connector_module_path is None:
         parts = [connector_layouts(part) for part in part_configs(config)]
         accepted = frozenset.intersection(*(part.accepted for part in parts))
-        for part in sorted(parts, key=lambda part: part.exists):  # connectors that do not exist first
-            if V2_LAYOUT not in part.accepted:
-                return ConnectorLayouts(part.name, accepted, part.remark, part.exists)
-        return ConnectorLayouts(MULTI_CONNECTOR, accepted)
+        refusing = [part for part in parts if V2_LAYOUT not in part.accepted]
+        if not refusing:
+            return ConnectorLayouts(name, accepted)
+        first = min(refusing, key=lambda part: part.exists)  # connectors that do not exist first
+        return dataclasses.replace(first, accepted=accepted)
     try:
-        connector = getattr(import_module(location[0]), location[1])
-    except (ImportError, AttributeError, ValueError) as error:
-        remark = f"cannot be imported from {location[0]} ({error})"
-        return ConnectorLayouts(name, frozenset(), remark, exists=False)
-    declared = getattr(connector, "accepted_kv_layouts", None)
+        declared = getattr(_lookup(config), "accepted_kv_layouts", None)
+    except _NotFoundError as error:
+        return ConnectorLayouts(name, remark=str(error), exists=False)
     if isinstance(declared, Set | list | tuple):
         return ConnectorLayouts(name, frozenset(declared))
-    reason = (
-        "it has no accepted_kv_layouts"
-        if declared is None
-        else f"its accepted_kv_layouts is {declared!r}; it must be a set of names"
-    )
-    return ConnectorLayouts(name, frozenset(), f"does not say which KV layouts it accepts ({reason})")
+    reason = "it has no accepted_kv_layouts"
+    if declared is not None:
+        reason = f"its accepted_kv_layouts is {declared!r}; it must be a set of names"
+    return ConnectorLayouts(name, remark=f"does not say which KV layouts it accepts ({reason})")
 
 
 # --- several connectors ---------------------------------------------------------------------------------------------
@@ -171,31 +157,6 @@ def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     return tuple(_part(config, index, value) for index, value in enumerate(listed))
 
 
-def names_connector(config: KVTransferConfig, name: str) -> bool:
-    """Whether a config names the connector ``name``, directly or among its parts at any depth.
-
-    Raises:
-        ValueError, TypeError: as `part_configs`.
-    """
-    if config.kv_connector != MULTI_CONNECTOR or config.kv_connector_module_path is not None:
-        return config.kv_connector == name
-    return any(names_connector(part, name) for part in part_configs(config))
-
-
-def joined(first: KVTransferConfig, config: KVTransferConfig) -> KVTransferConfig:
-    """A multi connector of ``first`` and ``config``, with the policy, timeout and engine id of ``config``."""
-    first = dataclasses.replace(first, **{name: getattr(config, name) for name in _INHERITED if name != "kv_role"})
-    unused: dict[str, Any] = dict.fromkeys(UNUSED_FIELDS)  # ``config`` keeps them
-    return dataclasses.replace(
-        config,
-        kv_connector=MULTI_CONNECTOR,
-        kv_role="kv_both",
-        kv_connector_module_path=None,
-        kv_connector_extra_config={PARTS: (first, config)},
-        **unused,
-    )
-
-
 def _part(config: KVTransferConfig, index: int, value: Any) -> KVTransferConfig:
     where = f"kv_transfer_config: connector {index} of {MULTI_CONNECTOR}"
     if isinstance(value, dict):
@@ -217,3 +178,25 @@ def _part(config: KVTransferConfig, index: int, value: Any) -> KVTransferConfig:
             "or set the whole's to kv_both"
         )
     return part if part.kv_role is not None else dataclasses.replace(part, kv_role=config.kv_role)
+
+
+def names_connector(config: KVTransferConfig, name: str) -> bool:
+    """Whether a config names the connector ``name``, directly or among its parts at any depth. Raises as
+    `part_configs`."""
+    if config.kv_connector != MULTI_CONNECTOR or config.kv_connector_module_path is not None:
+        return config.kv_connector == name
+    return any(names_connector(part, name) for part in part_configs(config))
+
+
+def joined(first: KVTransferConfig, config: KVTransferConfig) -> KVTransferConfig:
+    """A multi connector of ``first`` and ``config``, with the policy, timeout and engine id of ``config``."""
+    first = dataclasses.replace(first, **{name: getattr(config, name) for name in _INHERITED if name != "kv_role"})
+    unused: dict[str, Any] = dict.fromkeys(UNUSED_FIELDS)  # ``config`` keeps them
+    return dataclasses.replace(
+        config,
+        kv_connector=MULTI_CONNECTOR,
+        kv_role="kv_both",
+        kv_connector_module_path=None,
+        kv_connector_extra_config={PARTS: (first, config)},
+        **unused,
+    )

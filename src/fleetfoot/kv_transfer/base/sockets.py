@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
-_LENGTH = struct.Struct("<I")
+_LENGTH_BYTES = 4
 _POLL_SECONDS = 0.05
 _KEEPALIVE_SECONDS = 10
 
@@ -32,11 +31,7 @@ def never() -> bool:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """The host and port of ``host:port``.
-
-    Raises:
-        ValueError: the address has another form.
-    """
+    """The host and port of ``host:port``. Raises ValueError if the address has another form."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"address is {address!r}; it must be host:port, with a port from 1 to 65535")
@@ -44,10 +39,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """
-    Raises:
-        ConnectionLostError: the address cannot be reached within ``timeout`` seconds.
-    """
+    """A tuned connection. Raises ConnectionLostError if there is none within ``timeout`` seconds."""
     try:
         connection = socket.create_connection(parse_address(address), timeout=timeout)
     except OSError as error:
@@ -57,23 +49,21 @@ def connect(address: str, timeout: float) -> socket.socket:
 
 
 def send_message(connection: socket.socket, body: bytes) -> None:
-    """
-    Raises:
-        ConnectionLostError: the other end is gone.
-    """
+    """Send a message with its length. Raises ConnectionLostError if the other end is gone."""
     try:
-        connection.sendall(_LENGTH.pack(len(body)) + body)
+        connection.sendall(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
     except OSError as error:
         raise ConnectionLostError(f"the connection is lost ({error})") from error
 
 
 def receive_message(connection: socket.socket, should_stop: Callable[[], bool] = never) -> bytes:
-    """
+    """The next message.
+
     Raises:
         ConnectionLostError: the other end is gone, or has sent an invalid message.
         StoppedError: ``should_stop``, which is polled, has returned True.
     """
-    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, should_stop))
+    length = int.from_bytes(_receive(connection, _LENGTH_BYTES, should_stop), "little")
     if length > MAX_MESSAGE_BYTES:
         raise ConnectionLostError(f"a message of {length:,} bytes is announced; the maximum is {MAX_MESSAGE_BYTES:,}")
     return _receive(connection, length, should_stop)
@@ -103,11 +93,8 @@ def _tune(connection: socket.socket) -> None:
 
 
 def keep_alive(connection: Any) -> None:
-    """Enable TCP keepalive, which detects hosts that disappear without closing the connection.
-
-    Args:
-        connection: a socket, or asyncio's view of one.
-    """
+    """Enable TCP keepalive, on a socket or asyncio's view of one: it detects hosts that disappear without closing the
+    connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
         if hasattr(socket, option):

@@ -1,76 +1,35 @@
-"""The block store connectors and their settings: KV blocks in files, or in host memory. No torch."""
+"""The block store connectors and their scheduler side: KV blocks in files, or in host memory. No torch."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import (
     BLOCK_CONTIGUOUS_HND,
-    MAX_THREADS,
-    ConnectorSettings,
     KVConnector,
     SchedulerConnector,
     TransferContext,
     WorkerConnector,
     warn_of_unused_fields,
 )
-from fleetfoot.kv_transfer.base.registry import CPU_BYTES
-from fleetfoot.kv_transfer.blockstore.block_file import BlockFolder
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreScheduler, FileIndex, HostIndex
+from fleetfoot.kv_transfer.blockstore.blocks import (
+    BlockStoreMetadata,
+    BlockTransfer,
+    FilesystemSettings,
+    block_path,
+    num_host_blocks,
+)
+from fleetfoot.records.request import Request
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
-
-IN_FLIGHT = "max_bytes_in_flight"
-DEFAULT_BYTES_IN_FLIGHT = 1 << 30
-DEFAULT_NUM_THREADS = 4
-NUM_BLOCKS = "num_cpu_blocks"
-
-
-@dataclass(frozen=True, slots=True)
-class FilesystemSettings:
-    """``kv_connector_extra_config`` of `SharedStorageConnector`."""
-
-    path: Path
-    """``shared_storage_path``: the folder, created when the first block is saved."""
-    max_bytes_in_flight: int
-    """Bytes of host memory on each rank for blocks that are still to be written, and a quarter of it in addition for
-    blocks that are being read. A block that finds no room is not saved."""
-    num_threads: int
-    """For reading, and as many for writing."""
-
-    @classmethod
-    def of(cls, config: KVTransferConfig) -> FilesystemSettings:
-        """
-        Raises:
-            ValueError, TypeError: a setting is missing, unknown or invalid.
-        """
-        settings = ConnectorSettings(config)
-        path = settings.text("shared_storage_path")
-        num_bytes = settings.integer(IN_FLIGHT, DEFAULT_BYTES_IN_FLIGHT)
-        num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS, maximum=MAX_THREADS)
-        settings.check_all_read()
-        if path is None:
-            raise settings.error("shared_storage_path", None, "the folder in which engines share their KV blocks")
-        return cls(_folder(settings, path), num_bytes, num_threads)
-
-
-def _folder(settings: ConnectorSettings, path: str) -> Path:
-    """The folder at ``path``, which may not exist yet; ValueError if it cannot be created."""
-    expected = "a folder, or a path at which one can be made"
-    try:
-        folder = Path(path).expanduser()
-        if "\0" in path:
-            raise settings.error("shared_storage_path", path, f"{expected}; paths have no null characters")
-        existing = next((part for part in (folder, *folder.parents) if part.exists()), folder)
-        if existing.exists() and not existing.is_dir():
-            raise settings.error("shared_storage_path", path, f"{expected}; {existing} is a file")
-    except (OSError, RuntimeError) as error:  # RuntimeError: the home directory of ~ is unknown
-        raise settings.error("shared_storage_path", path, f"{expected} ({error})") from error
-    return folder
 
 
 class SharedStorageConnector(KVConnector):
@@ -88,44 +47,13 @@ class SharedStorageConnector(KVConnector):
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        folder = BlockFolder.of(context, FilesystemSettings.of(context.config).path)
-        return BlockStoreScheduler(context, FileIndex(context, folder))
+        return BlockStoreScheduler(context, FileIndex(context, FilesystemSettings.of(context.config).path))
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
-        from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker, FileStore
+        from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
 
-        settings = FilesystemSettings.of(context.config)
-        folder = BlockFolder.of(context, settings.path)
-        store = FileStore(context, folder, settings.max_bytes_in_flight, settings.num_threads, asked_by=IN_FLIGHT)
-        return BlockStoreWorker(context, store)
-
-
-def num_host_blocks(context: TransferContext) -> int:
-    """How many blocks host memory holds; each rank holds its part of every block.
-
-    ``cpu_bytes_to_use`` is the size for all ranks together; ``num_cpu_blocks`` is the size in blocks.
-
-    Raises:
-        ValueError, TypeError: none or both are given, or a block does not fit.
-    """
-    settings = ConnectorSettings(context.config)
-    num_bytes = settings.integer(CPU_BYTES, None)
-    num_blocks = settings.integer(NUM_BLOCKS, None)
-    settings.check_all_read()
-    if num_bytes is None and num_blocks is not None:
-        return num_blocks
-    if num_bytes is None or num_blocks is not None:
-        raise ValueError(
-            f"kv_connector_extra_config of {context.config.kv_connector}: {CPU_BYTES} is {num_bytes} and {NUM_BLOCKS} "
-            f"is {num_blocks}; give one of them, or leave kv_transfer_config out and set kv_offloading_size (GiB)"
-        )
-    if num_bytes < context.bytes_per_block:
-        raise ValueError(
-            f"{num_bytes:,} bytes of host memory for KV (kv_offloading_size or {CPU_BYTES}) do not hold a single block "
-            f"of {context.bytes_per_block:,} bytes; give more"
-        )
-    return num_bytes // context.bytes_per_block
+        return FileStoreWorker(context, FilesystemSettings.of(context.config))
 
 
 class OffloadingConnector(KVConnector):
@@ -141,12 +69,9 @@ class OffloadingConnector(KVConnector):
         num_host_blocks(context)
         warn_of_unused_fields(context.config)
         if context.config.kv_role != "kv_both":
-            logger.warning(
-                "kv_role of %s is %r: it never %s, so its memory is not used; set kv_role to 'kv_both'",
-                context.config.kv_connector,
-                context.config.kv_role,
-                "loads" if context.config.can_save else "saves",
-            )
+            never = "loads" if context.config.can_save else "saves"
+            message = "kv_role of %s is %r: it never %s, so its memory is not used; set kv_role to 'kv_both'"
+            logger.warning(message, context.config.kv_connector, context.config.kv_role, never)
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
@@ -154,7 +79,315 @@ class OffloadingConnector(KVConnector):
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
-        from fleetfoot.kv_transfer.blockstore.worker import BlockStoreWorker, HostStore
+        from fleetfoot.kv_transfer.blockstore.worker import HostStoreWorker
 
-        asked_by = f"kv_offloading_size, {CPU_BYTES} or {NUM_BLOCKS}"
-        return BlockStoreWorker(context, HostStore(num_host_blocks(context), asked_by))
+        return HostStoreWorker(context, num_host_blocks(context))
+
+
+# --- the scheduler side ---------------------------------------------------------------------------------------------
+
+
+class BlockIndex(ABC):
+    """The blocks in a store, as known to the scheduler side."""
+
+    epoch: str
+
+    @abstractmethod
+    def count_stored(self, request: Request, first: int, last: int) -> int:
+        """How many of the request's blocks ``first .. last - 1`` are stored before the first that is not."""
+
+    @abstractmethod
+    def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
+        """The transfers that load these blocks, which `count_stored` has found."""
+
+    @abstractmethod
+    def save(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
+        """The transfers that save these blocks; none for blocks that need no saving."""
+
+    def request_finished(self, request: Request) -> None:  # noqa: B027
+        """A request has ended and still has its blocks and hashes."""
+
+    def metadata_built(self, saved: Sequence[BlockTransfer], finished_req_ids: Set[str]) -> None:  # noqa: B027
+        """The transfers ``saved`` are in the metadata of the step being scheduled."""
+
+    @abstractmethod
+    def update(self, output: KVConnectorOutput) -> None:
+        """Process loads that have ended."""
+
+    @abstractmethod
+    def reset(self, unsent: Sequence[BlockTransfer]) -> None:
+        """Begin a new epoch. ``unsent``: saves that will not be carried out."""
+
+
+class BlockStoreScheduler(SchedulerConnector):
+    """Saves every block that is filled, and loads the blocks that are stored."""
+
+    def __init__(self, context: TransferContext, index: BlockIndex) -> None:
+        self.index = index
+        self._block_size = context.block_size
+        self._can_load, self._can_save = context.config.can_load, context.config.can_save
+        self._metadata = BlockStoreMetadata(index.epoch)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        if not self._can_load:
+            return 0
+        last = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+        return self.index.count_stored(request, num_computed_tokens // self._block_size, last) * self._block_size
+
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        first = num_computed_tokens // self._block_size
+        last = first + num_external_tokens // self._block_size
+        self._metadata.loads.append((request.request_id, self.index.load(request, first, last)))
+
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        if self._can_save:
+            blocks = self._metadata.saves if by_this_step else self._metadata.flushes
+            blocks += self.index.save(request, first, last)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self.index.request_finished(request)
+        return False, None  # blocks to be saved are copied before anything can overwrite them
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> BlockStoreMetadata | None:
+        if self._can_save:
+            for request in scheduler_output.new_requests:  # blocks of a prefix hit are only read
+                self._metadata.reused += request.block_ids[request.num_computed_tokens // self._block_size :]
+            for _, _, block_ids in scheduler_output.new_block_ids:
+                self._metadata.reused += block_ids
+        metadata, self._metadata = self._metadata, BlockStoreMetadata(self.index.epoch)
+        self.index.metadata_built([*metadata.flushes, *metadata.saves], scheduler_output.finished_req_ids)
+        return None if metadata.is_empty else metadata
+
+    def blocks_reused(self, block_ids: list[int]) -> None:
+        if self._can_save:
+            self._metadata.reused += block_ids
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self.index.update(output)
+
+    @property
+    def has_pending(self) -> bool:
+        return not self._metadata.is_empty
+
+    def reset_cache(self) -> None:
+        """Loads that the workers have not received yet stay: their blocks are of another epoch, so they will fail."""
+        metadata = self._metadata
+        self.index.reset([*metadata.flushes, *metadata.saves])
+        self._metadata = BlockStoreMetadata(self.index.epoch, loads=metadata.loads, reused=metadata.reused)
+
+
+class FileIndex(BlockIndex):
+    """Looks for files when a request is scheduled; their contents are checked when they are read.
+
+    A block is stored if the file of every rank exists. After a failed load a block's files are ignored until they have
+    changed: one invalid file must not fail every request with this prefix.
+    """
+
+    def __init__(self, context: TransferContext, root: Path) -> None:
+        self._context, self._root = context, root
+        self.epoch = context.fingerprint
+        self._found: dict[str, range] = {}  # request -> its blocks that have files: each is looked up once
+        self._invalid: dict[bytes, list[tuple[int, int] | None]] = {}  # block -> its files when a load failed
+
+    def count_stored(self, request: Request, first: int, last: int) -> int:
+        found = self._found.get(request.request_id, range(first, first))
+        if not found.start <= first <= found.stop:  # evicted from the prefix cache, and perhaps without files
+            found = range(first, first)
+        stop = found.stop
+        while stop < last and self._is_stored(request.block_hashes[stop]):
+            stop += 1
+        self._found[request.request_id] = range(found.start, stop)
+        return max(0, min(stop, last) - first)
+
+    def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
+        self._found.pop(request.request_id, None)
+        return _transfers(request, first, last)
+
+    def save(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
+        return _transfers(request, first, last)
+
+    def metadata_built(self, saved: Sequence[BlockTransfer], finished_req_ids: Set[str]) -> None:
+        for request_id in finished_req_ids:
+            self._found.pop(request_id, None)
+
+    def update(self, output: KVConnectorOutput) -> None:
+        for failure in output.failed.values():
+            if failure.block is not None:
+                self._invalid[failure.block] = self._identities(failure.block)
+                self._found.clear()
+
+    def reset(self, unsent: Sequence[BlockTransfer]) -> None:
+        """The new epoch is unknown to other engines, and to this one after a restart."""
+        self._found.clear()
+        self._invalid.clear()
+        self.epoch = f"{self._context.fingerprint}-{secrets.token_hex(8)}"
+
+    def _is_stored(self, block_hash: bytes) -> bool:
+        if block_hash in self._invalid:
+            if self._identities(block_hash) == self._invalid[block_hash]:
+                return False
+            del self._invalid[block_hash]
+        return all(os.path.exists(path) for path in self._paths(block_hash))
+
+    def _paths(self, block_hash: bytes) -> list[str]:
+        ranks = range(self._context.num_ranks)
+        return [block_path(self._context, self._root, self.epoch, rank, block_hash) for rank in ranks]
+
+    def _identities(self, block_hash: bytes) -> list[tuple[int, int] | None]:
+        """Inode and modification time of each rank's file; None: there is no such file."""
+        return [_identity(path) for path in self._paths(block_hash)]
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _transfers(request: Request, first: int, last: int) -> list[BlockTransfer]:
+    pairs = zip(request.block_ids[first:last], request.block_hashes[first:last], strict=True)
+    return [BlockTransfer(block_id, block_hash) for block_id, block_hash in pairs]
+
+
+class HostIndex(BlockIndex):
+    """Assigns slots of host memory to blocks: each block is stored once, and the least recently used are evicted.
+
+    Workers copy in the order of the metadata, so a slot can be reassigned while its block is still being written or
+    read. Within a step loads come before saves, so blocks saved by a step can be loaded only once its metadata is
+    built: until then their slots are pinned. Slots of loads are pinned until the loads have ended.
+
+    Args:
+        num_slots: blocks that host memory holds.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = SlotTable(num_slots)
+        self.epoch = "0"
+        self._unsent: set[bytes] = set()  # saves of the metadata to be built next
+        self._loading: list[tuple[str, list[BlockTransfer]]] = []  # an id may return before its first load ends
+
+    def count_stored(self, request: Request, first: int, last: int) -> int:
+        stop = first
+        while stop < last and self._is_stored(request.block_hashes[stop]):
+            stop += 1
+        return stop - first
+
+    def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
+        blocks = _transfers(request, first, last)
+        for block in blocks:
+            slot = self.slots.get(block.block_hash)
+            if slot is None:
+                raise RuntimeError(f"request {request.request_id!r} is to load a block that is not in host memory")
+            self.slots.pin(slot)
+            block.slot = slot
+        self.slots.touch(request.block_hashes[:last])
+        self._loading.append((request.request_id, blocks))
+        return blocks
+
+    def save(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
+        blocks = []
+        for block in _transfers(request, first, last):
+            if self.slots.get(block.block_hash) is not None:
+                continue
+            slot = self.slots.add(block.block_hash)
+            if slot is None:
+                break  # all slots are pinned: the rest is not saved
+            self.slots.pin(slot)
+            self._unsent.add(block.block_hash)
+            block.slot = slot
+            blocks.append(block)
+        return blocks
+
+    def request_finished(self, request: Request) -> None:
+        self.slots.touch(request.block_hashes)
+
+    def metadata_built(self, saved: Sequence[BlockTransfer], finished_req_ids: Set[str]) -> None:
+        for block in saved:
+            self.slots.unpin(block.slot)
+        self._unsent.clear()
+
+    def update(self, output: KVConnectorOutput) -> None:
+        for request_id in (*output.loaded, *output.failed):
+            load = next((load for load in self._loading if load[0] == request_id), None)  # the oldest
+            if load is None:
+                continue  # of another connector
+            self._loading.remove(load)
+            for block in load[1]:
+                if request_id in output.failed and self.slots.get(block.block_hash) == block.slot:
+                    self.slots.remove(block.block_hash)
+                self.slots.unpin(block.slot)
+
+    def reset(self, unsent: Sequence[BlockTransfer]) -> None:
+        self.metadata_built(unsent, set())
+        self.slots.clear()
+        self.epoch = str(int(self.epoch) + 1)
+
+    def _is_stored(self, block_hash: bytes) -> bool:
+        return self.slots.get(block_hash) is not None and block_hash not in self._unsent
+
+
+class SlotTable:
+    """Slots by block hash, in least-recently-used order. A pinned slot is not evicted.
+
+    Args:
+        num_slots: slots are 0 .. num_slots - 1.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
+        self._references = [0] * num_slots  # 1 of the block that it is assigned to, and 1 of each pin
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def get(self, block_hash: bytes) -> int | None:
+        """The slot of a block; None: it is not stored."""
+        return self._slots.get(block_hash)
+
+    def add(self, block_hash: bytes) -> int | None:
+        """Assign a slot to a new block; evicts the least recently used block without a pin. None: all are pinned."""
+        if not self._free:
+            victim = next((other for other, slot in self._slots.items() if self._references[slot] == 1), None)
+            if victim is None:
+                return None
+            self.remove(victim)
+        slot = self._slots[block_hash] = self._free.pop()
+        self.pin(slot)
+        return slot
+
+    def touch(self, block_hashes: list[bytes]) -> None:
+        """Mark a prefix as used, its first block last: the other blocks are useless without it."""
+        for block_hash in reversed(block_hashes):
+            if block_hash in self._slots:
+                self._slots.move_to_end(block_hash)
+
+    def remove(self, block_hash: bytes) -> None:
+        """Forget a block; its slot is free once it has no pins."""
+        self.unpin(self._slots.pop(block_hash))
+
+    def clear(self) -> None:
+        for block_hash in list(self._slots):
+            self.remove(block_hash)
+
+    def pin(self, slot: int) -> None:
+        self._references[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        """Undo one `pin`."""
+        self._references[slot] -= 1
+        if self._references[slot] == 0:
+            self._free.append(slot)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless each slot is free or referenced, and each assigned one referenced, exactly once."""
+        unused = [slot for slot, count in enumerate(self._references) if count == 0]
+        assigned = set(self._slots.values())
+        if sorted(self._free) != unused or len(assigned) < len(self._slots) or not assigned.isdisjoint(unused):
+            raise RuntimeError(
+                f"the slots of host memory are not consistent: free {self._free}, assigned {dict(self._slots)}, "
+                f"references {self._references}"
+            )

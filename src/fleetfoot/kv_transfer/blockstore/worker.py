@@ -7,44 +7,52 @@ import logging
 import os
 import queue
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from fleetfoot.kv_transfer.base.block_copies import BlockCopies, CopyEvent, HostMemory, block_copies
+from fleetfoot.kv_transfer.base.block_copies import CopyEvent, HostMemory, block_copies
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters, WorkerConnector
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, drain
-from fleetfoot.kv_transfer.blockstore.block_file import (
+from fleetfoot.kv_transfer.base.registry import CPU_BYTES
+from fleetfoot.kv_transfer.blockstore.blocks import (
+    IN_FLIGHT,
+    NUM_BLOCKS,
+    BlockFile,
     BlockFileError,
-    BlockFolder,
-    BlockFormat,
-    read_block,
-    write_block,
+    BlockStoreMetadata,
+    BlockTransfer,
+    FilesystemSettings,
+    block_path,
 )
-from fleetfoot.kv_transfer.blockstore.scheduler import BlockStoreMetadata, BlockTransfer, RequestLoad
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 10.0
+"""How long `FileStoreWorker.shutdown` waits for files that are being written."""
+READ_SHARE = 4
+"""Memory for reads is this fraction of the memory for writes: reads can wait for memory, and writes are dropped."""
+WAIT_SECONDS = 0.02
+"""How long an idle step waits for progress."""
 NO_TRANSFERS = BlockStoreMetadata()
 
 
-class BlockStore(ABC):
-    """Where a rank's blocks are saved. All methods are called in the worker's thread.
+class BlockStoreWorker(WorkerConnector):
+    """Passes the transfers of each step to a store, in order."""
 
-    Attributes:
-        counters: ``blocks_saved``, ``bytes_saved``, ``blocks_loaded``, ``bytes_loaded``, ``loads_failed``, ...
-    """
-
-    def __init__(self) -> None:
-        self.counters = TransferCounters()
+    def __init__(self, context: TransferContext) -> None:
+        self._context = context
+        self._counters = TransferCounters()
+        self._metadata = NO_TRANSFERS
 
     @abstractmethod
-    def open(self, copies: BlockCopies, layout: KVLayout, *, pinned: bool) -> None:
+    def open(self, layout: KVLayout, *, pinned: bool) -> None:
         """Allocate memory. ``pinned``: page-locked, for copies to and from a GPU."""
 
     @abstractmethod
@@ -52,38 +60,21 @@ class BlockStore(ABC):
         """Start saving blocks, as written by all work queued so far."""
 
     @abstractmethod
-    def load(self, load: RequestLoad, epoch: str) -> None:
+    def load(self, request_id: str, blocks: Sequence[BlockTransfer], epoch: str) -> None:
         """Start loading the blocks of a request."""
 
     @abstractmethod
-    def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
+    def collect(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Add the loads that have ended to ``output``."""
 
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when a load may have ended, or after a short while; at once without loads."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop transfers and free memory; also called if `open` was not, or has failed."""
-
-    def count(self, verb: str, num_blocks: int, bytes_per_block: int) -> None:
+    def count(self, verb: str, num_blocks: int) -> None:
         """Count blocks that were ``saved`` or ``loaded``."""
-        self.counters.add(f"blocks_{verb}", num_blocks)
-        self.counters.add(f"bytes_{verb}", num_blocks * bytes_per_block)
-
-
-class BlockStoreWorker(WorkerConnector):
-    """Passes the transfers of each step to a store, in order."""
-
-    def __init__(self, context: TransferContext, store: BlockStore) -> None:
-        self._shares_blocks = context.shares_blocks
-        self._store = store
-        self._metadata = NO_TRANSFERS
+        self._counters.add(f"blocks_{verb}", num_blocks)
+        self._counters.add(f"bytes_{verb}", num_blocks * self._copies.bytes_per_block)
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        self._copies: BlockCopies = block_copies(kv_caches, layout, shares_blocks=self._shares_blocks)
-        self._store.open(self._copies, layout, pinned=kv_caches[0].device.type != "cpu")
+        self._copies = block_copies(kv_caches, layout, shares_blocks=self._context.shares_blocks)
+        self.open(layout, pinned=kv_caches[0].device.type != "cpu")
 
     def bind_connector_metadata(self, metadata: object | None) -> None:
         if not isinstance(metadata, BlockStoreMetadata | None):
@@ -93,103 +84,81 @@ class BlockStoreWorker(WorkerConnector):
 
     def flush(self) -> None:
         if self._metadata.flushes:
-            self._store.save(self._metadata.flushes, self._metadata.epoch)
+            self.save(self._metadata.flushes, self._metadata.epoch)
         self._copies.fence(self._metadata.reused)
 
     def start_load_kv(self) -> None:
-        for load in self._metadata.loads:
-            self._store.load(load, self._metadata.epoch)
+        for request_id, blocks in self._metadata.loads:
+            self.load(request_id, blocks, self._metadata.epoch)
 
     def save_kv(self) -> None:
         if self._metadata.saves:
-            self._store.save(self._metadata.saves, self._metadata.epoch)
+            self.save(self._metadata.saves, self._metadata.epoch)
 
     def wait_for_save(self) -> None:
         """Full blocks are only written by their next owners, which wait for the copies: see `flush`."""
 
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         output = KVConnectorOutput()
-        self._store.get_finished(finished_req_ids, output)
-        output.counters = self._store.counters.take()
+        self.collect(finished_req_ids, output)
+        output.counters = self._counters.take()
         return output
 
     def clear_connector_metadata(self) -> None:
         self._metadata = NO_TRANSFERS
 
-    def wait_for_progress(self) -> None:
-        self._store.wait()
 
-    def shutdown(self) -> None:
-        self._store.close()
-
-
-class HostStore(BlockStore):
-    """Copies blocks between the device and slots of host memory, in the order of the calls.
+class HostStoreWorker(BlockStoreWorker):
+    """Copies blocks between the device and ``num_slots`` slots of host memory, in the order of the calls.
 
     It records what each slot holds: a save that was lost with a failed step must not be taken for KV.
-
-    Args:
-        num_slots: blocks of this rank.
-        asked_by: the settings that determine the number, for error messages.
     """
 
-    def __init__(self, num_slots: int, asked_by: str) -> None:
-        super().__init__()
+    def __init__(self, context: TransferContext, num_slots: int) -> None:
+        super().__init__(context)
         self._num_slots = num_slots
-        self._asked_by = asked_by
         self._held: dict[int, tuple[str, bytes]] = {}  # slot -> epoch and hash of its block
-        self._loading: deque[tuple[RequestLoad, CopyEvent]] = deque()  # copies end in order
+        self._loading: deque[tuple[str, int, CopyEvent]] = deque()  # request, number of blocks; copies end in order
         self._refused: dict[str, TransferFailure] = {}
         self._memory: HostMemory | None = None
 
-    def open(self, copies: BlockCopies, layout: KVLayout, *, pinned: bool) -> None:
-        self._copies = copies
-        self._memory = HostMemory(self._num_slots, layout.bytes_per_block, pinned=pinned, asked_by=self._asked_by)
+    def open(self, layout: KVLayout, *, pinned: bool) -> None:
+        asked_by = f"kv_offloading_size, {CPU_BYTES} or {NUM_BLOCKS}"
+        self._memory = HostMemory(self._num_slots, layout.bytes_per_block, pinned=pinned, asked_by=asked_by)
         self._rows = self._memory.tensor
 
     def save(self, blocks: Sequence[BlockTransfer], epoch: str) -> None:
         self._copies.to_host([block.block_id for block in blocks], self._rows, [block.slot for block in blocks])
-        for block in blocks:
-            self._held[block.slot] = epoch, block.block_hash
-        self.count("saved", len(blocks), self._copies.bytes_per_block)
+        self._held.update((block.slot, (epoch, block.block_hash)) for block in blocks)
+        self.count("saved", len(blocks))
 
-    def load(self, load: RequestLoad, epoch: str) -> None:
-        for block in load.blocks:
+    def load(self, request_id: str, blocks: Sequence[BlockTransfer], epoch: str) -> None:
+        for block in blocks:
             if self._held.get(block.slot) != (epoch, block.block_hash):
                 reason = f"slot {block.slot} of host memory does not hold KV block {block.block_hash.hex()} any more"
-                self._refused[load.request_id] = TransferFailure(reason)
+                self._refused[request_id] = TransferFailure(reason)
                 return
-        slots, block_ids = [block.slot for block in load.blocks], [block.block_id for block in load.blocks]
-        self._loading.append((load, self._copies.from_host(self._rows, slots, block_ids)))
+        slots, block_ids = [block.slot for block in blocks], [block.block_id for block in blocks]
+        self._loading.append((request_id, len(blocks), self._copies.from_host(self._rows, slots, block_ids)))
 
-    def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
+    def collect(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         output.failed, self._refused = self._refused, {}
-        self.counters.add("loads_failed", len(output.failed))
-        while self._loading and self._loading[0][1].query():
-            load, _ = self._loading.popleft()
-            output.loaded.add(load.request_id)
-            self.count("loaded", len(load.blocks), self._copies.bytes_per_block)
+        self._counters.add("loads_failed", len(output.failed))
+        while self._loading and self._loading[0][2].query():
+            request_id, num_blocks, _ = self._loading.popleft()
+            output.loaded.add(request_id)
+            self.count("loaded", num_blocks)
 
-    def wait(self) -> None:
+    def wait_for_progress(self) -> None:
         if self._loading and not self._refused:
-            self._loading[0][1].synchronize()  # takes as long as one copy
+            self._loading[0][2].synchronize()  # takes as long as one copy
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         if self._memory is not None:
-            for _, event in self._loading:
+            for _, _, event in self._loading:
                 event.synchronize()
             self._copies.close()
             self._memory.close()
-
-
-logger = logging.getLogger(__name__)
-
-SHUTDOWN_SECONDS = 10.0
-"""How long `FileStore.close` waits for files that are being written."""
-READ_SHARE = 4
-"""Memory for reads is this fraction of the memory for writes: reads can wait for memory, and writes are dropped."""
-WAIT_SECONDS = 0.02
-"""How long an idle step waits for progress."""
 
 
 @dataclass(slots=True)
@@ -208,8 +177,9 @@ class _Write:
 class _Load:
     """A request's load. It ends when each of its blocks has arrived, or with its first failure."""
 
-    load: RequestLoad
+    request_id: str
     epoch: str
+    num_blocks: int
     deadline: float
     num_left: int
     """Blocks that have not arrived."""
@@ -230,35 +200,27 @@ class _Read:
     error: str = ""
 
 
-class FileStore(BlockStore):
+class FileStoreWorker(BlockStoreWorker):
     """Copies blocks out within the step and writes them behind it; reads files beside steps and copies them in.
 
     Only `_read` and `_write` run in threads, and they access nothing but their slot and file.
 
     Args:
-        max_bytes_in_flight: of host memory for blocks to be written. A block that finds no free slot is not saved.
-        num_threads: for reading, and as many for writing.
         readers, writers: threads; None: `IOThreads`.
     """
 
     def __init__(
         self,
         context: TransferContext,
-        folder: BlockFolder,
-        max_bytes_in_flight: int,
-        num_threads: int,
-        *,
-        asked_by: str,
+        settings: FilesystemSettings,
         readers: IOThreads | None = None,
         writers: IOThreads | None = None,
     ) -> None:
-        super().__init__()
-        self._rank, self._config = context.rank, context.config
+        super().__init__(context)
+        self._config, self._settings = context.config, settings
         self._clock = context.clock or time.monotonic
-        self._folder = folder
-        self._max_bytes, self._asked_by = max_bytes_in_flight, asked_by
-        self._readers = readers or IOThreads("kv-read", num_threads)
-        self._writers = writers or IOThreads("kv-write", num_threads)
+        self._readers = readers or IOThreads("kv-read", settings.num_threads)
+        self._writers = writers or IOThreads("kv-write", settings.num_threads)
         self._invalid_files: set[str] = set()  # to be overwritten
         self._is_open = False
         # saves
@@ -271,13 +233,14 @@ class FileStore(BlockStore):
         self._read_done: queue.SimpleQueue[_Read] = queue.SimpleQueue()
         self._copying: deque[tuple[CopyEvent, list[_Read]]] = deque()
 
-    def open(self, copies: BlockCopies, layout: KVLayout, *, pinned: bool) -> None:
-        self._copies, self._layout = copies, layout
+    def open(self, layout: KVLayout, *, pinned: bool) -> None:
+        self._rank_layout = layout.fingerprint
         row = layout.bytes_per_block
-        num_reads = max(1, self._max_bytes // READ_SHARE // row) if self._config.can_load else 0
-        num_writes = max(1, self._max_bytes // row) if self._config.can_save else 0
-        self._read_memory = HostMemory(num_reads, row, pinned=pinned, asked_by=self._asked_by)
-        self._write_memory = HostMemory(num_writes, row, pinned=pinned, asked_by=self._asked_by)
+        max_bytes = self._settings.max_bytes_in_flight
+        num_reads = max(1, max_bytes // READ_SHARE // row) if self._config.can_load else 0
+        num_writes = max(1, max_bytes // row) if self._config.can_save else 0
+        self._read_memory = HostMemory(num_reads, row, pinned=pinned, asked_by=IN_FLIGHT)
+        self._write_memory = HostMemory(num_writes, row, pinned=pinned, asked_by=IN_FLIGHT)
         self._read_slots, self._write_slots = list(range(num_reads)), list(range(num_writes))  # free ones
         self._is_open = True
 
@@ -285,7 +248,7 @@ class FileStore(BlockStore):
         self._process_writes()
         new = [block for block in blocks if (epoch, block.block_hash) not in self._writing]
         taken = new[: len(self._write_slots)]  # of a prefix, the first blocks are the most useful
-        self.counters.add("saves_dropped", len(new) - len(taken))
+        self._counters.add("saves_dropped", len(new) - len(taken))
         if not taken:
             return
         slots = [self._write_slots.pop() for _ in taken]
@@ -294,44 +257,49 @@ class FileStore(BlockStore):
             self._writing.add((epoch, block.block_hash))
             self._writers.submit(partial(self._write, _Write(block, epoch, slot, copied)))
 
-    def load(self, load: RequestLoad, epoch: str) -> None:
+    def load(self, request_id: str, blocks: Sequence[BlockTransfer], epoch: str) -> None:
         """Its reads wait for free slots, at most until the timeout: a read that has begun by then ends in host memory,
         and is ignored."""
         deadline = self._clock() + self._config.kv_transfer_timeout
-        self._loads.append(_Load(load, epoch, deadline, len(load.blocks)))
-        self._waiting.extend(_Read(self._loads[-1], block) for block in load.blocks)
+        load = _Load(request_id, epoch, len(blocks), deadline, len(blocks))
+        self._loads.append(load)
+        self._waiting.extend(_Read(load, block) for block in blocks)
         self._start_reads()
 
-    def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
+    def collect(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         self._process_writes()
         now = self._clock()
         for load in self._loads:
-            if load.failure is None and load.load.request_id in finished_req_ids and not load.is_new:
+            if load.failure is None and load.request_id in finished_req_ids and not load.is_new:
                 load.failure = TransferFailure("the request has ended before its KV arrived")
             elif load.failure is None and now >= load.deadline:
-                load.failure = self._timed_out(load)
+                reason = (
+                    f"{load.num_left} of {load.num_blocks} KV blocks had not been read after "
+                    f"{self._config.kv_transfer_timeout:g} s (kv_transfer_timeout)"
+                )
+                load.failure = TransferFailure(reason, timed_out=True)
             load.is_new = False
         self._copy_in(drain(self._read_done))
         self._process_copies()
         self._start_reads()
         for load in [load for load in self._loads if not load.num_copying]:
             if load.failure is not None:
-                output.failed[load.load.request_id] = load.failure
-                self.counters.add("loads_failed")
+                output.failed[load.request_id] = load.failure
+                self._counters.add("loads_failed")
             elif load.num_left == 0:
-                output.loaded.add(load.load.request_id)
+                output.loaded.add(load.request_id)
             else:
                 continue
             self._loads.remove(load)
 
-    def wait(self) -> None:
+    def wait_for_progress(self) -> None:
         if self._copying:
             self._copying[0][0].synchronize()
         elif self._loads:
             with contextlib.suppress(queue.Empty):
                 self._copy_in([self._read_done.get(timeout=WAIT_SECONDS)])
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Blocks that were copied to host memory are still written, within `SHUTDOWN_SECONDS`."""
         has_ended = self._readers.stop(SHUTDOWN_SECONDS, finish=False)
         has_ended &= self._writers.stop(SHUTDOWN_SECONDS, finish=True)
@@ -347,31 +315,30 @@ class FileStore(BlockStore):
     def _write(self, write: _Write) -> None:
         try:
             write.copied.synchronize()
-            path = self._folder.path(write.epoch, self._rank, write.block.block_hash)
-            write.is_new = path in self._invalid_files or not os.path.exists(path)
+            file = self._file(write.epoch, write.block)
+            write.is_new = file.path in self._invalid_files or not os.path.exists(file.path)
             if write.is_new:
-                payload = self._write_memory.row(write.slot)
-                write_block(Path(path), write.block.block_hash, payload, self._format(write.epoch))
-                self._invalid_files.discard(path)
+                file.write(self._write_memory.row(write.slot))
+                self._invalid_files.discard(file.path)
         except Exception as error:
             write.error = error
         self._written.put(write)
 
     def _read(self, read: _Read) -> None:
-        path = self._folder.path(read.load.epoch, self._rank, read.block.block_hash)
+        file = self._file(read.load.epoch, read.block)
         try:
-            memory = self._read_memory.row(read.slot)
-            read_block(Path(path), read.block.block_hash, memory, self._format(read.load.epoch))
+            file.read(self._read_memory.row(read.slot))
         except BlockFileError as error:
             if self._config.can_save:
-                self._invalid_files.add(path)
+                self._invalid_files.add(file.path)
             read.error = str(error)
         except Exception as error:  # any error must end the load
             read.error = f"it cannot be read ({type(error).__name__}: {error})"
         self._read_done.put(read)
 
-    def _format(self, epoch: str) -> BlockFormat:
-        return BlockFormat(epoch, self._layout.fingerprint, self._layout.bytes_per_block)
+    def _file(self, epoch: str, block: BlockTransfer) -> BlockFile:
+        path = block_path(self._context, self._settings.path, epoch, self._context.rank, block.block_hash)
+        return BlockFile(path, epoch, self._rank_layout, block.block_hash)
 
     # --- in the worker's thread -------------------------------------------------------------------------------------
 
@@ -380,12 +347,12 @@ class FileStore(BlockStore):
             self._write_slots.append(write.slot)
             self._writing.discard((write.epoch, write.block.block_hash))
             if write.error is not None:
-                self.counters.add("saves_failed")
+                self._counters.add("saves_failed")
                 if not self._has_warned:
                     self._has_warned = True
                     logger.warning("a KV block could not be saved; further failures are only counted: %s", write.error)
             elif write.is_new:
-                self.count("saved", 1, self._copies.bytes_per_block)
+                self.count("saved", 1)
 
     def _start_reads(self) -> None:
         while self._waiting and self._read_slots:
@@ -417,11 +384,4 @@ class FileStore(BlockStore):
                 self._read_slots.append(read.slot)
                 read.load.num_copying -= 1
                 read.load.num_left -= 1
-            self.count("loaded", len(reads), self._copies.bytes_per_block)
-
-    def _timed_out(self, load: _Load) -> TransferFailure:
-        return TransferFailure(
-            f"{load.num_left} of {len(load.load.blocks)} KV blocks had not been read after "
-            f"{self._config.kv_transfer_timeout:g} s (kv_transfer_timeout)",
-            timed_out=True,
-        )
+            self.count("loaded", len(reads))
