@@ -44,7 +44,7 @@ def no_warning_of_missing_c_kernels() -> Iterator[None]:
     def is_expected(record: logging.LogRecord) -> bool:
         return not (_PROBLEM and _PROBLEM in record.getMessage())
 
-    logger = logging.getLogger("fleetfoot.engine.build")
+    logger = logging.getLogger("fleetfoot.engine.engine")
     logger.addFilter(is_expected)
     yield
     logger.removeFilter(is_expected)

@@ -12,7 +12,7 @@ from unittest import mock
 
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.build import EngineParts, build_parts
+from fleetfoot.engine.engine import LLMEngine, build_engine
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
@@ -56,8 +56,8 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
         self._undo = ExitStack()
         self._undo.enter_context(env.variable(env.USE_V2_MODEL_RUNNER, self._value))
         # modules, not threads, are patched: engines of all threads count
-        self._undo.enter_context(mock.patch("fleetfoot.engine.build.resolve_plan", self._resolve_plan))
-        self._undo.enter_context(mock.patch("fleetfoot.engine.engine.build_parts", self._build_parts))
+        self._undo.enter_context(mock.patch("fleetfoot.engine.engine.resolve_plan", self._resolve_plan))
+        self._undo.enter_context(mock.patch("fleetfoot.engine.engine.build_engine", self._build_engine))
         return self
 
     def __exit__(
@@ -105,12 +105,13 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
             )
         return plan
 
-    def _build_parts(self, config: EngineConfig) -> EngineParts:
-        parts = build_parts(config)
-        ran = parts.core.executor.runner_name
-        if ran != self.runner:
+    def _build_engine(self, config: EngineConfig) -> LLMEngine:
+        engine = build_engine(config)
+        if engine.runner_name != self.runner:
             self._others += 1
-            parts.core.shutdown()
-            raise AssertionError(f"force_runner({self.runner!r}) is in effect, and the engine runs on {ran!r}")
-        self.plans.append(parts.plan)
-        return parts
+            engine.shutdown()
+            raise AssertionError(
+                f"force_runner({self.runner!r}) is in effect, and the engine runs on {engine.runner_name!r}"
+            )
+        self.plans.append(engine.plan)
+        return engine

@@ -98,7 +98,7 @@ def test_the_plan_refuses_what_the_start_refuses(
 
 
 def test_a_start_that_is_refused_has_loaded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetfoot.engine.build.start_executor", None)
+    monkeypatch.setattr("fleetfoot.engine.engine.start_executor", None)
     with pytest.raises(ValueError, match="shared_storage_path is None"):
         LLM(kv_transfer_config=transfer(SHARED), **SMALL)
 

@@ -11,7 +11,7 @@ import pytest
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER
-from fleetfoot.engine import build
+from fleetfoot.engine import engine as engine_module
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.runner.v2.runner import ModelRunnerV2
@@ -45,7 +45,7 @@ def runs() -> str:
 
 
 def is_as_before(held: str | None) -> bool:
-    return os.environ.get(USE_V2_MODEL_RUNNER) == held and build.resolve_plan is resolve_plan
+    return os.environ.get(USE_V2_MODEL_RUNNER) == held and engine_module.resolve_plan is resolve_plan
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -102,7 +102,7 @@ def test_as_a_decorator(held: str | None) -> None:
 
 def test_without_an_engine_it_is_an_error(held: str | None) -> None:
     with pytest.raises(AssertionError, match=r"force_runner\('v2'\) had no effect"), force_runner("v2"):
-        build.resolve_plan(
+        engine_module.resolve_plan(
             EngineConfig(device="cpu"), Machine.detect()
         )  # a plan that no engine is made of does not count
     assert is_as_before(held)
@@ -144,7 +144,7 @@ def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.Monkey
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(build, part, fail)
+    monkeypatch.setattr(engine_module, part, fail)
     with (
         pytest.raises(AssertionError, match="no engine has started"),
         force_runner("v1"),

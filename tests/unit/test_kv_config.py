@@ -16,7 +16,7 @@ import pytest
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.engine.build import make_connector as scheduler_connector
+from fleetfoot.engine.engine import make_connector as scheduler_connector
 from fleetfoot.executor.worker import make_connector as worker_connector
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.registry import (

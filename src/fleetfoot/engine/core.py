@@ -28,8 +28,8 @@ class _StepInFlight:
     execute_s: float
 
 
-def _no_callback() -> None:
-    pass
+def no_callback() -> None:
+    """Default of ``before_update``."""
 
 
 class EngineCore:
@@ -37,8 +37,7 @@ class EngineCore:
 
     Args:
         depth: most steps in flight while another one is scheduled. 0: lockstep; 1: step N+1 is scheduled while the
-        device
-            runs step N; P: keeps P pipeline stages busy.
+            device runs step N; P: keeps P pipeline stages busy.
         clock: seconds, monotonic.
     """
 
@@ -76,7 +75,7 @@ class EngineCore:
         """End a request. Its tokens of steps in flight are discarded."""
         self.scheduler.finish(request_id, status, stop_reason)
 
-    def step(self, before_update: Callable[[], object] = _no_callback) -> list[EngineOutput] | None:
+    def step(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput] | None:
         """Run one iteration of the loop.
 
         An idle step, which computes nothing and serves the KV connector, blocks until a transfer makes progress or a
@@ -89,18 +88,16 @@ class EngineCore:
         Returns:
             The outputs of the oldest step in flight; None if no step was retired.
         """
-        run = self.step_overlapped if self._depth else self.step_lockstep
-        outputs = run(before_update)
+        outputs = self.step_overlapped(before_update) if self._depth else self.step_lockstep(before_update)
         if outputs is None and not self._in_flight and self.scheduler.has_unfinished:
             raise RuntimeError(f"requests wait for nothing, and none can be scheduled: {self.scheduler.stats()}")
         return outputs
 
-    def step_lockstep(self, before_update: Callable[[], object] = _no_callback) -> list[EngineOutput] | None:
+    def step_lockstep(self, before_update: Callable[[], object]) -> list[EngineOutput] | None:
         """Schedule a step, run it, and wait for its result."""
-        step = self._launch()
-        return None if step is None else self._retire(before_update)
+        return None if self._launch() is None else self._retire(before_update)
 
-    def step_overlapped(self, before_update: Callable[[], object] = _no_callback) -> list[EngineOutput] | None:
+    def step_overlapped(self, before_update: Callable[[], object]) -> list[EngineOutput] | None:
         """Schedule a step behind those in flight, and wait for the oldest if more than `depth` are in flight.
 
         Without a new step that computes, the oldest is retired at once.
@@ -127,7 +124,7 @@ class EngineCore:
         self._in_flight.append(_StepInFlight(scheduler_output, pending, began, scheduled - began, execute_s))
         return scheduler_output
 
-    def _retire(self, before_update: Callable[[], object] = _no_callback) -> list[EngineOutput]:
+    def _retire(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput]:
         """Wait for the oldest step in flight, and update the scheduler with its result."""
         step = self._in_flight.popleft()
         begin = self.clock()
@@ -142,16 +139,16 @@ class EngineCore:
 
     def _record_stats(self, step: _StepInFlight, begin: float, arrived: float) -> None:
         """Record a step that was waited for from ``begin`` until ``arrived``."""
-        scheduler_output, drafting = step.scheduler_output, self.scheduler.drafting
-        if scheduler_output.is_idle:
-            self.stats.idle_step()
+        output, drafting = step.scheduler_output, self.scheduler.drafting
+        if output.is_idle:
+            self.stats.num_idle_steps += 1
             return
-        drafting.observe(scheduler_output, arrived - max(step.began, self._last_arrival))
+        drafting.observe(output, arrived - max(step.began, self._last_arrival))
         self._last_arrival = arrived
         self.stats.step(
             StepStats(
-                num_requests=len(scheduler_output.rows),
-                num_tokens=scheduler_output.total_num_scheduled_tokens,
+                len(output.rows),
+                output.total_num_scheduled_tokens,
                 schedule_s=step.schedule_s,
                 execute_s=step.execute_s + arrived - begin,
                 update_s=self.clock() - arrived,
@@ -177,8 +174,7 @@ class EngineCore:
         Unfinished requests are aborted. The step runs after all others, and its output is not read. Workers run it
         before they shut down, within their shutdown timeout.
         """
-        last = self.scheduler.final_output()
-        if last is not None:
+        if (last := self.scheduler.final_output()) is not None:
             self.executor.execute_model(last)
             self.executor.sample_tokens(None)
 

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fleetfoot.config.engine import EngineConfig
-from fleetfoot.engine.build import build_parts
-from fleetfoot.engine.core import EngineCore
+from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor
 from fleetfoot.engine.output_processor import OutputProcessor
 from fleetfoot.engine.stats import EngineStats, StatsCollector
+from fleetfoot.executor.build import start_executor
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.plan import EnginePlan, transfer_context
+from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.kv_connector import NoSchedulerConnector, SchedulerConnector
+from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.sampling.request_params import read_sampling_defaults
+from fleetfoot.scheduler.config import SchedulerConfig
+from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController
+from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.speculative.controller import AdaptiveDrafts
 from fleetfoot.utils.process import run_all
 
 if TYPE_CHECKING:
@@ -49,11 +59,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.stats_collector: StatsCollector = core.stats
         self._clock = clock
-        self._output_processor = OutputProcessor(
-            tokenizer,
-            lambda request_id, stop: core.finish(request_id, RequestStatus.FINISHED_STOPPED, stop),
-            core.stats,
-        )
+        self._output_processor = OutputProcessor(tokenizer, core.scheduler.finish, core.stats)
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
         self._cause: BaseException | None = None
         self._is_shut_down = False
@@ -63,10 +69,9 @@ class LLMEngine:
         """Plan the engine, load the model, and allocate memory.
 
         Raises:
-            ValueError: settings, model and machine do not fit together.
+            ValueError: settings, model and machine do not fit together, or no runner supports a feature.
         """
-        parts = build_parts(config)
-        return cls(parts.core, parts.input_processor, parts.tokenizer, plan=parts.plan)
+        return build_engine(config)
 
     @property
     def plan(self) -> EnginePlan:
@@ -164,7 +169,7 @@ class LLMEngine:
                 self.core.finish(sequence_id, RequestStatus.FINISHED_ABORTED)
             raise
         self._output_processor.add(request, sequences, self._clock())
-        self.stats_collector.request_added(len(request.prompt_token_ids))
+        self.stats_collector.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests; the next `step` returns their outputs. Unknown and finished ids are ignored."""
@@ -180,12 +185,9 @@ class LLMEngine:
     def discard(self, request_ids: Iterable[str]) -> None:
         """Abort requests and drop their outputs. May be called during a step, see ``before_update`` of `step`."""
         discarded = set(request_ids)
-        try:
+        with self._failing():
             self.abort_request(discarded)
             self._aborted = [output for output in self._aborted if output.request_id not in discarded]
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def pop_aborted(self) -> list[RequestOutput]:
         """The last outputs of aborted requests, which the next `step` would return."""
@@ -206,13 +208,13 @@ class LLMEngine:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def step(self, before_update: Callable[[], object] = lambda: None) -> list[RequestOutput]:
+    def step(self, before_update: Callable[[], object] = no_callback) -> list[RequestOutput]:
         """Run one step.
 
         Args:
             before_update: called when a step's result has arrived, before the engine is updated with it. It may add,
-            abort
-                and discard requests. A request that it aborts ends as aborted, even if the result has its last token.
+                abort and discard requests. A request that it aborts ends as aborted, even if the result has its last
+                token.
 
         Returns:
             Outputs of requests with progress, and of aborted requests.
@@ -222,15 +224,12 @@ class LLMEngine:
         """
         self._check_alive()
         aborted = self.pop_aborted()
-        try:
+        with self._failing():
             engine_outputs = self.core.step(before_update)
             if engine_outputs is None:
                 return aborted
             outputs = self._output_processor.process(engine_outputs, self._clock())
             self.core.drain()
-        except BaseException as error:  # also KeyboardInterrupt: an interrupted step leaves inconsistent state
-            self._fail(error)
-            raise
         return aborted + outputs
 
     def fills_first_step(self, num_prompt_tokens: int) -> bool:
@@ -241,13 +240,9 @@ class LLMEngine:
     def report_finished(self) -> None:
         """Call when no step may follow soon: retires steps in flight that no request needs, and sends the last finished
         ids to the KV connector."""
-        if self._cause is not None:
-            return
-        try:
-            self.core.report_finished()
-        except BaseException as error:
-            self._fail(error)
-            raise
+        if self._cause is None:
+            with self._failing():
+                self.core.report_finished()
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -287,17 +282,24 @@ class LLMEngine:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        flush = self.core.flush if self._cause is None else lambda: None  # a failed engine's state may be inconsistent
+        flush = self.core.flush if self._cause is None else no_callback  # a failed engine's state may be inconsistent
         run_all(flush, self.core.shutdown)
 
-    def _fail(self, error: BaseException) -> None:
-        """Store the cause, and raise it as EngineDeadError. A KeyboardInterrupt is left to the caller."""
-        self._cause = error
-        logger.error(
-            "the engine has failed with %d unfinished requests: %r", self._output_processor.num_unfinished, error
-        )
-        if isinstance(error, Exception):
-            raise _dead(error) from error
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An exception in the block is the cause of the engine's end, and is raised as EngineDeadError.
+
+        So is a KeyboardInterrupt, because an interrupted step leaves inconsistent state, but that is raised as it is.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._cause = self._cause or error
+            num_unfinished = self._output_processor.num_unfinished
+            logger.error("the engine has failed with %d unfinished requests: %r", num_unfinished, error)
+            if isinstance(error, Exception):
+                raise _dead(self._cause) from self._cause
+            raise
 
     def _check_alive(self) -> None:
         if self._cause is not None:
@@ -309,3 +311,90 @@ class LLMEngine:
 def _dead(cause: BaseException) -> EngineDeadError:
     message = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
     return EngineDeadError(f"the engine has failed: {message}")
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def build_engine(config: EngineConfig) -> LLMEngine:
+    """See `LLMEngine.from_config`."""
+    plan = resolve_plan(config, Machine.detect())
+    plan.decision.check()
+    for warning in plan.warnings:
+        logger.warning(warning)
+    for reason in plan.reasons:
+        logger.info(reason)
+    defaults = read_sampling_defaults(config.generation_config, config.override_generation_config, plan.model_path)
+    if defaults:
+        logger.info("sampling defaults that come with the model or the settings: %s", defaults)
+    tokenizer = None
+    if plan.tokenizer_path is not None:
+        from fleetfoot.tokenizer.tokenizer import Tokenizer  # not needed for token ids
+
+        tokenizer = Tokenizer.from_path(plan.tokenizer_path)
+    executor, layout = start_executor(plan)
+    # steps in flight behind which another one is queued: as many as keep every stage of a pipeline busy
+    num_stages = config.pipeline_parallel_size
+    is_pipelined = num_stages > 1 and config.async_scheduling is not False
+    depth = num_stages if is_pipelined else int(plan.async_scheduling)
+    try:
+        core = EngineCore(_build_scheduler(plan, layout), executor, StatsCollector(), depth=depth)
+        input_processor = InputProcessor(
+            vocab_size=plan.model.vocab_size,
+            max_model_len=_served_model_len(plan, layout),
+            eos_token_ids=plan.model.eos_token_ids,
+            tokenizer=tokenizer,
+            max_logprobs=config.max_logprobs,
+            seed=config.seed,
+            sampling_defaults=defaults,
+        )
+    except BaseException:
+        executor.shutdown()
+        raise
+    return LLMEngine(core, input_processor, tokenizer, plan=plan)
+
+
+def _build_scheduler(plan: EnginePlan, layout: KVLayout) -> Scheduler:
+    config, num_drafts, connector = plan.config, plan.drafter.num_drafts, plan.connector
+    controller: DraftController | None = None
+    if (speculative := config.speculative_config) is not None:
+        kind = AdaptiveDrafts if speculative.adaptive else ConstantDrafts
+        controller = kind(speculative.num_speculative_tokens, speculative.disable_by_batch_size)
+    return Scheduler(
+        SchedulerConfig(
+            num_blocks=layout.num_blocks,
+            block_size=layout.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            priority=config.scheduling_policy == "priority",
+            num_drafts=num_drafts,
+            num_lookahead=num_drafts if plan.drafter.kv_specs else 0,  # for a drafter that keeps KV too
+            num_stages=config.pipeline_parallel_size,
+            kv_load_failure_policy="recompute" if connector is None else connector.config.kv_load_failure_policy,
+        ),
+        connector=make_connector(plan),
+        controller=controller,
+    )
+
+
+def make_connector(plan: EnginePlan) -> SchedulerConnector:
+    """The scheduler's side of the plan's KV connector.
+
+    Raises:
+        ValueError: the connector's settings do not fit this engine.
+    """
+    if plan.connector is None:
+        return NoSchedulerConnector()
+    return plan.connector.connector_class.scheduler_side(transfer_context(plan))
+
+
+def _served_model_len(plan: EnginePlan, layout: KVLayout) -> int:
+    """max_model_len; if it is not set, at most what the KV cache holds."""
+    room = layout.num_blocks * layout.block_size
+    if plan.config.max_model_len is not None or plan.max_model_len <= room:
+        return plan.max_model_len
+    message = "the model's %d positions do not fit in a KV cache of %d tokens: requests are limited to that"
+    logger.warning(message, plan.max_model_len, room)
+    return room

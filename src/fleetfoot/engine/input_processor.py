@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import countOf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,9 +33,8 @@ class EngineRequest:
     request_id: str
     prompt: str | None
     """Text, if known."""
-    prompt_token_ids: list[int]
-    token_array: array[int]
-    """``prompt_token_ids`` as int32."""
+    prompt_token_ids: array[int]
+    """int32."""
     params: SamplingParams
     """Validated; not shared with the caller, but possibly with other requests."""
     bad_words_token_ids: list[list[int]]
@@ -48,15 +46,6 @@ class EngineRequest:
     cache_salt: str | None
     arrival_time: float
     """Wall clock, seconds since the epoch."""
-
-
-class _TokenIds(NamedTuple):
-    """The tokens of a prompt."""
-
-    as_list: list[int]
-    """Plain ints, in a list that is not shared with the caller."""
-    as_array: np.ndarray
-    """The same, ``[num_tokens]`` int64."""
 
 
 class InputProcessor:
@@ -118,23 +107,22 @@ class InputProcessor:
         params = params if params_checked else self.check_params(params)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
-        text, (token_ids, ids), cache_salt = self._read_prompt(prompt)
+        text, ids, cache_salt = self._read_prompt(prompt)
         if params.truncate_prompt_tokens is not None:
             keep = self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-            token_ids, ids = token_ids[-keep:], ids[-keep:]
+            ids = ids[-keep:]
         self._check_tokens(ids)
-        room = self.max_model_len - len(token_ids)
+        room = self.max_model_len - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
             raise ValueError(
-                f"min_tokens is {params.min_tokens}, but a prompt of {len(token_ids)} tokens leaves room for "
+                f"min_tokens is {params.min_tokens}, but a prompt of {len(ids)} tokens leaves room for "
                 f"{max_tokens} (max_model_len {self.max_model_len}, max_tokens {params.max_tokens})"
             )
         return EngineRequest(
             request_id=request_id,
             prompt=text,
-            prompt_token_ids=token_ids,
-            token_array=array("i", ids.astype(np.int32).tobytes()),
+            prompt_token_ids=array("i", ids.astype(np.int32).tobytes()),
             params=params,
             bad_words_token_ids=self._bad_words(tuple(params.bad_words)) if params.bad_words else [],
             kv_transfer_params=_kv_transfer_params(params),
@@ -171,7 +159,7 @@ class InputProcessor:
         return [
             Request(
                 request.request_id if params.n == 1 else f"{request.request_id}{COPY_MARK}{index}",
-                request.token_array,
+                request.prompt_token_ids,
                 params,
                 max_tokens=request.max_tokens,
                 seed=request_seed(seed, index, self._seed, number),
@@ -184,27 +172,27 @@ class InputProcessor:
             for index in range(params.n)
         ]
 
-    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, _TokenIds, str | None]:
-        """Text (if known), token ids and cache salt of any form of prompt."""
+    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, np.ndarray, str | None]:
+        """Text (if known), token ids (``[num_tokens]`` int64) and cache salt of any form of prompt."""
         if isinstance(prompt, str):
             return prompt, self._tokenize(prompt), None
-        if isinstance(prompt, dict):
-            for key in prompt:
-                if key not in PROMPT_KEYS:
-                    raise ValueError(f"a prompt has no field {key!r}; it can have {', '.join(PROMPT_KEYS)}")
-            text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-            if salt is not None and (not isinstance(salt, str) or not salt):
-                raise ValueError(f"cache_salt is {salt!r}; it must be a string that is not empty")
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"prompt is {text!r}; it must be a string")
-            if token_ids is not None:
-                return text, self._as_token_ids(token_ids), salt
-            if text is None:
-                raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids' (a list of ints)")
-            return text, self._tokenize(text), salt
-        return None, self._as_token_ids(prompt), None
+        if not isinstance(prompt, dict):
+            return None, _as_token_ids(prompt), None
+        for key in prompt:
+            if key not in PROMPT_KEYS:
+                raise ValueError(f"a prompt has no field {key!r}; it can have {', '.join(PROMPT_KEYS)}")
+        text, token_ids, salt = map(prompt.get, PROMPT_KEYS)
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise ValueError(f"cache_salt is {salt!r}; it must be a string that is not empty")
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"prompt is {text!r}; it must be a string")
+        if token_ids is not None:
+            return text, _as_token_ids(token_ids), salt
+        if text is None:
+            raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids' (a list of ints)")
+        return text, self._tokenize(text), salt
 
-    def _tokenize(self, text: str) -> _TokenIds:
+    def _tokenize(self, text: str) -> np.ndarray:
         if self.tokenizer is None:
             raise ValueError(
                 "this engine has no tokenizer (skip_tokenizer_init=True), so a prompt must be given as "
@@ -212,28 +200,7 @@ class InputProcessor:
             )
         if not text:
             raise ValueError("prompt is an empty string; it must hold at least one character")
-        token_ids = self.tokenizer.encode(text)
-        return _TokenIds(token_ids, np.array(token_ids, np.int64))
-
-    @staticmethod
-    def _as_token_ids(token_ids: object) -> _TokenIds:
-        if isinstance(token_ids, (str, bytes, Mapping)) or not hasattr(token_ids, "__iter__"):
-            raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
-        entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
-        try:
-            ids = np.frombuffer(array("q", entries), np.int64)  # checks the types of all entries, in C
-        except (TypeError, OverflowError):
-            for position, token in enumerate(entries):
-                if is_boolean(token) or not isinstance(token, int) or not -(2**63) <= token < 2**63:
-                    raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
-            raise
-        if type(entries) is list and countOf(map(type, entries), int) == len(entries):
-            return _TokenIds(entries.copy(), ids)  # common case: creates no new int objects
-        # booleans have become 0 and 1: refuse a mask in place of token ids
-        for position in np.flatnonzero(ids <= 1).tolist():
-            if is_boolean(entries[position]):
-                raise TypeError(f"prompt_token_ids[{position}] is {entries[position]!r}, a boolean; token ids are ints")
-        return _TokenIds(ids.tolist(), ids)
+        return np.frombuffer(array("q", self.tokenizer.encode(text)), np.int64)
 
     def _check_tokens(self, ids: np.ndarray) -> None:
         if not len(ids):
@@ -256,6 +223,24 @@ class InputProcessor:
         return bad_words_token_ids(
             bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
         )
+
+
+def _as_token_ids(token_ids: object) -> np.ndarray:
+    if isinstance(token_ids, (str, bytes, Mapping)) or not hasattr(token_ids, "__iter__"):
+        raise TypeError(f"prompt_token_ids is {token_ids!r}; it must be a list of ints")
+    entries: Any = token_ids if hasattr(token_ids, "__getitem__") else list(token_ids)
+    try:
+        ids = np.frombuffer(array("q", entries), np.int64)  # checks the types of all entries, in C
+    except (TypeError, OverflowError):
+        for position, token in enumerate(entries):
+            if is_boolean(token) or not isinstance(token, int) or not -(2**63) <= token < 2**63:
+                raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
+        raise
+    # booleans have become 0 and 1: refuse a mask in place of token ids
+    for position in np.flatnonzero(ids <= 1).tolist():
+        if is_boolean(entries[position]):
+            raise TypeError(f"prompt_token_ids[{position}] is {entries[position]!r}, a boolean; token ids are ints")
+    return ids
 
 
 def _kv_transfer_params(params: SamplingParams) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fleetfoot.engine.input_processor import EngineRequest
@@ -20,90 +21,42 @@ RUNNING = RequestStatus.RUNNING
 FINAL_ONLY, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
 
+@dataclass(slots=True, eq=False)
 class _Sequence:
     """Output of one of a request's ``n`` sequences."""
 
-    __slots__ = (
-        "finish_reason",
-        "has_text",
-        "index",
-        "is_fast",
-        "last_token_ts",
-        "logprobs",
-        "num_returned",
-        "request",
-        "state",
-        "stop_reason",
-        "text",
-        "token_ids",
-        "total_logprob",
-    )
-
-    def __init__(self, index: int, request: Request, text: TextStream, state: _RequestState) -> None:
-        self.index = index
-        self.request = request
-        self.state = state
-        self.text = text
-        self.has_text = state.detokenize
-        params = state.request.params
-        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-        self.is_fast = state.kind is FINAL_ONLY and not (state.detokenize or has_logprobs)
-        self.token_ids: list[int] = []
-        self.logprobs: list[dict[int, Logprob]] = []
-        self.total_logprob = 0.0
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.last_token_ts = 0.0
-        self.num_returned = 0  # tokens in earlier deltas
+    index: int
+    request: Request
+    state: _RequestState
+    text: TextStream
+    is_fast: bool
+    """Whether it has no streaming, text or logprobs."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    total_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    last_token_ts: float = 0.0
+    num_returned: int = 0
+    """Tokens in earlier deltas."""
 
 
+@dataclass(slots=True, eq=False)
 class _RequestState:
     """A request and its sequences."""
 
-    __slots__ = (
-        "detokenize",
-        "first_token_ts",
-        "kind",
-        "metrics",
-        "num_unfinished",
-        "prompt_logprobs",
-        "queued_ts",
-        "request",
-        "sequences",
-    )
-
-    def __init__(
-        self, request: EngineRequest, sequences: list[Request], tokenizer: Tokenizer | None, now: float
-    ) -> None:
-        params = request.params
-        self.request = request
-        self.kind = params.output_kind
-        self.detokenize = params.detokenize and tokenizer is not None
-        self.queued_ts = now
-        self.first_token_ts = 0.0
-        self.metrics: RequestMetrics | None = None  # set when it has finished
-        self.num_unfinished = len(sequences)
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
-            None if params.prompt_logprobs is None else [None]
-        )
-        self.sequences = [
-            _Sequence(
-                index,
-                sequence,
-                TextStream(
-                    tokenizer,
-                    request.prompt_token_ids,
-                    detokenize=params.detokenize,
-                    skip_special_tokens=params.skip_special_tokens,
-                    spaces_between_special_tokens=params.spaces_between_special_tokens,
-                    stop=params.stop or [],
-                    include_stop_str_in_output=params.include_stop_str_in_output,
-                    min_tokens=params.min_tokens,
-                ),
-                self,
-            )
-            for index, sequence in enumerate(sequences)
-        ]
+    request: EngineRequest
+    kind: RequestOutputKind
+    detokenize: bool
+    queued_ts: float
+    num_unfinished: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_token_ids: list[int] | None = None
+    """Set with the first output, and shared by all."""
+    sequences: list[_Sequence] = field(default_factory=list)
+    first_token_ts: float = 0.0
+    metrics: RequestMetrics | None = None
+    """Set when it has finished."""
 
 
 class OutputProcessor:
@@ -111,15 +64,18 @@ class OutputProcessor:
 
     Args:
         tokenizer: None if the engine runs on token ids only; texts are then empty.
-        stop_sequence: called with (the sequence's request id, stop string) if a stop string appears in the text.
+        finish: called with (the sequence's request id, FINISHED_STOPPED, stop string) if that appears in the text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stop_sequence: Callable[[str, str], object], stats: StatsCollector
+        self,
+        tokenizer: Tokenizer | None,
+        finish: Callable[[str, RequestStatus, str], object],
+        stats: StatsCollector,
     ) -> None:
         self._tokenizer = tokenizer
         self._decode = None if tokenizer is None else tokenizer.decode_token
-        self._stop_sequence = stop_sequence
+        self._finish_request = finish
         self._stats = stats
         self._requests: dict[str, _RequestState] = {}
         self._sequences: dict[str, _Sequence] = {}
@@ -131,10 +87,26 @@ class OutputProcessor:
             sequences: one for each of its ``n`` outputs.
             now: seconds of a monotonic clock.
         """
-        state = _RequestState(request, sequences, self._tokenizer, now)
+        params, kind = request.params, request.params.output_kind
+        detokenize = params.detokenize and self._tokenizer is not None
+        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
+        state = _RequestState(request, kind, detokenize, now, len(sequences), prompt_logprobs)
         self._requests[request.request_id] = state
-        for sequence in state.sequences:
-            self._sequences[sequence.request.request_id] = sequence
+        for index, sequence in enumerate(sequences):
+            text = TextStream(
+                self._tokenizer,
+                request.prompt_token_ids,
+                detokenize=params.detokenize,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+                stop=params.stop or [],
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+            is_fast = kind is FINAL_ONLY and not (detokenize or has_logprobs)
+            state.sequences.append(_Sequence(index, sequence, state, text, is_fast))
+            self._sequences[sequence.request_id] = state.sequences[-1]
 
     @property
     def num_unfinished(self) -> int:
@@ -162,7 +134,6 @@ class OutputProcessor:
                 continue  # ended by a stop string while this step was in flight
             new_token_ids = output.new_token_ids
             if sequence.is_fast and sequence.last_token_ts and request.status is RUNNING:
-                # Fast path: no streaming, text or logprobs
                 num_tokens += len(new_token_ids)
                 sequence.token_ids += new_token_ids
                 sample_itl(now - sequence.last_token_ts)
@@ -197,8 +168,9 @@ class OutputProcessor:
             new_token_ids = self._detokenize(sequence, new_token_ids)
             sequence.token_ids += new_token_ids
             self._record_arrival(sequence, now)
-            if output.logprobs is not None:
-                self._add_logprobs(sequence, output.logprobs[: len(new_token_ids)])
+            for entry in (output.logprobs or ())[: len(new_token_ids)]:
+                sequence.logprobs.append(logprob_dict(*entry, self._decode))
+                sequence.total_logprob += entry.logprobs[0]
             if sequence.text.stop_string is not None:
                 self._finish(sequence, "stop", sequence.text.stop_string)
         if request.is_finished and sequence.finish_reason is None:
@@ -208,15 +180,14 @@ class OutputProcessor:
 
     def _detokenize(self, sequence: _Sequence, new_token_ids: list[int]) -> list[int]:
         """Update the text. Returns the tokens that belong to the output: fewer if a stop string ended it."""
-        if not sequence.has_text:
+        if not sequence.state.detokenize:
             return new_token_ids
         request = sequence.request
-        stopped_by_token = request.status == RequestStatus.FINISHED_STOPPED
-        stop = sequence.text.push(new_token_ids, ends_with_stop_token=stopped_by_token)
+        stop = sequence.text.push(new_token_ids, ends_with_stop_token=request.status == RequestStatus.FINISHED_STOPPED)
         if stop is not None:
             new_token_ids = new_token_ids[: sequence.text.num_tokens_kept]
             if not request.is_finished:
-                self._stop_sequence(request.request_id, stop)
+                self._finish_request(request.request_id, RequestStatus.FINISHED_STOPPED, stop)
         return new_token_ids
 
     def _record_arrival(self, sequence: _Sequence, now: float) -> None:
@@ -227,11 +198,6 @@ class OutputProcessor:
             state.first_token_ts = now
             self._stats.ttft.append(now - state.queued_ts)
         sequence.last_token_ts = now
-
-    def _add_logprobs(self, sequence: _Sequence, entries: list[RowLogprobs]) -> None:
-        for entry in entries:
-            sequence.logprobs.append(logprob_dict(*entry, self._decode))
-            sequence.total_logprob += entry.logprobs[0]
 
     def _add_prompt_logprobs(self, state: _RequestState, position: int, entries: list[RowLogprobs]) -> None:
         """Add entries from ``position`` on. Other sequences, and preempted ones, return the same positions again."""
@@ -269,10 +235,12 @@ class OutputProcessor:
 
     def _request_output(self, state: _RequestState) -> RequestOutput:
         request, finished = state.request, not state.num_unfinished
+        if state.prompt_token_ids is None:
+            state.prompt_token_ids = request.prompt_token_ids.tolist()
         output = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=state.prompt_token_ids,
             outputs=[self._completion(sequence, state) for sequence in state.sequences],
             finished=finished,
             prompt_logprobs=state.prompt_logprobs,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from fleetfoot.outputs import RequestMetrics
@@ -66,42 +66,25 @@ class StatsCollector:
     """
 
     def __init__(self) -> None:
-        self.ttft: deque[float] = deque(maxlen=WINDOW)
-        self.itl: deque[float] = deque(maxlen=WINDOW)
-        self.tpot: deque[float] = deque(maxlen=WINDOW)
+        self.ttft, self.itl, self.tpot = (deque[float](maxlen=WINDOW) for _ in range(3))
         self.steps: deque[StepStats] = deque(maxlen=WINDOW)
-        self.num_steps = 0
-        self.num_idle_steps = 0
-        self.num_prompt_tokens = 0
-        self.num_generation_tokens = 0
-        self.num_finished: dict[str, int] = {}
+        self.num_steps = self.num_idle_steps = self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_finished: Counter[str] = Counter()
 
     def clear_samples(self) -> None:
         """Drop latency samples but not counters, as a benchmark does after its warm-up."""
         for samples in (self.ttft, self.itl, self.tpot, self.steps):
             samples.clear()
 
-    def request_added(self, num_prompt_tokens: int) -> None:
-        self.num_prompt_tokens += num_prompt_tokens
-
     def step(self, stats: StepStats) -> None:
         self.num_steps += 1
         self.steps.append(stats)
 
-    def idle_step(self) -> None:
-        self.num_idle_steps += 1
-
     def request_finished(self, metrics: RequestMetrics, reason: str | None) -> None:
-        self.num_finished[str(reason)] = self.num_finished.get(str(reason), 0) + 1
+        self.num_finished[str(reason)] += 1
         if metrics.num_generation_tokens > 1:
             self.tpot.append(metrics.time_per_output_token)
 
     def snapshot(self, scheduler: SchedulerStats) -> EngineStats:
-        return EngineStats(
-            num_steps=self.num_steps,
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_generation_tokens=self.num_generation_tokens,
-            num_finished=dict(self.num_finished),
-            scheduler=scheduler,
-            num_idle_steps=self.num_idle_steps,
-        )
+        counts = self.num_steps, self.num_prompt_tokens, self.num_generation_tokens
+        return EngineStats(*counts, dict(self.num_finished), scheduler, self.num_idle_steps)
