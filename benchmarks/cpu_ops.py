@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from fleetfoot.kernels.attention import AttentionBackend
-from fleetfoot.kernels.attention.native_backend import NativeBackend
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.interface import Kernels
+from fleetfoot.kernels.native_ops import NativeBackend
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.records.forward_context import AttentionMetadata

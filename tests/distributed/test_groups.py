@@ -22,7 +22,7 @@ from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GR
 from fleetfoot.distributed.p2p_channel import P2PChannel, can_send, p2p_channel_words
 from fleetfoot.distributed.peer_memory import PeerMemory
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
-from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch
+from fleetfoot.kernels.elementwise import add_rms_norm_torch
 from fleetfoot.records.forward_context import IntermediateTensors
 
 CPU = torch.device("cpu")

@@ -22,10 +22,10 @@ from torch import nn
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
 from fleetfoot.fusion.fit import LayerFusion, plan_fusion
+from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.linear_triton import LinearChain
-from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack

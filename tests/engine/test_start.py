@@ -20,7 +20,7 @@ from fleetfoot.executor.protocol import PlanMismatchError, WorkerBuild, check_bu
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kernels.registry import DeviceFacts, KernelUnavailableError, load_kernels, plan_kernels
 from fleetfoot.kv_transfer.base.registry import find_connector
-from fleetfoot.native import library, loading
+from fleetfoot.native import loading
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
@@ -165,7 +165,7 @@ def unloadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A C library that is there and does not load."""
     (tmp_path / "libfleetfoot.so").write_bytes(b"not a library")
     monkeypatch.setattr(loading, "PATH", tmp_path / "libfleetfoot.so")
-    for cached in (loading.open_library, library.load_library):
+    for cached in (loading.open_library, loading.load_library):
         cached.cache_clear()
 
 
@@ -174,7 +174,7 @@ def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     with monkeypatch.context() as patch:
         unloadable(tmp_path, patch)
         yield
-    for cached in (loading.open_library, library.load_library):
+    for cached in (loading.open_library, loading.load_library):
         cached.cache_clear()
 
 

@@ -16,9 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
-from fleetfoot.kernels.linear.staged import StagedTiling
-from fleetfoot.kernels.linear.streamed import StreamedTiling
-from fleetfoot.kernels.linear.tiled import TiledTiling
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
@@ -68,10 +65,10 @@ def main() -> None:
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), rows=rows), invalid=invalid)
     filters = RowFilters(temperatures, rows, temperatures)
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), filters, rows))
-    tilings: tuple[tuple[int, Tiling], ...] = (
-        (8, StagedTiling(inputs=256, num_chunks=1, row_tile=8)),
-        (1, StreamedTiling(outputs=16, num_stages=4, row_tile=1)),
-        (40, TiledTiling(row_tile=64, num_stages=3)),
+    tilings = (
+        (8, Tiling("staged", 16, 256, 8, 1)),
+        (1, Tiling("streamed", 16, 128, 1, 4)),
+        (40, Tiling("tiled", 64, 128, 64, 3)),
     )
     for num_rows, tiling in tilings:
         ChainedGateUp(empty(256, 1024)).launch(empty(num_rows, 1024), tiling)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.helpers.silent_process import SILENT
 
-from fleetfoot.kernels.norm import rms_norm
+from fleetfoot.kernels import elementwise
 from fleetfoot.kernels.runtime import compile_worker
 from fleetfoot.kernels.runtime.compile_worker import CompileWorker, KernelSource, serve
 
@@ -34,16 +34,16 @@ def job(kernel: object) -> Callable[[], object]:
 
 
 def kernel_named(name: str) -> SimpleNamespace:
-    return SimpleNamespace(fn=SimpleNamespace(__module__=rms_norm.__name__, __name__=name))
+    return SimpleNamespace(fn=SimpleNamespace(__module__=elementwise.__name__, __name__=name))
 
 
 def test_what_is_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = kernel_named("a_kernel")
-    monkeypatch.setattr(rms_norm, "a_kernel", kernel, raising=False)
+    monkeypatch.setattr(elementwise, "a_kernel", kernel, raising=False)
     source = KernelSource.of(job(kernel))
     assert source is not None
     assert pickle.loads(pickle.dumps(source)) == source
-    assert (source.module, source.name) == ("fleetfoot.kernels.norm.rms_norm", "a_kernel")
+    assert (source.module, source.name) == ("fleetfoot.kernels.elementwise", "a_kernel")
     assert source.target == ("cuda", 90, 32)
     assert source.options == {"num_warps": 4}
     assert KernelSource.of(job(kernel_named("another"))) is None  # its module has no such kernel

@@ -17,14 +17,12 @@ from hypothesis import strategies as st
 from test_attention import MIXED, attend_64, make_batch
 from tests.helpers.kernels import native_kernels, reference_kernels
 
-from fleetfoot.kernels.attention.native_backend import NativeBackend
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.linear.linear_native import NativeLinear
+from fleetfoot.kernels.native_ops import NativeBackend, NativeLinear
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.native import loading
-from fleetfoot.native.library import load_library
-from fleetfoot.native.loading import NativeUnavailableError, open_library, supported_variants
+from fleetfoot.native.loading import NativeUnavailableError, load_library, open_library, supported_variants
 
 REASON = loading.native_problem()
 pytestmark = [pytest.mark.skipif(bool(REASON), reason=REASON), pytest.mark.slow]
@@ -467,5 +465,5 @@ def test_problems_are_found_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_library_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loading._SIGNATURES, "newer_kernel", (None, ()))
+    monkeypatch.setitem(loading._SIGNATURES, "newer_kernel", "")
     assert "is of another version: it has no newer_kernel; install Fleetfoot again" in loading.native_problem()

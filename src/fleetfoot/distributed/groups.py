@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
-from fleetfoot.kernels.norm.rms_norm import sum_parts
 from fleetfoot.records.forward_context import IntermediateTensors
 
 

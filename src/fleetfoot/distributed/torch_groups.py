@@ -25,8 +25,8 @@ from fleetfoot.distributed.groups import (
 )
 from fleetfoot.distributed.p2p_channel import P2PChannel, can_send, p2p_channel_words
 from fleetfoot.distributed.peer_memory import share_memory
+from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
-from fleetfoot.kernels.norm.rms_norm import sum_parts
 from fleetfoot.records.forward_context import IntermediateTensors
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fleetfoot.kernels.elementwise import DeferredRMSNorm, sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.kernels.interface import RMSNorm as RMSNormOp
 from fleetfoot.kernels.linear.linear_triton import ChainedLinear, LinearChain
-from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
-from fleetfoot.kernels.norm.rms_norm import sum_parts
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack

@@ -1,30 +1,35 @@
-"""The operations in C. Inputs that a kernel does not support (float16, other strides) go to the torch reference."""
+"""The operations of layers and of sampling in C. Inputs that a kernel does not support (float16, other strides) go to
+the torch reference."""
 
 from __future__ import annotations
 
 import torch
 
 from fleetfoot.kernels.attention.rope_and_cache import rope_and_cache_torch
-from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul_torch
-from fleetfoot.kernels.norm.rms_norm import add_rms_norm_torch, rms_norm_torch
+from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
+from fleetfoot.kernels.elementwise import add_rms_norm_torch, rms_norm_torch, silu_and_mul_torch
+from fleetfoot.kernels.linear.linear import PreparedLinear, check_replacement, prepare_linear_torch
 from fleetfoot.kernels.sampling.sample import RandomRows, draw_filtered, mark_invalid, sample_cpu
-from fleetfoot.native.library import DTYPES, NativeLibrary, check_status
+from fleetfoot.native.loading import NativeLibrary, check_status, load_library
+from fleetfoot.records.forward_context import AttentionMetadata
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""The dtypes that the kernels support, and their codes."""
+_MAX_HEAD_DIM = 256
+_NO_WINDOW = 1 << 30  # longer than any sequence; fits in 32 bits with room to add positions
 
 
 def rms_norm_native(library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `Kernels.rms_norm`."""
-    dtype = x.dtype
+    dtype, size = x.dtype, x.shape[-1]
     code = DTYPES.get(dtype)
     if code is None or not x.is_contiguous():
         return rms_norm_torch(x, weight, eps)
-    size = x.shape[-1]
-    if weight.dtype is not dtype or weight.shape != (size,) or not weight.is_contiguous():
+    if not _is_norm(weight, size, dtype):
         raise ValueError(_mismatch("rms_norm", x=x, weight=weight))
     output = torch.empty_like(x)
-    num_rows = x.numel() // size if size else 0
-    library.rms_norm(
-        output.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, num_rows, size, code, torch.get_num_threads()
-    )
+    pointers = output.data_ptr(), x.data_ptr(), weight.data_ptr()
+    library.rms_norm(*pointers, eps, x.numel() // max(size, 1), size, code, torch.get_num_threads())
     return output
 
 
@@ -32,32 +37,15 @@ def add_rms_norm_native(
     library: NativeLibrary, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Kernels.add_rms_norm`."""
-    dtype = x.dtype
+    dtype, size = x.dtype, x.shape[-1]
     code = DTYPES.get(dtype)
     if code is None or not (x.is_contiguous() and residual.is_contiguous()):
         return add_rms_norm_torch(x, residual, weight, eps)
-    size = x.shape[-1]
-    if (
-        weight.dtype is not dtype
-        or residual.dtype is not dtype
-        or residual.shape != x.shape
-        or weight.shape != (size,)
-        or not weight.is_contiguous()
-    ):
+    if residual.dtype is not dtype or residual.shape != x.shape or not _is_norm(weight, size, dtype):
         raise ValueError(_mismatch("add_rms_norm", x=x, residual=residual, weight=weight))
     output, total = torch.empty_like(x), torch.empty_like(x)
-    library.add_rms_norm(
-        output.data_ptr(),
-        total.data_ptr(),
-        x.data_ptr(),
-        residual.data_ptr(),
-        weight.data_ptr(),
-        eps,
-        x.numel() // size if size else 0,
-        size,
-        code,
-        torch.get_num_threads(),
-    )
+    pointers = output.data_ptr(), total.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+    library.add_rms_norm(*pointers, eps, x.numel() // max(size, 1), size, code, torch.get_num_threads())
     return output, total
 
 
@@ -108,37 +96,152 @@ def rope_and_cache_native(
         or cos_sin.dtype is not torch.float32
         or cos_sin.shape[1] != head_dim
         or not cos_sin.is_contiguous()
-        or not _is_norm(q_norm, head_dim, dtype)
-        or not _is_norm(k_norm, head_dim, dtype)
+        or not (q_norm is None or _is_norm(q_norm, head_dim, dtype))
+        or not (k_norm is None or _is_norm(k_norm, head_dim, dtype))
     ):
         found = {"qkv": qkv, "kv_cache": kv_cache, "slot_mapping": slot_mapping, "positions": positions}
         raise ValueError(_mismatch("rope_and_cache", **found, cos_sin=cos_sin, q_norm=q_norm, k_norm=k_norm))
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype)
     status = library.rope_and_cache(
-        query.data_ptr(),
-        qkv.data_ptr(),
-        qkv_stride[0],
-        kv_cache.data_ptr(),
-        num_blocks,
-        *kv_stride[:4],
-        slot_mapping.data_ptr(),
-        positions.data_ptr(),
-        cos_sin.data_ptr(),
-        cos_sin.shape[0],
-        None if q_norm is None else q_norm.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(),
-        eps,
-        num_tokens,
-        num_heads,
-        num_kv_heads,
-        block_size,
-        head_dim,
-        code,
-        torch.get_num_threads(),
-    )
-    if status:
-        check_status(status, "rope_and_cache")
+        query.data_ptr(), qkv.data_ptr(), qkv_stride[0], kv_cache.data_ptr(), num_blocks, *kv_stride[:4],
+        slot_mapping.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[0],
+        None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps, num_tokens,
+        num_heads, num_kv_heads, block_size, head_dim, code, torch.get_num_threads(),
+    )  # fmt: skip
+    check_status(status, "rope_and_cache")
     return query
+
+
+class NativeBackend(SDPABackend):
+    """Attention: prefills, chunks and decodes of a step in one call; unsupported shapes fall back to `SDPABackend`.
+
+    The result of a token is bitwise identical for any batch, any chunking of its prompt and any number of threads.
+
+    Raises:
+        NativeUnavailableError: the library is missing, or has no such variant for this processor.
+    """
+
+    name = "native"
+
+    def __init__(self, variant: str | None = None) -> None:
+        self._kernel = load_library(variant).paged_attention
+
+    def forward(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
+
+        Raises:
+            ValueError: the shapes or dtypes do not match, or the metadata points outside of a tensor.
+        """
+        dtype = query.dtype
+        num_tokens, num_heads, head_dim = query.shape
+        num_blocks, _, num_kv_heads, block_size, kv_head_dim = kv_cache.shape
+        if dtype not in DTYPES or head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
+            return super().forward(query, kv_cache, metadata, scale, window)
+        block_tables = metadata.block_tables
+        query_stride, kv_stride, table_stride = query.stride(), kv_cache.stride(), block_tables.stride()
+        if (
+            query_stride[1:] != (head_dim, 1)
+            or kv_stride[4] != 1
+            or table_stride[1] != 1
+            or head_dim != kv_head_dim
+            or num_heads % num_kv_heads
+            or kv_cache.dtype != dtype
+        ):
+            raise ValueError(
+                f"query {list(query.shape)} {dtype} with strides {query_stride} does not match the KV cache "
+                f"{list(kv_cache.shape)} {kv_cache.dtype} with strides {kv_stride}"
+            )
+        output = torch.empty(query.shape, dtype=dtype)
+        status = self._kernel(
+            output.data_ptr(), query.data_ptr(), query_stride[0], num_tokens, kv_cache.data_ptr(), num_blocks,
+            *kv_stride[:4], metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(), block_tables.data_ptr(),
+            table_stride[0], block_tables.shape[1], metadata.num_reqs, num_heads, num_kv_heads, block_size, head_dim,
+            scale, _NO_WINDOW if window is None else window, DTYPES[dtype], torch.get_num_threads(),
+        )  # fmt: skip
+        check_status(status, "paged_attention")
+        return output
+
+
+def prepare_linear_native(
+    library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> PreparedLinear:
+    """`NativeLinear` if it supports the dtype and is the fastest implementation, otherwise the torch implementation."""
+    # oneDNN multiplies bfloat16 tiles in the hardware of some CPUs (AMX), and the C kernels do not.
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    is_pairs = weight.dtype is torch.bfloat16
+    if weight.dtype not in DTYPES or weight.numel() == 0 or (is_pairs and (weight.shape[1] % 2 or has_amx)):
+        return prepare_linear_torch(weight, bias)
+    return NativeLinear(weight, bias, library)
+
+
+class NativeLinear:
+    """``x [n, in]`` -> ``[n, out]``. Only the packed copy of the weight is kept.
+
+    Each output is one float32 sum over the inputs in order, so a row's result does not depend on ``n`` or on the number
+    of threads.
+    """
+
+    __slots__ = (
+        "_bias", "_bias_pointer", "_code", "_dtype", "_kernels", "_packed", "_shape", "_units", "_values_per_unit",
+    )  # fmt: skip
+    is_dense = False
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: NativeLibrary) -> None:
+        """Args:
+        weight: ``[out, in]`` float32, or bfloat16 with an even ``in``.
+
+        Raises:
+            ValueError: the bias is not ``[out]`` of the same dtype.
+        """
+        num_outputs, num_inputs = weight.shape
+        self._shape, self._dtype, self._code = weight.shape, weight.dtype, DTYPES[weight.dtype]
+        if bias is not None and (bias.shape != (num_outputs,) or bias.dtype != weight.dtype):
+            raise ValueError(
+                f"bias {list(bias.shape)} {bias.dtype} does not match a weight {list(weight.shape)} {weight.dtype}"
+            )
+        self._bias = None if bias is None else bias.contiguous()
+        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self._kernels = kernels
+        self._values_per_unit = 4 // weight.element_size()
+        self._units = num_inputs // self._values_per_unit
+        panel = kernels.panel_width()
+        num_panels = -(-num_outputs // panel)
+        self._packed = torch.empty(num_panels * panel * self._units, dtype=torch.int32)  # [panels, units, panel]
+        self._pack(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows, num_inputs = x.shape
+        num_outputs = self._shape[0]
+        if x.dtype is not self._dtype or num_inputs != self._shape[1]:
+            raise ValueError(f"x {list(x.shape)} {x.dtype} does not match a weight {list(self._shape)} {self._dtype}")
+        stride = x.stride()
+        if stride[1] != 1 or (self._values_per_unit == 2 and (stride[0] % 2 or x.data_ptr() % 4)):
+            x = x.clone(memory_format=torch.contiguous_format)
+            stride = x.stride()
+        output = torch.empty((num_rows, num_outputs), dtype=self._dtype)
+        status = self._kernels.linear(
+            output.data_ptr(), x.data_ptr(), stride[0] // self._values_per_unit, self._packed.data_ptr(),
+            self._bias_pointer, num_rows, num_outputs, self._units, self._code, torch.get_num_threads(),
+        )  # fmt: skip
+        check_status(status, "linear")
+        return output
+
+    def weight(self) -> torch.Tensor:
+        weight = torch.empty(self._shape, dtype=self._dtype)
+        pointers = weight.data_ptr(), self._packed.data_ptr()
+        self._kernels.unpack_linear(*pointers, self._shape[0], self._units, torch.get_num_threads())
+        return weight
+
+    def replace(self, weight: torch.Tensor) -> None:
+        check_replacement(weight, self._shape, self._dtype)
+        self._pack(weight)
+
+    def _pack(self, weight: torch.Tensor) -> None:
+        source = weight.contiguous()
+        pointers, units = (self._packed.data_ptr(), source.data_ptr()), self._units
+        self._kernels.pack_linear(*pointers, units, self._shape[0], units, torch.get_num_threads())
 
 
 def sample_native(
@@ -156,6 +259,7 @@ def sample_native(
     if code is None or stride[1] != 1 or vocab_size == 0:
         return sample_cpu(logits, random, invalid=invalid, out=out)
     per_row: list[torch.Tensor] = []
+    pointers: list[int | None] = [None] * 3
     if random is not None:
         random = random.gathered()
         per_row = [random.temperatures, random.seeds, random.positions.to(torch.int64)]
@@ -165,20 +269,13 @@ def sample_native(
             found = dict(zip(("temperatures", "seeds", "positions"), per_row, strict=True))
             raise ValueError(_mismatch("sample", logits=logits, **found))
         per_row = [tensor.contiguous() for tensor in per_row]
-    pointers: list[int | None] = [tensor.data_ptr() for tensor in per_row] if per_row else [None] * 3
+        pointers = [tensor.data_ptr() for tensor in per_row]
     token_ids = torch.empty(num_rows, dtype=torch.int64) if out is None else out
     status = library.choose_tokens(
-        token_ids.data_ptr(),
-        logits.data_ptr(),
-        stride[0],
-        num_rows,
-        vocab_size,
-        *pointers,
-        code,
+        token_ids.data_ptr(), logits.data_ptr(), stride[0], num_rows, vocab_size, *pointers, code,
         torch.get_num_threads(),
-    )
-    if status:
-        check_status(status, "sample")
+    )  # fmt: skip
+    check_status(status, "sample")
     if random is not None:
         draw_filtered(token_ids, logits, random)
     if invalid is not None:
@@ -186,8 +283,8 @@ def sample_native(
     return token_ids
 
 
-def _is_norm(weight: torch.Tensor | None, head_dim: int, dtype: torch.dtype) -> bool:
-    return weight is None or (weight.dtype is dtype and weight.shape == (head_dim,) and weight.is_contiguous())
+def _is_norm(weight: torch.Tensor, size: int, dtype: torch.dtype) -> bool:
+    return weight.dtype is dtype and weight.shape == (size,) and weight.is_contiguous()
 
 
 def _mismatch(operation: str, **tensors: torch.Tensor | None) -> str:

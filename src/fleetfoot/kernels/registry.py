@@ -66,24 +66,24 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "attention": _implementations(
             sdpa="attention.sdpa_backend:SDPABackend",
-            native="attention.native_backend:NativeBackend",
+            native="native_ops:NativeBackend",
             triton="attention.triton_backend:TritonBackend",
         ),
         # layers
         "rms_norm": _implementations(
-            torch="norm.rms_norm:rms_norm_torch",
+            torch="elementwise:rms_norm_torch",
             native="native_ops:rms_norm_native",
-            triton="norm.rms_norm:rms_norm_triton",
+            triton="elementwise:rms_norm_triton",
         ),
         "add_rms_norm": _implementations(
-            torch="norm.rms_norm:add_rms_norm_torch",
+            torch="elementwise:add_rms_norm_torch",
             native="native_ops:add_rms_norm_native",
-            triton="norm.rms_norm:add_rms_norm_triton",
+            triton="elementwise:add_rms_norm_triton",
         ),
         "silu_and_mul": _implementations(
-            torch="linear.silu_and_mul:silu_and_mul_torch",
+            torch="elementwise:silu_and_mul_torch",
             native="native_ops:silu_and_mul_native",
-            triton="linear.silu_and_mul:silu_and_mul_triton",
+            triton="elementwise:silu_and_mul_triton",
         ),
         "rope_and_cache": _implementations(
             torch="attention.rope_and_cache:rope_and_cache_torch",
@@ -92,7 +92,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
         "prepare_linear": _implementations(
             torch="linear.linear:prepare_linear_torch",
-            native="linear.linear_native:prepare_linear_native",
+            native="native_ops:prepare_linear_native",
             triton="linear.linear_triton:TritonLinear",
         ),
         "linear_chain": _implementations(torch="linear.linear:NO_CHAIN", triton="linear.linear_triton:TRITON_CHAIN"),
@@ -185,7 +185,7 @@ def _load(operation: str, name: str, native_variant: str | None) -> Any:
         if operation in _INSTANTIATED:
             return function(native_variant) if name == "native" else function()
         if name == "native":
-            from fleetfoot.native.library import load_library
+            from fleetfoot.native.loading import load_library
 
             return partial(function, load_library(native_variant))
     except NativeUnavailableError as error:

@@ -1,1 +1,0 @@
-"""CPU kernels in C, and the library that they are built into."""

@@ -20,12 +20,3 @@ EXPORTED int ff_supports(const char *variant) {
 #endif
     return 0;
 }
-
-/* Whether the kernels were built to run on several threads. */
-EXPORTED int ff_is_threaded(void) {
-#if defined(_OPENMP)
-    return 1;
-#else
-    return 0;
-#endif
-}

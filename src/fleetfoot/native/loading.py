@@ -1,4 +1,4 @@
-"""Finds and opens the C library, and reports why it cannot be used. No torch.
+"""Finds and opens the C library, binds its kernels, and reports why they cannot be used. No torch.
 
 The library is not linked against an OpenMP runtime. It uses the one that torch loads, so its OpenMP functions can only
 be resolved in a process that has imported torch.
@@ -10,9 +10,10 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 from fleetfoot.config import env
 
@@ -21,34 +22,32 @@ PATH = Path(__file__).with_name("libfleetfoot.so")
 VARIANTS = ("v4_bf16", "v4", "v3", "v2", "generic")
 """Instruction sets, best first: x86-64-v4 with and without AVX512-BF16, v3 (AVX2), v2 (SSE4.2), anything else."""
 
-_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-# Result and argument types of each C function, in the order of the C sources, which name the arguments.
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "rms_norm": (None, (_P, _P, _P, _F, _L, _L, _I, _I)),
-    "add_rms_norm": (None, (_P, _P, _P, _P, _P, _F, _L, _L, _I, _I)),
-    "silu_and_mul": (None, (_P, _P, _L, _L, _I, _I)),
-    "rope_and_cache": (
-        _I,
-        (_P, _P, _L, _P, _L, _L, _L, _L, _L, _P, _P, _P, _L, _P, _P, _F, _L, _I, _I, _I, _I, _I, _I),
-    ),
-    "prepare_decode": (None, (_P, _L, _L, _P, _P, _P, _P, _L, _P, _P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L)),
-    "post_update": (None, (_P, _L, _P, _P, _L, _P, _P, _L, _P, _P)),
-    "choose_tokens": (_I, (_P, _P, _L, _L, _L, _P, _P, _P, _I, _I)),
-    "linear": (_I, (_P, _P, _L, _P, _P, _L, _L, _L, _I, _I)),
-    "panel_width": (_I, ()),
-    "pack_linear": (None, (_P, _P, _L, _L, _L, _I)),
-    "unpack_linear": (None, (_P, _P, _L, _L, _I)),
-    "paged_attention": (
-        _I,
-        (_P, _P, _L, _L, _P, _L, _L, _L, _L, _L, _P, _P, _P, _L, _L, _I, _I, _I, _I, _I, _F, _I, _I, _I),
-    ),
+_TYPES = {"P": ctypes.c_void_p, "L": ctypes.c_int64, "I": ctypes.c_int, "F": ctypes.c_float}
+_SIGNATURES = {
+    "rms_norm": "PPPFLLII",
+    "add_rms_norm": "PPPPPFLLII",
+    "silu_and_mul": "PPLLII",
+    "rope_and_cache": "PPLPLLLLLPPPLPPFLIIIIII -> I",
+    "prepare_decode": "PLLPPPPLPPLLPPPPPPPLL",
+    "post_update": "PLPPLPPLPP",
+    "choose_tokens": "PPLLLPPPII -> I",
+    "linear": "PPLPPLLLII -> I",
+    "panel_width": " -> I",
+    "pack_linear": "PPLLLI",
+    "unpack_linear": "PPLLI",
+    "paged_attention": "PPLLPLLLLLPPPLLIIIIIFIII -> I",
 }
+"""Argument types of each C function, in the order of the C sources, which name the arguments, and the result's type."""
 
 _OPENMP_SYMBOL = re.compile(r"undefined symbol: (GOMP|omp|__kmpc)_")
 
 
 class NativeUnavailableError(RuntimeError):
     """The C library cannot be used."""
+
+
+class NativeLibrary(SimpleNamespace):
+    """The functions of one variant, by the names of `_SIGNATURES`; pointers are integers."""
 
 
 def native_problem() -> str:
@@ -65,6 +64,30 @@ def native_problem() -> str:
     except NativeUnavailableError as error:
         return str(error)
     return ""
+
+
+@cache
+def load_library(variant: str | None = None) -> NativeLibrary:
+    """The kernels of ``variant``; None: of the best one for this processor. Torch must have been imported.
+
+    Raises:
+        NativeUnavailableError: the library is missing, does not load, or has no such variant for this processor.
+    """
+    library = open_library()
+    supported = supported_variants(library)
+    if variant is not None and variant not in supported:
+        raise NativeUnavailableError(f"no kernels of variant {variant} for this processor; there are {supported}")
+    return _bind(library, variant or supported[0])
+
+
+def check_status(status: int, kernel: str) -> None:
+    """Raise the error of a kernel's return value."""
+    if status == 1:
+        raise MemoryError(f"{kernel}: no memory for the workspace")
+    if status == 2:
+        raise ValueError(
+            f"{kernel}: the step's metadata is invalid: a block id, slot, position or length is outside of its tensor"
+        )
 
 
 @cache
@@ -99,24 +122,20 @@ def supported_variants(library: ctypes.CDLL) -> tuple[str, ...]:
     return found
 
 
-def bind_functions(library: ctypes.CDLL, variant: str) -> dict[str, Any]:
-    """The C functions of a variant by name, with their argument types.
-
-    Raises:
-        NativeUnavailableError: one is missing.
-    """
-    functions = {}
-    for name, (result, arguments) in _SIGNATURES.items():
+def _bind(library: ctypes.CDLL, variant: str) -> NativeLibrary:
+    functions: dict[str, Callable[..., int]] = {}
+    for name, signature in _SIGNATURES.items():
         function = getattr(library, f"ff_{variant}_{name}", None)
         if function is None:
             raise NativeUnavailableError(f"{PATH} is of another version: it has no {name}; install Fleetfoot again")
-        function.restype, function.argtypes = result, arguments
+        arguments, _, result = signature.partition(" -> ")
+        function.argtypes, function.restype = [_TYPES[letter] for letter in arguments], _TYPES.get(result)
         functions[name] = function
-    return functions
+    return NativeLibrary(**functions)
 
 
 def _check(library: ctypes.CDLL) -> None:
-    bind_functions(library, supported_variants(library)[0])
+    _bind(library, supported_variants(library)[0])
 
 
 def _probe() -> None:

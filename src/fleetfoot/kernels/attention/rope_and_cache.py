@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fleetfoot.kernels.norm.rms_norm import rms_norm_torch
+from fleetfoot.kernels.elementwise import rms_norm_torch
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel

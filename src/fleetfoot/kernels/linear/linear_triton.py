@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from fleetfoot.kernels.linear.few_rows import FusedAddNorm
-from fleetfoot.kernels.linear.linear import check_replacement
-from fleetfoot.kernels.linear.silu_and_mul import silu_and_mul_triton
-from fleetfoot.kernels.linear.staged import StagedTiling, linear_staged
-from fleetfoot.kernels.linear.streamed import StreamedTiling, linear_streamed
-from fleetfoot.kernels.linear.tiled import TiledTiling, linear_tiled
-from fleetfoot.kernels.linear.tilings import FewRowsTiling, Tiling, choose_tiling, gated_row_groups
-from fleetfoot.kernels.norm.deferred_rms_norm import DeferredRMSNorm
+from fleetfoot.kernels.elementwise import DeferredRMSNorm, silu_and_mul_triton
+from fleetfoot.kernels.linear.linear import PlainLinear
+from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
+from fleetfoot.kernels.linear.triton_kernels import launch_linear
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits, has_hopper_kernels
 from fleetfoot.kernels.runtime.triton_support import cdiv
 
@@ -22,21 +17,18 @@ _DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels support."""
 
 
-class TritonLinear:
-    """Implements `PreparedLinear`. The weight keeps its layout. The number of rows, which the host has, selects the
-    kernel.
+class TritonLinear(PlainLinear):
+    """The weight keeps its layout. The number of rows, which the host has, selects the kernel.
 
     Args:
         weight: ``[out, in]``; bias: ``[out]``.
     """
 
-    is_dense = True
     _is_gated = False
     _may_split = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight = weight.contiguous()
-        self._bias = None if bias is None else bias.contiguous()
+        super().__init__(weight.contiguous(), None if bias is None else bias.contiguous())
         self._limits = gpu_limits(weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,64 +40,32 @@ class TritonLinear:
                 f"x {list(x.shape)} {x.dtype} does not match a weight {list(self._weight.shape)} {self._weight.dtype}"
             )
         tiling = self._tiling(x.shape[0])
-        if tiling is None:
-            return self._of_many_rows(x)
-        return self.launch(x if x.stride(1) == 1 else x.contiguous(), tiling)
+        return self._of_many_rows(x) if tiling is None else self.launch(x, tiling)
 
-    def launch(
-        self,
-        x: torch.Tensor,
-        tiling: Tiling,
-        *,
-        deferred: DeferredRMSNorm | None = None,
-        add_norm: FusedAddNorm | None = None,
-    ) -> torch.Tensor:
-        """`__call__` with a given tiling.
-
-        Args:
-            deferred: the norm of ``x``. add_norm: the sum and norm after the product. Both for few rows only.
-        """
+    def launch(self, x: torch.Tensor, tiling: Tiling, deferred: DeferredRMSNorm | None = None) -> torch.Tensor:
+        """`__call__` with a given tiling. ``deferred``: the norm of ``x``, if the tiling supports it."""
         shape: tuple[int, ...] = (x.shape[0], self._num_outputs)
         dtype = x.dtype
-        if isinstance(tiling, TiledTiling) and tiling.splits > 1:
+        if tiling.splits > 1:
             shape, dtype = (tiling.splits, *shape), torch.float32
-        output = torch.empty(shape, dtype=dtype, device=x.device) if add_norm is None else add_norm.result.weighted
-        arguments = (output, x, self._weight, self._bias, self._is_gated)
-        if isinstance(tiling, StagedTiling):
-            linear_staged(*arguments, tiling, deferred, add_norm)
-        elif isinstance(tiling, StreamedTiling):
-            linear_streamed(*arguments, tiling, deferred, add_norm)
-        else:
-            linear_tiled(*arguments, tiling)
+        output = torch.empty(shape, dtype=dtype, device=x.device)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        launch_linear(output, x, self._weight, self._bias, self._is_gated, tiling, deferred)
         return output
-
-    def weight(self) -> torch.Tensor:
-        return self._weight
-
-    def replace(self, weight: torch.Tensor) -> None:
-        """Copy another weight to the memory of this one, which captured graphs read."""
-        check_replacement(weight, self._weight.shape, self._weight.dtype)
-        if weight.data_ptr() != self._weight.data_ptr() or weight.device != self._weight.device:
-            self._weight.copy_(weight)
 
     @property
     def _num_outputs(self) -> int:
         return self._weight.shape[0] // (2 if self._is_gated else 1)
 
     def _of_many_rows(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return super().__call__(x)
 
     def _tiling(self, num_rows: int) -> Tiling | None:
         if self._weight.dtype not in _DTYPES:
             return None
-        return choose_tiling(
-            num_rows,
-            self._num_outputs,
-            self._weight.shape[1],
-            gated=self._is_gated,
-            may_split=self._may_split,
-            limits=self._limits,
-        )
+        num_inputs, limits = self._weight.shape[1], self._limits
+        gated, may_split = self._is_gated, self._may_split
+        return choose_tiling(num_rows, self._num_outputs, num_inputs, gated=gated, may_split=may_split, limits=limits)
 
 
 class ChainedLinear(TritonLinear):
@@ -120,15 +80,15 @@ class ChainedLinear(TritonLinear):
         """
         if not isinstance(x, DeferredRMSNorm):
             return super().__call__(x)
-        num_rows = len(x.weighted)
-        tiling = self._tiling(num_rows)
-        if not isinstance(tiling, FewRowsTiling) or x.weighted.shape[1] != self._weight.shape[1]:
+        tiling = self._tiling(len(x.weighted))
+        if tiling is None or not tiling.supports_norms or x.weighted.shape[1] != self._weight.shape[1]:
             raise ValueError(f"a deferred norm {list(x.weighted.shape)} is not supported: see reads_deferred_norm()")
-        return self.launch(x.weighted, tiling, deferred=x)
+        return self.launch(x.weighted, tiling, x)
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
         """Whether a deferred norm of this number of rows is supported. In float16, unscaled values may overflow."""
-        return self._weight.dtype is torch.bfloat16 and isinstance(self._tiling(num_rows), FewRowsTiling)
+        tiling = self._tiling(num_rows)
+        return self._weight.dtype is torch.bfloat16 and tiling is not None and tiling.supports_norms
 
 
 class ChainedGateUp(ChainedLinear):
@@ -149,7 +109,7 @@ class ChainedGateUp(ChainedLinear):
                 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 
                 return gated_linear_hopper(x, self._weight, groups, num_sms)
-        return silu_and_mul_triton(F.linear(x, self._weight, self._bias))
+        return silu_and_mul_triton(super()._of_many_rows(x))
 
 
 class ChainedResidual(ChainedLinear):
@@ -171,12 +131,13 @@ class ChainedResidual(ChainedLinear):
     ) -> DeferredRMSNorm | None:
         """The sum with ``residual [n, out]`` and its deferred norm; None: not supported for this number of rows."""
         tiling = self._tiling(len(x))
-        if not isinstance(tiling, FewRowsTiling) or not (x.dtype is self._weight.dtype is torch.bfloat16):
+        if tiling is None or not tiling.supports_norms or not (x.dtype is self._weight.dtype is torch.bfloat16):
             return None
         residual = residual.contiguous()  # like the result
         result = DeferredRMSNorm.empty(residual, cdiv(residual.shape[1], tiling.outputs), eps)
-        add_norm = FusedAddNorm(residual, norm_weight, result)
-        self.launch(x if x.stride(1) == 1 else x.contiguous(), tiling, add_norm=add_norm)
+        x = x if x.stride(1) == 1 else x.contiguous()
+        add_norm = (residual, norm_weight, result)
+        launch_linear(result.weighted, x, self._weight, self._bias, False, tiling, add_norm=add_norm)
         return result
 
 

@@ -6,12 +6,10 @@ the memory bandwidth: on an H100, one row, 1.4 of 3.0 TB/s for a 4096 x 4096 wei
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
-from fleetfoot.kernels.linear.staged import StagedTiling
-from fleetfoot.kernels.linear.streamed import StreamedTiling
-from fleetfoot.kernels.linear.tiled import TiledTiling
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
 
@@ -31,8 +29,34 @@ _MIN_UTILIZATION = 0.88
 """Minimum utilization of the multiprocessors by tiles: from there on the kernel is as fast as the library and
 `silu_and_mul` for 4096 inputs, and faster for fewer."""
 
-FewRowsTiling = StagedTiling | StreamedTiling
-Tiling = FewRowsTiling | TiledTiling
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """A kernel of `fleetfoot.kernels.linear.triton_kernels`, with its compile and launch options."""
+
+    kernel: Literal["staged", "streamed", "tiled"]
+    outputs: int
+    """Rows of the weight in a tile; tiled and gated: gates and ups, half and half."""
+    inputs: int
+    """Inputs that are multiplied at a time, by a warp unless tiled; those of all warps are a chunk."""
+    row_tile: int
+    """Rows of the input, rounded up: 1 or 8; tiled: in a tile, 16, 32, 64 or 128."""
+    stages: int
+    """Stages of the pipeline; staged: chunks."""
+    num_warps: int = 4
+    splits: int = 1
+    """Programs that share a tile of outputs, each with a range of the inputs; 1 unless tiled."""
+
+    @property
+    def supports_norms(self) -> bool:
+        """Whether deferred norms before and after the product are part of the kernel."""
+        return self.kernel != "tiled"
+
+    def shared_bytes(self, gated: bool) -> int:
+        """Estimated shared memory of a program."""
+        if self.kernel == "tiled":
+            return (self.outputs + self.row_tile) * self.inputs * self.stages * 2
+        return (self.outputs * (2 if gated else 1) + self.row_tile) * self.inputs * self.num_warps * self.stages * 2
 
 
 @lru_cache(maxsize=4096)
@@ -47,70 +71,54 @@ def choose_tiling(
     """
     table = _MAX_GATED_BYTES if gated else _MAX_BYTES
     max_bytes = next((size for rows, size in table.items() if num_rows <= rows), 0)
-    weight_bytes = _weight_bytes(num_outputs, num_inputs, gated)
+    weight_bytes = num_outputs * num_inputs * 2 * (2 if gated else 1)
     if num_rows == 0 or weight_bytes > max_bytes or num_outputs < 16 or num_inputs < 16 or num_inputs % 8:
         return None
     if num_rows <= 8:
-        tiling: Tiling | None = _few_rows(num_rows, num_outputs, num_inputs, gated, limits.num_sms)
+        tiling: Tiling | None = _few_rows(num_rows, num_outputs, num_inputs, gated, weight_bytes, limits)
     else:
-        tiling = _some_rows(num_rows, num_outputs, num_inputs, gated, may_split, limits.num_sms)
-    return None if tiling is None else _fitted(tiling, gated, limits.shared_bytes)
+        tiling = _some_rows(num_rows, num_outputs, num_inputs, gated, may_split, weight_bytes, limits.num_sms)
+    while tiling is not None and tiling.shared_bytes(gated) > limits.shared_bytes:
+        tiling = replace(tiling, stages=tiling.stages - 1) if tiling.stages > 2 else None
+    return tiling
 
 
-def _weight_bytes(num_outputs: int, num_inputs: int, gated: bool) -> int:
-    return num_outputs * num_inputs * 2 * (2 if gated else 1)
-
-
-def shared_bytes(tiling: Tiling, gated: bool) -> int:
-    """Estimated shared memory of a program."""
-    if isinstance(tiling, TiledTiling):
-        return (tiling.outputs + tiling.row_tile) * tiling.inputs * tiling.num_stages * 2
-    chunk_bytes = (tiling.outputs * (2 if gated else 1) + tiling.row_tile) * tiling.inputs * tiling.num_warps * 2
-    return chunk_bytes * (tiling.num_chunks if isinstance(tiling, StagedTiling) else tiling.num_stages)
-
-
-def _fitted(tiling: Tiling, gated: bool, available_bytes: int) -> Tiling | None:
-    """The tiling with as many stages as fit in shared memory; None: none fits."""
-    if isinstance(tiling, StagedTiling):
-        if shared_bytes(tiling, gated) <= available_bytes:
-            return tiling
-        tiling = StreamedTiling(outputs=16, num_stages=4, row_tile=tiling.row_tile)
-    while shared_bytes(tiling, gated) > available_bytes and tiling.num_stages > 2:
-        tiling = replace(tiling, num_stages=tiling.num_stages - 1)
-    return tiling if shared_bytes(tiling, gated) <= available_bytes else None
-
-
-def _few_rows(num_rows: int, num_outputs: int, num_inputs: int, gated: bool, num_sms: int) -> Tiling:
+def _few_rows(
+    num_rows: int, num_outputs: int, num_inputs: int, gated: bool, weight_bytes: int, limits: GPULimits
+) -> Tiling:
     row_tile = 1 if num_rows == 1 else 8
+    chunk = min(1024, num_inputs & -num_inputs)  # the largest power of two that divides the inputs
     staged_bytes = 16 * num_inputs * 2 * (2 if gated else 1)
-    chunk = _power_of_2_divisor(num_inputs, 1024)
     # With more than a few programs per multiprocessor, streaming is faster than staging.
-    few_programs = _weight_bytes(num_outputs, num_inputs, gated) <= num_sms * 2 * _STAGED_BYTES
+    few_programs = weight_bytes <= limits.num_sms * 2 * _STAGED_BYTES
     if staged_bytes <= _STAGED_BYTES and few_programs and chunk >= 64 and num_inputs // chunk <= _STAGED_CHUNKS:
         warps = 8 if chunk == 1024 and num_inputs >= 2048 and row_tile == 1 else 4
-        return StagedTiling(chunk // warps, num_inputs // chunk, row_tile, num_warps=warps)
+        staged = Tiling("staged", 16, chunk // warps, row_tile, num_inputs // chunk, warps)
+        return staged if staged.shared_bytes(gated) <= limits.shared_bytes else _streamed(16, row_tile, 4)
     if row_tile == 1:
         # A program that has a multiprocessor for itself needs deep stages; otherwise two should fit, unless gated.
-        has_own = cdiv(num_outputs, 16) <= num_sms and not gated
-        return StreamedTiling(outputs=16, num_stages=8 if has_own else 6, row_tile=row_tile)
-    if not gated and cdiv(num_outputs, 32) <= num_sms:
-        return StreamedTiling(outputs=32, num_stages=4, row_tile=row_tile)
-    return StreamedTiling(outputs=16, num_stages=3 if gated else 4, row_tile=row_tile)
+        has_own = cdiv(num_outputs, 16) <= limits.num_sms and not gated
+        return _streamed(16, row_tile, 8 if has_own else 6)
+    if not gated and cdiv(num_outputs, 32) <= limits.num_sms:
+        return _streamed(32, row_tile, 4)
+    return _streamed(16, row_tile, 3 if gated else 4)
+
+
+def _streamed(outputs: int, row_tile: int, stages: int) -> Tiling:
+    return Tiling("streamed", outputs, 128, row_tile, stages)
 
 
 def _some_rows(
-    num_rows: int, num_outputs: int, num_inputs: int, gated: bool, may_split: bool, num_sms: int
+    num_rows: int, num_outputs: int, num_inputs: int, gated: bool, may_split: bool, weight_bytes: int, num_sms: int
 ) -> Tiling | None:
     row_tile = max(16, min(128, next_power_of_2(num_rows)))
     if gated and row_tile == 128 and (num_rows > 128 or cdiv(num_outputs, 64) >= num_sms):
-        return TiledTiling(row_tile, 6 if num_rows <= 128 else 4, outputs=128, inputs=64, num_warps=8)
+        return Tiling("tiled", 128, 64, row_tile, 6 if num_rows <= 128 else 4, num_warps=8)
     column_tiles = cdiv(num_outputs, 32 if gated else 64)
     # Two tiles of half the rows read the weight twice, the second time from L2 if it fits. This is faster if it uses
     # twice as many multiprocessors, and better than splitting the inputs, which leaves partial sums to be added.
-    if num_rows > 32 and _weight_bytes(num_outputs, num_inputs, gated) <= _HALVED_BYTES:
-        halved = column_tiles * cdiv(num_rows, row_tile // 2)
-        if halved <= num_sms:
-            row_tile //= 2
+    if num_rows > 32 and weight_bytes <= _HALVED_BYTES and column_tiles * cdiv(num_rows, row_tile // 2) <= num_sms:
+        row_tile //= 2
     num_tiles = column_tiles * cdiv(num_rows, row_tile)
     max_splits = 8 if num_rows <= 16 else 4  # the next kernel reads all partial sums
     splits = 1
@@ -121,7 +129,7 @@ def _some_rows(
     # One program per multiprocessor needs deep stages; with several, two should fit.
     one_each = num_tiles * splits <= num_sms
     stages = {16: (6, 4), 32: (5 if gated or num_rows > 32 else 4, 4), 64: (4, 3), 128: (4, 4)}[row_tile]
-    return TiledTiling(row_tile, stages[0] if one_each else stages[1], splits)
+    return Tiling("tiled", 64, 128, row_tile, stages[0] if one_each else stages[1], splits=splits)
 
 
 @lru_cache(maxsize=4096)
@@ -137,10 +145,3 @@ def gated_row_groups(num_rows: int, num_outputs: int, num_inputs: int, num_sms: 
 
     groups = min((2, 3), key=rounds)
     return groups if num_rows * num_outputs >= _MIN_UTILIZATION * rounds(groups) * num_sms * 64 * 128 else None
-
-
-def _power_of_2_divisor(number: int, limit: int) -> int:
-    divisor = 1
-    while divisor < limit and number % (divisor * 2) == 0:
-        divisor *= 2
-    return divisor

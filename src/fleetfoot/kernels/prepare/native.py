@@ -6,7 +6,7 @@ import torch
 
 from fleetfoot.kernels.prepare.reference import uniform_query_len
 from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
-from fleetfoot.native.library import NativeLibrary
+from fleetfoot.native.loading import NativeLibrary
 
 
 def prepare_decode_native(library: NativeLibrary, step: StepBuffers, rows: RowTables) -> None:

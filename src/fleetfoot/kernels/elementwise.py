@@ -1,0 +1,211 @@
+"""Row-wise operations between matmuls: RMSNorm (Zhang and Sennrich, 2019), plain, fused with the residual sum before it
+or deferred to the matmul after it, and the gate of a SwiGLU MLP (Shazeer, 2020).
+
+The references in torch, and Triton kernels. The kernel of the norms keeps a row in the registers of one program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+MAX_SIZE = 65536
+"""Maximum row size of the Triton kernel of the norms; longer rows use the reference."""
+_SILU_TILE = 1024
+
+
+def rms_norm_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+
+    Args:
+        x: ``[..., hidden]``.
+        weight: ``[hidden]``.
+
+    Returns:
+        ``[..., hidden]`` in the dtype of ``x``: computed in float32, rounded once at the end.
+    """
+    x32 = x.float()
+    inverse_rms = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)  # [..., 1]
+    return (x32 * inverse_rms * weight.float()).to(x.dtype)
+
+
+def sum_parts(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """``x`` if it is shaped like ``residual``; partial sums ``[splits, *residual.shape]`` float32 are added up and
+    rounded to the dtype of ``residual``."""
+    return x if x.ndim == residual.ndim else x.sum(dim=0).to(residual.dtype)
+
+
+def add_rms_norm_torch(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + residual), x + residual)``, both ``[num_tokens, hidden]``.
+
+    The sum is rounded to the dtype before it is normalized, as in two separate steps.
+
+    Args:
+        x: ``[num_tokens, hidden]``, or partial sums of it: see `sum_parts`.
+    """
+    total = sum_parts(x, residual) + residual
+    return rms_norm_torch(total, weight, eps), total
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredRMSNorm:
+    """RMSNorm of ``total`` without the 1/rms factor of each row; the next matmul applies it to its product:
+    ``(total * weight * factor) @ w.T`` is ``(total * weight) @ w.T * factor``. This saves a kernel in a decode step.
+
+    A program of the kernel that computes the sum has a few of its columns only. It cannot compute the factor, but sums
+    the squares of these columns.
+    """
+
+    weighted: torch.Tensor
+    """``[n, hidden]``: ``total`` times the norm's weight, in the dtype of both."""
+    squares: torch.Tensor
+    """``[parts, n]`` float32: of each row of ``total``, the squares of some of its columns, summed."""
+    total: torch.Tensor
+    """``[n, hidden]``: the residual stream."""
+    eps: float
+
+    @classmethod
+    def empty(cls, residual: torch.Tensor, num_parts: int, eps: float) -> DeferredRMSNorm:
+        """For a sum with ``residual [n, hidden]``, to be written by ``num_parts`` programs."""
+        squares = torch.empty((num_parts, len(residual)), dtype=torch.float32, device=residual.device)
+        return cls(torch.empty_like(residual), squares, torch.empty_like(residual), eps)
+
+    def finished(self) -> torch.Tensor:
+        """``[n, hidden]``: the complete norm, up to rounding."""
+        mean_square = self.squares.sum(dim=0) / self.total.shape[1]
+        return (self.weighted * torch.rsqrt(mean_square + self.eps)[:, None]).to(self.weighted.dtype)
+
+
+def silu_and_mul_torch(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``.
+
+    Args:
+        gate_up: ``[num_tokens, 2 * intermediate]``, the gate in the first half of each row.
+
+    Returns:
+        ``[num_tokens, intermediate]``, computed in float32 and rounded once at the end.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gate_up.dtype == torch.float32:
+        return F.silu(gate) * up
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `rms_norm_torch`: ``x [..., hidden]`` -> the same shape.
+
+    Raises:
+        ValueError: the size of the weight differs.
+    """
+    return rms_norm_torch(x, weight, eps) if x.shape[-1] > MAX_SIZE else _rms_norm(x, None, weight, eps)[0]
+
+
+def add_rms_norm_triton(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `add_rms_norm_torch`; ``x`` is like ``residual [num_tokens, hidden]``, or partial sums of it.
+
+    Raises:
+        ValueError: the shapes do not match.
+    """
+    is_long = residual.shape[-1] > MAX_SIZE
+    return (add_rms_norm_torch if is_long else _rms_norm)(x, residual, weight, eps)
+
+
+def _rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm, and the sum with the residual; the norm twice without one."""
+    x = x.contiguous()
+    like = x if residual is None else residual.contiguous()
+    size = like.shape[-1]
+    if weight.shape != (size,) or x.shape[x.ndim - like.ndim :] != like.shape:
+        raise ValueError(
+            f"rms_norm: mismatched shapes: x {list(x.shape)}, residual {list(like.shape)}, weight {list(weight.shape)}"
+        )
+    output = torch.empty_like(like)
+    total = output if residual is None else torch.empty_like(like)
+    if like.numel() > 0:
+        num_rows, tile = like.numel() // size, next_power_of_2(size)
+        overlap = can_overlap(x.device)
+        _rms_norm_kernel[(num_rows,)](
+            output, total, x, like, weight, eps, num_rows, size,
+            num_parts=x.shape[0] if x.ndim > like.ndim else 0, has_residual=residual is not None, tile=tile,
+            overlap=overlap, num_warps=min(16, max(4 if tile >= 1024 else 1, tile // 512)), **launch_options(overlap),
+        )  # fmt: skip
+    return output, total
+
+
+@triton_kernel(unspecialized=("num_rows",))
+def _rms_norm_kernel(
+    output_ptr, total_ptr, x_ptr, residual_ptr, weight_ptr, eps, num_rows, size,
+    num_parts: tl.constexpr, has_residual: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(overlap)
+    column = tl.arange(0, tile)
+    in_row = column < size
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0).to(tl.float32)  # [tile], like all below
+    wait_for_inputs(overlap)
+    offset = tl.program_id(0).to(tl.int64) * size + column
+    value = tl.load(x_ptr + offset, mask=in_row, other=0.0)
+    if num_parts > 0:
+        for part in tl.static_range(1, num_parts):
+            value += tl.load(x_ptr + part * num_rows.to(tl.int64) * size + offset, mask=in_row, other=0.0)
+        value = value.to(output_ptr.dtype.element_ty)
+    if has_residual:
+        residual = tl.load(residual_ptr + offset, mask=in_row, other=0.0)
+        value = (value.to(tl.float32) + residual.to(tl.float32)).to(output_ptr.dtype.element_ty)
+        tl.store(total_ptr + offset, value, mask=in_row)
+    value = value.to(tl.float32)
+    inverse_rms = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / size + eps)
+    tl.store(output_ptr + offset, (value * inverse_rms * weight).to(output_ptr.dtype.element_ty), mask=in_row)
+
+
+def silu_and_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `silu_and_mul_torch`: ``[num_tokens, 2 * intermediate]`` -> ``[num_tokens, intermediate]``.
+
+    Raises:
+        ValueError: the number of columns is odd.
+    """
+    num_rows, width = gate_up.shape
+    if width % 2:
+        raise ValueError(f"silu_and_mul: gate_up {list(gate_up.shape)} must have an even number of columns")
+    output = torch.empty((num_rows, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+    if output.numel() > 0:
+        overlap = can_overlap(gate_up.device)
+        _silu_and_mul_kernel[(num_rows, cdiv(width // 2, _SILU_TILE))](
+            output, gate_up.contiguous(), width // 2, tile=_SILU_TILE, overlap=overlap, **launch_options(overlap)
+        )
+    return output
+
+
+@triton_kernel()
+def silu_and_mul(gate, up):
+    """``silu(gate) * up`` in float32, of tensors that are rounded to the dtype of the model."""
+    gate = gate.to(tl.float32)
+    return gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+
+
+@triton_kernel()
+def _silu_and_mul_kernel(output_ptr, gate_up_ptr, width, tile: tl.constexpr, overlap: tl.constexpr):
+    launch_dependents(overlap)
+    wait_for_inputs(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
+    in_row = column < width
+    gate_ptr = gate_up_ptr + row * 2 * width + column
+    gate = tl.load(gate_ptr, mask=in_row, other=0.0)
+    up = tl.load(gate_ptr + width, mask=in_row, other=0.0)
+    result = silu_and_mul(gate, up)
+    tl.store(output_ptr + row * width + column, result.to(output_ptr.dtype.element_ty), mask=in_row)
