@@ -16,12 +16,10 @@ from fleetfoot import LLM
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.arguments import size_in_bytes
 from fleetfoot.cli.main import main
-from fleetfoot.cli.output import readable
-from fleetfoot.cli.plan import make_report
+from fleetfoot.cli.plan import make_report, plan_report, readable
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.report import plan_report
 
 Streams = pytest.CaptureFixture[str]
 

@@ -183,50 +183,52 @@ def output(
     return RequestOutput("r", None, prompt or [1], [completion], finished=True)
 
 
-def test_nothing_to_compare() -> None:
-    comparison = compare([], [])
-    assert (comparison.first, comparison.largest) == (None, None)
-    assert comparison.as_json()["equal"] is True
+@pytest.mark.parametrize(
+    ("v1", "v2", "num_equal", "differences", "first"),
+    [
+        ([], [], 0, [], None),
+        (
+            [output([1, 2, 3]), output([1, 2, 3]), output([4, 5, 6]), output([4, 5, 6])],
+            [output([1, 2, 9]), output([1, 2, 3]), output([4, 7, 6]), output([4, 7, 6])],
+            2 + 3 + 1 + 1,
+            [(0, 2, 3, 9), (2, 1, 5, 7), (3, 1, 5, 7)],
+            1,
+        ),
+        ([output([1, 2, 3])], [output([1, 2], finish_reason="stop")], 2, [(0, 2, 3, None)], 0),
+        ([output([1, 2])], [output([1, 2], finish_reason="stop")], 2, [(0, 2, None, None)], 0),
+    ],
+    ids=["nothing", "the first is the earliest", "an early end", "an end for another reason"],
+)
+def test_differences(
+    v1: list[RequestOutput],
+    v2: list[RequestOutput],
+    num_equal: int,
+    differences: list[tuple[int, int, int | None, int | None]],
+    first: int | None,
+) -> None:
+    result = compare(v1, v2)
+    found = [tuple(entry[name] for name in ("request", "position", "v1_token", "v2_token"))
+             for entry in result["differences"]]  # fmt: skip
+    assert found == differences
+    assert (result["equal"], result["num_equal_tokens"]) == (not differences, num_equal)
+    assert result["first_difference"] == (None if first is None else result["differences"][first])
+    assert (result["num_logprobs"], result["largest_logprob_difference"]) == (0, None)
 
 
-def test_the_first_difference_is_the_earliest() -> None:
-    v1 = [output([1, 2, 3]), output([1, 2, 3]), output([4, 5, 6]), output([4, 5, 6])]
-    v2 = [output([1, 2, 9]), output([1, 2, 3]), output([4, 7, 6]), output([4, 7, 6])]
-    comparison = compare(v1, v2)
-    assert [(d.request, d.position, (d.v1_token, d.v2_token)) for d in comparison.differences] == [
-        (0, 2, (3, 9)),
-        (2, 1, (5, 7)),
-        (3, 1, (5, 7)),
-    ]
-    assert comparison.first == comparison.differences[1]
-    assert comparison.num_tokens == 2 + 3 + 1 + 1
-
-
-def test_an_output_that_ends_early_differs_there() -> None:
-    (difference,) = compare([output([1, 2, 3])], [output([1, 2], finish_reason="stop")]).differences
-    assert (difference.position, difference.v1_token, difference.v2_token) == (2, 3, None)
-    (difference,) = compare([output([1, 2])], [output([1, 2], finish_reason="stop")]).differences
-    assert (difference.position, difference.v1_token, difference.v2_token) == (2, None, None)
-
-
-def test_logprobs_count_up_to_the_first_difference_and_no_further() -> None:
+def test_logprobs_are_compared_up_to_the_first_difference() -> None:
     v1 = [output([1, 2, 3], [{1: -0.5, 7: -2.0}, {2: -1.0, 9: -1.5}, {3: -0.1}], prompt=[8, 8])]
     v2 = [output([1, 9, 3], [{1: -0.5, 6: -2.0}, {9: -1.0, 2: -1.25}, {3: -9.9}], prompt=[8, 8])]
-    comparison = compare(v1, v2)
-    assert comparison.num_logprobs == 3
-    assert comparison.largest is not None
-    assert (comparison.largest.token, comparison.largest.position) == (9, 3)
-    assert comparison.largest.difference == pytest.approx(0.5)
-    (difference,) = comparison.differences
-    assert (difference.v1_gap, difference.v2_gap) == (pytest.approx(0.5), pytest.approx(0.25))
+    result = compare(v1, v2)
+    assert result["num_logprobs"] == 3
+    assert result["largest_logprob_difference"] == {"difference": 0.5, "request": 0, "position": 3, "token": 9}
+    (difference,) = result["differences"]
+    assert (difference["v1_gap"], difference["v2_gap"]) == (0.5, 0.25)
 
 
 def test_a_logprob_that_is_no_number_is_the_largest() -> None:
     v1 = [output([1, 2], [{1: -0.5}, {2: -0.5}])]
     v2 = [output([1, 2], [{1: float("nan")}, {2: -0.25}])]
-    comparison = compare(v1, v2)
-    assert comparison.largest is not None and comparison.largest.position == 1
-    assert comparison.as_json()["largest_logprob_difference"]["difference"] is None
+    largest = compare(v1, v2)["largest_logprob_difference"]
+    assert largest == {"difference": None, "request": 0, "position": 1, "token": 1}
     infinite = [output([1], [{1: 0.0, 2: -math.inf}])]
-    same = compare(infinite, infinite).largest
-    assert same is not None and same.difference == 0
+    assert compare(infinite, infinite)["largest_logprob_difference"]["difference"] == 0

@@ -1,4 +1,4 @@
-"""The parts of the commands, without a model: prompts, what is printed, conversations, loads and their numbers."""
+"""The parts of the commands, without a model: prompts, output, conversations, loads and their numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, run_load
-from fleetfoot.cli.bench_report import distribution, results
-from fleetfoot.cli.chat import Conversation, fit
-from fleetfoot.cli.command import UsageError
-from fleetfoot.cli.output import TextPrinter, dump_array, numbers_line, request_json
-from fleetfoot.cli.prompts import STORY_OPENING, read_prompts
+from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, distribution, results, run_load
+from fleetfoot.cli.chat import Conversation
+from fleetfoot.cli.command import STORY_OPENING, UsageError, numbers_line, read_prompts
+from fleetfoot.cli.generate import TextPrinter, dump_array, request_json
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
@@ -81,40 +79,32 @@ def delta(request_id: str, *texts: str | None, finished: bool = False) -> Reques
     return RequestOutput(request_id, f"<{request_id}>", [1], completions, finished)
 
 
-def printer(file: io.StringIO, request_ids: list[str], num_copies: int = 1) -> TextPrinter:
-    return TextPrinter(file, request_ids, num_copies, lambda output: str(output.prompt))
+def printed(file: io.StringIO, request_ids: list[str], num_copies: int, *outputs: RequestOutput) -> list[str]:
+    """What the file holds after each output."""
+    printer, texts = TextPrinter(file, request_ids, num_copies), []
+    for output in outputs:
+        printer.add(output)
+        texts.append(file.getvalue())
+    return texts
 
 
-def test_prompts_are_streamed_one_after_the_other() -> None:
-    file = io.StringIO()
-    stream = printer(file, ["1", "2"])
-    stream.add(delta("2", "x"))
-    assert file.getvalue() == ""
-    stream.add(delta("1", "a"))
-    stream.add(delta("2", "y", finished=True))
-    assert file.getvalue() == "--- prompt 1 of 2 ---\n<1>a"
-    stream.add(delta("1", "b", finished=True))
-    assert file.getvalue() == "--- prompt 1 of 2 ---\n<1>ab\n\n--- prompt 2 of 2 ---\n<2>xy\n"
+def test_prompts_are_streamed_in_order() -> None:
+    outputs = delta("2", "x"), delta("1", "a"), delta("2", "y", finished=True), delta("1", "b", finished=True)
+    first = "--- prompt 1 of 2 ---\n<1>a"
+    both = f"{first}b\n\n--- prompt 2 of 2 ---\n<2>xy\n"
+    assert printed(io.StringIO(), ["1", "2"], 1, *outputs) == ["", first, first, both]
 
 
-def test_copies_are_streamed_one_after_the_other() -> None:
-    file = io.StringIO()
-    stream = printer(file, ["1"], num_copies=2)
-    stream.add(delta("1", "a", "x"))
-    stream.add(delta("1", None, "y"))
-    stream.add(delta("1", None, "z", finished=True))
-    assert file.getvalue() == "--- output 1 of 2 ---\n<1>a\n\n--- output 2 of 2 ---\n<1>xyz\n"
+def test_copies_are_streamed_in_order() -> None:
+    outputs = delta("1", "a", "x"), delta("1", None, "y"), delta("1", None, "z", finished=True)
+    *_, last = printed(io.StringIO(), ["1"], 2, *outputs)
+    assert last == "--- output 1 of 2 ---\n<1>a\n\n--- output 2 of 2 ---\n<1>xyz\n"
 
 
-def test_a_prompt_is_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    shown = Terminal()
-    printer(shown, ["1"]).add(delta("1", "a", finished=True))
-    assert shown.getvalue() == "\x1b[1m<1>\x1b[0ma\n"
-    monkeypatch.setenv("NO_COLOR", "1")
-    plain = Terminal()
-    printer(plain, ["1"]).add(delta("1", "a", finished=True))
-    assert plain.getvalue() == "<1>a\n"
+@pytest.mark.parametrize(("no_color", "text"), [("", "\x1b[1m<1>\x1b[0ma\n"), ("1", "<1>a\n")])
+def test_a_prompt_is_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_color: str, text: str) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    assert printed(Terminal(), ["1"], 1, delta("1", "a", finished=True)) == [text]
 
 
 def test_json_has_no_number_that_json_lacks() -> None:
@@ -148,7 +138,7 @@ def test_the_numbers_are_means_over_requests() -> None:
     assert numbers_line([RequestMetrics()], 0.1) == "0.0 tokens/s"
 
 
-# --- chat ---------------------------------------------------------------------------------------------------------
+# --- chat -------------------------------------------------------------------------------------------------------------
 
 
 def tokenize(messages: list[dict[str, Any]]) -> list[int]:
@@ -156,7 +146,8 @@ def tokenize(messages: list[dict[str, Any]]) -> list[int]:
     return [0] * sum(len(message["content"]) for message in messages)
 
 
-def long_conversation() -> Conversation:
+@pytest.fixture
+def conversation() -> Conversation:
     conversation = Conversation("sys")
     for number in range(3):
         conversation.ask(f"question {number}")  # 10
@@ -169,30 +160,20 @@ def long_conversation() -> Conversation:
     ("limit", "reserve", "num_dropped"),
     [(71, 10, 0), (70, 10, 1), (53, 10, 1), (52, 10, 2), (17, 10, 3), (16, 10, 3), (8, 10, 3), (62, 0, 0)],
 )
-def test_a_conversation_that_is_too_long_loses_its_oldest_turns(limit: int, reserve: int, num_dropped: int) -> None:
-    conversation = long_conversation()
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns(
+    conversation: Conversation, limit: int, reserve: int, num_dropped: int
+) -> None:
     messages = conversation.messages(num_dropped)
-    token_ids, dropped = fit(conversation, tokenize, limit=limit, reserve=reserve)
-    assert dropped == num_dropped
-    assert conversation.messages() == messages
-    assert token_ids == tokenize(messages)
     assert messages[0] == {"role": "system", "content": "sys"}
     assert messages[-1] == {"role": "user", "content": "last"}
+    assert conversation.fit(tokenize, limit=limit, reserve=reserve) == (tokenize(messages), num_dropped)
+    assert conversation.messages() == messages
 
 
-def test_a_message_that_can_never_fit_changes_nothing() -> None:
-    conversation = long_conversation()
+def test_a_message_that_can_never_fit_changes_nothing(conversation: Conversation) -> None:
     with pytest.raises(ValueError, match="a prompt of 7 tokens, and there is room for 6"):
-        fit(conversation, tokenize, limit=7, reserve=1)
+        conversation.fit(tokenize, limit=7, reserve=1)
     assert len(conversation.turns) == 4
-
-
-def test_a_turn_can_be_taken_back_and_all_forgotten() -> None:
-    conversation = long_conversation()
-    conversation.take_back()
-    assert conversation.messages()[-1] == {"role": "assistant", "content": "answer 2"}
-    conversation.reset()
-    assert conversation.messages() == [{"role": "system", "content": "sys"}]
 
 
 # --- bench --------------------------------------------------------------------------------------------------------
@@ -248,6 +229,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.now = 100.0
         self.slept: list[float] = []
+        self.num_steps = 0
         self.stats_collector = StatsCollector()
         self.queue: list[RequestOutput] = []
 
@@ -256,7 +238,10 @@ class FakeEngine:
         self.now += seconds
 
     def stats(self) -> Any:
-        return argparse.Namespace(scheduler=SchedulerStats(0, 0, 0.0, 2, 30, 10))
+        """Each step preempts once, and finds one of three tokens in the prefix cache."""
+        return argparse.Namespace(
+            scheduler=SchedulerStats(0, 0, 0.0, *(factor * self.num_steps for factor in (1, 3, 1)))
+        )
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
         assert params.ignore_eos
@@ -270,13 +255,14 @@ class FakeEngine:
         output = self.queue.pop(0)
         output.metrics.first_token_ts = self.now + 0.5
         self.now += 1.0
+        self.num_steps += 1
         output.metrics.last_token_ts = self.now
         self.stats_collector.step(StepStats(1, 3, 0.0001, 0.75, 0.0002))
         return [output]
 
 
-def load(engine: FakeEngine, requests: list[BenchRequest]) -> Samples:
-    samples = Samples()
+def load(engine: FakeEngine, requests: list[BenchRequest], samples: Samples | None = None) -> Samples:
+    samples = samples or Samples()
     engine.stats_collector.itl.append(9.0)  # left over from before
     run_load(engine, requests, samples, clock=lambda: engine.now, sleep=engine.sleep)  # type: ignore[arg-type]
     return samples
@@ -291,18 +277,25 @@ def test_latencies_count_from_arrival_even_when_the_engine_was_busy() -> None:
     assert samples.request_latency == [1.0, 1.75, 1.0]
     assert samples.itl == []
     measured = results(samples, with_loads=True)
-    assert measured["duration_s"] == 6.0
-    assert measured["requests_per_s"] == 0.5
-    assert measured["output_tokens_per_s"] == 2.0
-    assert measured["total_tokens_per_s"] == 3.0
-    assert measured["num_steps"] == 3
-    assert measured["tokens_per_step"] == 3.0
+    expected = {"duration_s": 6.0, "requests_per_s": 0.5, "output_tokens_per_s": 2.0, "total_tokens_per_s": 3.0}
+    expected |= {"num_steps": 3, "tokens_per_step": 3.0}
+    assert measured | expected == measured
     assert measured["host_time_per_step_us"]["mean"] == pytest.approx(300.0)
     assert measured["output_time_per_step_us"] == pytest.approx(1e6 * (1.0 - 0.75 - 0.0003))
     assert measured["runner_share"] == pytest.approx(2.25 / 6.0)
     assert measured["itl_ms"]["mean"] is None
     assert measured["batch_latency_ms"]["max"] == 6000.0
-    assert measured["num_preemptions"] == 0  # counters are since the engine's start: only what they grew counts
+
+
+def test_counters_are_differences_over_all_loads() -> None:
+    engine = FakeEngine()
+    load(engine, [BenchRequest([1, 2], 4)] * 2)
+    samples = Samples()
+    for _ in range(2):
+        load(engine, [BenchRequest([1, 2], 4)] * 3, samples)
+    measured = results(samples, with_loads=False)
+    assert (measured["num_requests"], measured["num_preemptions"], "batch_latency_ms" in measured) == (6, 6, False)
+    assert measured["prefix_cache"] == {"queried_tokens": 18, "hit_tokens": 6, "hit_rate": 6 / 18}
 
 
 def test_without_times_all_requests_are_there_at_once() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.kernels import cpu_kernels
 
-from fleetfoot.cli.plan import plan_text
+from fleetfoot.cli.plan import plan_report, plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import vocab_rows
@@ -37,7 +37,6 @@ from fleetfoot.plan.memory import (
     state_block_bytes,
     weight_bytes,
 )
-from fleetfoot.plan.report import plan_report
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.runner.v2.device import CpuDevice

@@ -57,7 +57,7 @@ def test_the_floor_of_a_load_is_that_of_its_steps() -> None:
     floor = Roofline(Costs(1000, 10, 40, 2, 3, windows=(None,)), PeakRates(bytes_per_s=100, flops_per_s=50))
     steps: list[Any] = [SimpleNamespace(num_tokens=8, num_requests=2), SimpleNamespace(num_tokens=2, num_requests=2)]
     samples = Samples(steps=steps, load_duration=[40.0, 10.0], work=[Work(4, 0, 2), Work(4, 2, 2)])
-    report = floor_report(floor, samples)
+    report = floor_report(floor, samples, batch=(2, 4, 2))
     assert report is not None
     assert report["linear_s"] == 20.0
     assert report["attention_s"] == pytest.approx((4 + 4) * 3 / 50 + 2 * 5 * 2 / 100)
@@ -65,9 +65,8 @@ def test_the_floor_of_a_load_is_that_of_its_steps() -> None:
     paced = floor_report(floor, samples, is_paced=True)
     assert paced is not None and paced["share"] is None and paced["duration_s"] == report["duration_s"]
     assert floor_report(None, samples) is None
-    equal = batch_floors(floor, 2, 4, 2)
-    assert equal["ttft_ms"] == pytest.approx(1e3 * (10.0 + 2 * 4 * 3 / 50))
-    assert equal["tpot_ms"] == pytest.approx(1e3 * (10.0 + 2 * 5 * 2 / 100))
+    assert report["ttft_ms"] == pytest.approx(1e3 * (10.0 + 2 * 4 * 3 / 50))
+    assert report["tpot_ms"] == pytest.approx(1e3 * (10.0 + 2 * 5 * 2 / 100))
     assert batch_floors(floor, 2, 4, 1).keys() == {"ttft_ms"}
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.unit.test_scheduler_drafts import Switch, begin, request_of, schedule, scheduler_of, update
 
-from fleetfoot.cli.bench_load import Samples
-from fleetfoot.cli.bench_report import results, summary
-from fleetfoot.cli.output import drafts_line
+from fleetfoot.cli.bench import summary
+from fleetfoot.cli.bench_load import Samples, results
+from fleetfoot.cli.command import drafts_line
 from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats
 
@@ -74,20 +74,15 @@ def test_a_line_for_people() -> None:
     )
 
 
-def measured(before: DraftStats, *after: DraftStats) -> Samples:
-    samples = Samples()
-    for drafts in after:
-        samples.add_scheduler(
-            SchedulerStats(0, 0, 0.0, 0, 0, 0, drafts=before), SchedulerStats(0, 0, 0.0, 0, 0, 0, drafts=drafts)
-        )
-        before = drafts
-    return samples
+def measured(before: DraftStats, after: DraftStats) -> Samples:
+    """The scheduler's drafts before the first load and after the last one."""
+    counters = [SchedulerStats(0, 0, 0.0, 0, 0, 0, drafts=drafts) for drafts in (before, after)]
+    return Samples(before=counters[0], after=counters[1])
 
 
 def test_a_benchmark_counts_from_its_first_load() -> None:
-    later = DraftStats(9, 14, 42, 20, (11, 6, 3), {"a whim": 3}, "a whim")
     last = DraftStats(10, 15, 45, 23, (12, 7, 4), {"a whim": 3})
-    content = results(measured(SOME, later, last), with_loads=False)["drafts"]
+    content = results(measured(SOME, last), with_loads=False)["drafts"]
     assert content == {
         "num_steps": 4,
         "num_drafted_tokens": 15,
@@ -113,8 +108,8 @@ def test_a_benchmark_without_drafts_has_none() -> None:
 def test_a_benchmark_tells_people() -> None:
     samples = measured(DraftStats(accepted_at=(0, 0, 0)), SOME)
     samples.load_duration.append(1.0)
-    content = {"results": results(samples, with_loads=False)}
-    content["results"]["steps_per_s"] = content["results"]["host_time_per_step_us"]["mean"] = 1.0
+    content = results(samples, with_loads=False)
+    content["steps_per_s"] = content["host_time_per_step_us"]["mean"] = 1.0
     last_line = summary(content).splitlines()[-1]
     assert last_line == (
         " drafts: 2.50 tokens a step, 50% of 30 accepted (80, 50, 20% by place); none in 2 steps: a whim]"

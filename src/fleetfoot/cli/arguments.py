@@ -11,8 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -31,13 +30,11 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def help_text(text: str, default: Any) -> str:
+def _help_text(text: str, default: Any) -> str:
     """Help with the default, if there is one to show. Percent signs are escaped for argparse."""
     if isinstance(default, bool):
-        text += f" (default: {'on' if default else 'off'})"
-    elif default is not None:
-        text += f" (default: {default})"
-    return text.replace("%", "%%")
+        default = "on" if default else "off"
+    return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
 
 
 def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
@@ -47,28 +44,40 @@ def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
 # --- engine settings --------------------------------------------------------------------------------------------------
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, leave_out: Collection[str] = ()) -> None:
-    """Add a flag for each field of `EngineConfig`, except those in ``leave_out``."""
+_VALUES: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}
+"""Type of a field -> type and name of the flag's value."""
+
+
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, *, leave_out: Collection[str] = (), takes_model: bool = False
+) -> None:
+    """Add a flag for each field of `EngineConfig`.
+
+    Args:
+        leave_out: fields that do not apply to the command.
+        takes_model: whether the model can also be given as a positional argument.
+    """
     group = parser.add_argument_group("engine")
-    hints = get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
         if field.name in leave_out:
             continue
         options: dict[str, Any] = {
             "dest": _ENGINE + field.name,
             "default": argparse.SUPPRESS,  # only given flags are passed on; EngineConfig has the defaults
-            "help": help_text(field.metadata["help"], field.default),
+            "help": _help_text(field.metadata["help"], field.default),
         }
-        value_type = _value_type(hints[field.name])
+        value_type = str(field.type).removesuffix(" | None")
         if "record" in field.metadata:
-            options |= {"type": str, "metavar": "JSON"}  # parsed by EngineConfig
-        elif value_type is bool:
-            options["action"] = argparse.BooleanOptionalAction
+            options["metavar"] = "JSON"  # parsed by EngineConfig
         elif "choices" in field.metadata:
             options["choices"] = field.metadata["choices"]
+        elif value_type == "bool":
+            options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = value_type
-            options["metavar"] = {int: "N", float: "X", str: "NAME"}[value_type]
+            options["type"], options["metavar"] = _VALUES[value_type]
+        if takes_model and field.name == "model":
+            options["action"] = _ModelAction
+            parser.add_argument(nargs="?", **options | {"metavar": "MODEL"})
         group.add_argument(_RENAMED_FLAGS.get(field.name, flag_of(field.name)), **options)
 
 
@@ -82,15 +91,6 @@ class _ModelAction(argparse.Action):
         if before != value:
             parser.error(f"two models are given, {before!r} and {value!r}; leave one out")
         setattr(namespace, self.dest, value)
-
-
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``MODEL`` and ``--model``. `add_engine_arguments` must then leave out the field ``model``."""
-    field = next(field for field in dataclasses.fields(EngineConfig) if field.name == "model")
-    text = help_text(field.metadata["help"], field.default)
-    options: dict[str, Any] = {"action": _ModelAction, "default": argparse.SUPPRESS, "help": text}
-    parser.add_argument(_ENGINE + field.name, nargs="?", metavar="MODEL", **options)
-    parser.add_argument("--model", dest=_ENGINE + field.name, metavar="NAME", **options)
 
 
 def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
@@ -110,19 +110,7 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return _given(arguments, _ENGINE)
 
 
-def _value_type(hint: Any) -> type:
-    """The type of a hint such as ``int | None`` or ``Literal["a", "b"]``."""
-    types = [argument for argument in get_args(hint) if argument is not NoneType]
-    if not types:
-        assert isinstance(hint, type)
-        return hint
-    return types[0] if isinstance(types[0], type) else type(types[0])
-
-
 # --- sampling parameters ----------------------------------------------------------------------------------------------
-
-NOT_A_FLAG = frozenset({"output_kind", "extra_args"})
-"""Fields of `SamplingParams` without a flag: set by the commands, or used by programs only."""
 
 
 def add_sampling_arguments(
@@ -140,17 +128,15 @@ def add_sampling_arguments(
         "What is not given here is as the model's generation_config.json says, and else as shown; --generation-config "
         "none leaves the file out.",
     )
-    for field in dataclasses.fields(SamplingParams):
-        if field.name in NOT_A_FLAG or field.name in leave_out:
+    shown = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    shown |= {name: "none" if value is None else value for name, value in defaults.items()}
+    for name, flag in _FLAGS.items():
+        if name in leave_out:
             continue
-        flag = _FLAGS[field.name]
-        shown = field.default
-        if field.name in defaults:
-            shown = "none" if defaults[field.name] is None else defaults[field.name]
         options: dict[str, Any] = {
-            "dest": _SAMPLING + field.name,
+            "dest": _SAMPLING + name,
             "default": argparse.SUPPRESS,  # only given flags override the model's own defaults
-            "help": help_text(flag.help, shown),
+            "help": _help_text(flag.help, shown[name]),
         }
         if flag.read is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -158,7 +144,7 @@ def add_sampling_arguments(
             options |= {"type": flag.read, "metavar": flag.metavar}
             if flag.is_list:
                 options |= {"action": "extend", "nargs": "+"}
-        group.add_argument(flag_of(field.name), **options)
+        group.add_argument(flag_of(name), **options)
 
 
 def sampling_params(
@@ -194,7 +180,7 @@ def _given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def integer_or_none(text: str) -> int | None:
+def _integer_or_none(text: str) -> int | None:
     """An integer, or ``none`` for no limit."""
     try:
         return None if text == "none" else int(text)
@@ -202,7 +188,7 @@ def integer_or_none(text: str) -> int | None:
         raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor 'none'") from None
 
 
-def token_ids(text: str) -> list[int]:
+def _token_ids(text: str) -> list[int]:
     """``1,2,3`` or ``1``."""
     try:
         return [int(part) for part in text.split(",")]
@@ -210,7 +196,7 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids; write 1 2 3 or 1,2,3") from None
 
 
-def json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     """``{"42": -1.5}``."""
     try:
         value = json.loads(text)
@@ -241,9 +227,9 @@ _FLAGS = {
     "min_p": _Flag(float, "sample from tokens at least this probable relative to the most probable one; 0 is off"),
     "seed": _Flag(int, "makes samples repeatable, whatever else runs; without it they follow from --engine-seed", "N"),
     "stop": _Flag(str, "strings that end the output when they appear in it", "TEXT", is_list=True),
-    "stop_token_ids": _Flag(token_ids, "tokens that end the output, beside the model's own", "ID", is_list=True),
+    "stop_token_ids": _Flag(_token_ids, "tokens that end the output, beside the model's own", "ID", is_list=True),
     "ignore_eos": _Flag(bool, "go on past the model's end tokens"),
-    "max_tokens": _Flag(integer_or_none, "most tokens to generate; 'none': as many as the model has room for", "N"),
+    "max_tokens": _Flag(_integer_or_none, "most tokens to generate; 'none': as many as the model has room for", "N"),
     "min_tokens": _Flag(int, "no end token before there are this many", "N"),
     "logprobs": _Flag(int, "return the logprobs of generated tokens and of this many best ones; -1: all", "N"),
     "prompt_logprobs": _Flag(int, "the same for the tokens of the prompt", "N"),
@@ -251,14 +237,15 @@ _FLAGS = {
     "skip_special_tokens": _Flag(bool, "leave special tokens out of the text"),
     "spaces_between_special_tokens": _Flag(bool, "put spaces between special tokens that are kept in the text"),
     "include_stop_str_in_output": _Flag(bool, "keep the stop string at the end of the text"),
-    "logit_bias": _Flag(json_object, "numbers to add to tokens' logits, as JSON: '{\"42\": -1.5}'", "JSON"),
-    "allowed_token_ids": _Flag(token_ids, "the only tokens that can be generated", "ID", is_list=True),
+    "logit_bias": _Flag(_json_object, "numbers to add to tokens' logits, as JSON: '{\"42\": -1.5}'", "JSON"),
+    "allowed_token_ids": _Flag(_token_ids, "the only tokens that can be generated", "ID", is_list=True),
     "bad_words": _Flag(str, "words that cannot be generated", "WORD", is_list=True),
     "truncate_prompt_tokens": _Flag(int, "keep this many tokens from the end of a prompt; -1: as many as fit", "N"),
 }
+"""For each field of `SamplingParams`, except ``output_kind``, which commands set, and ``extra_args``, for programs."""
 
 
-# --- sizes and addresses ----------------------------------------------------------------------------------------------
+# --- other flags ------------------------------------------------------------------------------------------------------
 
 _UNITS = {
     "": 1, "B": 1,

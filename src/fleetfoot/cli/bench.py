@@ -1,24 +1,34 @@
-"""`fleetfoot bench`: measures latency or throughput and prints JSON."""
+"""`fleetfoot bench`: measures latency or throughput and prints JSON. docs/benchmarks.md describes its fields."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
+import platform
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fleetfoot._version import __version__
 from fleetfoot.cli.arguments import add_engine_arguments, given_settings
-from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, run_load
-from fleetfoot.cli.bench_report import report, summary
-from fleetfoot.cli.bench_roofline import batch_floors, floor_report, measure_floor
-from fleetfoot.cli.command import Command, UsageError, add_command, started_engine, usage_errors
-from fleetfoot.cli.output import dump_object
-from fleetfoot.cli.prompts import read_prompts_file
+from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, results, run_load
+from fleetfoot.cli.bench_roofline import floor_report, measure_floor
+from fleetfoot.cli.command import (
+    Command,
+    UsageError,
+    add_command,
+    dump_object,
+    read_prompts_file,
+    started_engine,
+    steps_without_drafts,
+    usage_errors,
+)
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -36,7 +46,7 @@ _INPUT_LEN = Lengths(512, 512)
 """Default of the throughput benchmark."""
 
 
-# --- latency ---------------------------------------------------------------------------------------------------------
+# --- latency ----------------------------------------------------------------------------------------------------------
 
 
 def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,36 +59,30 @@ def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_latency(arguments: argparse.Namespace) -> int:
+    input_len, output_len, count = arguments.input_len, arguments.output_len, arguments.batch_size
     with _started(arguments) as (engine, start_s):
         workload = Workload(
             vocab_size=engine.input_processor.vocab_size,
-            input_len=Lengths(arguments.input_len, arguments.input_len),
-            output_len=Lengths(arguments.output_len, arguments.output_len),
+            input_len=Lengths(input_len, input_len),
+            output_len=Lengths(output_len, output_len),
             seed=arguments.seed,
         )
-        count = arguments.batch_size
         warm_up = [workload.random_requests(count, stream=(_WARM_UP, i)) for i in range(arguments.num_warmup)]
         measured = [workload.random_requests(count, stream=(_MEASURED, i)) for i in range(arguments.num_iters)]
         samples = _measure(engine, warm_up, measured, arguments.temperature)
         settings = _settings(arguments, "input_len", "output_len", "batch_size", "num_iters", "num_warmup")
-        floor = measure_floor(engine)
-        content = floor_report(floor, samples)
-        if floor is not None and content is not None:
-            content |= batch_floors(floor, count, arguments.input_len, arguments.output_len)
-        return _finish(report("latency", engine, start_s, settings, samples, content), arguments.output)
+        floor = floor_report(measure_floor(engine), samples, batch=(count, input_len, output_len))
+        content = results(samples, with_loads=True, floor=floor)
+        return _finish("latency", engine, start_s, settings, content, arguments.output)
 
 
-# --- throughput ------------------------------------------------------------------------------------------------------
+# --- throughput -------------------------------------------------------------------------------------------------------
 
 
 def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--num-prompts", None, "requests (default: 100, or all of --prompts-file)")
-    parser.add_argument(
-        "--input-len",
-        type=Lengths.parse,
-        metavar="N[:M]",
-        help=f"tokens of a prompt, or a range to draw from evenly, both ends included (default: {_INPUT_LEN})",
-    )
+    text = f"tokens of a prompt, or a range to draw from evenly, both ends included (default: {_INPUT_LEN})"
+    parser.add_argument("--input-len", type=Lengths.parse, metavar="N[:M]", help=text)
     parser.add_argument(
         "--output-len",
         type=Lengths.parse,
@@ -90,19 +94,15 @@ def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts-file", metavar="FILE", help="prompts to use instead of random tokens, as for `fleetfoot generate`"
     )
-    parser.add_argument(
-        "--request-rate",
-        type=_rate,
-        default=math.inf,
-        metavar="X",
-        help="requests that arrive in a second, at random times (a Poisson process); inf: all at once (default: inf)",
-    )
+    text = "requests that arrive in a second, at random times (a Poisson process); inf: all at once (default: inf)"
+    parser.add_argument("--request-rate", type=_rate, default=math.inf, metavar="X", help=text)
     _add_number(parser, "--num-warmup", 1, "requests before them that do not count", least=0)
     _add_shared_arguments(parser)
 
 
 def _run_throughput(arguments: argparse.Namespace) -> int:
     prompts = _dataset(arguments)
+    is_paced = math.isfinite(arguments.request_rate)
     with _started(arguments) as (engine, start_s):
         workload = Workload(
             vocab_size=engine.input_processor.vocab_size,
@@ -123,10 +123,11 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
             "num_prompts": len(requests),
             "input_len": str(workload.input_len) if prompts is None else None,
             "output_len": str(workload.output_len),
-            "request_rate": arguments.request_rate if math.isfinite(arguments.request_rate) else "inf",
+            "request_rate": arguments.request_rate if is_paced else "inf",
         }
-        floor = floor_report(measure_floor(engine), samples, is_paced=math.isfinite(arguments.request_rate))
-        return _finish(report("throughput", engine, start_s, settings, samples, floor), arguments.output)
+        floor = floor_report(measure_floor(engine), samples, is_paced=is_paced)
+        content = results(samples, with_loads=False, floor=floor)
+        return _finish("throughput", engine, start_s, settings, content, arguments.output)
 
 
 def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
@@ -145,7 +146,7 @@ def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
     return prompts[:count]
 
 
-# --- both ------------------------------------------------------------------------------------------------------------
+# --- both -------------------------------------------------------------------------------------------------------------
 
 
 def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
@@ -220,7 +221,7 @@ def _check_lengths(requests: Sequence[BenchRequest], engine: LLMEngine) -> None:
     limit = engine.input_processor.max_model_len
     for request in requests:
         with usage_errors():
-            input_len = _num_tokens(request.prompt, engine)
+            input_len = len(engine.process_inputs("", request.prompt, SamplingParams()).prompt_token_ids)
         if input_len + request.output_len > limit:
             raise UsageError(
                 f"{input_len} tokens of prompt and {request.output_len} of output are more than the {limit} that a "
@@ -228,28 +229,129 @@ def _check_lengths(requests: Sequence[BenchRequest], engine: LLMEngine) -> None:
             )
 
 
-def _num_tokens(prompt: PromptType, engine: LLMEngine) -> int:
-    """Number of tokens of a prompt; 0 for one that the engine will refuse."""
-    text: Any = prompt
-    if isinstance(prompt, dict):
-        if isinstance(token_ids := prompt.get("prompt_token_ids"), list):
-            return len(token_ids)
-        text = prompt.get("prompt")
-    return len(engine.tokenizer.encode(text)) if engine.tokenizer is not None and isinstance(text, str) else 0
+# --- the result -------------------------------------------------------------------------------------------------------
 
 
 def _settings(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in (*names, "temperature", "seed")}
 
 
-def _finish(content: dict[str, Any], output: str | None) -> int:
-    text = dump_object(content)
+def _finish(
+    benchmark: str,
+    engine: LLMEngine,
+    start_s: float,
+    settings: dict[str, Any],
+    measured: dict[str, Any],
+    output: str | None,
+) -> int:
+    text = dump_object(
+        {
+            "benchmark": benchmark,
+            "versions": _versions(),
+            "machine": _machine(engine.plan.device),
+            "engine": _engine(engine, start_s),
+            "settings": settings,
+            "results": measured,
+        }
+    )
     if output is None:
         print(text)
     else:
         Path(output).write_text(text + "\n", encoding="utf-8")
-    print(summary(content), file=sys.stderr)
+    print(summary(measured), file=sys.stderr)
     return 0
+
+
+def _versions() -> dict[str, str | None]:
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    versions: dict[str, str | None] = {"fleetfoot": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _machine(device: str) -> dict[str, Any]:
+    import torch
+
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_name() -> str:
+    """From /proc/cpuinfo; without it, the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _engine(engine: LLMEngine, start_s: float) -> dict[str, Any]:
+    plan, scheduler = engine.plan, engine.core.scheduler.config
+    return {
+        "architecture": plan.model.architecture,
+        "num_parameters": plan.model.num_parameters,
+        "dtype": plan.dtype,
+        "runner": engine.runner_name,
+        "runner_reasons": list(plan.reasons),
+        "max_model_len": engine.input_processor.max_model_len,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "block_size": scheduler.block_size,
+        "num_kv_blocks": scheduler.num_blocks,
+        "start_s": start_s,
+        "config": dataclasses.asdict(plan.config),
+    }
+
+
+def summary(measured: dict[str, Any]) -> str:
+    """Results in two lines of text, with one more each for the roofline and for drafts."""
+    times = [
+        f"{name.upper()} {measured[key]['mean']:.2f} ms (p99 {measured[key]['p99']:.2f})"
+        for name in ("ttft", "tpot", "itl")
+        if measured[key := f"{name}_ms"]["count"]
+    ]
+    times.append(f"host time {measured['host_time_per_step_us']['mean']:.0f} us a step")
+    return (
+        f"[{measured['num_requests']} requests in {measured['duration_s']:.2f} s: "
+        f"{measured['output_tokens_per_s']:.1f} output tokens/s, {measured['total_tokens_per_s']:.1f} tokens/s in all, "
+        f"{measured['steps_per_s']:.1f} steps/s\n"
+        f" {', '.join(times)}{_floor_summary(measured)}{_drafts_summary(measured['drafts'])}]"
+    )
+
+
+def _floor_summary(measured: dict[str, Any]) -> str:
+    floor = measured["floor"]
+    if floor is None or floor["share"] is None:
+        return ""
+    speed = f"{floor['copy_bandwidth_gb_s']:,.0f} GB/s and {floor['matmul_tflop_s']:.3g} TFLOP/s"
+    parts = [f"{100 * floor['share']:.0f}% of what {speed} could do"]
+    for key in ("ttft_ms", "tpot_ms"):
+        if key in floor and measured[key]["count"]:
+            share = 100 * floor[key] / measured[key]["mean"]
+            parts.append(f"{key[:4].upper()} {share:.0f}% of {floor[key]:.2f} ms")
+    return "\n " + ", ".join(parts)
+
+
+def _drafts_summary(drafts: dict[str, Any] | None) -> str:
+    if drafts is None:
+        return ""
+    text = "none were verified"
+    if drafts["acceptance_rate"] is not None:
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in drafts["acceptance_rate_at"])
+        text = (
+            f"{drafts['mean_acceptance_length']:.2f} tokens a step, {100 * drafts['acceptance_rate']:.0f}% of "
+            f"{drafts['num_drafted_tokens']} accepted ({rates}% by place)"
+        )
+    return f"\n drafts: {text}{steps_without_drafts(drafts['steps_without'])}"
 
 
 _LATENCY_HELP = "measure batches of equal requests, one batch after the other"

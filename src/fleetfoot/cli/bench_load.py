@@ -1,4 +1,7 @@
-"""The load of a benchmark: requests generated from a seed, and the loop that runs and measures them."""
+"""The load of a benchmark: requests generated from a seed, the loop that runs and measures them, and their statistics.
+
+docs/benchmarks.md describes every field of the results; change both together.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,31 @@ import argparse
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from statistics import fmean, quantiles
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.command import usage_errors
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 if TYPE_CHECKING:
     import numpy as np
 
     from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.engine.stats import StatsCollector, StepStats
-    from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
 TAKE_EVERY = 20_000
 """Samples after which they are moved out of the engine's collector, which keeps a limited number."""
+PERCENTILES = (50, 90, 95, 99)
 
 _ARRIVALS = 1 << 30
 """Random stream of arrival times; requests use others."""
+_NO_COUNTERS = SchedulerStats(0, 0, 0.0, 0, 0, 0)
+_MS, _US = 1e3, 1e6
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -96,8 +103,7 @@ class Workload:
 
     def dataset_requests(self, prompts: Sequence[PromptType], *, stream: tuple[int, ...]) -> list[BenchRequest]:
         """Requests with given prompts."""
-        output_lens = self.output_len.draw(self._rng(*stream), len(prompts))
-        return [BenchRequest(prompt, output_len) for prompt, output_len in zip(prompts, output_lens, strict=True)]
+        return list(map(BenchRequest, prompts, self.output_len.draw(self._rng(*stream), len(prompts))))
 
     def with_arrivals(self, requests: Sequence[BenchRequest], rate: float) -> list[BenchRequest]:
         """Add the arrival times of a Poisson process of ``rate`` per second; an infinite rate adds none."""
@@ -118,7 +124,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Token counts of one finished request, from which the cost of its attention follows."""
+    """Token counts of one finished request."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -140,19 +146,10 @@ class Samples:
     """Total time in the engine's steps."""
     work: list[Work] = field(default_factory=list)
     """Of each request."""
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    drafts: DraftStats | None = None
-    """From the first load to the last; None before the first."""
-    drafts_before: DraftStats | None = None
-    """Counters before the first load."""
-    transfers: TransferStats | None = None
-    """As ``drafts``."""
-    transfers_before: TransferStats | None = None
+    before: SchedulerStats | None = None
+    """Counters of the scheduler before the first load."""
+    after: SchedulerStats | None = None
+    """The same after the last load."""
 
     def take(self, collector: StatsCollector) -> None:
         """Move the collector's samples here."""
@@ -160,16 +157,6 @@ class Samples:
         self.tpot += collector.tpot
         self.steps += collector.steps
         collector.clear_samples()
-
-    def add_scheduler(self, before: SchedulerStats, after: SchedulerStats) -> None:
-        """Add the difference of the scheduler's counters."""
-        self.num_preemptions += after.num_preemptions - before.num_preemptions
-        self.prefix_cache_queries += after.prefix_cache_queries - before.prefix_cache_queries
-        self.prefix_cache_hits += after.prefix_cache_hits - before.prefix_cache_hits
-        self.drafts_before = self.drafts_before or before.drafts
-        self.drafts = after.drafts.since(self.drafts_before)
-        self.transfers_before = self.transfers_before or before.transfers
-        self.transfers = after.transfers.since(self.transfers_before)
 
     def add_finished(self, output: RequestOutput, due_ts: float | None) -> None:
         """Add a finished request.
@@ -182,11 +169,8 @@ class Samples:
         begin = metrics.queued_ts if due_ts is None else due_ts
         self.ttft.append(metrics.first_token_ts - begin)
         self.request_latency.append(metrics.last_token_ts - begin)
-        prompt_len = len(output.prompt_token_ids)
-        self.work.append(Work(prompt_len, output.num_cached_tokens, metrics.num_generation_tokens))
-        self.num_requests += 1
-        self.num_prompt_tokens += prompt_len
-        self.num_output_tokens += metrics.num_generation_tokens
+        num_tokens = len(output.prompt_token_ids), output.num_cached_tokens, metrics.num_generation_tokens
+        self.work.append(Work(*num_tokens))
 
 
 def run_load(
@@ -213,7 +197,7 @@ def run_load(
     """
     collector = engine.stats_collector
     collector.clear_samples()
-    before = engine.stats().scheduler
+    samples.before = samples.before or engine.stats().scheduler
     waiting = deque(enumerate(requests))
     begin = clock()
     while waiting or engine.has_unfinished_requests():
@@ -227,7 +211,9 @@ def run_load(
         outputs = engine.step()
         samples.in_steps += clock() - step_begin
         for output in outputs:
-            _check(output)
+            for completion in output.outputs:
+                if completion.finish_reason == "error":
+                    raise RuntimeError(f"request {output.request_id} has failed: {completion.stop_reason}")
             due_s = requests[int(output.request_id)].due_s
             samples.add_finished(output, None if due_s is None else begin + due_s)
             on_finished(output)
@@ -235,7 +221,7 @@ def run_load(
             samples.take(collector)
     samples.load_duration.append(clock() - begin)
     samples.take(collector)
-    samples.add_scheduler(before, engine.stats().scheduler)
+    samples.after = engine.stats().scheduler
 
 
 def _add(engine: LLMEngine, number: int, request: BenchRequest, temperature: float) -> None:
@@ -249,7 +235,98 @@ def _add(engine: LLMEngine, number: int, request: BenchRequest, temperature: flo
         engine.add_request(str(number), request.prompt, params)
 
 
-def _check(output: RequestOutput) -> None:
-    for completion in output.outputs:
-        if completion.finish_reason == "error":
-            raise RuntimeError(f"request {output.request_id} has failed: {completion.stop_reason}")
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def results(samples: Samples, *, with_loads: bool, floor: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Statistics of the samples.
+
+    Args:
+        floor: as returned by `fleetfoot.cli.bench_roofline.floor_report`.
+        with_loads: include the durations of single loads (the batches of a latency benchmark).
+    """
+    before, after = samples.before or _NO_COUNTERS, samples.after or _NO_COUNTERS
+    duration = sum(samples.load_duration)
+    steps, num_steps, num_requests = samples.steps, len(samples.steps), len(samples.work)
+    num_prompt_tokens = sum(work.num_prompt_tokens for work in samples.work)
+    num_output_tokens = sum(work.num_output_tokens for work in samples.work)
+    in_runner = sum(step.execute_s for step in steps)
+    host = sum(step.host_s for step in steps)
+    queried = after.prefix_cache_queries - before.prefix_cache_queries
+    hits = after.prefix_cache_hits - before.prefix_cache_hits
+    return {
+        "duration_s": duration,
+        "num_requests": num_requests,
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_output_tokens": num_output_tokens,
+        "requests_per_s": _ratio(num_requests, duration),
+        "output_tokens_per_s": _ratio(num_output_tokens, duration),
+        "total_tokens_per_s": _ratio(num_prompt_tokens + num_output_tokens, duration),
+        "ttft_ms": distribution(samples.ttft, _MS),
+        "tpot_ms": distribution(samples.tpot, _MS),
+        "itl_ms": distribution(samples.itl, _MS),
+        "request_latency_ms": distribution(samples.request_latency, _MS),
+        **({"batch_latency_ms": distribution(samples.load_duration, _MS)} if with_loads else {}),
+        "num_steps": num_steps,
+        "steps_per_s": _ratio(num_steps, duration),
+        "requests_per_step": _ratio(sum(step.num_requests for step in steps), num_steps),
+        "tokens_per_step": _ratio(sum(step.num_tokens for step in steps), num_steps),
+        "host_time_per_step_us": distribution((step.host_s for step in steps), _US),
+        "schedule_time_per_step_us": distribution((step.schedule_s for step in steps), _US),
+        "update_time_per_step_us": distribution((step.update_s for step in steps), _US),
+        "output_time_per_step_us": _ratio((samples.in_steps - in_runner - host) * _US, num_steps),
+        "runner_time_per_step_ms": distribution((step.execute_s for step in steps), _MS),
+        "runner_share": _ratio(in_runner, duration),
+        "prefix_cache": {"queried_tokens": queried, "hit_tokens": hits, "hit_rate": _ratio(hits, queried)},
+        "num_preemptions": after.num_preemptions - before.num_preemptions,
+        "drafts": _drafts(after.drafts.since(before.drafts)),
+        "kv_transfer": _transfers(after.transfers.since(before.transfers)),
+        "floor": floor,
+    }
+
+
+def _drafts(drafts: DraftStats) -> dict[str, Any] | None:
+    """Of speculative decoding; None if it is off."""
+    if not drafts.accepted_at:
+        return None
+    has_any = drafts.num_rows > 0
+    return {
+        "num_steps": drafts.num_steps,
+        "num_drafted_tokens": drafts.num_drafted,
+        "num_accepted_tokens": drafts.num_accepted,
+        "mean_acceptance_length": drafts.mean_acceptance_length if has_any else None,
+        "acceptance_rate": drafts.acceptance_rate if has_any else None,
+        "acceptance_rate_at": list(drafts.acceptance_rates) if has_any else None,
+        "steps_without": drafts.off,
+        "off_reason": drafts.off_reason or None,
+    }
+
+
+def _transfers(transfers: TransferStats) -> dict[str, Any] | None:
+    """Of the KV connector; None if there is none or it was idle."""
+    if not (transfers.loads_started or transfers.counters):
+        return None
+    return {
+        "loads_done": transfers.loads_done,
+        "loads_failed": transfers.loads_failed,
+        "loads_timed_out": transfers.loads_timed_out,
+        "loaded_tokens": transfers.tokens_loaded,
+        "counters": transfers.counters,
+    }
+
+
+def distribution(values: Iterable[float], scale: float) -> dict[str, float | int | None]:
+    """Mean, percentiles, maximum and count of ``values`` times ``scale``; null for all but the count if there are none.
+
+    Percentiles are interpolated between the two nearest samples.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        return dict.fromkeys(["mean", *(f"p{percent}" for percent in PERCENTILES), "max"]) | {"count": 0}
+    cuts = quantiles(ordered if len(ordered) > 1 else 2 * ordered, n=100, method="inclusive")
+    percentiles = {f"p{percent}": cuts[percent - 1] * scale for percent in PERCENTILES}
+    return {"mean": fmean(ordered) * scale, **percentiles, "max": ordered[-1] * scale, "count": len(ordered)}
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -12,14 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from fleetfoot.cli.bench_load import Samples
     from fleetfoot.engine.engine import LLMEngine
 
@@ -62,9 +61,7 @@ class Costs:
 
     def positions(self, first: int, count: int) -> int:
         """Positions that ``count`` tokens in a row see, the first of them at ``first``: of all tokens and layers."""
-        return sum(
-            num_layers * _positions(first, count, window) for window, num_layers in Counter(self.windows).items()
-        )
+        return sum(layers * _positions(first, count, window) for window, layers in Counter(self.windows).items())
 
 
 def _positions(first: int, count: int, window: int | None) -> int:
@@ -128,11 +125,14 @@ def measure_floor(engine: LLMEngine) -> Roofline | None:
     return Roofline(Costs.of(plan.model, plan.dtype), peak_rates)
 
 
-def floor_report(floor: Roofline | None, samples: Samples, *, is_paced: bool = False) -> dict[str, Any] | None:
-    """Least time of the steps that were run, and its share of the time that they took.
+def floor_report(
+    floor: Roofline | None, samples: Samples, *, is_paced: bool = False, batch: tuple[int, int, int] | None = None
+) -> dict[str, Any] | None:
+    """Least time of the steps that were run, and its share of the time that they took; None without a roofline.
 
     Args:
         is_paced: requests arrived over time, so the duration includes waiting; the share is then None.
+        batch: size, input length and output length of batches of equal requests; adds `batch_floors`.
     """
     if floor is None:
         return None
@@ -150,6 +150,7 @@ def floor_report(floor: Roofline | None, samples: Samples, *, is_paced: bool = F
         "linear_s": linear,
         "attention_s": attention,
         "share": None if is_paced or not duration else (linear + attention) / duration,
+        **({} if batch is None else batch_floors(floor, *batch)),
     }
 
 
@@ -178,25 +179,12 @@ def measure_peak_rates(device: str, dtype: str) -> PeakRates:
     """
     import torch
 
-    return PeakRates(_copy_rate(device), _matmul_rate(device, getattr(torch, dtype)))
-
-
-def _copy_rate(device: str) -> float:
-    import torch
-
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source), device)
-
-
-def _matmul_rate(device: str, dtype: torch.dtype) -> float:
-    import torch
-
+    copy_s = _seconds(partial(torch.empty_like(source).copy_, source), device)
     size = _MATRIX_SIZE[device]
-    a = torch.randn(size, size, dtype=dtype, device=device)
-    b = torch.randn_like(a)
-    out = torch.empty_like(a)
-    return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out), device)
+    a = torch.randn(size, size, dtype=getattr(torch, dtype), device=device)
+    matmul_s = _seconds(partial(torch.mm, a, torch.randn_like(a), out=torch.empty_like(a)), device)
+    return PeakRates(2 * _COPY_BYTES / copy_s, 2 * size**3 / matmul_s)
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,7 @@ from fleetfoot.cli.arguments import (
     check_sampling_arguments,
     sampling_params,
 )
-from fleetfoot.cli.command import Command, UsageError, started_engine, usage_errors
-from fleetfoot.cli.output import count, numbers_line
+from fleetfoot.cli.command import Command, UsageError, count, numbers_line, started_engine, usage_errors
 from fleetfoot.inputs import ChatMessage
 from fleetfoot.outputs import CompletionOutput, RequestMetrics
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
@@ -62,11 +62,9 @@ def _run(arguments: argparse.Namespace) -> int:
     with started_engine(arguments) as (engine, _):
         with usage_errors():
             params = sampling_params(arguments, RequestOutputKind.DELTA, engine.input_processor.sampling_defaults)
-        tokenizer = engine.tokenizer
-        assert tokenizer is not None  # chat has no --skip-tokenizer-init
-        template = _chat_template(arguments.chat_template, tokenizer, engine.plan.config.model)
-        chat = Chat(engine, tokenizer, params, Conversation(arguments.system), template)
-        return chat.run()
+        assert engine.tokenizer is not None  # chat has no --skip-tokenizer-init
+        template = _chat_template(arguments.chat_template, engine.tokenizer, engine.plan.config.model)
+        return _Chat(engine, engine.tokenizer, params, Conversation(arguments.system), template).run()
 
 
 def _chat_template(given: str | None, tokenizer: Tokenizer, model: str) -> str | None:
@@ -102,49 +100,40 @@ class Conversation:
         """End a turn."""
         self.turns[-1].append({"role": "assistant", "content": text})
 
-    def take_back(self) -> None:
-        """Remove the last turn."""
-        self.turns.pop()
-
-    def reset(self) -> None:
-        """Remove all turns; the system message stays."""
-        self.turns.clear()
-
     def messages(self, first: int = 0) -> list[ChatMessage]:
         """The system message, and the turns from index ``first`` on."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return system + [message for turn in self.turns[first:] for message in turn]
 
+    def fit(
+        self, tokenize: Callable[[list[ChatMessage]], list[int]], *, limit: int, reserve: int
+    ) -> tuple[list[int], int]:
+        """The prompt for the next reply. A conversation that is too long loses its oldest turns.
 
-def fit(
-    conversation: Conversation, tokenize: Callable[[list[ChatMessage]], list[int]], *, limit: int, reserve: int
-) -> tuple[list[int], int]:
-    """The prompt for the next reply. A conversation that is too long loses its oldest turns.
+        Args:
+            tokenize: renders messages as token ids.
+            limit: most tokens of prompt and reply together.
+            reserve: tokens to keep free for the reply, unless the last message alone leaves fewer.
 
-    Args:
-        tokenize: renders messages as token ids.
-        limit: most tokens of prompt and reply together.
-        reserve: tokens to keep free for the reply, unless the last message alone leaves fewer.
+        Returns:
+            The prompt's token ids, and the number of dropped turns.
 
-    Returns:
-        The prompt's token ids, and the number of dropped turns.
-
-    Raises:
-        ValueError: the last message is too long; the conversation has not changed.
-    """
-    for first in range(len(conversation.turns)):
-        token_ids = tokenize(conversation.messages(first))
-        is_last = first == len(conversation.turns) - 1
-        if len(token_ids) + reserve <= limit or (is_last and len(token_ids) < limit):
-            del conversation.turns[:first]
-            return token_ids, first
-    raise ValueError(
-        f"the message makes a prompt of {len(token_ids)} tokens, and there is room for {limit - 1}; "
-        f"shorten it, or raise max_model_len where the model allows"
-    )
+        Raises:
+            ValueError: the last message is too long; the conversation has not changed.
+        """
+        last = len(self.turns) - 1
+        for first in range(last + 1):
+            token_ids = tokenize(self.messages(first))
+            if len(token_ids) + reserve <= limit or (first == last and len(token_ids) < limit):
+                del self.turns[:first]
+                return token_ids, first
+        raise ValueError(
+            f"the message makes a prompt of {len(token_ids)} tokens, and there is room for {limit - 1}; "
+            f"shorten it, or raise max_model_len where the model allows"
+        )
 
 
-class Chat:
+class _Chat:
     """Reads turns and generates a reply to each."""
 
     def __init__(
@@ -153,13 +142,11 @@ class Chat:
         tokenizer: Tokenizer,
         params: SamplingParams,
         conversation: Conversation,
-        template: str | None = None,
+        template: str | None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._tokenizer, self._params, self._template = engine, tokenizer, params, template
         self._limit = engine.max_request_len
-        self._tokenizer, self._params, self._template = tokenizer, params, template
-        self.conversation = conversation
-        self._title = f"{engine.plan.config.model} on {engine.plan.device}, runner {engine.runner_name}"
+        self._conversation = conversation
         self._replies: list[RequestMetrics] = []
         self._num_requests = 0
         self._last_s = 0.0
@@ -168,7 +155,9 @@ class Chat:
     def run(self) -> int:
         """Run until the input ends or /exit. Returns 1 if a piped turn was refused or failed."""
         if self._is_interactive:
-            _print_status(f"{self._title}. /help shows the commands.")
+            engine = self._engine
+            title = f"{engine.plan.config.model} on {engine.plan.device}, runner {engine.runner_name}"
+            _print_status(f"{title}. /help shows the commands.")
         failed = False
         for line in self._lines():
             if line.startswith("/"):
@@ -179,10 +168,8 @@ class Chat:
         return 1 if failed and not self._is_interactive else 0
 
     def _lines(self) -> Iterator[str]:
-        if sys.stdin is None:
-            return
         if not self._is_interactive:
-            for line in sys.stdin:
+            for line in sys.stdin or ():
                 yield line.rstrip("\r\n")
             return
         with contextlib.suppress(ImportError):
@@ -194,8 +181,6 @@ class Chat:
                 _print_status("")
                 return
 
-    # --- commands ---------------------------------------------------------------------------------------------------
-
     def _run_command(self, line: str) -> bool:
         """Run a line that begins with a slash. Returns False for /exit."""
         name, *rest = line.split(maxsplit=1)
@@ -205,13 +190,11 @@ class Chat:
             case "/help":
                 _print_status(_COMMANDS)
             case "/reset":
-                self.conversation.reset()
+                self._conversation.turns.clear()
                 _print_status("the conversation is forgotten")
             case "/system":
-                self.conversation.system = rest[0].strip() if rest else None
-                _print_status(
-                    "the system message is set" if self.conversation.system else "there is no system message now"
-                )
+                self._conversation.system = rest[0].strip() if rest else None
+                _print_status("the system message is set" if rest else "there is no system message now")
             case "/stats":
                 _print_status(self._stats())
             case unknown:
@@ -225,44 +208,38 @@ class Chat:
         return (
             f"last reply: {numbers_line(self._replies[-1:], self._last_s)}\n"
             f"chat: {count(len(self._replies), 'reply', 'replies')}, "
-            f"{count(len(self.conversation.turns), 'turn')} remembered, {stats.num_prompt_tokens} tokens in "
+            f"{count(len(self._conversation.turns), 'turn')} remembered, {stats.num_prompt_tokens} tokens in "
             f"({stats.scheduler.prefix_cache_hits} from the prefix cache), {stats.num_generation_tokens} out"
         )
 
-    # --- a turn -----------------------------------------------------------------------------------------------------
-
     def _turn(self, text: str) -> bool:
         """Print the reply to a message; a turn without one is dropped. Returns False on an error."""
-        self.conversation.ask(text)
+        self._conversation.ask(text)
         try:
             reply = self._reply(self._prompt())
         except (ValueError, TypeError) as error:  # refused before anything was generated; the chat continues
             reply = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
         if reply.text or reply.finish_reason in ("stop", "length"):
-            self.conversation.answer(reply.text)
+            self._conversation.answer(reply.text)
         else:
-            self.conversation.take_back()
-        has_failed = reply.finish_reason == "error"
-        if has_failed:
+            self._conversation.turns.pop()
+        if reply.finish_reason == "error":
             _print_status(f"fleetfoot chat: error: {reply.stop_reason}")
         elif reply.finish_reason == "abort":
             _print_status("(stopped)" if reply.text else "(stopped before the first word: the turn is forgotten)")
-        return not has_failed
+        return reply.finish_reason != "error"
 
     def _prompt(self) -> list[int]:
         """Token ids of the conversation; drops its oldest turns if it is too long."""
         reserve = self._limit // 4
         if self._params.max_tokens is not None:
             reserve = min(reserve, self._params.max_tokens)
-        token_ids, num_dropped = fit(self.conversation, self._tokenize, limit=self._limit, reserve=reserve)
+        tokenize = partial(self._tokenizer.apply_chat_template_ids, chat_template=self._template)
+        token_ids, num_dropped = self._conversation.fit(tokenize, limit=self._limit, reserve=reserve)
         if num_dropped:
-            _print_status(
-                f"(the conversation grew too long; forgotten from its beginning: {count(num_dropped, 'turn')})"
-            )
+            turns = count(num_dropped, "turn")
+            _print_status(f"(the conversation grew too long; forgotten from its beginning: {turns})")
         return token_ids
-
-    def _tokenize(self, messages: list[ChatMessage]) -> list[int]:
-        return self._tokenizer.apply_chat_template_ids(messages, chat_template=self._template)
 
     def _reply(self, token_ids: list[int]) -> CompletionOutput:
         """Stream one reply to standard output; returns it with its whole text.
@@ -277,22 +254,20 @@ class Chat:
         params = dataclasses.replace(self._params, max_tokens=max_tokens)
         begin = time.perf_counter()
         self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
-        parts: list[str] = []
-        is_stopping = False
+        text = ""
         with StopSignal() as stop:
             while True:
                 for output in self._engine.step():
                     completion = output.outputs[0]
-                    parts.append(completion.text)
+                    text += completion.text
                     print(completion.text, end="", flush=True)
                     if output.finished:
                         print(flush=True)
                         self._replies.append(output.metrics)
                         self._last_s = time.perf_counter() - begin
-                        completion.text = "".join(parts)
+                        completion.text = text
                         return completion
-                if stop.is_set and not is_stopping:
-                    is_stopping = True
+                if stop.is_set:
                     self._engine.abort_request(request_id)
 
 

@@ -1,18 +1,27 @@
-"""What a command of the CLI is, how it reports wrong usage, and how it starts an engine."""
+"""What commands share: their form, usage errors, the engine's start, prompts, and numbers as text."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.arguments import engine_config
+from fleetfoot.inputs import PromptType
+from fleetfoot.outputs import RequestMetrics
+from fleetfoot.scheduler.stats import DraftStats
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
+
+STORY_OPENING = "Once upon a time, by the sea, there lived"
+"""The default prompt: the embedded model tells stories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +94,110 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
         yield engine, time.perf_counter() - begin
     finally:
         engine.shutdown()
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(texts: Sequence[str], file: str | None) -> list[PromptType]:
+    """Prompts from flags, then from a file; without either, standard input as one prompt, or `STORY_OPENING`.
+
+    Args:
+        file: as for `read_prompts_file`.
+
+    Raises:
+        UsageError: the file cannot be read or has no prompts.
+    """
+    prompts: list[PromptType] = [*texts, *([] if file is None else read_prompts_file(file))]
+    if not prompts and sys.stdin is not None and not sys.stdin.isatty():
+        prompts = [_read_stdin().removesuffix("\n").removesuffix("\r") or STORY_OPENING]
+    return prompts or [STORY_OPENING]
+
+
+def read_prompts_file(file: str) -> list[PromptType]:
+    """One prompt for each line that is not blank.
+
+    Args:
+        file: a prompt on each line, or a JSON object if the name ends in ``.jsonl``; ``-`` is standard input.
+
+    Raises:
+        UsageError: names the file, and the line that is not a prompt.
+    """
+    try:
+        content = _read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--prompts-file {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompts-file {file} is not UTF-8 text: {error}") from error
+    lines = [(number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise UsageError(f"--prompts-file {file} holds no prompt: it has no line that is not blank")
+    if file.endswith(".jsonl"):
+        return [_read_json_prompt(line, f"{file}, line {number}") for number, line in lines]
+    return [line.removesuffix("\r") for _, line in lines]
+
+
+def _read_json_prompt(line: str, where: str) -> Any:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, dict) or not value.keys() & {"prompt", "prompt_token_ids"}:
+        raise UsageError(f'{where} is no prompt; write {{"prompt": "..."}} or {{"prompt_token_ids": [...]}}')
+    return value  # the engine validates the values
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise UsageError("standard input is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not {sys.stdin.encoding} text: {error}") from error
+
+
+# --- numbers as text --------------------------------------------------------------------------------------------------
+
+
+def dump_object(value: dict[str, Any]) -> str:
+    """Indented ASCII JSON. NaN and infinity raise ValueError."""
+    return json.dumps(value, indent=2, allow_nan=False)
+
+
+def numbers_line(metrics: Sequence[RequestMetrics], duration_s: float) -> str:
+    """``TTFT 12.1 ms, TPOT 3.2 ms, 312.5 tokens/s``; means over several requests.
+
+    Args:
+        metrics: of the finished requests.
+        duration_s: from the first request's arrival to the last token.
+    """
+    ttft = [request.first_token_latency for request in metrics if request.first_token_ts]
+    tpot = [request.time_per_output_token for request in metrics if request.num_generation_tokens > 1]
+    num_tokens = sum(request.num_generation_tokens for request in metrics)
+    parts = [
+        f"{name}{' (mean)' if len(values) > 1 else ''} {sum(values) / len(values) * 1e3:.1f} ms"
+        for name, values in (("TTFT", ttft), ("TPOT", tpot))
+        if values
+    ]
+    if duration_s > 0:
+        parts.append(f"{num_tokens / duration_s:.1f} tokens/s")
+    return ", ".join(parts)
+
+
+def drafts_line(drafts: DraftStats) -> str:
+    """``drafts: 3.42 tokens a step, 81% of 1200 accepted``; then the number of steps without drafts, by reason."""
+    text = "none were verified"
+    if drafts.num_rows:
+        rate = f"{100 * drafts.acceptance_rate:.0f}%"
+        text = f"{drafts.mean_acceptance_length:.2f} tokens a step, {rate} of {drafts.num_drafted} accepted"
+    return f"drafts: {text}{steps_without_drafts(drafts.off)}"
+
+
+def steps_without_drafts(off: dict[str, int]) -> str:
+    """``; none in 2 steps: REASON`` for each reason."""
+    return "".join(f"; none in {count(steps, 'step')}: {reason}" for reason, steps in off.items())
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """``1 prompt``, ``2 prompts``."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fleetfoot.cli.arguments import (
     add_engine_arguments,
@@ -13,18 +17,28 @@ from fleetfoot.cli.arguments import (
     check_sampling_arguments,
     sampling_params,
 )
-from fleetfoot.cli.command import Command, UsageError, started_engine, usage_errors
-from fleetfoot.cli.output import TextPrinter, count, drafts_line, dump_array, numbers_line, request_json
-from fleetfoot.cli.prompts import read_prompts
+from fleetfoot.cli.command import (
+    Command,
+    UsageError,
+    count,
+    drafts_line,
+    numbers_line,
+    read_prompts,
+    started_engine,
+    usage_errors,
+)
+from fleetfoot.config import env
 from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
+    from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 256
+BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 
 _EPILOG = """\
 --json prints an array with an object for each prompt:
@@ -69,7 +83,8 @@ def _run(arguments: argparse.Namespace) -> int:
         with usage_errors():
             params = sampling_params(arguments, kind, engine.input_processor.sampling_defaults)
         request_ids = _add_requests(engine, prompts, params)
-        printer = _printer(engine, request_ids, params)
+        has_text = engine.tokenizer is not None and params.detokenize
+        printer = TextPrinter(sys.stdout, request_ids, params.n, engine.tokenizer, has_text=has_text)
         begin = time.perf_counter()
         finished = _generate(engine, request_ids, printer if arguments.stream else None)
         duration_s = time.perf_counter() - begin
@@ -95,11 +110,7 @@ def _add_requests(engine: LLMEngine, prompts: list[PromptType], params: Sampling
 
 
 def _generate(engine: LLMEngine, request_ids: list[str], printer: TextPrinter | None) -> list[RequestOutput]:
-    """Step until all requests have ended; a printer gets every output.
-
-    Returns:
-        The last output of each request, in order.
-    """
+    """Step until all requests have ended; a printer gets every output. Returns the last ones, in order."""
     finished: dict[str, RequestOutput] = {}
     show_bar = printer is None and sys.stderr.isatty()
     with progress_bar(show_bar, total=len(request_ids), description="Generating") as advance:
@@ -111,23 +122,6 @@ def _generate(engine: LLMEngine, request_ids: list[str], printer: TextPrinter | 
                     finished[output.request_id] = output
                     advance(output.metrics.num_generation_tokens)
     return [finished[request_id] for request_id in request_ids]
-
-
-def _printer(engine: LLMEngine, request_ids: list[str], params: SamplingParams) -> TextPrinter:
-    tokenizer = engine.tokenizer
-
-    def show_prompt(output: RequestOutput) -> str:
-        if output.prompt is not None:
-            return output.prompt
-        if tokenizer is not None:
-            return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
-        return " ".join(map(str, output.prompt_token_ids))
-
-    def show_tokens(token_ids: list[int]) -> str:
-        return "".join(f" {token_id}" for token_id in token_ids)
-
-    makes_text = tokenizer is not None and params.detokenize
-    return TextPrinter(sys.stdout, request_ids, params.n, show_prompt, None if makes_text else show_tokens)
 
 
 def _summary(engine: LLMEngine, finished: list[RequestOutput], duration_s: float, start_s: float) -> str:
@@ -144,17 +138,152 @@ def _summary(engine: LLMEngine, finished: list[RequestOutput], duration_s: float
 
 
 def _report_errors(finished: list[RequestOutput]) -> int:
-    failed = 0
+    exit_code = 0
     for number, output in enumerate(finished, start=1):
         for completion in output.outputs:
             if completion.finish_reason == "error":
-                failed += 1
-                print(
-                    f"fleetfoot generate: error: prompt {number}, output {completion.index + 1}: "
-                    f"{completion.stop_reason}",
-                    file=sys.stderr,
-                )
-    return 1 if failed else 0
+                exit_code = 1
+                where = f"prompt {number}, output {completion.index + 1}"
+                print(f"fleetfoot generate: error: {where}: {completion.stop_reason}", file=sys.stderr)
+    return exit_code
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def dump_array(values: Sequence[dict[str, Any]]) -> str:
+    """ASCII JSON with one entry per line: with indentation, each token id would take a line."""
+    return "[\n" + ",\n".join(json.dumps(value, allow_nan=False) for value in values) + "\n]"
+
+
+def request_json(output: RequestOutput) -> dict[str, Any]:
+    """One request; has ``prompt_logprobs`` if they were requested."""
+    content: dict[str, Any] = {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [_completion_json(completion) for completion in output.outputs],
+        "metrics": _metrics_json(output),
+    }
+    if output.prompt_logprobs is not None:
+        content["prompt_logprobs"] = [_logprobs_json(entry) for entry in output.prompt_logprobs]
+    return content
+
+
+def _completion_json(completion: CompletionOutput) -> dict[str, Any]:
+    logprobs = completion.logprobs
+    return {
+        **{name: getattr(completion, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")},
+        "logprobs": None if logprobs is None else [_logprobs_json(entry) for entry in logprobs],
+        "cumulative_logprob": _finite(completion.cumulative_logprob),
+    }
+
+
+def _logprobs_json(entry: dict[int, Logprob] | None) -> dict[str, Any] | None:
+    if entry is None:  # the first token of a prompt
+        return None
+    return {
+        str(token_id): {"logprob": _finite(item.logprob), "rank": item.rank, "decoded_token": item.decoded_token}
+        for token_id, item in entry.items()
+    }
+
+
+def _metrics_json(output: RequestOutput) -> dict[str, Any]:
+    metrics = output.metrics
+    has_token = metrics.first_token_ts > 0
+    return {
+        "arrival_time": metrics.arrival_time,
+        "ttft_ms": metrics.first_token_latency * 1e3 if has_token else None,
+        "tpot_ms": metrics.time_per_output_token * 1e3 if metrics.num_generation_tokens > 1 else None,
+        "latency_ms": (metrics.last_token_ts - metrics.queued_ts) * 1e3 if has_token else None,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "num_generation_tokens": metrics.num_generation_tokens,
+        "num_drafted_tokens": metrics.num_drafted_tokens,
+        "num_accepted_tokens": metrics.num_accepted_tokens,
+    }
+
+
+def _finite(number: float | None) -> float | None:
+    """None for NaN and infinity, which JSON does not have."""
+    return number if number is not None and math.isfinite(number) else None
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+class TextPrinter:
+    """Prints sequences in the order of the requests, whatever the order in which their outputs arrive.
+
+    The current sequence is printed as its text is generated. Text of later ones is buffered until they are current.
+
+    Args:
+        file: where to print.
+        request_ids: of all requests, in order.
+        num_copies: sequences of each request.
+        tokenizer: for prompts of token ids alone; None: they are shown as numbers.
+        has_text: whether outputs have text, else token ids are shown.
+    """
+
+    def __init__(
+        self,
+        file: TextIO,
+        request_ids: list[str],
+        num_copies: int,
+        tokenizer: Tokenizer | None = None,
+        *,
+        has_text: bool = True,
+    ) -> None:
+        self._file, self._tokenizer, self._has_text = file, tokenizer, has_text
+        self._headings = {
+            (request_id, copy): _heading((number, len(request_ids)), (copy, num_copies))
+            for number, request_id in enumerate(request_ids)
+            for copy in range(num_copies)
+        }
+        self._waiting = deque(self._headings)
+        self._texts: dict[tuple[str, int], list[str]] = {}
+        self._ended: set[tuple[str, int]] = set()
+        self._bold = (BOLD, PLAIN) if file.isatty() and not env.no_color() else ("", "")
+
+    def add(self, output: RequestOutput) -> None:
+        """Print what can be printed.
+
+        Args:
+            output: a delta, or a request's only output.
+        """
+        for completion in output.outputs:
+            key = (output.request_id, completion.index)
+            if key not in self._texts:
+                self._texts[key] = [self._headings[key], self._prompt_text(output)]
+            if key not in self._ended:
+                as_ids = "".join(f" {token_id}" for token_id in completion.token_ids)
+                self._texts[key].append(completion.text if self._has_text else as_ids)
+            if completion.finished():
+                self._ended.add(key)
+        while self._waiting and (texts := self._texts.get(self._waiting[0])) is not None:
+            self._file.write("".join(texts))
+            texts.clear()
+            if self._waiting[0] not in self._ended:
+                break
+            self._file.write("\n")
+            self._waiting.popleft()
+        self._file.flush()
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        text = output.prompt
+        if text is None:
+            if self._tokenizer is None:
+                text = " ".join(map(str, output.prompt_token_ids))
+            else:
+                text = self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        return f"{self._bold[0]}{text}{self._bold[1]}"
+
+
+def _heading(request: tuple[int, int], copy: tuple[int, int]) -> str:
+    """``--- prompt 2 of 3, output 1 of 2 ---``; each has an index and a number of all."""
+    numbered = (("prompt", *request), ("output", *copy))
+    places = [f"{name} {index + 1} of {total}" for name, index, total in numbered if total > 1]
+    line = f"--- {', '.join(places)} ---\n" if places else ""
+    return line if request[0] == copy[0] == 0 else f"\n{line}"
 
 
 COMMAND = Command("generate", "continue prompts", _add_arguments, _run, _EPILOG)

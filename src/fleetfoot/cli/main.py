@@ -23,14 +23,8 @@ from fleetfoot.cli.command import UsageError, add_command
 from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS
 
 COMMANDS = (
-    generate.COMMAND,
-    chat.COMMAND,
-    bench.COMMAND,
-    plan.COMMAND,
-    verify.COMMAND,
-    processes.WORKER,
-    processes.ENGINE,
-    processes.PROXY,
+    *(generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND),
+    *(processes.WORKER, processes.ENGINE, processes.PROXY),
 )
 
 _OTHER_COMMANDS = {
@@ -63,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        arguments = _parse(make_parser(), argv)
+        arguments = _parse(make_parser(), sys.argv[1:] if argv is None else argv)
     except SystemExit as exit:  # argparse has printed help, the version or an error
         return exit.code if isinstance(exit.code, int) else 0
     with logs_on_stderr(verbose=arguments.verbose), _replace_unencodable():
@@ -86,26 +80,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    words = sys.argv[1:] if argv is None else argv
-    if words and not words[0].startswith("-"):
-        _check_command(parser, words[0])
+def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    names = [command.name for command in COMMANDS]
+    if words and not words[0].startswith("-") and words[0] not in names:
+        near = difflib.get_close_matches(words[0], names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+        parser.error(f"there is no command {words[0]!r}; {_OTHER_COMMANDS.get(words[0], hint)}")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         flag = unknown[0].partition("=")[0]
         known: argparse.ArgumentParser = arguments.parser
         known.error(f"unknown argument {flag!r}; {_hint(flag, known)}")
     return arguments
-
-
-def _check_command(parser: argparse.ArgumentParser, name: str) -> None:
-    """Exit with an error for an unknown command, with a hint."""
-    names = [command.name for command in COMMANDS]
-    if name in names:
-        return
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = _OTHER_COMMANDS.get(name) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
-    parser.error(f"there is no command {name!r}; {hint}")
 
 
 def _hint(flag: str, known: argparse.ArgumentParser) -> str:
@@ -124,13 +110,12 @@ def _hint(flag: str, known: argparse.ArgumentParser) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    name = arguments.parser.prog
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()  # here, where a closed pipe is still handled
         return code
     except UsageError as error:
-        _print_error(f"{name}: error: {error}", arguments.verbose)
+        _print_error(arguments, str(error))
         return EXIT_USAGE
     except KeyboardInterrupt:
         print(file=sys.stderr)  # ends the line with the terminal's ^C
@@ -142,16 +127,16 @@ def _run(arguments: argparse.Namespace) -> int:
         text = str(error) or type(error).__name__
         if not isinstance(error, RuntimeError | OSError | ValueError):
             text = f"{type(error).__name__}: {error}"  # the text of a KeyError is only the key
-        _print_error(f"{name}: error: {text}", arguments.verbose)
+        _print_error(arguments, text)
         if not arguments.verbose:
             print("(--verbose shows the traceback)", file=sys.stderr)
         return EXIT_FAILURE
 
 
-def _print_error(message: str, verbose: bool) -> None:
-    if verbose:
+def _print_error(arguments: argparse.Namespace, message: str) -> None:
+    if arguments.verbose:
         traceback.print_exc()
-    print(message, file=sys.stderr)
+    print(f"{arguments.parser.prog}: error: {message}", file=sys.stderr)
 
 
 @contextmanager
@@ -171,11 +156,8 @@ def _replace_unencodable() -> Iterator[None]:
 
 def _close_stdout() -> None:
     """Redirect standard output to the null device: the interpreter flushes its buffer at exit."""
-    with contextlib.suppress(OSError, ValueError):  # a stdout without a file descriptor has no such buffer
-        descriptor = sys.stdout.fileno()
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, descriptor)
-        os.close(null)
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as null:  # it may have no file descriptor
+        os.dup2(null.fileno(), sys.stdout.fileno())
 
 
 class _StderrHandler(logging.Handler):

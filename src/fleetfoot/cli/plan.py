@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.cli.arguments import add_engine_arguments, add_model_argument, engine_config, size_in_bytes
-from fleetfoot.cli.command import Command, UsageError, usage_errors
-from fleetfoot.cli.output import count, dump_object, readable
+from fleetfoot.cli.arguments import add_engine_arguments, engine_config, size_in_bytes
+from fleetfoot.cli.command import Command, UsageError, count, dump_object, usage_errors
+from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 
 if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
     from fleetfoot.plan.machine import Machine
+    from fleetfoot.plan.oracle import Decision
+    from fleetfoot.plan.plan import EnginePlan
 
 ASSUMED_GPU_BYTES = 80 << 30
 
@@ -53,18 +59,15 @@ wrong flag, or not enough memory."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     machine = parser.add_argument_group("the machine, where it is not this one")
-    machine.add_argument("--gpu-memory", type=size_in_bytes, metavar="SIZE", help="of its GPU: 80GiB, 80GB, or bytes")
+    size = partial(machine.add_argument, type=size_in_bytes, metavar="SIZE")
+    size("--gpu-memory", help="of its GPU: 80GiB, 80GB, or bytes")
     machine.add_argument("--gpu-name", metavar="NAME", help="of its GPU, for the report")
-    machine.add_argument(
-        "--cpu-memory", type=size_in_bytes, metavar="SIZE", help="that programs can take: 16GiB, 16GB, or bytes"
-    )
-    machine.add_argument(
-        "--triton", action=argparse.BooleanOptionalAction, help="whether its GPU has Triton (default: on)"
-    )
-    add_engine_arguments(parser, leave_out=("model",))
+    size("--cpu-memory", help="that programs can take: 16GiB, 16GB, or bytes")
+    text = "whether its GPU has Triton (default: on)"
+    machine.add_argument("--triton", action=argparse.BooleanOptionalAction, help=text)
+    add_engine_arguments(parser, takes_model=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -75,34 +78,12 @@ def _run(arguments: argparse.Namespace) -> int:
     report["warnings"] += warnings
     if arguments.json:
         print(dump_object(report))
-    else:
-        print(plan_text(config.model, report))
-        for warning in [text for text in report["warnings"] if text not in report["reasons"]]:
+        return 0
+    print(plan_text(config.model, report))
+    for warning in report["warnings"]:
+        if warning not in report["reasons"]:
             print(f"fleetfoot plan: warning: {warning}", file=sys.stderr)
     return 0
-
-
-def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
-    """The report of `fleetfoot.plan.report`, also for a kind of model that cannot be loaded.
-
-    Raises:
-        ValueError, TypeError, FileNotFoundError: no plan can be made.
-    """
-    from fleetfoot.config.json_fields import ConfigError
-    from fleetfoot.config.model import read_config_json
-    from fleetfoot.plan.oracle import ModelFeatures, decide
-    from fleetfoot.plan.report import decision_report, plan_report
-    from fleetfoot.plan.resolve import find_model, resolve_plan
-
-    try:
-        plan = resolve_plan(config, machine, config_only=True)
-    except ConfigError as error:
-        model = ModelFeatures.of(read_config_json(find_model(config.model, config.revision, config_only=True)), None)
-        if model.is_loadable:
-            raise  # the config is invalid
-        decision, device = decide(config, model, machine), machine.choose_device(config.device)
-        return decision_report(decision, architecture=model.architecture, device=device, problem=str(error))
-    return plan_report(plan)
 
 
 def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machine, list[str]]:
@@ -118,176 +99,310 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machi
     if gpu_bytes is None and here.gpu_memory_bytes == 0 and (describes_gpu or config.device == "cuda"):
         gpu_bytes = ASSUMED_GPU_BYTES
         warnings = ["no GPU is here and --gpu-memory is not given: 80GiB is assumed."]
-    is_this_gpu = gpu_bytes is None
-    machine = Machine(
+    if has_triton is None:
+        has_triton = here.has_triton or gpu_bytes is not None
+    machine = dataclasses.replace(
+        here,
         cpu_memory_bytes=here.cpu_memory_bytes if cpu_bytes is None else cpu_bytes,
         gpu_name=arguments.gpu_name or here.gpu_name,
         gpu_memory_bytes=gpu_bytes or here.gpu_memory_bytes,
-        has_triton=(here.has_triton if is_this_gpu else True) if has_triton is None else has_triton,
-        has_native=here.has_native,
-        native_problem=here.native_problem,
+        has_triton=has_triton,
     )
     return machine, warnings
 
 
-COMMAND = Command(
-    "plan", "show what an engine would do, before any memory is taken", _add_arguments, _run, _EPILOG, "[MODEL] "
-)
+# --- the report as data -----------------------------------------------------------------------------------------------
 
 
-_WIDTH = 18
-_MEMORY_LINES = (
-    ("weights", "weights"),
-    ("kv_cache", "KV cache"),
-    ("graphs", "graphs"),
-    ("activations", "activations"),
-    ("runner_state", "runner state"),
-    ("rotary_table", "rotary table"),
-    ("sampling_scratch", "sampling scratch"),
-    ("communication", "buffers between ranks"),
-    ("driver", "driver"),
-    ("left", "left"),
+def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
+    """The report of a plan, also for a kind of model that cannot be loaded.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: no plan can be made.
+    """
+    from fleetfoot.config.json_fields import ConfigError
+    from fleetfoot.config.model import read_config_json
+    from fleetfoot.plan.oracle import ModelFeatures, decide
+    from fleetfoot.plan.resolve import find_model, resolve_plan
+
+    try:
+        plan = resolve_plan(config, machine, config_only=True)
+    except ConfigError as error:
+        model = ModelFeatures.of(read_config_json(find_model(config.model, config.revision, config_only=True)), None)
+        if model.is_loadable:
+            raise  # the config is invalid
+        decision, device = decide(config, model, machine), machine.choose_device(config.device)
+        return _decision_report(decision, model.architecture, device, problem=str(error))
+    return plan_report(plan)
+
+
+def _decision_report(decision: Decision, architecture: str, device: str, *, problem: str = "") -> dict[str, Any]:
+    """The choice of a runner, which exists also for a model that cannot be loaded, with the ``problem``."""
+    problems = [*filter(None, [problem]), *map(str, decision.missing)]
+    decided = {
+        "model_runner": decision.runner,
+        "explicit": decision.explicit,
+        "reasons": list(decision.reasons),
+        "unsupported": [feature.name for feature in decision.unsupported],
+        "runnable": not problems,
+        "problems": problems,
+        "advice": decision.advice or None,
+        "warnings": list(decision.warnings),
+        "architecture": architecture,
+        "device": device,
+    }
+    of_the_shape = ("attention_backend", "kernels", "layers", "graphs", "parallel", "drafter", "kv_connector")
+    return decided | dict.fromkeys((*of_the_shape, "kv_layout", "memory", "capacity"))
+
+
+def plan_report(plan: EnginePlan) -> dict[str, Any]:
+    """Everything that was decided. Sizes in bytes, lengths in tokens. `fleetfoot plan --help` describes the keys."""
+    model, memory, most = plan.model, plan.memory, plan.config.max_num_seqs
+    longest = min(plan.max_model_len, memory.num_tokens)
+    return _decision_report(plan.decision, model.architecture, plan.device) | {
+        "warnings": list(plan.warnings),
+        "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
+        "dtype": plan.dtype,
+        "num_parameters": model.num_parameters,
+        "attention_backend": plan.kernels["attention"],
+        "kernels": dict(plan.kernels),
+        "layers": list(_layers(plan)),
+        "async_scheduling": plan.async_scheduling,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "graphs": _graphs(plan),
+        "parallel": _parallel(plan),
+        "drafter": _drafter(plan),
+        "kv_connector": _kv_connector(plan),
+        "kv_layout": _kv_layout(plan),
+        "memory": {
+            "total": memory.total,
+            "budget": memory.budget,
+            **memory.parts(),
+            "left": memory.left,
+            "num_blocks": memory.num_blocks,
+            "block_size": memory.block_size,
+            "num_tokens": memory.num_tokens,
+            "kv_cache_is": memory.kv_reason,
+        },
+        "capacity": {
+            "longest_context": longest,
+            "requests_at_longest_context": memory.concurrency(longest, most),
+            "requests_at_max_model_len": memory.concurrency(plan.max_model_len, most),
+            "context_at_max_num_seqs": min(plan.max_model_len, memory.num_blocks // most * memory.block_size),
+        },
+    }
+
+
+def _layers(plan: EnginePlan) -> Iterator[dict[str, Any]]:
+    """Runs of consecutive decoder layers with the same decision about fusion."""
+    for fusion, run in itertools.groupby(enumerate(plan.fusion), key=itemgetter(1)):
+        layers = [index for index, _ in run]
+        yield {"first": layers[0], "last": layers[-1], "fused": fusion.is_fused, "reason": fusion.reason}
+
+
+def _graphs(plan: EnginePlan) -> dict[str, Any]:
+    table = plan.capture_table
+    return {
+        "num_shapes": len(table.keys),
+        "decode": list(table.decode),
+        "num_drafts": table.num_drafts,
+        "uniform": list(table.uniform),
+        "mixed": list(table.mixed),
+        "full_step": table.full_step,
+        "captured_at_start": len(table.first_keys),
+        "is_captured": bool(table.keys) and plan.kernels.is_capturable,
+    }
+
+
+def _parallel(plan: EnginePlan) -> dict[str, Any]:
+    model, tensor_size, pipeline_size = plan.model, plan.config.tensor_parallel_size, plan.config.pipeline_parallel_size
+    stages = []
+    for rank in range(pipeline_size):
+        layers, memory = pipeline_layers(model, rank, pipeline_size), plan.memory.stage(rank)
+        stages.append(
+            {
+                "pipeline_rank": rank,
+                "ranks": [rank * tensor_size, (rank + 1) * tensor_size - 1],
+                "layers": [layers.start, layers.stop - 1],
+                "num_heads": model.num_heads // tensor_size,
+                "num_kv_heads": num_kv_heads(model, tensor_size),
+                **memory.parts(),
+                "left": memory.left,
+            }
+        )
+    sizes = {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": pipeline_size}
+    return {**sizes, "vocab_rows": vocab_rows(model.vocab_size, tensor_size), "stages": stages}
+
+
+def _drafter(plan: EnginePlan) -> dict[str, Any] | None:
+    """The drafter, and its memory on the last rank of a pipeline; None: there is none."""
+    config, drafter, memory = plan.config.speculative_config, plan.drafter, plan.memory
+    if config is None:
+        return None
+    per_block = drafter.kv_block_bytes(plan.dtype, memory.block_size)
+    return {
+        **dataclasses.asdict(config),
+        "model": None if drafter.model is None else drafter.model.name,
+        "num_layers": len(drafter.kv_specs),
+        "weights": drafter.weight_bytes,
+        "bytes_per_block": per_block,
+        "kv_cache": memory.num_blocks * per_block,
+    }
+
+
+def _kv_connector(plan: EnginePlan) -> dict[str, Any] | None:
+    """The active KV connector; None: there is none."""
+    from fleetfoot.kv_transfer.base.registry import MULTI_CONNECTOR, part_configs
+
+    if plan.connector is None:
+        return None
+    connector = plan.connector.config
+    parts = part_configs(connector) if connector.kv_connector == MULTI_CONNECTOR else [connector]
+    return {
+        "name": connector.kv_connector,
+        "role": connector.kv_role,
+        "connectors": [part.kv_connector for part in parts],
+        "load_failure_policy": connector.kv_load_failure_policy,
+    }
+
+
+def _kv_layout(plan: EnginePlan) -> dict[str, Any]:
+    from fleetfoot.kv_transfer.base.registry import LAYOUT_DIMENSIONS
+
+    model, memory = plan.model, plan.memory
+    kv_heads = num_kv_heads(model, plan.config.tensor_parallel_size)
+    return {
+        "name": plan.kv_layout,
+        "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
+        "shape": [memory.num_blocks, 2, kv_heads, memory.block_size, model.head_dim],
+        "num_layers": model.num_layers,
+        "dtype": plan.dtype,
+        "bytes_per_block": memory.bytes_per_block,
+    }
+
+
+# --- the report as text -----------------------------------------------------------------------------------------------
+
+_MEMORY_PARTS = (
+    *("weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"),
+    *("communication", "driver", "left"),
 )
-_STAGE_PARTS = (("weights", "weights"), ("kv_cache", "KV cache"), ("left", "left"))
+_MEMORY_NAMES = {"kv_cache": "KV cache", "communication": "buffers between ranks"}
+"""Names of parts of the memory, where they are not those of the report."""
 
 
 def plan_text(model: str, report: dict[str, Any]) -> str:
     """The report of `make_report`, one fact per line."""
-    lines = [
-        _line("model", f"{model}: {report['architecture']}{_model_size(report)}"),
-        _line("device", _device(report)),
-    ]
-    lines += [_line("model runner", f"{report['model_runner'].upper()}{' (you chose it)' * report['explicit']}")]
-    lines += [_line("", reason) for reason in report["reasons"]]
-    lines += [_line("V2 lacks", ", ".join(report["unsupported"]) or "nothing that is on")]
-    if not report["runnable"]:
-        lines += [_line("NOT RUNNABLE", report["problems"][0]), *(_line("", more) for more in report["problems"][1:])]
-        lines += [_line("", report["advice"])] if report["advice"] else []
+    lines = [*_decision_lines(model, report)]
     if report["memory"] is not None:
-        lines += [*_running(report), *_memory(report), *_capacity(report)]
-    return "\n".join(lines)
+        lines += [*_setup_lines(report), *_graph_lines(report), *_memory_lines(report)]
+    return "\n".join(f"{name:<18}{text}" for name, text in lines)
 
 
-def _line(name: str, text: str) -> str:
-    return f"{name:<{_WIDTH}}{text}"
+_Lines = Iterator[tuple[str, str]]
+"""Pairs of name and text; a line that continues another has no name."""
 
 
-def _model_size(report: dict[str, Any]) -> str:
-    return f", {report['num_parameters']:,} parameters, {report['dtype']}" if report["memory"] is not None else ""
-
-
-def _device(report: dict[str, Any]) -> str:
-    memory, name = report["memory"], report.get("gpu_name")
+def _decision_lines(model: str, report: dict[str, Any]) -> _Lines:
+    memory, gpu = report["memory"], report.get("gpu_name")
+    size = "" if memory is None else f", {report['num_parameters']:,} parameters, {report['dtype']}"
+    yield "model", f"{model}: {report['architecture']}{size}"
     size = "" if memory is None else f", {readable(memory['total'])}"
-    return f"{report['device']}{f' ({name})' if name else ''}{size}"
+    yield "device", f"{report['device']}{f' ({gpu})' if gpu else ''}{size}"
+    yield "model runner", f"{report['model_runner'].upper()}{' (you chose it)' * report['explicit']}"
+    yield from (("", reason) for reason in report["reasons"])
+    yield "V2 lacks", ", ".join(report["unsupported"]) or "nothing that is on"
+    if not report["runnable"]:
+        texts = [*report["problems"], *filter(None, [report["advice"]])]
+        yield from zip(["NOT RUNNABLE", *[""] * (len(texts) - 1)], texts, strict=True)
 
 
-def _kernels(kernels: dict[str, str]) -> str:
-    """Each implementation with the number of operations that it serves."""
-    counts = Counter(kernels.values()).most_common()
-    return f"{', '.join(f'{name} for {count}' for name, count in counts)} of {len(kernels)} operations"
-
-
-def _layers(runs: list[dict[str, Any]]) -> list[str]:
-    names = ["layers", *[""] * (len(runs) - 1)]
-    return [
-        _line(name, f"{run['first']} to {run['last']} {'fused' if run['fused'] else 'plain'}: {run['reason']}")
-        for name, run in zip(names, runs, strict=True)
-    ]
-
-
-def _running(report: dict[str, Any]) -> list[str]:
-    layout, graphs = report["kv_layout"], report["graphs"]
+def _setup_lines(report: dict[str, Any]) -> _Lines:
+    yield "attention", report["attention_backend"]
+    kernels = Counter(report["kernels"].values()).most_common()
+    yield "kernels", f"{', '.join(f'{name} for {n}' for name, n in kernels)} of {len(report['kernels'])} operations"
+    for run in report["layers"]:
+        fused = "fused" if run["fused"] else "plain"
+        yield "" if run["first"] else "layers", f"{run['first']} to {run['last']} {fused}: {run['reason']}"
+    yield "scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"
+    yield from _parallel_lines(report["parallel"])
+    if report["drafter"] is not None:
+        yield from _drafter_lines(report["drafter"])
+    if (connector := report["kv_connector"]) is not None:
+        after = {"recompute": "are computed again", "fail": "fail their request"}[connector["load_failure_policy"]]
+        names = ", then ".join(connector["connectors"])
+        yield "KV connector", f"{names} as {connector['role']}; tokens that cannot be loaded {after}"
+    layout = report["kv_layout"]
     shape = ", ".join(f"{name} {size}" for name, size in zip(layout["dimensions"], layout["shape"], strict=True))
-    lines = [
-        _line("attention", report["attention_backend"]),
-        _line("kernels", _kernels(report["kernels"])),
-        *_layers(report["layers"]),
-        _line("scheduling", "overlapped with the device" if report["async_scheduling"] else "in lockstep"),
-        _line("KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"),
-    ]
-    lines[-1:-1] = [*_parallel(report["parallel"]), *_drafter(report["drafter"]), *_connector(report["kv_connector"])]
-    if not graphs["num_shapes"]:
-        return [*lines, _line("graphs", "none: every step runs eagerly")]
-    capture = f"{graphs['captured_at_start']} captured at the start"
-    if not graphs["is_captured"]:
-        capture = f"run eagerly, for attention with {report['attention_backend']} cannot be captured"
-    lines.append(_line("graphs", f"{graphs['num_shapes']} shapes, {capture}"))
-    for name, unit in (("decode", "requests"), ("uniform", "requests with drafts"), ("mixed", "tokens")):
-        if graphs[name]:
-            lines.append(_line("", f"{name}: {_ranges(graphs[name])} {unit}"))
-    if graphs["full_step"] is not None:
-        lines.append(_line("", f"full step: {graphs['full_step']} tokens, or nearly as many"))
-    return lines
+    yield "KV layout", f"{layout['name']}: [{shape}], {layout['num_layers']} layers, {layout['dtype']}"
 
 
-def _parallel(parallel: dict[str, Any]) -> list[str]:
-    """Empty for a single rank."""
+def _parallel_lines(parallel: dict[str, Any]) -> _Lines:
     tensor_size, pipeline_size = parallel["tensor_parallel_size"], parallel["pipeline_parallel_size"]
     if tensor_size * pipeline_size == 1:
-        return []
+        return
     sizes = f"{tensor_size} tensor parallel x {pipeline_size} pipeline parallel"
-    lines = [_line("ranks", f"{tensor_size * pipeline_size}: {sizes}")]
+    yield "ranks", f"{tensor_size * pipeline_size}: {sizes}"
     for stage in parallel["stages"]:
-        ranks, layers = _span(stage["ranks"]), _span(stage["layers"])
+        ranks, layers = ("-".join(map(str, dict.fromkeys(stage[key]))) for key in ("ranks", "layers"))
         heads = f"{stage['num_heads']} heads and {stage['num_kv_heads']} KV heads each"
-        sizes = ", ".join(f"{readable(stage[key])} {name}" for key, name in _STAGE_PARTS)
-        lines.append(_line("", f"{ranks}: layers {layers}, {heads}; {sizes}"))
-    return lines
+        sizes = ", ".join(f"{readable(stage[key])} {_part_name(key)}" for key in ("weights", "kv_cache", "left"))
+        yield "", f"{ranks}: layers {layers}, {heads}; {sizes}"
 
 
-def _connector(connector: dict[str, Any] | None) -> list[str]:
-    """Empty without a KV connector."""
-    if connector is None:
-        return []
-    after = {"recompute": "are computed again", "fail": "fail their request"}[connector["load_failure_policy"]]
-    names = ", then ".join(connector["connectors"])
-    return [_line("KV connector", f"{names} as {connector['role']}; tokens that cannot be loaded {after}")]
-
-
-def _drafter(drafter: dict[str, Any] | None) -> list[str]:
-    """Empty without speculative decoding."""
-    if drafter is None:
-        return []
+def _drafter_lines(drafter: dict[str, Any]) -> _Lines:
     if drafter["method"] == "ngram":
         name = f"n-grams of {drafter['prompt_lookup_min']} to {drafter['prompt_lookup_max']} tokens"
     else:
         name = f"{'EAGLE head' if drafter['method'] == 'eagle' else 'draft model'} {drafter['model']}"
-    num_drafts, limit = drafter["num_speculative_tokens"], drafter["disable_by_batch_size"]
-    text = f"{name}: {count(num_drafts, 'draft')} for each decode"
+    text, limit = (
+        f"{count(drafter['num_speculative_tokens'], 'draft')} for each decode",
+        drafter["disable_by_batch_size"],
+    )
     text += "" if limit is None else f", up to {count(limit, 'request')} at a time"
-    text += ", where it is seen to pay" if drafter["adaptive"] else ""
-    if not drafter["num_layers"]:
-        return [_line("drafter", text)]
-    sizes = f"{readable(drafter['weights'])} weights, {readable(drafter['kv_cache'])} KV cache"
-    return [_line("drafter", text), _line("", f"{count(drafter['num_layers'], 'layer')}: {sizes}, counted in below")]
+    yield "drafter", f"{name}: {text}{', where it is seen to pay' * drafter['adaptive']}"
+    if drafter["num_layers"]:
+        sizes = f"{readable(drafter['weights'])} weights, {readable(drafter['kv_cache'])} KV cache"
+        yield "", f"{count(drafter['num_layers'], 'layer')}: {sizes}, counted in below"
 
 
-def _span(ends: Sequence[int]) -> str:
-    return "-".join(str(end) for end in dict.fromkeys(ends))
+def _graph_lines(report: dict[str, Any]) -> _Lines:
+    graphs = report["graphs"]
+    if not graphs["num_shapes"]:
+        yield "graphs", "none: every step runs eagerly"
+        return
+    capture = f"{graphs['captured_at_start']} captured at the start"
+    if not graphs["is_captured"]:
+        capture = f"run eagerly, for attention with {report['attention_backend']} cannot be captured"
+    yield "graphs", f"{graphs['num_shapes']} shapes, {capture}"
+    for name, unit in (("decode", "requests"), ("uniform", "requests with drafts"), ("mixed", "tokens")):
+        if graphs[name]:
+            yield "", f"{name}: {_ranges(graphs[name])} {unit}"
+    if graphs["full_step"] is not None:
+        yield "", f"full step: {graphs['full_step']} tokens, or nearly as many"
 
 
-def _memory(report: dict[str, Any]) -> list[str]:
-    memory, parallel = report["memory"], report["parallel"]
-    of_each = " on each rank" * (parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"] > 1)
-    lines = [_line("memory", f"{readable(memory['budget']):>12}  to use{of_each}, of {readable(memory['total'])}")]
-    for key, name in _MEMORY_LINES:
-        if key == "communication" and not of_each:
-            continue
-        lines.append(_line("", f"{readable(memory[key]):>12}  {memory[key]:>16,} bytes  {name}"))
+def _memory_lines(report: dict[str, Any]) -> _Lines:
+    memory, parallel, capacity = report["memory"], report["parallel"], report["capacity"]
+    is_shared = parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"] > 1
+    of_each = " on each rank" * is_shared
+    yield "memory", f"{readable(memory['budget']):>12}  to use{of_each}, of {readable(memory['total'])}"
+    for key in _MEMORY_PARTS:
+        if key != "communication" or is_shared:
+            yield "", f"{readable(memory[key]):>12}  {memory[key]:>16,} bytes  {_part_name(key)}"
     blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']}, {memory['num_tokens']:,} tokens"
-    return [*lines, _line("KV cache", f"{blocks} ({memory['kv_cache_is']})")]
+    yield "KV cache", f"{blocks} ({memory['kv_cache_is']})"
+    requests = count(capacity["requests_at_longest_context"], "such request")
+    yield "longest context", f"{capacity['longest_context']:,} tokens, {requests} at a time"
+    context = f"{capacity['context_at_max_num_seqs']:,} tokens each"
+    yield "largest batch", f"{report['max_num_seqs']:,} requests of {context}"
+    yield "largest step", f"{report['max_num_batched_tokens']:,} tokens"
 
 
-def _capacity(report: dict[str, Any]) -> list[str]:
-    capacity = report["capacity"]
-    longest, most = capacity["longest_context"], report["max_num_seqs"]
-    requests = capacity["requests_at_longest_context"]
-    return [
-        _line("longest context", f"{longest:,} tokens, {requests:,} such request{'s' * (requests != 1)} at a time"),
-        _line("largest batch", f"{most:,} requests of {capacity['context_at_max_num_seqs']:,} tokens each"),
-        _line("largest step", f"{report['max_num_batched_tokens']:,} tokens"),
-    ]
+def _part_name(key: str) -> str:
+    return _MEMORY_NAMES.get(key, key.replace("_", " "))
 
 
 def _ranges(sizes: Sequence[int]) -> str:
@@ -305,3 +420,17 @@ def _ranges(sizes: Sequence[int]) -> str:
             parts.append(str(sizes[first]))
             first += 1
     return ", ".join(parts)
+
+
+def readable(num_bytes: int) -> str:
+    """``79.25 GiB``, ``512.0 MiB``, ``12 B``."""
+    size = float(num_bytes)
+    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1)):
+        if abs(size) < 1024:
+            return f"{size:.{digits}f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+_HELP = "show what an engine would do, before any memory is taken"
+COMMAND = Command("plan", _HELP, _add_arguments, _run, _EPILOG, "[MODEL] ")

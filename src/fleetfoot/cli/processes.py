@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from functools import partial
 
-from fleetfoot.cli.arguments import add_engine_arguments, add_listen_arguments, add_model_argument, engine_config
+from fleetfoot.cli.arguments import add_engine_arguments, add_listen_arguments, engine_config
 from fleetfoot.cli.command import Command, usage_errors
 
 _ENGINE_EPILOG = """\
@@ -34,13 +35,9 @@ The nodes can be started in any order, and wait ten minutes for each other. This
 exit code 0, or with 1 and the reason if anything failed, on whatever node."""
 
 
-# --- engine -----------------------------------------------------------------------------------------------------------
-
-
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
     add_listen_arguments(parser)
-    add_engine_arguments(parser, leave_out=("model",))
+    add_engine_arguments(parser, takes_model=True)
 
 
 def _run_engine(arguments: argparse.Namespace) -> int:
@@ -51,9 +48,6 @@ def _run_engine(arguments: argparse.Namespace) -> int:
 
         serve_engine(config, arguments.host, arguments.port)
     return 0
-
-
-# --- proxy ------------------------------------------------------------------------------------------------------------
 
 
 def _address(text: str) -> str:
@@ -74,52 +68,31 @@ def _seconds(text: str) -> float:
 
 
 def _add_proxy_flags(parser: argparse.ArgumentParser) -> None:
-    for name, help_text in (
+    for flag, text in (
         ("--prefill", "the engine that computes prompts (kv_producer)"),
         ("--decode", "the engine that goes on from there (kv_consumer)"),
     ):
-        parser.add_argument(name, required=True, type=_address, metavar="HOST:PORT", help=help_text)
-    parser.add_argument(
-        "--prefill-timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="X",
-        help="seconds after which the prefill engine is not waited for any longer (default: 60)",
-    )
+        parser.add_argument(flag, required=True, type=_address, metavar="HOST:PORT", help=text)
+    text = "seconds after which the prefill engine is not waited for any longer (default: 60)"
+    parser.add_argument("--prefill-timeout", type=_seconds, default=60.0, metavar="X", help=text)
     add_listen_arguments(parser)
 
 
 def _run_proxy(arguments: argparse.Namespace) -> int:
     from fleetfoot.server.disaggregation.serve import serve_proxy
 
+    addresses = arguments.prefill, arguments.decode, arguments.host
     with usage_errors():
-        serve_proxy(
-            arguments.prefill,
-            arguments.decode,
-            arguments.host,
-            arguments.port,
-            prefill_timeout=arguments.prefill_timeout,
-        )
+        serve_proxy(*addresses, arguments.port, prefill_timeout=arguments.prefill_timeout)
     return 0
-
-
-# --- worker -----------------------------------------------------------------------------------------------------------
-
-
-def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
-    add_engine_arguments(parser, leave_out=("model",))
 
 
 def _run_worker(arguments: argparse.Namespace) -> int:
     with usage_errors():
         config = engine_config(arguments)  # validated before torch is imported
         if config.node_rank != 0:
-            address = f"{config.master_addr}:{config.master_port}"
-            print(
-                f"this is node {config.node_rank} of {config.nnodes}, and waits for node 0 at {address}",
-                file=sys.stderr,
-            )
+            node, address = f"node {config.node_rank} of {config.nnodes}", f"{config.master_addr}:{config.master_port}"
+            print(f"this is {node}, and waits for node 0 at {address}", file=sys.stderr)
 
         from fleetfoot.executor.nodes import run_node
 
@@ -127,20 +100,11 @@ def _run_worker(arguments: argparse.Namespace) -> int:
     return 0
 
 
-ENGINE = Command(
-    "engine",
-    "run an engine behind a port, for a proxy or a client in Python",
-    _add_engine_flags,
-    _run_engine,
-    _ENGINE_EPILOG,
-    positional="[MODEL] ",
-)
-PROXY = Command("proxy", "prefill on one engine, decode on another", _add_proxy_flags, _run_proxy, _PROXY_EPILOG)
-WORKER = Command(
-    "worker",
-    "run the workers of a machine that is not an engine's first",
-    _add_worker_flags,
-    _run_worker,
-    _WORKER_EPILOG,
-    positional="[MODEL] ",
-)
+_ENGINE_HELP = "run an engine behind a port, for a proxy or a client in Python"
+_PROXY_HELP = "prefill on one engine, decode on another"
+_WORKER_HELP = "run the workers of a machine that is not an engine's first"
+_add_worker_flags = partial(add_engine_arguments, takes_model=True)
+
+ENGINE = Command("engine", _ENGINE_HELP, _add_engine_flags, _run_engine, _ENGINE_EPILOG, "[MODEL] ")
+PROXY = Command("proxy", _PROXY_HELP, _add_proxy_flags, _run_proxy, _PROXY_EPILOG)
+WORKER = Command("worker", _WORKER_HELP, _add_worker_flags, _run_worker, _WORKER_EPILOG, "[MODEL] ")

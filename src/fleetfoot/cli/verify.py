@@ -6,17 +6,24 @@ import argparse
 import gc
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.cli.arguments import add_engine_arguments, add_model_argument, given_settings
-from fleetfoot.cli.command import Command, UsageError, started_engine, usage_errors
-from fleetfoot.cli.output import count, dump_object
-from fleetfoot.cli.prompts import read_prompts_file
+from fleetfoot.cli.arguments import add_engine_arguments, given_settings
+from fleetfoot.cli.command import (
+    Command,
+    UsageError,
+    count,
+    dump_object,
+    read_prompts_file,
+    started_engine,
+    usage_errors,
+)
 from fleetfoot.config.engine import EMBEDDED_MODEL
 from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import Logprob, RequestOutput
+from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,7 +37,6 @@ PROMPT_LENGTHS = (1, 2, 7, 16, 17, 40, 64, 100)
 SHARED_PREFIX = 32
 """Common prefix of the last two default prompts in tokens, for prefix cache hits."""
 
-_RUNNER_FLAGS = ("runner", "use_v2_model_runner")
 _SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "seed": 1},
@@ -59,59 +65,63 @@ between their logprobs is reported, and tells a rounding error from a wrong resu
 The exit code is 0 if all tokens are equal, 1 if some differ, 2 if the command was wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Results of one runner."""
-
-    runner: str
-    """Name that the engine reports."""
-    device: str
-    dtype: str
-    outputs: list[RequestOutput]
-
-
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument(
-        "--prompts-file",
-        metavar="FILE",
-        help="prompts to run instead, as for `fleetfoot generate`; - is standard input",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=DEFAULT_MAX_TOKENS,
-        metavar="N",
-        help=f"tokens to generate for each request (default: {DEFAULT_MAX_TOKENS})",
-    )
-    add_engine_arguments(parser, leave_out=("model", *_RUNNER_FLAGS))
+    prompts_help = "prompts to run instead, as for `fleetfoot generate`; - is standard input"
+    parser.add_argument("--prompts-file", metavar="FILE", help=prompts_help)
+    tokens_help = f"tokens to generate for each request (default: {DEFAULT_MAX_TOKENS})"
+    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=tokens_help)
+    add_engine_arguments(parser, leave_out=("runner", "use_v2_model_runner"), takes_model=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.max_tokens < 1:
         raise UsageError(f"--max-tokens is {arguments.max_tokens}; it must be at least 1")
     prompts = None if arguments.prompts_file is None else read_prompts_file(arguments.prompts_file)
-    v1 = _run_all(arguments, prompts, use_v2=False)
-    v2 = _run_all(arguments, prompts, use_v2=True)
-    comparison = compare(v1.outputs, v2.outputs)
-    report = _report(arguments, v1, v2, comparison)
+    (v1_runner, *_), v1 = _run_all(arguments, prompts, use_v2=False)
+    (v2_runner, device, dtype), v2 = _run_all(arguments, prompts, use_v2=True)
+    names = list(_SAMPLING)
+    report = compare(v1, v2) | {
+        "model": given_settings(arguments).get("model", EMBEDDED_MODEL),
+        "device": device,
+        "dtype": dtype,
+        "runners": [v1_runner, v2_runner],
+        "num_prompts": len(v1) // len(names),
+        "num_requests": len(v1),
+        "max_tokens": arguments.max_tokens,
+        "requests": [
+            {
+                "prompt": number // len(names),
+                "num_prompt_tokens": len(output.prompt_token_ids),
+                "sampling": names[number % len(names)],
+            }
+            for number, output in enumerate(v1)
+        ],
+    }
     print(dump_object(report) if arguments.json else _text(report))
     return 0 if report["equal"] else 1
 
 
-def _run_all(arguments: argparse.Namespace, prompts: list[PromptType] | None, *, use_v2: bool) -> _Run:
+def _run_all(
+    arguments: argparse.Namespace, prompts: list[PromptType] | None, *, use_v2: bool
+) -> tuple[tuple[str, str, str], list[RequestOutput]]:
+    """The runner that the engine reports, its device and dtype; and the outputs."""
     has_text = any(isinstance(prompt, str) or "prompt_token_ids" not in prompt for prompt in prompts or ())
     with started_engine(arguments, use_v2_model_runner=use_v2, skip_tokenizer_init=not has_text) as (engine, _):
         if prompts is None:
-            prompts = default_prompts(engine, arguments.max_tokens)
+            prompts = _default_prompts(engine, arguments.max_tokens)
         outputs = _generate(engine, prompts, arguments.max_tokens)
-        run = _Run(engine.runner_name, engine.plan.device, engine.plan.dtype, outputs)
-    _release_memory(run.device)
-    return run
+        facts = engine.runner_name, engine.plan.device, engine.plan.dtype
+    del engine
+    gc.collect()  # frees the first engine's memory before the second sizes its KV cache
+    if facts[1] == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+    return facts, outputs
 
 
-def default_prompts(engine: LLMEngine, max_tokens: int) -> list[PromptType]:
+def _default_prompts(engine: LLMEngine, max_tokens: int) -> list[PromptType]:
     """Random token ids, the same in each run; truncated to leave room for the output."""
     source = random.Random(0)
     longest = engine.max_request_len - max_tokens
@@ -149,37 +159,6 @@ def _generate(engine: LLMEngine, prompts: list[PromptType], max_tokens: int) -> 
     while engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in engine.step() if output.finished}
     return [finished[f"{number} {name}"] for number in range(len(prompts)) for name in _SAMPLING]
-
-
-def _release_memory(device: str) -> None:
-    """Free the first engine's memory before the second sizes its KV cache."""
-    gc.collect()
-    if device == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
-
-
-def _report(arguments: argparse.Namespace, v1: _Run, v2: _Run, comparison: Comparison) -> dict[str, Any]:
-    names = list(_SAMPLING)
-    return {
-        **comparison.as_json(),
-        "model": given_settings(arguments).get("model", EMBEDDED_MODEL),
-        "device": v2.device,
-        "dtype": v2.dtype,
-        "runners": [v1.runner, v2.runner],
-        "num_prompts": len(v1.outputs) // len(names),
-        "num_requests": len(v1.outputs),
-        "max_tokens": arguments.max_tokens,
-        "requests": [
-            {
-                "prompt": number // len(names),
-                "num_prompt_tokens": len(output.prompt_token_ids),
-                "sampling": names[number % len(names)],
-            }
-            for number, output in enumerate(v1.outputs)
-        ],
-    }
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -220,114 +199,74 @@ def _number(value: float | None) -> str:
 # --- comparison -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDifference:
-    """The first output token of a request that differs; both runners saw the same tokens before it."""
-
-    request: int
-    position: int
-    """In the output, from 0."""
-    v1_token: int | None
-    """None: the output has ended."""
-    v2_token: int | None
-    v1_gap: float | None
-    """Most probable logprob at the position less the second one."""
-    v2_gap: float | None
-    error: str | None = None
-    """Message of a runner that ended the request with an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobDifference:
-    """Difference of a logprob that both runners returned."""
-
-    difference: float
-    """V2 less V1."""
-    request: int
-    position: int
-    """In prompt and output together, from 0."""
-    token: int
-
-
-@dataclass(slots=True)
-class Comparison:
-    """Result of comparing two runs."""
-
-    num_tokens: int = 0
-    """Output tokens that are equal."""
-    num_logprobs: int = 0
-    """Logprobs compared."""
-    differences: list[TokenDifference] = field(default_factory=list)
-    """At most one for each request, in order."""
-    largest: LogprobDifference | None = None
-    """None if nothing was compared."""
-
-    @property
-    def first(self) -> TokenDifference | None:
-        """The one with the lowest position in the output; of several, that of the first request."""
-        return min(self.differences, key=lambda difference: (difference.position, difference.request), default=None)
-
-    def as_json(self) -> dict[str, Any]:
-        largest = None if self.largest is None else asdict(self.largest)
-        if largest is not None and not math.isfinite(largest["difference"]):
-            largest["difference"] = None
-        return {
-            "equal": not self.differences,
-            "num_equal_tokens": self.num_tokens,
-            "first_difference": None if self.first is None else asdict(self.first),
-            "differences": [asdict(difference) for difference in self.differences],
-            "num_logprobs": self.num_logprobs,
-            "largest_logprob_difference": largest,
-        }
-
-
-def compare(v1: Sequence[RequestOutput], v2: Sequence[RequestOutput]) -> Comparison:
-    """Compare two runs of the same requests.
+def compare(v1: Sequence[RequestOutput], v2: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Compare two runs of the same requests. `fleetfoot verify --help` describes the fields of the result.
 
     Logprobs are compared for tokens that both runners returned, over the prompt and over the output up to and including
     the first token that differs. After it the runners continue different texts.
     """
-    comparison = Comparison()
-    for request, (first, second) in enumerate(zip(v1, v2, strict=True)):
-        _compare_request(comparison, request, first, second)
-    return comparison
+    num_equal = num_logprobs = 0
+    differences: list[dict[str, Any]] = []
+    largest: dict[str, Any] | None = None
+    for request, runs in enumerate(zip(v1, v2, strict=True)):
+        first, second = (run.outputs[0] for run in runs)
+        tokens = enumerate(zip_longest(first.token_ids, second.token_ids))
+        end = next((position for position, (a, b) in tokens if a != b), len(first.token_ids))
+        num_equal += end
+        if first.token_ids != second.token_ids or first.finish_reason != second.finish_reason:
+            differences.append({"request": request, "position": end, **_difference(first, second, end)})
+        pairs = zip(_logprobs(runs[0], end), _logprobs(runs[1], end), strict=False)
+        for position, (before, after) in enumerate(pairs):
+            for entry in _logprob_differences(before, after, request, position):
+                num_logprobs += 1
+                largest = entry if largest is None or _size(entry) > _size(largest) else largest
+    if largest is not None and not math.isfinite(largest["difference"]):
+        largest["difference"] = None
+    return {
+        "equal": not differences,
+        "num_equal_tokens": num_equal,
+        "first_difference": min(differences, key=itemgetter("position", "request"), default=None),
+        "differences": differences,
+        "num_logprobs": num_logprobs,
+        "largest_logprob_difference": largest,
+    }
 
 
-def _compare_request(comparison: Comparison, request: int, v1: RequestOutput, v2: RequestOutput) -> None:
-    for position, pair in enumerate(zip(v1.prompt_logprobs or (), v2.prompt_logprobs or (), strict=True)):
-        _compare_logprobs(comparison, request, position, *pair)
-    outputs = v1.outputs[0], v2.outputs[0]
-    token_ids = [output.token_ids for output in outputs]
-    end = next((i for i, (a, b) in enumerate(zip(*token_ids, strict=False)) if a != b), min(map(len, token_ids)))
-    comparison.num_tokens += end
-    for position in range(end + 1):
-        entries = [_at(output.logprobs, position) for output in outputs]
-        _compare_logprobs(comparison, request, len(v1.prompt_token_ids) + position, *entries)
-    if end < max(map(len, token_ids)) or outputs[0].finish_reason != outputs[1].finish_reason:
-        tokens = [_at(ids, end) for ids in token_ids]
-        gaps = [_gap(_at(output.logprobs, end)) for output in outputs]
-        errors = [str(output.stop_reason) for output in outputs if output.finish_reason == "error"]
-        comparison.differences.append(TokenDifference(request, end, *tokens, *gaps, *errors[:1]))
+def _difference(v1: CompletionOutput, v2: CompletionOutput, position: int) -> dict[str, Any]:
+    """What the runners have at the first position that differs."""
+    errors = [str(output.stop_reason) for output in (v1, v2) if output.finish_reason == "error"]
+    return {
+        "v1_token": _at(v1.token_ids, position),
+        "v2_token": _at(v2.token_ids, position),
+        "v1_gap": _gap(_at(v1.logprobs, position)),
+        "v2_gap": _gap(_at(v2.logprobs, position)),
+        "error": errors[0] if errors else None,
+    }
 
 
-def _compare_logprobs(
-    comparison: Comparison, request: int, position: int, v1: dict[int, Logprob] | None, v2: dict[int, Logprob] | None
-) -> None:
-    pairs = [(token, before, v2[token]) for token, before in v1.items() if token in v2] if v1 and v2 else []
-    for token, before, after in pairs:
-        is_equal = before.logprob == after.logprob  # both may be infinite
-        difference = 0.0 if is_equal else after.logprob - before.logprob
-        comparison.num_logprobs += 1
-        if comparison.largest is None or _size(difference) > _size(comparison.largest.difference):
-            comparison.largest = LogprobDifference(difference, request, position, token)
+def _logprobs(run: RequestOutput, end: int) -> list[dict[int, Logprob] | None]:
+    """Of each position of the prompt, and of the output up to ``end``."""
+    return [*(run.prompt_logprobs or [None] * len(run.prompt_token_ids)), *(run.outputs[0].logprobs or ())[: end + 1]]
 
 
-def _size(difference: float) -> float:
-    """NaN counts as infinite."""
-    return math.inf if math.isnan(difference) else abs(difference)
+def _logprob_differences(
+    v1: dict[int, Logprob] | None, v2: dict[int, Logprob] | None, request: int, position: int
+) -> Iterator[dict[str, Any]]:
+    """For each token that both have."""
+    for token, before in (v1 or {}).items():
+        if v2 is not None and (after := v2.get(token)) is not None:
+            is_equal = before.logprob == after.logprob  # both may be infinite
+            difference = 0.0 if is_equal else after.logprob - before.logprob
+            yield {"difference": difference, "request": request, "position": position, "token": token}
+
+
+def _size(entry: dict[str, Any]) -> float:
+    """Of a difference; NaN counts as infinite."""
+    return math.inf if math.isnan(entry["difference"]) else abs(entry["difference"])
 
 
 def _gap(entry: dict[int, Logprob] | None) -> float | None:
+    """Most probable logprob less the second one."""
     if entry is None or len(entry) < 2:
         return None
     best, second, *_ = sorted((item.logprob for item in entry.values()), reverse=True)
@@ -338,6 +277,5 @@ def _at(values: Sequence[Any] | None, index: int) -> Any:
     return values[index] if values is not None and index < len(values) else None
 
 
-COMMAND = Command(
-    "verify", "run the same requests through both model runners and compare", _add_arguments, _run, _EPILOG, "[MODEL] "
-)
+_HELP = "run the same requests through both model runners and compare"
+COMMAND = Command("verify", _HELP, _add_arguments, _run, _EPILOG, "[MODEL] ")
