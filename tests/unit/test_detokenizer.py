@@ -20,13 +20,15 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from fleetfoot.tokenizer.detokenizer import (
+    ByteFallbackDecoder,
     ByteFallbackStream,
+    ByteLevelDecoder,
     ByteLevelStream,
     IncrementalDetokenizer,
+    TokenPieces,
     WindowStream,
     make_detokenizer,
 )
-from fleetfoot.tokenizer.pieces import ByteFallbackDecoder, ByteLevelDecoder, TokenPieces
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 

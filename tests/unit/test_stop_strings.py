@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_builders import byte_fallback_backend, byte_level_backend
 
-from fleetfoot.tokenizer.text_stream import NoStopStrings, StopStringChecker, TextStream, stop_checker
+from fleetfoot.tokenizer.text_stream import StopStringChecker, TextStream
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 # Few letters make overlaps and near misses common.
@@ -104,14 +104,6 @@ def test_no_work_is_repeated_on_a_long_text() -> None:
     assert StopStringChecker(["zz"]).feed("x" * 100 + "z") == ("x" * 100, None)
 
 
-def test_checker_of_no_stop_strings_passes_everything() -> None:
-    checker = stop_checker([])
-    assert isinstance(checker, NoStopStrings)
-    assert [checker.feed("ab"), checker.feed("", can_stop=False)] == [("ab", None), ("", None)]
-    assert checker.finish() == ""
-    assert isinstance(stop_checker(["x"]), StopStringChecker)
-
-
 @pytest.mark.parametrize("stop", [[], [""], ["a", ""]])
 def test_empty_stop_strings_are_refused(stop: list[str]) -> None:
     with pytest.raises(ValueError, match="stop="):
@@ -143,6 +135,13 @@ def test_stop_string_across_token_borders_never_leaks() -> None:
     assert stream.num_tokens_kept == 0
     stream.finish()
     assert stream.text == "a </b>"
+
+
+def test_without_stop_strings_text_is_released_at_once() -> None:
+    stream = TextStream(tokenizer())
+    for character in "STOP":
+        assert stream.push(ids_of(character)) is None
+        assert stream.take_delta() == character
 
 
 def test_a_match_at_a_pushs_last_token_keeps_all() -> None:

@@ -58,10 +58,7 @@ class ChatTemplate:
         Raises:
             ValueError: The messages are malformed, or the template refuses them or fails on them.
         """
-        conversation = read_messages(messages)
-        if not self.takes_content_parts:
-            conversation = join_text_parts(conversation)
-        final_text = ""
+        conversation = _read_messages(messages, joins_parts=not self.takes_content_parts)
         if continue_final_message:
             if add_generation_prompt:
                 raise ValueError(
@@ -69,24 +66,20 @@ class ChatTemplate:
                     "new one; pass add_generation_prompt=False"
                 )
             final_text = _mark_final_message(conversation[-1])
-        rendered = self._render(
-            plain_json(dict(variables or {}), "chat_template_kwargs")
-            | {
-                "messages": conversation,
-                "tools": read_records(tools, "tools"),
-                "documents": read_records(documents, "documents"),
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
-        return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
-
-    def _render(self, variables: dict[str, Any]) -> str:
+        variables = {
+            **_plain_json(dict(variables or {}), "chat_template_kwargs"),
+            "messages": conversation,
+            "tools": _read_records(tools, "tools"),
+            "documents": _read_records(documents, "documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(variables)
+            rendered = self._template.render(variables)
         except _TemplateRefusalError as error:
             raise ValueError(f"the chat template refuses these messages: {error.message}") from error
         except Exception as error:  # a template can raise anything
             raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
+        return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
 
 
 class _TemplateRefusalError(jinja2.TemplateError):
@@ -125,22 +118,23 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
     def strftime_now(date_format: str) -> str:
         return now().strftime(date_format)
 
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own filter escapes <, > and & for HTML, which is not in the training data.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, namespace=_Namespace)
     return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes <, > and & for HTML, which is not in the training data."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _iterates_over_content(syntax_tree: jinja2.nodes.Template) -> bool:
@@ -191,11 +185,11 @@ def _cut_at_mark(rendered: str, final_text: str) -> str:
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A checked copy of a conversation, of plain JSON types; keys whose value is None are left out.
+def _read_messages(messages: Sequence[Mapping[str, Any]], *, joins_parts: bool) -> list[dict[str, Any]]:
+    """A checked copy of a conversation, of plain JSON types; keys with value None are left out.
 
-    Raises:
-        ValueError: A message or a part of one is malformed; the error names the place.
+    Args:
+        joins_parts: whether lists of text parts are joined by newlines.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(
@@ -203,45 +197,39 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         )
     if not messages:
         raise ValueError("messages is empty; at least one message is needed")
-    return [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    conversation = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for message in conversation:
+        if joins_parts and isinstance(message.get("content"), list):
+            message["content"] = "\n".join(part["text"] for part in message["content"])
+    return conversation
 
 
-def read_records(records: object, name: str) -> list[dict[str, Any]] | None:
+def _read_records(records: object, name: str) -> list[dict[str, Any]] | None:
     """A checked copy of `tools` or `documents`: a list of dicts of plain JSON types, or None."""
     if records is None:
         return None
     if not isinstance(records, list | tuple) or not all(isinstance(record, Mapping) for record in records):
         raise ValueError(f"{name} must be a list of dicts, as JSON would give them")
-    return plain_json(records, name)
+    return _plain_json(records, name)
 
 
-def plain_json(value: Any, where: str) -> Any:
+def _plain_json(value: Any, where: str) -> Any:
     """A deep copy of JSON-like data. Templates are untrusted code, so they get no objects with methods of their own."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
-        return {plain_json(key, where): plain_json(item, f"{where}.{key}") for key, item in value.items()}
+        return {_plain_json(key, where): _plain_json(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [_plain_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
     raise ValueError(f"{where} is a {type(value).__name__}; a chat template takes plain JSON types only")
-
-
-def join_text_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with lists of text parts joined by newlines, for templates that accept only str content."""
-    return [
-        message | {"content": "\n".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
 
 
 def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is a {type(message).__name__}; a dict with 'role' and 'content' is expected")
-    copy = {key: item for key, item in plain_json(message, where).items() if item is not None}
+    copy = {key: item for key, item in _plain_json(message, where).items() if item is not None}
     role = copy.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where}.role is {role!r}; a string like 'user', 'assistant' or 'system' is expected")
@@ -265,8 +253,7 @@ def _check_part(part: object, where: str) -> None:
         raise ValueError(f"{where} is a {type(part).__name__}; {{'type': 'text', 'text': ...}} is expected")
     if part.get("type") != "text":
         raise ValueError(
-            f"{where}.type is {part.get('type')!r}; only 'text' parts are supported, the model reads no images, audio "
-            f"or files"
+            f"{where}.type is {part.get('type')!r}; only 'text' parts are supported, no images, audio or files"
         )
     if not isinstance(part.get("text"), str):
         raise ValueError(f"{where}.text is {part.get('text')!r}; a string is expected")

@@ -1,25 +1,35 @@
 """Incremental detokenization: turns the output tokens of a request into text as they arrive.
 
-One stream for each kind of decoder in `pieces.py`. The text is that of prompt and output together less the prompt's own
-text, so a first token that begins with a space keeps it. A character that the prompt begins and the output completes
-belongs to the output.
+A `tokenizers` decoder is a function of a whole list of tokens. Two kinds work token by token, and are recognised by the
+decoder's own description: byte-level BPE (GPT-2, Llama 3, Qwen) joins bytes, and SentencePiece-style BPE with byte
+fallback (Llama 2, Mistral) joins strings and bytes. Their streams only need a table from token id to piece, which is
+filled on demand. Every other decoder runs its own code on short windows of tokens.
+
+The text is that of prompt and output together less the prompt's own text, so a first token that begins with a space
+keeps it. A character that the prompt begins and the output completes belongs to the output.
 """
 
 from __future__ import annotations
 
 import codecs
 import itertools
+import json
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
-
-from fleetfoot.tokenizer.pieces import ByteFallbackDecoder, ByteLevelDecoder, PieceTable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+Piece = TypeVar("Piece")
 
 REPLACEMENT = "\ufffd"
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 # An unfinished UTF-8 character has at most three bytes, so no more of a prompt can reach into the output.
 _MAX_UNFINISHED_BYTES = 3
 # Releases (usually of one token) that are decoded before the window, because a decoder may drop a space at the
@@ -27,6 +37,117 @@ _MAX_UNFINISHED_BYTES = 3
 _CONTEXT_RELEASES = 5
 # Pending tokens after which a run counts as invalid bytes rather than as an unfinished character.
 _MAX_PENDING_TOKENS = 8
+
+
+class PieceTable(dict[int, Piece], Generic[Piece]):
+    """Token id -> piece, computed on first access: a vocabulary can have 150 000 entries."""
+
+    def __init__(self, make: Callable[[int], Piece]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token_id: int) -> Piece:
+        piece = self[token_id] = self._make(token_id)
+        return piece
+
+
+@dataclass(frozen=True)
+class ByteLevelDecoder:
+    """Each character of a token stands for one byte."""
+
+    def piece(self, token: str) -> bytes:
+        try:
+            return bytes(map(_BYTE_OF_CHARACTER.__getitem__, token))
+        except KeyError:  # an added token with characters outside the byte alphabet, for example a space
+            return token.encode()
+
+
+@dataclass(frozen=True)
+class ByteFallbackDecoder:
+    """A token is text, or `<0xNN>` for one byte of a character that is not in the vocabulary."""
+
+    replacements: Sequence[tuple[str, str]]
+    """(from, to) pairs applied to each token in order; ("▁", " ") in practice."""
+    strip_character: str = " "
+    strip_left: int = 0
+    """Number of leading `strip_character`s that the decoder removes from the whole text."""
+
+    def piece(self, token: str) -> bytes | str:
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token
+
+
+class TokenPieces:
+    """The piece tables of one tokenizer, shared by all of its streams.
+
+    Args:
+        backend: The tokenizer; its vocabulary must not change afterwards.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self.decoder = _read_decoder(backend)
+        added_tokens = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added_tokens)
+        self.skipped_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
+        """Ids that are left out with skip_special_tokens."""
+        self._tables = self._table(frozenset()), self._table(self.skipped_ids)
+
+    def table(self, skip_special_tokens: bool) -> PieceTable[Any]:
+        """Token id -> bytes or str, depending on `decoder`; without one the token. Empty for ids without text."""
+        return self._tables[skip_special_tokens]
+
+    def decode_window(self, token_ids: Sequence[int]) -> str:
+        """The text of a few tokens by the tokenizer's own decoder, special tokens included."""
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; b"" for an id without text."""
+        piece = self.decode_window([token_id]) if self.decoder is None else self.table(False)[token_id]
+        return piece if isinstance(piece, bytes) else piece.encode()
+
+    def _table(self, skipped_ids: frozenset[int]) -> PieceTable[Any]:
+        piece_of: Callable[[str], bytes | str] = str if self.decoder is None else self.decoder.piece
+
+        def make(token_id: int) -> bytes | str:
+            token = None if token_id in skipped_ids else self._backend.id_to_token(token_id)
+            return piece_of(token or "")
+
+        return PieceTable(make)
+
+
+def _read_decoder(backend: tokenizers.Tokenizer) -> ByteLevelDecoder | ByteFallbackDecoder | None:
+    """The decoder if it is one of the two that work token by token, else None."""
+    if backend.decoder is None:
+        return None
+    description = json.loads(backend.decoder.__getstate__())
+    steps = description["decoders"] if description["type"] == "Sequence" else [description]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return ByteLevelDecoder()
+    replaces = list(itertools.takewhile(_replaces_string, steps))
+    replacements = [(step["pattern"]["String"], step["content"]) for step in replaces]
+    match steps[len(replaces) :]:
+        case [{"type": "ByteFallback"}, {"type": "Fuse"}]:
+            return ByteFallbackDecoder(replacements)
+        case [{"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "stop": 0} as strip]:
+            return ByteFallbackDecoder(replacements, strip["content"], strip["start"])
+    return None
+
+
+def _replaces_string(step: dict[str, Any]) -> bool:
+    return step["type"] == "Replace" and "String" in step["pattern"]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 class IncrementalDetokenizer(Protocol):
@@ -54,31 +175,19 @@ def make_detokenizer(
     """The detokenizer of one request.
 
     Args:
-        tokenizer: Of the request's model.
-        prompt_token_ids: The prompt; its end decides about a leading space.
+        prompt_token_ids: Its end decides about a leading space.
         skip_special_tokens: Whether special tokens are left out of the text.
         spaces_between_special_tokens: If False, the space with which some decoders join tokens is left out between two
-            adjacent added tokens.
+            adjacent added tokens. Byte-level and byte-fallback decoders never join tokens with a space.
     """
     pieces = tokenizer.pieces
-    table = pieces.table(skip_special_tokens)
-    match pieces.decoder:  # the first two never join tokens with a space
-        case ByteLevelDecoder():
-            return ByteLevelStream(table, prompt_token_ids)
-        case ByteFallbackDecoder(strip_character=strip_character, strip_left=strip_left):
-            return ByteFallbackStream(table, prompt_token_ids, strip_character, strip_left)
+    table, decoder = pieces.table(skip_special_tokens), pieces.decoder
+    if isinstance(decoder, ByteLevelDecoder):
+        return ByteLevelStream(table, prompt_token_ids)
+    if isinstance(decoder, ByteFallbackDecoder):
+        return ByteFallbackStream(table, prompt_token_ids, decoder)
     unspaced = frozenset() if spaces_between_special_tokens else pieces.added_ids
     return WindowStream(pieces.decode_window, table, prompt_token_ids, unspaced)
-
-
-class NullDetokenizer:
-    """The detokenizer of a request without text."""
-
-    def update(self, new_token_ids: Sequence[int]) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 class PromptReplacements:
@@ -100,7 +209,7 @@ class ByteLevelStream:
     def __init__(self, pieces: PieceTable[bytes], prompt_token_ids: Sequence[int]) -> None:
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._utf8.decode(_last_bytes(map(pieces.__getitem__, reversed(prompt_token_ids))))
+        self._utf8.decode(_last_bytes(pieces, prompt_token_ids))
         unfinished, _ = self._utf8.getstate()
         # The decoder writes one replacement for the bytes that begin a character.
         self._prompt = PromptReplacements(1 if unfinished else 0)
@@ -121,13 +230,13 @@ class ByteFallbackStream:
     """
 
     def __init__(
-        self, pieces: PieceTable[bytes | str], prompt_token_ids: Sequence[int], strip_character: str, strip_left: int
+        self, pieces: PieceTable[bytes | str], prompt_token_ids: Sequence[int], decoder: ByteFallbackDecoder
     ) -> None:
         self._pieces = pieces
-        self._strip_character = strip_character
+        self._strip_character = decoder.strip_character
         # Leading spaces are stripped from prompt and output together, so only an empty prompt leaves any to strip.
-        self._strip_left = 0 if any(map(pieces.__getitem__, prompt_token_ids)) else strip_left
-        self._pending = bytearray(_last_bytes(map(pieces.__getitem__, reversed(prompt_token_ids))))
+        self._strip_left = 0 if any(map(pieces.__getitem__, prompt_token_ids)) else decoder.strip_left
+        self._pending = bytearray(_last_bytes(pieces, prompt_token_ids))
         self._pop_characters()
         self._prompt = PromptReplacements(len(self._pending))
 
@@ -147,17 +256,16 @@ class ByteFallbackStream:
     def _pop_characters(self) -> str:
         """Remove complete characters and invalid bytes from the pending bytes, not the beginning of a character."""
         text = ""
-        while self._pending:
+        while True:
             try:
                 characters, num_bytes = codecs.utf_8_decode(self._pending, "strict", False)
             except UnicodeDecodeError as error:
                 characters = self._pending[: error.start].decode() + REPLACEMENT * (error.end - error.start)
                 num_bytes = error.end
+            if num_bytes == 0:
+                return text
             text += characters
             del self._pending[:num_bytes]
-            if num_bytes == 0:
-                break
-        return text
 
     def _flush(self) -> str:
         text = REPLACEMENT * len(self._pending)
@@ -169,9 +277,9 @@ class ByteFallbackStream:
         while self._strip_left and text:
             if text[0] != self._strip_character:
                 self._strip_left = 0
-            else:
-                text = text[1:]
-                self._strip_left -= 1
+                break
+            text = text[1:]
+            self._strip_left -= 1
         return text
 
 
@@ -246,14 +354,13 @@ class WindowStream:
         return tail
 
 
-def _last_bytes(pieces_backwards: Iterable[bytes | str]) -> bytes:
+def _last_bytes(pieces: PieceTable[Any], token_ids: Sequence[int]) -> bytes:
     """The last bytes of a prompt, enough to hold any unfinished character."""
     tail = b""
-    for piece in pieces_backwards:
-        if isinstance(piece, bytes):
-            tail = piece + tail
-        elif piece:
+    for piece in map(pieces.__getitem__, reversed(token_ids)):
+        if piece and isinstance(piece, str):
             break
+        tail = (piece or b"") + tail
         if len(tail) >= _MAX_UNFINISHED_BYTES:
             break
     return tail[-_MAX_UNFINISHED_BYTES:]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from fleetfoot.tokenizer.detokenizer import IncrementalDetokenizer, NullDetokenizer, make_detokenizer
+from fleetfoot.tokenizer.detokenizer import IncrementalDetokenizer, make_detokenizer
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -21,12 +21,9 @@ class TextStream:
     """Turns output tokens into text. No part of a stop string is released, even if it spans several tokens.
 
     Args:
-        tokenizer: The tokenizer; None if the engine has none; the text is then empty.
-        prompt_token_ids: The prompt; its end decides about a leading space.
+        tokenizer: None if the engine has none; the text is then empty.
         detokenize: Whether to generate text.
-        skip_special_tokens: Whether special tokens are left out of the text.
-        spaces_between_special_tokens: See `make_detokenizer`.
-        stop: Stop strings.
+        prompt_token_ids, skip_special_tokens, spaces_between_special_tokens: See `make_detokenizer`.
         include_stop_str_in_output: Whether the text includes the stop string or stop token that ended it.
         min_tokens: A stop string counts only if it is completed after more than this many tokens.
 
@@ -46,16 +43,14 @@ class TextStream:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._detokenizer: IncrementalDetokenizer
-        if tokenizer is None or not detokenize:
-            if stop:
-                raise ValueError(f"stop={list(stop)!r} needs text: detokenize=True and a tokenizer")
-            self._detokenizer = NullDetokenizer()
-        else:
+        self._detokenizer: IncrementalDetokenizer = _NoText()
+        if tokenizer is not None and detokenize:
             self._detokenizer = make_detokenizer(
                 tokenizer, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens
             )
-        self._checker = stop_checker(stop, include_stop_str_in_output)
+        elif stop:
+            raise ValueError(f"stop={list(stop)!r} needs text: detokenize=True and a tokenizer")
+        self._checker = StopStringChecker(stop, include_stop_str_in_output) if stop else _NoStopStrings()
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -114,17 +109,17 @@ class TextStream:
             self._delta += [self._checker.finish(), self._detokenizer.finish()]
 
 
-class StopChecker(Protocol):
-    """Finds the end of a text, and holds back what may become part of a stop string."""
+class _NoText:
+    """The detokenizer of a request without text."""
 
-    def feed(self, text: str, can_stop: bool = True) -> tuple[str, str | None]:
-        """Append text; returns the text to release, and the stop string that was found or None."""
+    def update(self, new_token_ids: Sequence[int]) -> str:
+        return ""
 
     def finish(self) -> str:
-        """End the text; returns what was held back."""
+        return ""
 
 
-class NoStopStrings:
+class _NoStopStrings:
     """The checker of a request without stop strings: releases everything immediately."""
 
     def feed(self, text: str, can_stop: bool = True) -> tuple[str, str | None]:
@@ -132,11 +127,6 @@ class NoStopStrings:
 
     def finish(self) -> str:
         return ""
-
-
-def stop_checker(stop: Sequence[str], include_stop_str_in_output: bool = False) -> StopChecker:
-    """The checker for `stop`, which may be empty."""
-    return StopStringChecker(stop, include_stop_str_in_output) if stop else NoStopStrings()
 
 
 class StopStringChecker:
@@ -192,9 +182,9 @@ class StopStringChecker:
                 position = first.start()
             self._state = self._next_state(self._state, text[position])
             position += 1
-            stop_string = self._match[self._state]
-            if stop_string is not None and can_stop:
-                return self._stop(text[:position], stop_string)
+            if can_stop and (stop_string := self._match[self._state]) is not None:
+                text, self._held, self._matched = self._held + text[:position], "", stop_string
+                return text if self._include else text[: len(text) - len(stop_string)], stop_string
         text = self._held + text
         num_released = len(text) - self._depth[self._state]
         self._held = text[num_released:]
@@ -204,12 +194,6 @@ class StopStringChecker:
         """End the text; returns what was held back, which is empty after a match."""
         held, self._held, self._state = self._held, "", 0
         return held
-
-    def _stop(self, text: str, stop_string: str) -> tuple[str, str]:
-        text = self._held + text
-        self._held = ""
-        self._matched = stop_string
-        return text if self._include else text[: len(text) - len(stop_string)], stop_string
 
     def _next_state(self, state: int, character: str) -> int:
         while state and character not in self._children[state]:

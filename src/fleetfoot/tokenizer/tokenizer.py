@@ -6,13 +6,12 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import tokenizers
 
-from fleetfoot.tokenizer.pieces import TokenPieces
+from fleetfoot.tokenizer.detokenizer import TokenPieces
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.chat_template import ChatTemplate
@@ -24,6 +23,8 @@ _CONFIG_FILE = "tokenizer_config.json"
 _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token")
 
 # A token in a config file: a string, or a dict with "content" and matching flags.
 TokenSpec = str | Mapping[str, Any]
@@ -57,12 +58,18 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        """The number of tokens, added tokens included."""
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.pieces = TokenPieces(backend)
-        named = [*self.special_tokens.values(), *extra_special_tokens]
-        named_ids = (backend.token_to_id(token) for token in named)
-        self.all_special_ids = self.pieces.skipped_ids | {token_id for token_id in named_ids if token_id is not None}
+        self.bos_token, self.eos_token, self.pad_token = map(self.special_tokens.get, _NAMED_TOKENS)
+        """The tokens that begin a text, end it, and fill up a batch; each may be None."""
+        ids = {name: backend.token_to_id(token) for name, token in self.special_tokens.items()}
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = map(ids.get, _NAMED_TOKENS)
+        extra_ids = map(backend.token_to_id, extra_special_tokens)
+        named_ids = {token_id for token_id in [*ids.values(), *extra_ids] if token_id is not None}
+        self.all_special_ids = self.pieces.skipped_ids | named_ids
         self._compile = functools.lru_cache(_MAX_COMPILED_TEMPLATES)(_compile_chat_template)
 
     @classmethod
@@ -70,58 +77,27 @@ class Tokenizer:
         """Load the tokenizer of a checkpoint folder, or a tokenizer.json with the files beside it.
 
         Raises:
-            FileNotFoundError: There is no tokenizer.json; the message says what was found and what would work.
+            FileNotFoundError: There is no tokenizer.json; the message lists what was found and what would work.
             ValueError: A file is invalid.
         """
-        files = read_tokenizer_files(folder_or_file)
+        path = _find_tokenizer_json(Path(folder_or_file))
+        folder = path.parent
         try:
-            backend = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
+            backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every fault of the file
-            raise ValueError(f"{files.tokenizer_json} is not a file of the tokenizers library: {error}") from error
-        _add_configured_tokens(backend, files)
-        backend.encode_special_tokens = bool(files.settings.get("split_special_tokens", False))
-        _warn_about_unused_settings(backend, files)
+            raise ValueError(f"{path} is not a file of the tokenizers library: {error}") from error
+        settings = _read_json_object(folder / _CONFIG_FILE)
+        named, extra = _read_special_tokens(folder, settings)
+        added = _read_added_tokens(folder, settings.get("added_tokens_decoder", {}))
+        _add_configured_tokens(backend, added, [*named.values(), *extra])
+        backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
+        _warn_about_unused_settings(path, settings, type(backend.model).__name__)
         return cls(
             backend,
-            special_tokens={name: token_content(spec) for name, spec in files.special_tokens.items()},
-            extra_special_tokens=[token_content(spec) for spec in files.extra_special_tokens],
-            chat_templates=files.chat_templates,
+            special_tokens={name: _content(spec) for name, spec in named.items()},
+            extra_special_tokens=[_content(spec) for spec in extra],
+            chat_templates=_read_chat_templates(folder, settings.get("chat_template")),
         )
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens, added tokens included."""
-        return self.backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def bos_token(self) -> str | None:
-        """The token that begins a text, or None."""
-        return self.special_tokens.get("bos_token")
-
-    @property
-    def eos_token(self) -> str | None:
-        """The token that ends a text, or None."""
-        return self.special_tokens.get("eos_token")
-
-    @property
-    def pad_token(self) -> str | None:
-        """The token that fills up a batch, or None."""
-        return self.special_tokens.get("pad_token")
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id of `bos_token`, or None."""
-        return self._id_of(self.bos_token)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id of `eos_token`, or None."""
-        return self._id_of(self.eos_token)
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """The id of `pad_token`, or None."""
-        return self._id_of(self.pad_token)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token as it stands in the vocabulary, or None."""
@@ -162,8 +138,8 @@ class Tokenizer:
     def decode_token(self, token_id: int) -> str:
         """The text of one token by itself; bytes that are not valid UTF-8 become U+FFFD.
 
-        A leading space is kept, except by decoders that do not work token by token (see `pieces.py`). The text of a
-        special token is its name, that of an unknown id is empty.
+        A leading space is kept, except by decoders that do not work token by token (see `detokenizer.py`). The text of
+        a special token is its name, that of an unknown id is empty.
         """
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
@@ -234,27 +210,23 @@ class Tokenizer:
         """Token ids of `apply_chat_template(messages, **kwargs)`. The template writes BOS itself; none is added."""
         return self.apply_chat_template(messages, tokenize=True, **kwargs)
 
-    def _id_of(self, token: str | None) -> int | None:
-        return None if token is None else self.backend.token_to_id(token)
-
     def _select_chat_template(self, chat_template: str | None, with_tools: bool) -> str:
-        names = f"the tokenizer has {sorted(self.chat_templates)}" if self.chat_templates else "the tokenizer has none"
-        if chat_template is not None:
-            if chat_template in self.chat_templates:
-                return self.chat_templates[chat_template]
-            if "{" not in chat_template:
-                raise ValueError(
-                    f"chat_template={chat_template!r} is neither a Jinja template nor the name of one ({names})"
-                )
-            return chat_template
-        if with_tools and "tool_use" in self.chat_templates:
-            return self.chat_templates["tool_use"]
-        if "default" in self.chat_templates:
-            return self.chat_templates["default"]
-        raise ValueError(
-            f"there is no default chat template ({names}). Pass chat_template= with a Jinja template or one of the "
-            f"names, or render the conversation yourself and pass it as a prompt."
-        )
+        templates = self.chat_templates
+        names = f"the tokenizer has {sorted(templates) if templates else 'none'}"
+        default = "tool_use" if with_tools and "tool_use" in templates else "default"
+        name = default if chat_template is None else chat_template
+        if name in templates:
+            return templates[name]
+        if chat_template is None:
+            raise ValueError(
+                f"there is no default chat template ({names}). Pass chat_template= with a Jinja template or one of the "
+                f"names, or render the conversation yourself and pass it as a prompt."
+            )
+        if "{" not in chat_template:
+            raise ValueError(
+                f"chat_template={chat_template!r} is neither a Jinja template nor the name of one ({names})"
+            )
+        return chat_template
 
 
 def _compile_chat_template(source: str) -> ChatTemplate:
@@ -263,70 +235,40 @@ def _compile_chat_template(source: str) -> ChatTemplate:
     return ChatTemplate(source)
 
 
-def _add_configured_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Add the tokens of the config files that tokenizer.json lacks, in transformers' order.
-
-    Flags in `added_tokens_decoder` override those in tokenizer.json.
-    """
-    tokens = [tokenizers.AddedToken(**dict(spec)) for _, spec in sorted(files.added_tokens.items())]
-    contents = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
-    for spec in [*files.special_tokens.values(), *files.extra_special_tokens]:
-        if token_content(spec) not in contents:
-            contents.add(token_content(spec))
-            tokens.append(_special_token(spec))
-    backend.add_tokens(tokens)
-
-
-def _special_token(spec: TokenSpec) -> tokenizers.AddedToken:
-    flags = (
-        {} if isinstance(spec, str) else {k: v for k, v in spec.items() if k not in ("content", "special", "__type")}
-    )
-    return tokenizers.AddedToken(token_content(spec), special=True, **flags)
-
-
-def _warn_about_unused_settings(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Warn of two settings of tokenizer_config.json that would change ids or text and are not supported."""
-    model = type(backend.model).__name__
-    if files.settings.get("clean_up_tokenization_spaces") and model != "BPE":
-        logger.warning(
-            "clean_up_tokenization_spaces of %s is not applied: text keeps the spaces of its tokens",
-            files.tokenizer_json,
-        )
-    if files.settings.get("fix_mistral_regex"):
-        logger.warning("fix_mistral_regex of %s is not applied; save the tokenizer with it", files.tokenizer_json)
-
-
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """Contents of a checkpoint's tokenizer files."""
+def _add_configured_tokens(
+    backend: tokenizers.Tokenizer, added: Mapping[int, Mapping[str, Any]], special: Sequence[TokenSpec]
+) -> None:
+    """Add the tokens of the config files that tokenizer.json lacks, in transformers' order.
 
-    tokenizer_json: Path
-    """The `tokenizers` library's own file: vocabulary, merges, pre-tokenizer, post-processor, decoder."""
-    special_tokens: dict[str, TokenSpec] = field(default_factory=dict)
-    """Named special tokens: `bos_token`, `eos_token`, `pad_token`, ... and the model's own `*_token` entries."""
-    extra_special_tokens: list[TokenSpec] = field(default_factory=list)
-    """Special tokens without a name."""
-    added_tokens: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """`added_tokens_decoder` of tokenizer_config.json: token id -> content and flags."""
-    chat_templates: dict[str, str] = field(default_factory=dict)
-    """Jinja sources by name; the unnamed template is called "default"."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """All of tokenizer_config.json."""
-
-
-def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Read the tokenizer files of a folder, or a tokenizer.json and the files beside it.
-
-    Raises:
-        FileNotFoundError: There is no tokenizer.json; the message lists the files that were found and what would work.
-        ValueError: A file is not valid JSON.
+    Args:
+        added: ``added_tokens_decoder``: token id -> content and flags, which override those in tokenizer.json.
+        special: special tokens.
     """
-    tokenizer_json = _find_tokenizer_json(Path(path))
-    folder = tokenizer_json.parent
-    settings = _read_json_object(folder / _CONFIG_FILE)
+    tokens = [tokenizers.AddedToken(**dict(spec)) for _, spec in sorted(added.items())]
+    contents = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
+    for spec in special:
+        if _content(spec) not in contents:
+            contents.add(_content(spec))
+            flags = {} if isinstance(spec, str) else dict(spec)
+            for name in ("content", "special", "__type"):
+                flags.pop(name, None)
+            tokens.append(tokenizers.AddedToken(_content(spec), special=True, **flags))
+    backend.add_tokens(tokens)
+
+
+def _warn_about_unused_settings(path: Path, settings: Mapping[str, Any], model: str) -> None:
+    """Warn of two settings of tokenizer_config.json that would change ids or text and are not supported."""
+    if settings.get("clean_up_tokenization_spaces") and model != "BPE":
+        logger.warning("clean_up_tokenization_spaces of %s is not applied: text keeps the spaces of its tokens", path)
+    if settings.get("fix_mistral_regex"):
+        logger.warning("fix_mistral_regex of %s is not applied; save the tokenizer with it", path)
+
+
+def _read_special_tokens(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, TokenSpec], list[TokenSpec]]:
+    """Named special tokens (``bos_token`` and the model's own ``*_token`` entries), and those without a name."""
     tokens = dict(settings)
     if "added_tokens_decoder" not in settings:
         # special_tokens_map.json is the older format; a config with added_tokens_decoder includes its contents.
@@ -340,17 +282,10 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
         raise ValueError(
             f"extra_special_tokens of the tokenizer in {folder} is {extra!r}; a list of tokens is expected"
         )
-    return TokenizerFiles(
-        tokenizer_json=tokenizer_json,
-        special_tokens=named,
-        extra_special_tokens=extra,
-        added_tokens=_read_added_tokens(folder, settings.get("added_tokens_decoder", {})),
-        chat_templates=_read_chat_templates(folder, settings.get("chat_template")),
-        settings=settings,
-    )
+    return named, extra
 
 
-def token_content(spec: TokenSpec) -> str:
+def _content(spec: TokenSpec) -> str:
     """The token's string."""
     return spec if isinstance(spec, str) else spec["content"]
 
@@ -365,25 +300,18 @@ def _find_tokenizer_json(path: Path) -> Path:
     if path.is_dir() and (path / _TOKENIZER_FILE).is_file():
         return path / _TOKENIZER_FILE
     if path.is_dir():
-        found = _list_names(path)
-    elif path.exists():
-        found = "it is a file of another kind"
+        names = sorted(entry.name for entry in path.iterdir())
+        num_more = len(names) - _MAX_NAMES_LISTED
+        more = f" and {num_more} more" if num_more > 0 else ""
+        found = f"the folder holds {', '.join(names[:_MAX_NAMES_LISTED])}{more}" if names else "the folder is empty"
     else:
-        found = "there is no such file or folder"
+        found = "it is a file of another kind" if path.exists() else "there is no such file or folder"
     raise FileNotFoundError(
         f"no tokenizer.json in tokenizer={str(path)!r} ({found}). Only tokenizers in the tokenizer.json format are "
         "supported. Pass a folder that holds one with tokenizer=FOLDER, write one with transformers' "
         "AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER), or pass skip_tokenizer_init=True to run on "
         "token ids alone."
     )
-
-
-def _list_names(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir())
-    if not names:
-        return "the folder is empty"
-    more = f" and {len(names) - _MAX_NAMES_LISTED} more" if len(names) > _MAX_NAMES_LISTED else ""
-    return f"the folder holds {', '.join(names[:_MAX_NAMES_LISTED])}{more}"
 
 
 def _read_text(path: Path) -> str:
