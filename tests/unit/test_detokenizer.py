@@ -104,7 +104,7 @@ def test_any_cut_of_any_ids_gives_the_same_text(kind: str, data: st.DataObject) 
     cuts, skip, spaces = data.draw(st.lists(st.integers(0, 24))), data.draw(st.booleans()), data.draw(st.booleans())
 
     def run(cuts: Sequence[int]) -> str:
-        detokenizer = make_detokenizer(tokenizer(kind), prompt, skip, spaces)
+        detokenizer = make_detokenizer(tokenizer(kind).pieces, prompt, skip, spaces)
         return "".join(stream_text(detokenizer, ids, cuts))
 
     assert run(cuts) == run([]) == run(range(len(ids)))
@@ -115,7 +115,7 @@ def test_any_cut_of_any_ids_gives_the_same_text(kind: str, data: st.DataObject) 
 @given(data=st.data())
 def test_any_ids_give_the_text_of_a_full_decode(kind: str, data: st.DataObject) -> None:
     ids, skip = data.draw(ids_of(kind)), data.draw(st.booleans())
-    pieces = stream_text(make_detokenizer(tokenizer(kind), (), skip), ids, range(len(ids)))
+    pieces = stream_text(make_detokenizer(tokenizer(kind).pieces, (), skip), ids, range(len(ids)))
     assert "".join(pieces) == tokenizer(kind).decode(ids, skip_special_tokens=skip)
 
 
@@ -124,7 +124,7 @@ def test_any_ids_give_the_text_of_a_full_decode(kind: str, data: st.DataObject) 
 def test_byte_level_text_continues_the_prompts(data: st.DataObject) -> None:
     kind = "byte_level"
     prompt, ids, skip = data.draw(ids_of(kind)), data.draw(ids_of(kind)), data.draw(st.booleans())
-    text = "".join(stream_text(make_detokenizer(tokenizer(kind), prompt, skip), ids, []))
+    text = "".join(stream_text(make_detokenizer(tokenizer(kind).pieces, prompt, skip), ids, []))
     before = tokenizer(kind).decode(prompt, skip_special_tokens=skip)
     whole = tokenizer(kind).decode([*prompt, *ids], skip_special_tokens=skip)
     # A character that the prompt begins and the output completes belongs to the output.
@@ -138,7 +138,7 @@ def test_valid_text_round_trips_behind_a_prompt(kind: str, before: str, text: st
     backend = tokenizer(kind)
     prompt, ids = backend.encode(before), backend.encode(text, add_special_tokens=False)
     skip, cuts = data.draw(st.booleans()), data.draw(st.lists(st.integers(0, 40), max_size=6))
-    pieces = stream_text(make_detokenizer(backend, prompt, skip), ids, cuts)
+    pieces = stream_text(make_detokenizer(backend.pieces, prompt, skip), ids, cuts)
     whole = backend.decode([*prompt, *ids], skip_special_tokens=skip)
     assert "".join(pieces) == whole[len(backend.decode(prompt, skip_special_tokens=skip)) :]
     if "\ufffd" not in whole:
@@ -150,7 +150,7 @@ def test_valid_text_round_trips_behind_a_prompt(kind: str, before: str, text: st
 def test_characters_come_whole(kind: str) -> None:
     backend = tokenizer(kind)
     ids = backend.encode("é你😀", add_special_tokens=False)
-    detokenizer = make_detokenizer(backend, backend.encode("prompt"))
+    detokenizer = make_detokenizer(backend.pieces, backend.encode("prompt"))
     pieces = [piece for token_id in ids if (piece := detokenizer.update([token_id]))]
     assert len(ids) > len(pieces)
     assert "".join(pieces).strip() == "é你😀"
@@ -162,7 +162,7 @@ def test_characters_come_whole(kind: str) -> None:
 def test_unfinished_bytes_wait_and_finish_gives_them_up(kind: str) -> None:
     backend = tokenizer(kind)
     ids = [*backend.encode("a", add_special_tokens=False), *backend.encode("😀", add_special_tokens=False)[:-1]]
-    detokenizer = make_detokenizer(backend, backend.encode("prompt"))
+    detokenizer = make_detokenizer(backend.pieces, backend.encode("prompt"))
     assert detokenizer.update(ids).strip() == "a"
     assert detokenizer.update([]) == ""
     flushed = detokenizer.finish()
@@ -176,11 +176,11 @@ def test_a_character_that_the_prompt_begins(kind: str) -> None:
     backend = tokenizer(kind)
     face = backend.encode("x😀", add_special_tokens=False)
     letter = backend.encode("x", add_special_tokens=False)[-1:]
-    completed = make_detokenizer(backend, face[:-1])
+    completed = make_detokenizer(backend.pieces, face[:-1])
     assert completed.update([*face[-1:], *letter]).strip() == "😀" + backend.decode_token(letter[0])
-    broken = make_detokenizer(backend, face[:-1])
+    broken = make_detokenizer(backend.pieces, face[:-1])
     assert broken.update(letter) + broken.finish() == backend.decode_token(letter[0])
-    unused = make_detokenizer(backend, face[:-1])
+    unused = make_detokenizer(backend.pieces, face[:-1])
     assert unused.finish() == ""
 
 
@@ -190,7 +190,7 @@ def test_bytes_and_spaces_at_borders(kind: str, before: str, text: str) -> None:
     backend = tokenizer(kind)
     prompt = backend.encode(before, add_special_tokens=False)
     ids = backend.encode(text, add_special_tokens=False)
-    pieces = stream_text(make_detokenizer(backend, prompt), ids, range(len(ids)))
+    pieces = stream_text(make_detokenizer(backend.pieces, prompt), ids, range(len(ids)))
     assert "".join(pieces) == backend.decode([*prompt, *ids])[len(backend.decode(prompt)) :]
 
 
@@ -198,7 +198,7 @@ def test_bytes_and_spaces_at_borders(kind: str, before: str, text: str) -> None:
 def test_a_run_of_bytes_that_goes_on_behind_a_prompt(kind: str) -> None:
     backend = tokenizer(kind)
     prompt, ids = ([backend.token_to_id(f"<0x{b:02X}>") or 0 for b in text.encode()] for text in ("😀😀", "é"))
-    assert make_detokenizer(backend, prompt).update(ids) == "é"
+    assert make_detokenizer(backend.pieces, prompt).update(ids) == "é"
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "byte_fallback_without_strip"])
@@ -206,7 +206,7 @@ def test_invalid_bytes_do_not_spoil_their_neighbours(kind: str) -> None:
     backend = tokenizer(kind)
     byte = {value: backend.token_to_id(f"<0x{value:02X}>") for value in range(256)}
     ids = [byte[value] for value in (*"é".encode(), 0xFF, *"你".encode()[:2], 0x41, *"😀".encode(), 0x80, 0xE2)]
-    detokenizer = make_detokenizer(backend, ())
+    detokenizer = make_detokenizer(backend.pieces, ())
     pieces = [detokenizer.update([token_id]) for token_id in ids if token_id is not None]
     assert pieces == ["", "é", "\ufffd", "", "", "\ufffd\ufffdA", "", "", "", "😀", "\ufffd", ""]
     assert detokenizer.finish() == "\ufffd"
@@ -227,16 +227,16 @@ def test_leading_space(kind: str, text: str, alone: str, behind: str) -> None:
     backend = tokenizer(kind)
     ids = backend.encode(text, add_special_tokens=False)
     prompt = backend.encode("runs", add_special_tokens=False)
-    assert make_detokenizer(backend, ()).update(ids) == alone
-    assert make_detokenizer(backend, prompt).update(ids) == behind
+    assert make_detokenizer(backend.pieces, ()).update(ids) == alone
+    assert make_detokenizer(backend.pieces, prompt).update(ids) == behind
 
 
 def test_a_prompt_of_special_tokens_is_no_text_when_they_are_skipped() -> None:
     backend = tokenizer("byte_fallback")
     ids = backend.encode("the", add_special_tokens=False)
     bos = [backend.token_to_id("<s>") or 0]
-    assert make_detokenizer(backend, bos, skip_special_tokens=True).update(ids) == "the"
-    assert make_detokenizer(backend, bos, skip_special_tokens=False).update(ids) == " the"
+    assert make_detokenizer(backend.pieces, bos, skip_special_tokens=True).update(ids) == "the"
+    assert make_detokenizer(backend.pieces, bos, skip_special_tokens=False).update(ids) == " the"
 
 
 def test_special_tokens_and_the_spaces_between_them() -> None:
@@ -244,7 +244,7 @@ def test_special_tokens_and_the_spaces_between_them() -> None:
     ids = backend.encode("the <a><b> fox <a>", add_special_tokens=False)
 
     def text(**options: bool) -> str:
-        return make_detokenizer(backend, (), **options).update(ids)
+        return make_detokenizer(backend.pieces, (), **options).update(ids)
 
     assert text() == "the fox"
     assert text(skip_special_tokens=False) == "the <a> <b> fox <a>" == backend.decode(ids, skip_special_tokens=False)
@@ -254,7 +254,7 @@ def test_special_tokens_and_the_spaces_between_them() -> None:
 def test_added_tokens_outside_of_the_byte_alphabet() -> None:
     backend = tokenizer("byte_level")
     ids = backend.encode("x<think>a spaced tokeny", add_special_tokens=False)
-    assert make_detokenizer(backend, ()).update(ids) == "x<think>a spaced tokeny"
+    assert make_detokenizer(backend.pieces, ()).update(ids) == "x<think>a spaced tokeny"
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -262,7 +262,7 @@ def test_ids_beyond_the_vocabulary_are_silent(kind: str) -> None:
     backend = tokenizer(kind)
     ids = backend.encode("the fox", add_special_tokens=False)
     with_gaps = [padding for token_id in ids for padding in (token_id, backend.vocab_size + token_id)]
-    detokenizer = make_detokenizer(backend, [backend.vocab_size])
+    detokenizer = make_detokenizer(backend.pieces, [backend.vocab_size])
     assert detokenizer.update(with_gaps) + detokenizer.finish() == backend.decode(ids)
 
 
@@ -289,7 +289,7 @@ def test_a_character_behind_a_run_of_undecodable_tokens_is_not_split() -> None:
     kind = "byte_level_in_window"
     face = tokenizer(kind).encode("😀", add_special_tokens=False)
     for length in range(1, 30):
-        text = make_detokenizer(tokenizer(kind), ()).update([id_of_byte_ff(kind)] * length + face)
+        text = make_detokenizer(tokenizer(kind).pieces, ()).update([id_of_byte_ff(kind)] * length + face)
         assert text == "\ufffd" * length + "😀"
 
 
@@ -305,4 +305,4 @@ def test_a_character_behind_a_run_of_undecodable_tokens_is_not_split() -> None:
 )
 def test_which_stream_reads_which_decoder(kind: str, decoder: type, stream: type) -> None:
     assert isinstance(tokenizer(kind).pieces.decoder, decoder)
-    assert isinstance(make_detokenizer(tokenizer(kind), ()), stream)
+    assert isinstance(make_detokenizer(tokenizer(kind).pieces, ()), stream)

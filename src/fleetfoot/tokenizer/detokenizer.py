@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 if TYPE_CHECKING:
     import tokenizers
 
-    from fleetfoot.tokenizer.tokenizer import Tokenizer
-
 Piece = TypeVar("Piece")
 
 REPLACEMENT = "\ufffd"
@@ -167,7 +165,7 @@ class IncrementalDetokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer,
+    pieces: TokenPieces,
     prompt_token_ids: Sequence[int] = (),
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
@@ -175,12 +173,12 @@ def make_detokenizer(
     """The detokenizer of one request.
 
     Args:
+        pieces: Of the tokenizer.
         prompt_token_ids: Its end decides about a leading space.
         skip_special_tokens: Whether special tokens are left out of the text.
         spaces_between_special_tokens: If False, the space with which some decoders join tokens is left out between two
             adjacent added tokens. Byte-level and byte-fallback decoders never join tokens with a space.
     """
-    pieces = tokenizer.pieces
     table, decoder = pieces.table(skip_special_tokens), pieces.decoder
     if isinstance(decoder, ByteLevelDecoder):
         return ByteLevelStream(table, prompt_token_ids)

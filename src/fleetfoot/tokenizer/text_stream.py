@@ -46,7 +46,7 @@ class TextStream:
         self._detokenizer: IncrementalDetokenizer = _NoText()
         if tokenizer is not None and detokenize:
             self._detokenizer = make_detokenizer(
-                tokenizer, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens
+                tokenizer.pieces, prompt_token_ids, skip_special_tokens, spaces_between_special_tokens
             )
         elif stop:
             raise ValueError(f"stop={list(stop)!r} needs text: detokenize=True and a tokenizer")
