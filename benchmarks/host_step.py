@@ -41,7 +41,7 @@ from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 VOCAB_SIZE = 64
 PROMPT_VOCAB_SIZE = 128_000

@@ -25,7 +25,7 @@ from fleetfoot.fusion.decoder import fuse
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
-from fleetfoot.weights.loading import load_model, reload_weights
+from fleetfoot.weights.loading import ModelLoader, reload_weights
 
 CPU = torch.device("cpu")
 ASSETS = {
@@ -71,17 +71,17 @@ def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
     for name, size in CASES:
         if rank < size:
             exact, summing = TorchTensorGroup(groups[size]), SummingGroup(groups[size])
-            model = load_model(load_model_config(folders[name]), context(exact), folders[name])
+            model = ModelLoader(load_model_config(folders[name]), context(exact), folders[name]).load()
             found["exact", name, size] = run_steps(model)
             found["fused exact", name, size] = run_steps(fused(model, exact))
             heads = model.model.layers["0"].self_attn.heads
             found["heads", name, size] = (heads.num_heads, heads.num_kv_heads)
-            model = load_model(load_model_config(folders[name]), context(summing), folders[name])
+            model = ModelLoader(load_model_config(folders[name]), context(summing), folders[name]).load()
             found["summed", name, size] = run_steps(model)
             found["fused summed", name, size] = run_steps(fused(model, summing))
     if rank < 2:
         group, folder = TorchTensorGroup(groups[2]), folders["biases"]
-        model = load_model(load_model_config(folder), context(group), None, "dummy", seed=5)
+        model = ModelLoader(load_model_config(folder), context(group), None, "dummy", seed=5).load()
         found["dummy"] = run_steps(model)
         reload_weights(model, context(group), folder)
         found["reloaded"] = run_steps(model)
@@ -89,7 +89,7 @@ def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
             group = kind(groups[2])
             int8 = replace(context(group), linear_method=Int8())
             folder = folders["int8"]
-            found["int8", name] = run_steps(load_model(load_model_config(folder), int8, folder))
+            found["int8", name] = run_steps(ModelLoader(load_model_config(folder), int8, folder).load())
             for is_fused in (False, True):
                 found["residual", name, is_fused] = residual_streams(folders["biases"], group, is_fused)
     found["pipeline"] = run_pipeline(folders["story-qwen3"])
@@ -103,7 +103,7 @@ def fused(model: CausalLM, group: TensorGroup) -> CausalLM:
 
 def residual_streams(folder: Path, group: TensorGroup, is_fused: bool) -> list[torch.Tensor]:
     """What the first two layers of a model pass on in each step, ``[num_tokens, hidden_size]``."""
-    model = load_model(load_model_config(folder), context(group), folder, layers=range(2))
+    model = ModelLoader(load_model_config(folder), context(group), folder, layers=range(2)).load()
     if is_fused:
         fused(model, group)
     caches, found = kv_caches(model), []
@@ -122,7 +122,7 @@ def run_pipeline(folder: Path) -> list[torch.Tensor]:
     groups = make_groups(2, 2, StepShape(64, config.hidden_size, torch.float32, CPU))
     pipeline = groups.pipeline
     layers = pipeline_layers(config, pipeline.rank, pipeline.size)
-    model = load_model(config, context(groups.tensor), folder, layers=layers)
+    model = ModelLoader(config, context(groups.tensor), folder, layers=layers).load()
     caches, logits = kv_caches(model), []
     with torch.inference_mode():
         for queries in STEPS:
@@ -157,7 +157,7 @@ def four(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def whole_logits(folder: Path, load_format: str = "auto", seed: int = 0) -> list[torch.Tensor]:
     config = load_model_config(folder)
-    return run_steps(load_model(config, context(SINGLE_TENSOR_GROUP), folder, load_format, seed))
+    return run_steps(ModelLoader(config, context(SINGLE_TENSOR_GROUP), folder, load_format, seed).load())
 
 
 def assert_same_logits(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -209,7 +209,7 @@ def test_the_residual_stream_between_stages_is_complete_on_every_tensor_rank(
 @pytest.mark.parametrize("way", ["exact", "summed"])
 def test_a_quantized_model_is_shared_by_ranks(four: list[dict[Any, Any]], folders: dict[str, Path], way: str) -> None:
     int8 = replace(context(SINGLE_TENSOR_GROUP), linear_method=Int8())
-    expected = run_steps(load_model(load_model_config(folders["int8"]), int8, folders["int8"]))
+    expected = run_steps(ModelLoader(load_model_config(folders["int8"]), int8, folders["int8"]).load())
     for found in four[:2]:
         assert_same_logits(found["int8", way], expected)
 

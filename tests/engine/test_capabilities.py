@@ -40,7 +40,7 @@ from fleetfoot.runner.capabilities import CAPABILITIES, Feature, Support
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 DECLARED = [
     pytest.param(runner, feature, id=f"{runner}-{feature.name}")

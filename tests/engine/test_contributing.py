@@ -24,7 +24,7 @@ from fleetfoot.config import architectures, speculative
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels import registry
 from fleetfoot.kernels.registry import DeviceFacts
-from fleetfoot.weights.loading import load_model
+from fleetfoot.weights.loading import ModelLoader
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -204,8 +204,8 @@ def test_a_linear_method_computes_with_its_weights(page: Page, tmp_path: Path) -
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
     config = load_model_config(tmp_path / "whole")
-    model = load_model(config, context(linear_method=module.Int8()), tmp_path / "int8")
-    plain = load_model(config, context(), tmp_path / "rounded")
+    model = ModelLoader(config, context(linear_method=module.Int8()), tmp_path / "int8").load()
+    plain = ModelLoader(config, context(), tmp_path / "rounded").load()
     expected = run(plain, PagedCache(config, 4), {0: prompt(30)})[0]
     assert_close(run(model, PagedCache(config, 4), {0: prompt(30)})[0], expected)
 

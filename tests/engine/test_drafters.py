@@ -17,6 +17,7 @@ from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.fusion.fit import plan_fusion
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.request import Request
 from fleetfoot.runner.v2.runner import ModelRunnerV2
@@ -29,7 +30,7 @@ from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings, NgramSetti
 from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import find_drafter
 from fleetfoot.tokenizer.tokenizer import Tokenizer
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 STORY = embedded_model_path()
 MAX_MODEL_LEN = 160
@@ -74,10 +75,12 @@ def make_speculation(kind: Kind, target: ModelConfig, context: ModelContext) -> 
         wish = {"method": "eagle", "num_speculative_tokens": NUM_DRAFTS}
         found = find_drafter(EngineConfig(speculative_config=wish), target)  # type: ignore[arg-type]
         assert found is not None
-        return DraftSettings(NUM_DRAFTS, drafter=EagleDrafter(found, context, NUM_DRAFTS))
+        return DraftSettings(
+            NUM_DRAFTS, drafter=EagleDrafter(found, context, NUM_DRAFTS, fusion=plan_fusion(found.config, "v2"))
+        )
     folder = kind.target if kind.drafter == "self" else SMALL
     loader = ModelLoader(load_model_config(folder), context, folder)
-    return DraftSettings(NUM_DRAFTS, drafter=DraftModel(loader, NUM_DRAFTS))
+    return DraftSettings(NUM_DRAFTS, drafter=DraftModel(loader, NUM_DRAFTS, plan_fusion(loader.config, "v2")))
 
 
 @pytest.fixture(scope="module")

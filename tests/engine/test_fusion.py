@@ -28,13 +28,12 @@ from fleetfoot.kernels.linear.linear import PlainLinear
 from fleetfoot.kernels.linear.linear_triton import LinearChain
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
-from fleetfoot.layers.mlp import GatedMLP
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.quantization.base import LinearWeight
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, IntermediateTensors, LogitsMetadata
-from fleetfoot.weights.loading import load_model
+from fleetfoot.weights.loading import ModelLoader
 
 ALL = (True, True, True)
 MIXES = [ALL, (False, True, True), (True, False, True), (True, True, False), (False, True, False)]
@@ -133,7 +132,7 @@ def counts() -> tuple[int, int, int]:
 
 def make(folder: Path, model_context: ModelContext, fused: Sequence[bool] = (), **keywords: Any) -> CausalLM:
     """The checkpoint's model. ``fused``: for each of its layers; empty: none."""
-    model = load_model(load_model_config(folder), model_context, folder, **keywords)
+    model = ModelLoader(load_model_config(folder), model_context, folder, **keywords).load()
     if fused:
         fuse(model.model.layers, model_context, fused)
     return model

@@ -19,7 +19,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, LogitsMetadata
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.weights.loading import load_model
+from fleetfoot.weights.loading import ModelLoader
 
 BLOCK_SIZE = 4
 QUERY_LENS, SEQ_LENS = (1, 3, 6, 9), (9, 13, 6, 20)
@@ -83,7 +83,7 @@ def test_a_model_returns_the_rows_that_are_read(
     make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
     context = ModelContext(ops=ops, attention=SDPABackend(), dtype=torch.float32, device=torch.device("cpu"))
-    model = load_model(config, context, tmp_path)
+    model = ModelLoader(config, context, tmp_path).load()
     if is_fused:
         fuse(model.model.layers, context, [True] * config.num_layers)
     metadata = batch_metadata()

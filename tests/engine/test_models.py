@@ -17,10 +17,9 @@ from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
-from fleetfoot.models.interface import CausalLM
-from fleetfoot.models.registry import model_class
+from fleetfoot.models.interface import CausalLM, model_class
 from fleetfoot.records.forward_context import IntermediateTensors
-from fleetfoot.weights.loading import load_model, reload_weights
+from fleetfoot.weights.loading import ModelLoader, reload_weights
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,7 +36,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     model_type, fields = MODELS[case]
     reference = make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
-    model = load_model(config, context(), tmp_path)
+    model = ModelLoader(config, context(), tmp_path).load()
     tokens = prompt(70)
     expected = reference_logits(reference, tokens)
 
@@ -82,7 +81,7 @@ def test_ragged_batches_equal_single_requests(case: str, block_size: int, tmp_pa
     model_type, fields = MODELS[case]
     reference = make_checkpoint(tmp_path, model_type, **fields)
     config = load_model_config(tmp_path)
-    model = load_model(config, context(ops=cpu_kernels()), tmp_path)
+    model = ModelLoader(config, context(ops=cpu_kernels()), tmp_path).load()
     cache = PagedCache(config, block_size)
     tokens = {request: prompt(length, seed=request) for request, length in enumerate((40, 9, 25, 33))}
     # Requests join, prefill in chunks and decode in the same steps; single tokens stand first in each.
@@ -112,14 +111,14 @@ def test_a_bfloat16_checkpoint_in_float32(model_type: str, tmp_path: Path) -> No
     reference = make_checkpoint(tmp_path, model_type, dtype=torch.bfloat16)
     config = load_model_config(tmp_path)
     assert config.dtype == "bfloat16"
-    model = load_model(config, context(), tmp_path)
+    model = ModelLoader(config, context(), tmp_path).load()
     assert_close(run(model, PagedCache(config, 16), {0: prompt(30)})[0], reference_logits(reference, prompt(30)))
 
 
 def test_the_model_computes_in_the_dtype_asked_for(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "llama")
     config = load_model_config(tmp_path)
-    model = load_model(config, context(dtype=torch.bfloat16), tmp_path)
+    model = ModelLoader(config, context(dtype=torch.bfloat16), tmp_path).load()
     cache = PagedCache(config, 16)
     cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
     logits = run(model, cache, {0: prompt(30)})[0]
@@ -133,9 +132,9 @@ def test_the_model_computes_in_the_dtype_asked_for(tmp_path: Path) -> None:
 def test_a_model_in_two_parts_gives_the_same_logits(tied: bool, cut: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=tied)
     config = load_model_config(tmp_path)
-    whole = load_model(config, context(), tmp_path)
-    first = load_model(config, context(), tmp_path, layers=range(cut))
-    last = load_model(config, context(), tmp_path, layers=range(cut, config.num_layers))
+    whole = ModelLoader(config, context(), tmp_path).load()
+    first = ModelLoader(config, context(), tmp_path, layers=range(cut)).load()
+    last = ModelLoader(config, context(), tmp_path, layers=range(cut, config.num_layers)).load()
     assert (first.is_first, first.is_last, last.is_first, last.is_last) == (True, False, False, True)
 
     cache = PagedCache(config, 4)
@@ -160,13 +159,13 @@ def test_a_model_in_two_parts_gives_the_same_logits(tied: bool, cut: int, tmp_pa
 def test_impossible_parts_are_refused(layers: range) -> None:
     config = ModelConfig("LlamaForCausalLM", 8, 8, 8, 3, 2, 2, 4, 16)
     with pytest.raises(ValueError, match="expected consecutive ones"):
-        load_model(config, context(), None, "dummy", layers=layers)
+        ModelLoader(config, context(), None, "dummy", layers=layers).load()
 
 
 def test_the_rotary_table_can_be_shorter_than_the_models_limit(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "llama")
     config = load_model_config(tmp_path)
-    model = load_model(config, context(max_positions=30), tmp_path)
+    model = ModelLoader(config, context(max_positions=30), tmp_path).load()
     assert_close(run(model, PagedCache(config, 16), {0: prompt(30)})[0], reference_logits(reference, prompt(30)))
     with pytest.raises(IndexError):
         run(model, PagedCache(config, 16), {0: prompt(31)})
@@ -179,7 +178,7 @@ def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path / "new", model_type, seed=2, **fields)
     config = load_model_config(tmp_path / "old")
     run_context = context(ops=cpu_kernels())
-    model = load_model(config, run_context, tmp_path / "old")
+    model = ModelLoader(config, run_context, tmp_path / "old").load()
     before = run(model, PagedCache(config, 16), {0: prompt(30)})[0]
     reload_weights(model, run_context, tmp_path / "new")
     after = run(model, PagedCache(config, 16), {0: prompt(30)})[0]
@@ -191,7 +190,7 @@ def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
 def test_one_reopened_weight_changes_that_tensor_alone(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "llama", attention_bias=True)
     config = load_model_config(tmp_path)
-    model = load_model(config, context(ops=cpu_kernels()), tmp_path)
+    model = ModelLoader(config, context(ops=cpu_kernels()), tmp_path).load()
     changed = ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.bias")
     with torch.no_grad():
         for spec in model.weight_specs():
@@ -211,7 +210,7 @@ def test_the_weight_specs_are_the_parameters_of_transformers(case: str, tmp_path
     reference.config.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(reference.config.to_json_string(use_diff=False))
     config = load_model_config(tmp_path)
-    model = load_model(config, context(), None, "dummy")
+    model = ModelLoader(config, context(), None, "dummy").load()
     specs = {spec.name: spec.shape for spec in model.weight_specs()}
     assert specs == {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
     assert config.num_parameters == reference.num_parameters()
@@ -243,7 +242,7 @@ def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
         ("part", {**sliding, "layer_types": [*kinds, "full_attention"]}, range(2, 6), [0, 1, 3]),
     ):
         make_checkpoint(tmp_path / name, "qwen3", **fields)
-        model = load_model(load_model_config(tmp_path / name), context(), tmp_path / name, layers=layers)
+        model = ModelLoader(load_model_config(tmp_path / name), context(), tmp_path / name, layers=layers).load()
         short = model.shortened()
         runs, kept_layers = short.model.layers._runs, [list(model.model.layers.values())[index] for index in kept]
         assert len(runs) == len(kept) and all(a is b for a, b in zip(runs, kept_layers, strict=True)), name

@@ -234,6 +234,12 @@ DIFFERENCES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         NGRAM,
         "drafter is 'none', and the plan names 'ngram'",
     ),
+    "fusion": (
+        "fleetfoot.runner.v2.runner.fuse",
+        lambda *_: None,
+        {},
+        r"fused_layers is \(\), and the plan names \(0, 1",
+    ),
     "ranks": (
         "fleetfoot.distributed.groups.TensorGroup.size",
         2,

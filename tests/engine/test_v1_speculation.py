@@ -31,7 +31,7 @@ from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.draft_model import DraftModel
 from fleetfoot.speculative.drafter import DraftSettings
 from fleetfoot.tokenizer.tokenizer import Tokenizer
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 STORY = embedded_model_path()
 OPENINGS = ("Once there was a fox named", "One morning, the little bear", "Pip the mouse, Pip the mouse, Pip")

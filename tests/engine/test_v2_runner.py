@@ -25,7 +25,7 @@ from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling import shape
 from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 MAX_NUM_SEQS = 8

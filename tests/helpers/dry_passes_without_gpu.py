@@ -37,6 +37,7 @@ from fleetfoot.distributed import torch_groups  # noqa: E402
 from fleetfoot.distributed.custom_all_reduce import CustomAllReduce, custom_all_reduce_words  # noqa: E402
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP  # noqa: E402
 from fleetfoot.distributed.peer_memory import PeerMemory  # noqa: E402
+from fleetfoot.fusion.fit import plan_fusion  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402
@@ -50,7 +51,7 @@ from fleetfoot.speculative.draft_model import DraftModel  # noqa: E402
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings, NgramSettings  # noqa: E402
 from fleetfoot.speculative.eagle import EagleDrafter  # noqa: E402
 from fleetfoot.speculative.find import DrafterModel  # noqa: E402
-from fleetfoot.weights.model_loader import ModelLoader  # noqa: E402
+from fleetfoot.weights.loading import ModelLoader  # noqa: E402
 from tests.helpers.kernels import triton_kernels  # noqa: E402
 from tests.helpers.local_pipeline import MAX_NUM_TOKENS, local_pipeline  # noqa: E402
 from tests.helpers.recording_device import RecordingDevice  # noqa: E402
@@ -174,11 +175,12 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
         return DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP)
     small = replace(config, num_layers=1, layer_windows=(None,))
+    fusion = plan_fusion(small, "v2")
     if kind.method == "eagle":
         found = DrafterModel("eagle", "head", embedded_model_path(), small)
-        return DraftSettings(NUM_DRAFTS, drafter=EagleDrafter(found, alone, NUM_DRAFTS, "dummy"))
+        return DraftSettings(NUM_DRAFTS, drafter=EagleDrafter(found, alone, NUM_DRAFTS, "dummy", 0, fusion))
     small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
-    return DraftSettings(NUM_DRAFTS, drafter=DraftModel(ModelLoader(small, alone, None, "dummy"), NUM_DRAFTS))
+    return DraftSettings(NUM_DRAFTS, drafter=DraftModel(ModelLoader(small, alone, None, "dummy"), NUM_DRAFTS, fusion))
 
 
 def make_tensor_group(kind: Kind, config: ModelConfig) -> torch_groups.CudaTensorGroup:

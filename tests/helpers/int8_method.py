@@ -15,7 +15,7 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class Int8Weight(LinearWeight):
-    """The checkpoint has whole numbers as ``{part}.weight [out, in]`` and ``{part}.weight_scale [out]``."""
+    """The checkpoint has int8 values as ``{part}.weight [out, in]`` and ``{part}.weight_scale [out]``."""
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
@@ -32,7 +32,8 @@ class Int8Weight(LinearWeight):
             name = prefix + name
             values, scales, bias = self._values[span], self._scales[span], self._bias
             size_in = (size, self._shape.in_features)
-            yield WeightSpec(f"{name}.weight", size_in, lambda values=values: values, part=(rows, self._shape.columns))
+            part = (rows, self._shape.columns)
+            yield WeightSpec(f"{name}.weight", size_in, lambda values=values: values, part=part, is_integer=True)
             yield WeightSpec(f"{name}.weight_scale", (size,), lambda scales=scales: scales, part=(rows,))
             if bias is not None:
                 yield WeightSpec(f"{name}.bias", (size,), lambda part=bias[span]: part, part=(rows,))
@@ -58,7 +59,7 @@ def quantize(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
         module, _, kind = name.rpartition(".")
         if kind == "weight" and module.rpartition(".")[2] in _LINEAR:
             scale = tensor.abs().amax(dim=1) / 127  # [out]
-            quantized[name] = (tensor / scale[:, None]).round()
+            quantized[name] = (tensor / scale[:, None]).round().to(torch.int8)
             quantized[f"{module}.weight_scale"] = scale
             rounded[name] = quantized[name] * scale[:, None]
     return quantized, rounded

@@ -30,7 +30,7 @@ from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.steps import Execute, run_steps

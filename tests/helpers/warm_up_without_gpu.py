@@ -27,7 +27,7 @@ from fleetfoot.runner.graphs import CaptureTable, GraphKey
 from fleetfoot.runner.v2 import runner as runner_module
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.runner.v2.warm_up import KernelCompiler
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 from tests.helpers.kernels import triton_kernels
 from tests.helpers.recording_device import RecordingDevice
 

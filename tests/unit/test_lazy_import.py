@@ -62,11 +62,11 @@ import torch
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.weights.loading import load_model
+from fleetfoot.weights.loading import ModelLoader
 ops = load_kernels(plan_kernels(DeviceFacts("cpu")))
 context = ModelContext(ops, ops.attention, torch.float32, torch.device("cpu"))
 folder = embedded_model_path()
-load_model(load_model_config(folder), context, folder, layers=range(1))  # as a rank of a pipeline
+ModelLoader(load_model_config(folder), context, folder, layers=range(1)).load()  # as a rank of a pipeline
 """
     loaded = modules_after(code)
     assert "torch" in loaded

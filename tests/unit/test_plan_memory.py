@@ -21,7 +21,7 @@ from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.models.registry import model_class
+from fleetfoot.models.interface import model_class
 from fleetfoot.plan.fit import MemoryPlanError, fit_engine
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.memory import (

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tests.helpers.kernels import cpu_kernels
 
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.fusion.fit import plan_fusion
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.forward_context import AttentionMetadata
@@ -74,7 +75,8 @@ class Target:
 def make_drafter(folder: Path, tensors: dict[str, Any], target: Target | None = None) -> EagleDrafter:
     save_file(tensors, folder / "model.safetensors")
     context = ModelContext(cpu_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
-    drafter = EagleDrafter(DrafterModel("eagle", "a/head", folder, CONFIG), context, NUM_DRAFTS)
+    head = DrafterModel("eagle", "a/head", folder, CONFIG)
+    drafter = EagleDrafter(head, context, NUM_DRAFTS, fusion=plan_fusion(CONFIG, "v2"))
     drafter.load_model(target or Target())  # type: ignore[arg-type]
     drafter.bind_kv_caches([torch.zeros(9, 2, 2, BLOCK_SIZE, 16)])
     return drafter

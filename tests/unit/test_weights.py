@@ -23,7 +23,7 @@ from fleetfoot.records.weights import WeightError, WeightSpec
 from fleetfoot.weights.checkpoint import Checkpoint
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
-from fleetfoot.weights.loading import load_model, reload_weights
+from fleetfoot.weights.loading import ModelLoader, reload_weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -53,7 +53,7 @@ def weights(model: CausalLM) -> Tensors:
 
 
 def random_tensors(*, tied: bool = False, seed: int = 0) -> Tensors:
-    return weights(load_model(config(tied=tied), CONTEXT, None, "dummy", seed))
+    return weights(ModelLoader(config(tied=tied), CONTEXT, None, "dummy", seed).load())
 
 
 def save(folder: Path, tensors: Tensors, file: str = "model.safetensors") -> None:
@@ -62,7 +62,7 @@ def save(folder: Path, tensors: Tensors, file: str = "model.safetensors") -> Non
 
 
 def load(folder: Path, *, tied: bool = False, layers: range | None = None) -> Tensors:
-    return weights(load_model(config(tied=tied), CONTEXT, folder, layers=layers))
+    return weights(ModelLoader(config(tied=tied), CONTEXT, folder, layers=layers).load())
 
 
 def assert_same(actual: Tensors, expected: Tensors) -> None:
@@ -262,7 +262,7 @@ def test_a_part_of_a_model_takes_its_own_tensors(tied: bool, tmp_path: Path) -> 
 def test_a_checkpoint_that_does_not_fit_leaves_the_old_weights(tmp_path: Path) -> None:
     old, new = random_tensors(seed=1), random_tensors(seed=2)
     save(tmp_path, old)
-    model = load_model(config(), CONTEXT, tmp_path)
+    model = ModelLoader(config(), CONTEXT, tmp_path).load()
     save(tmp_path, {name: tensor for name, tensor in new.items() if name != NORM})
     with pytest.raises(WeightError, match="1 missing"):
         reload_weights(model, CONTEXT, tmp_path)
@@ -290,7 +290,7 @@ def rank_context(rank: int, size: int) -> ModelContext:
 
 def save_shared(folder: Path, *, tied: bool) -> tuple[ModelConfig, Tensors]:
     shared = dataclasses.replace(SHARED, tie_word_embeddings=tied)
-    whole = load_model(shared, CONTEXT, None, "dummy")
+    whole = ModelLoader(shared, CONTEXT, None, "dummy").load()
     for spec in whole.weight_specs():  # biases and norms are made to differ too
         spec.destination().normal_()
     tensors = weights(whole)
@@ -304,7 +304,7 @@ def test_ranks_hold_their_parts_and_together_all(tied: bool, size: int, tmp_path
     shared, tensors = save_shared(tmp_path, tied=tied)
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
     for rank in range(size):
-        model = load_model(shared, rank_context(rank, size), tmp_path)
+        model = ModelLoader(shared, rank_context(rank, size), tmp_path).load()
         for spec in model.weight_specs():
             held = spec.destination()
             assert torch.equal(held, tensors[spec.name][spec.part] if spec.part else tensors[spec.name])
@@ -335,7 +335,7 @@ def test_a_rank_reads_only_its_bytes(
     totals = []
     for rank in range(size):
         read.clear()
-        model = load_model(shared, rank_context(rank, size), tmp_path, layers=layers)
+        model = ModelLoader(shared, rank_context(rank, size), tmp_path, layers=layers).load()
         assert read == {spec.name: spec.destination().nbytes for spec in model.weight_specs()}
         numbers = {int(name.split(".")[2]) for name in read if name.startswith("model.layers.")}
         assert numbers == set(layers or range(2))
@@ -366,7 +366,7 @@ def test_padding_of_the_vocabulary_is_zero(tied: bool, tmp_path: Path) -> None:
     shared, tensors = save_shared(tmp_path, tied=tied)
     sizes = []
     for rank in range(4):
-        model = load_model(shared, rank_context(rank, 4), tmp_path)
+        model = ModelLoader(shared, rank_context(rank, 4), tmp_path).load()
         (embedding,) = [spec for spec in model.weight_specs() if spec.name == EMBEDDING]
         sizes.append(len(embedding.destination()))
         logits = model.lm_head._prepared if tied else model.lm_head.weight._prepared  # type: ignore[union-attr]
@@ -383,7 +383,7 @@ def test_a_rank_finds_what_does_not_fit(tmp_path: Path) -> None:
     save(tmp_path, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.ones(1)})
     message = rf"1 misshapen, 1 unexpected\n  misshapen {K}: found \[4, 16\], expected \[8,"
     with pytest.raises(WeightError, match=message):
-        load_model(shared, rank_context(1, 2), tmp_path)
+        ModelLoader(shared, rank_context(1, 2), tmp_path).load()
 
 
 def test_a_rank_compares_tied_copies_within_its_part(tmp_path: Path) -> None:
@@ -392,16 +392,16 @@ def test_a_rank_compares_tied_copies_within_its_part(tmp_path: Path) -> None:
     copy[39] += 1
     save(tmp_path, {**tensors, HEAD: copy})
     for rank in (0, 1, 3):  # the last has no tokens at all
-        load_model(shared, rank_context(rank, 4), tmp_path)
+        ModelLoader(shared, rank_context(rank, 4), tmp_path).load()
     with pytest.raises(WeightError, match=f"{HEAD} differs from {EMBEDDING}"):
-        load_model(shared, rank_context(2, 4), tmp_path)
+        ModelLoader(shared, rank_context(2, 4), tmp_path).load()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_the_dummy_weights_of_the_whole(size: int) -> None:
-    whole = weights(load_model(SHARED, CONTEXT, None, "dummy", 3))
+    whole = weights(ModelLoader(SHARED, CONTEXT, None, "dummy", 3).load())
     for rank in range(size):
-        model = load_model(SHARED, rank_context(rank, size), None, "dummy", 3)
+        model = ModelLoader(SHARED, rank_context(rank, size), None, "dummy", 3).load()
         for spec in model.weight_specs():
             assert torch.equal(spec.destination(), whole[spec.name][spec.part] if spec.part else whole[spec.name])
 
@@ -419,7 +419,7 @@ def test_dummy_weights() -> None:
     big = ModelConfig("Qwen3ForCausalLM", 500, 64, 96, 2, 4, 2, 16, 32, qk_norm=True, qkv_bias=True)
 
     def dummy(seed: int, layers: range | None = None) -> Tensors:
-        return weights(load_model(big, CONTEXT, None, "dummy", seed, layers))
+        return weights(ModelLoader(big, CONTEXT, None, "dummy", seed, layers).load())
 
     whole = dummy(0)
     assert_same(dummy(0), whole)
@@ -444,9 +444,9 @@ def test_large_dummy_weights_repeat_no_row() -> None:
 
 def test_load_formats(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="load_format is 'gguf'; expected one of auto, safetensors, dummy"):
-        load_model(config(), CONTEXT, tmp_path, "gguf")
+        ModelLoader(config(), CONTEXT, tmp_path, "gguf").load()
     with pytest.raises(ValueError, match="'auto' reads a folder and none was given; use dummy"):
-        load_model(config(), CONTEXT, None)
+        ModelLoader(config(), CONTEXT, None).load()
 
 
 def test_a_local_folder_is_taken_as_it_is(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import SchedulerOutput
 
@@ -55,12 +56,17 @@ class WorkerBuild:
     drafter: str
     """``ngram``, ``draft_model``, ``eagle``, or ``none``: ranks before the last pipeline stage have none."""
     num_ranks: int
+    fused_layers: tuple[int, ...] = ()
+    """Numbers of the decoder layers that run fused."""
+    fused_drafter_layers: tuple[int, ...] = ()
+    """The same of the model that drafts."""
 
     @classmethod
     def planned(cls, plan: EnginePlan, rank: int) -> WorkerBuild:
         """What the plan names for a rank."""
         speculative, config = plan.config.speculative_config, plan.config
         drafts = speculative is not None and rank >= config.world_size - config.tensor_parallel_size
+        layers = pipeline_layers(plan.model, rank // config.tensor_parallel_size, config.pipeline_parallel_size)
         return cls(
             runner=plan.runner,
             kernels=str(plan.kernels),
@@ -69,6 +75,10 @@ class WorkerBuild:
             connector="none" if plan.connector is None else plan.connector.class_name,
             drafter=speculative.method if speculative is not None and drafts else "none",
             num_ranks=config.world_size,
+            fused_layers=tuple(layer for layer in layers if plan.fusion[layer].is_fused),
+            fused_drafter_layers=tuple(
+                layer for layer, fusion in enumerate(plan.drafter_fusion) if drafts and fusion.is_fused
+            ),
         )
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Worker:
             plan.model, context, plan.model_path, plan.config.load_format, plan.config.seed, self._layers
         )
         draft_settings, connector = self._make_speculation(context), make_connector(plan, rank)
+        self._drafter = draft_settings.drafter
         self.runner = self._make_runner(loader, draft_settings, connector)
         self.build = WorkerBuild(
             runner=self.runner.name,
@@ -85,8 +87,7 @@ class Worker:
             return DraftSettings(num_drafts=plan.drafter.num_drafts)
         from fleetfoot.speculative.drafter import build_speculation
 
-        fuses = plan.runner == "v2"
-        return build_speculation(plan.config, plan.drafter.model, plan.max_model_len, context, fuses=fuses)
+        return build_speculation(plan.config, plan.drafter.model, plan.max_model_len, context, plan.drafter_fusion)
 
     def _make_runner(self, loader: ModelLoader, draft_settings: DraftSettings, connector: StepConnector) -> ModelRunner:
         plan = self.plan
@@ -111,6 +112,11 @@ class Worker:
         """Everything before the first step, each phase logged with its seconds; returns the KV cache's layout."""
         with _phase("weights"):
             self.runner.load_model()
+        self.build = replace(
+            self.build,
+            fused_layers=self.runner.fused_layers,
+            fused_drafter_layers=getattr(self._drafter, "fused_layers", ()),  # a drafter may have no layers
+        )
         with _phase("KV cache"):
             layout = self._layout()
             try:

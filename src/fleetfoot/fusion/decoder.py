@@ -31,9 +31,8 @@ from fleetfoot.kernels.interface import RMSNorm as RMSNormOp
 from fleetfoot.kernels.linear.linear_triton import ChainedLinear, LinearChain
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
-from fleetfoot.layers.mlp import GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
 

@@ -1,21 +1,25 @@
-"""What a model's layers are built with, handed down from the worker."""
+"""What all layers share: the context that they are built with, and how their weights are found in a module tree."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
 from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.quantization.unquantized import UNQUANTIZED
+from fleetfoot.records.weights import WeightSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """Where and with what a model computes."""
+    """Where and with what a model computes, handed down from the worker."""
 
     ops: Kernels
     attention: AttentionBackend
@@ -28,3 +32,33 @@ class ModelContext:
     """The ranks that share each layer."""
     linear_method: LinearMethod = UNQUANTIZED
     """How linear layers store and apply their weights."""
+
+
+class WeightModule(nn.Module, ABC):
+    """A module that holds tensors of the checkpoint."""
+
+    @abstractmethod
+    def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
+        """Its tensors.
+
+        Args:
+            prefix: the path of the module around it, with a dot at the end. name: its own in there.
+        """
+
+    def process_own_weights(self) -> None:
+        """Bring what was written to the specs' destinations into the form that `forward` reads."""
+
+
+def weight_specs(root: nn.Module) -> Iterator[WeightSpec]:
+    """Of all modules below ``root``. A module has the path of its tensors in the checkpoint."""
+    for path, module in root.named_modules():
+        if isinstance(module, WeightModule):
+            parent, _, name = path.rpartition(".")
+            yield from module.own_weight_specs(f"{parent}." if parent else "", name)
+
+
+def process_weights_after_loading(root: nn.Module) -> None:
+    """Call it after the first load and after each later update, while no step runs."""
+    for module in root.modules():
+        if isinstance(module, WeightModule):
+            module.process_own_weights()

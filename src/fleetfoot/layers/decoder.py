@@ -10,11 +10,30 @@ import torch
 from torch import nn
 
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.config.sharding import even_span
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.mlp import GatedMLP
+from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import ForwardContext
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, gate and up in one product."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        size, group = config.intermediate_size, context.tensor_group
+        part = even_span(size, group.rank, group.size)
+        parts = (("gate_proj", size), ("up_proj", size))
+        self.gate_up_proj = ColumnParallelLinear(context, config.hidden_size, parts, config.mlp_bias, rows=(part, part))
+        self.down_proj = RowParallelLinear(context, "down_proj", size, config.hidden_size, config.mlp_bias, part)
+        self._silu_and_mul = context.ops.silu_and_mul
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [num_tokens, hidden_size]`` -> the same shape."""
+        gate_up = self.gate_up_proj(x)  # [num_tokens, 2 * intermediate size of this rank]
+        return self.down_proj(self._silu_and_mul(gate_up))
 
 
 class DecoderLayer(nn.Module):
@@ -80,6 +99,11 @@ class DecoderStack(nn.ModuleDict):
         """What `forward` calls, in order."""
         self._runs = list(runs)
         self._selects_logits = bool(getattr(runs[-1], "selects_logits", False))
+
+    @property
+    def fused_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that are part of a run."""
+        return tuple(int(number) for number, layer in self.items() if layer not in self._runs)
 
     def forward(self, x: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """``x [num_tokens, hidden_size]`` -> the same shape, or ``[num_logits, hidden_size]`` where ``ctx`` has

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.sharding import vocab_rows, vocab_span
 from fleetfoot.kernels.linear.linear import PreparedLinear
-from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.layers.linear import ColumnParallelLinear
-from fleetfoot.layers.weights import WeightModule
 from fleetfoot.records.weights import WeightSpec
 
 _LM_HEAD = "lm_head"

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fleetfoot.config.sharding import vocab_rows, vocab_span
-from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.weights import WeightModule
+from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.quantization.base import LinearShape
 from fleetfoot.records.weights import WeightSpec
 

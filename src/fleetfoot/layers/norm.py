@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.weights import WeightModule
+from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.records.weights import WeightSpec
 
 

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.context import ModelContext, process_weights_after_loading, weight_specs
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
 from fleetfoot.layers.embedding import VocabParallelEmbedding
 from fleetfoot.layers.linear import ColumnParallelLinear
 from fleetfoot.layers.rotary import rotary_table
-from fleetfoot.layers.weights import process_weights_after_loading, weight_specs
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.weights import WeightSpec
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from importlib import import_module
 from typing import Self
 
 import torch
 from torch import nn
 
+from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.context import ModelContext, process_weights_after_loading, weight_specs
 from fleetfoot.layers.decoder import DecoderStack
 from fleetfoot.layers.embedding import LMHead, TiedLMHead, VocabParallelEmbedding
 from fleetfoot.layers.norm import RMSNorm
-from fleetfoot.layers.weights import process_weights_after_loading, weight_specs
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.weights import WeightSpec
 
@@ -131,3 +132,15 @@ class CausalLM(nn.Module):
         model.layers = self.model.layers.shortened([self.config.layer_windows[layer] for layer in self.layers])
         short.model = model
         return short
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class that ARCHITECTURES names, imported on first use.
+
+    Raises:
+        ValueError: the architecture is not supported; the message lists those that are.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    module, _, name = ARCHITECTURES[architecture].model.partition(":")
+    return getattr(import_module(module), name)

@@ -30,7 +30,9 @@ class WeightSpec:
     """Returns a tensor of the shape of ``part`` to write to, often a view into a larger one. It holds the current
     values, and is valid until the next `process_weights_after_loading`; call it again after that."""
     init: Literal["normal", "ones"] = "normal"
-    """How dummy weights are initialised."""
+    """How dummy weights are initialised, unless they are integers."""
+    is_integer: bool = False
+    """Whether the checkpoint holds integers, as quantized or packed weights are."""
     aliases: tuple[str, ...] = ()
     """Further names under which a checkpoint may hold the same tensor, in place of ``name`` or beside it."""
     part: tuple[slice, ...] = ()

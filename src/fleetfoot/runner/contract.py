@@ -42,6 +42,9 @@ class ModelRunner(Protocol):
     name: str
     """``v1`` or ``v2``."""
 
+    fused_layers: tuple[int, ...]
+    """Numbers of the decoder layers that run fused, known after `load_model`."""
+
     def load_model(self) -> None:
         """Read the weights to the device."""
         ...

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from fleetfoot.fusion.decoder import fuse
-from fleetfoot.fusion.fit import plan_fusion
+from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 
 class DraftModel:
@@ -21,26 +21,26 @@ class DraftModel:
     Args:
         loader: of the draft model, for a single rank.
         num_drafts: ``k``.
-        fuses: replace its decoder layers by fused ones.
+        fusion: which of its decoder layers are fused; empty: none.
     """
 
     method = "draft_model"
     reads_hidden = False
 
-    def __init__(self, loader: ModelLoader, num_drafts: int, *, fuses: bool = True) -> None:
+    def __init__(self, loader: ModelLoader, num_drafts: int, fusion: Sequence[LayerFusion] = ()) -> None:
         config = loader.config
         self.num_drafts = num_drafts
         self.kv_specs = kv_cache_specs(config)
         self._loader = loader
-        self._fuses = fuses
+        self._fusion = fusion
         self._model: CausalLM | None = None
         self._kv_caches: Sequence[torch.Tensor] = ()
 
     def load_model(self, target: CausalLM) -> None:
         self._model = self._loader.load()
-        if self._fuses:
-            fusion = plan_fusion(self._model.config, "v2")
-            fuse(self._model.model.layers, self._loader.context, [layer.is_fused for layer in fusion])
+        if self._fusion:
+            fuse(self._model.model.layers, self._loader.context, [layer.is_fused for layer in self._fusion])
+        self.fused_layers = self._model.model.layers.fused_layers
 
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         self._kv_caches = kv_caches
@@ -94,4 +94,4 @@ def make_draft_model(context: DrafterContext) -> DraftModel:
     found = context.model
     assert found is not None
     loader = ModelLoader(found.config, context.context, found.folder, context.load_format, context.seed)
-    return DraftModel(loader, context.num_drafts, fuses=context.fuses)
+    return DraftModel(loader, context.num_drafts, context.fusion)

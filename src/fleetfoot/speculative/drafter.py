@@ -16,6 +16,7 @@ import torch
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import DRAFT_METHODS
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP
+from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.kernels.interface import Sample
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.layers.context import ModelContext
@@ -116,8 +117,8 @@ class DrafterContext:
     load_format: str = "auto"
     seed: int = 0
     """Of dummy weights."""
-    fuses: bool = True
-    """Replace decoder layers by fused ones."""
+    fusion: Sequence[LayerFusion] = ()
+    """Which decoder layers of the model that drafts are fused, from the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +150,18 @@ NO_DRAFTING = DraftSettings()
 
 
 def build_speculation(
-    config: EngineConfig, found: DrafterModel | None, max_model_len: int, context: ModelContext, *, fuses: bool
+    config: EngineConfig,
+    found: DrafterModel | None,
+    max_model_len: int,
+    context: ModelContext,
+    fusion: Sequence[LayerFusion],
 ) -> DraftSettings:
     """The drafter of the last rank of a pipeline. Nothing is loaded yet.
 
     Args:
         found: the model that drafts, as the plan has it; None: the method has none.
         max_model_len: the engine's.
-        fuses: replace the drafter's decoder layers by fused ones.
+        fusion: which of the drafter's decoder layers are fused, from the plan.
         context: of the target on this rank. Over a tensor group each rank has the whole drafter: a drafter is small,
             and sharing its layers would put two sums over the ranks into each of its short passes.
     """
@@ -171,7 +176,7 @@ def build_speculation(
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP, max_positions=max_model_len + num_drafts)
     module, _, function = DRAFT_METHODS[speculative.method].make.partition(":")
     make = getattr(import_module(module), function)
-    drafter = make(DrafterContext(num_drafts, alone, found, config.load_format, config.seed, fuses))
+    drafter = make(DrafterContext(num_drafts, alone, found, config.load_format, config.seed, fusion))
     return DraftSettings(num_drafts, drafter=drafter)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fleetfoot.fusion.decoder import fuse
-from fleetfoot.fusion.fit import plan_fusion
+from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.eagle import FC_WEIGHT, EagleHead, not_of_the_head, plain_name
 from fleetfoot.models.interface import CausalLM
@@ -16,9 +16,8 @@ from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.records.weights import WeightError
 from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
 from fleetfoot.speculative.find import DrafterModel
-from fleetfoot.weights.checkpoint import Checkpoint
+from fleetfoot.weights.checkpoint import Checkpoint, load_safetensors
 from fleetfoot.weights.dummy import fill_dummy
-from fleetfoot.weights.safetensors_loader import load_safetensors
 
 
 class EagleDrafter:
@@ -36,7 +35,7 @@ class EagleDrafter:
         context: for a single rank.
         num_drafts: ``k``.
         load_format, seed: as for the target.
-        fuses: replace its decoder layers by fused ones.
+        fusion: which of its decoder layers are fused; empty: none.
     """
 
     method = "eagle"
@@ -49,8 +48,7 @@ class EagleDrafter:
         num_drafts: int,
         load_format: str = "auto",
         seed: int = 0,
-        *,
-        fuses: bool = True,
+        fusion: Sequence[LayerFusion] = (),
     ) -> None:
         config = model.config
         self.num_drafts = num_drafts
@@ -59,7 +57,7 @@ class EagleDrafter:
         self._context = context
         self._load_format = load_format
         self._seed = seed
-        self._fuses = fuses
+        self._fusion = fusion
         self._kv_caches: Sequence[torch.Tensor] = ()
 
     def load_model(self, target: CausalLM) -> None:
@@ -83,9 +81,9 @@ class EagleDrafter:
             self._head = EagleHead(self._found.config, self._context, own_names, has_embedding=needs_embedding)
             load_safetensors(self._head.weight_specs(), self._found.folder, not_of_the_head(names))
         self._head.process_weights_after_loading()
-        if self._fuses:
-            fusion = plan_fusion(self._found.config, "v2")
-            fuse(self._head.layers, self._context, [layer.is_fused for layer in fusion])
+        if self._fusion:
+            fuse(self._head.layers, self._context, [layer.is_fused for layer in self._fusion])
+        self.fused_layers = self._head.layers.fused_layers
         self._embed = target.embed if self._head.embed_tokens is None else self._head.embed_tokens
 
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
@@ -111,5 +109,5 @@ def make_eagle(context: DrafterContext) -> EagleDrafter:
     """See `DraftMethod.make`."""
     assert context.model is not None
     return EagleDrafter(
-        context.model, context.context, context.num_drafts, context.load_format, context.seed, fuses=context.fuses
+        context.model, context.context, context.num_drafts, context.load_format, context.seed, context.fusion
     )

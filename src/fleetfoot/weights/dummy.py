@@ -19,7 +19,8 @@ _MAX_COPIED = 1 << 24  # values that are generated at once to copy some columns
 
 
 def fill_dummy(specs: Iterable[WeightSpec], seed: int) -> None:
-    """Fill norms with 1 and other weights with normally distributed values, generated on their device.
+    """Fill norms with 1, integers with any values and other weights with normally distributed ones, generated on their
+    device.
 
     The values of a tensor depend on the seed, its name, shape, dtype and device type only, so each part of a sharded
     model holds the same weights as the whole model.
@@ -38,7 +39,7 @@ def _drawn(spec: WeightSpec, like: torch.Tensor, seed: int) -> torch.Tensor:
     generator.manual_seed(zlib.crc32(spec.name.encode(), seed & 0xFFFFFFFF))
     period = _CPU_PERIOD if like.device.type == "cpu" else _GPU_PERIOD
     drawn = torch.empty(min(math.prod(spec.shape), period), dtype=like.dtype, device=like.device)
-    return drawn.normal_(0.0, _STD, generator=generator)
+    return drawn.random_(generator=generator) if spec.is_integer else drawn.normal_(0.0, _STD, generator=generator)
 
 
 def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor) -> None:

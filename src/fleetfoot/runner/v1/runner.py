@@ -23,7 +23,7 @@ from fleetfoot.runner.v1.pipeline import SampledTokenSync
 from fleetfoot.sampling.sampler_v1 import Sampler
 from fleetfoot.sampling.verification import NO_SAMPLES, HostSamples
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 
 class ModelRunnerV1:
@@ -68,6 +68,7 @@ class ModelRunnerV1:
 
     def load_model(self) -> None:
         self._model = self._loader.load()
+        self.fused_layers = self._model.model.layers.fused_layers
         if self._draft_settings.drafter is not None:
             self._draft_settings.drafter.load_model(self._model)
 

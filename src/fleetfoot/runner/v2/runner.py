@@ -43,7 +43,7 @@ from fleetfoot.sampling.sampler_v2 import Sampler
 from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
-from fleetfoot.weights.model_loader import ModelLoader
+from fleetfoot.weights.loading import ModelLoader
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,7 @@ class ModelRunnerV2:
         self._model = model = self._loader.load()
         fusion = self._fusion or plan_fusion(model.config, "v2")
         fuse(model.model.layers, self._loader.context, [fusion[layer].is_fused for layer in model.layers])
+        self.fused_layers = model.model.layers.fused_layers
         if self._draft_settings.drafter is not None:
             self._draft_settings.drafter.load_model(self._model)
 
