@@ -9,7 +9,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
-from types import TracebackType
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fleetfoot.config.engine import EngineConfig
@@ -49,14 +50,14 @@ class _ResultQueue(Generic[_T]):
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
 
 
+@dataclass(slots=True, eq=False)
 class _Command:
     """Work for the engine's thread, run in the order of submission."""
 
-    __slots__ = ("results", "run")
-
-    def __init__(self, run: Callable[[], None] | None, results: _ResultQueue[Any] | None) -> None:
-        self.run = run  # None: set later; the command keeps its place in the order
-        self.results = results  # gets an error if the engine ends before the command has run
+    run: Callable[[], None] | None
+    """None: set later; the command keeps its place in the order."""
+    results: _ResultQueue[Any] | None
+    """Gets an error if the engine ends before the command has run."""
 
 
 class AsyncLLM:
@@ -132,14 +133,14 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished:
-                self._submit_if_alive(lambda: self._discard(request_id, results))
+                self._submit_if_alive(partial(self._discard, request_id, results))
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests: the last output of their generators has finish reason "abort". Unknown ids are ignored."""
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         if not all(isinstance(entry, str) for entry in request_ids):
             raise TypeError(f"request_id is {request_id!r}; it must be a string, or hold strings")
-        self._submit_if_alive(lambda: self._abort(request_ids))
+        self._submit_if_alive(partial(self._abort, request_ids))
 
     @property
     def is_running(self) -> bool:
@@ -166,9 +167,17 @@ class AsyncLLM:
     async def check_integrity(self) -> None:
         """Raises RuntimeError if KV blocks, rows or queues are inconsistent; EngineDeadError as `generate`."""
         results: _ResultQueue[None] = _ResultQueue()
-        self._submit(lambda: self._check(results), results)
-        error = await results.queue.get()
-        if error is not None:
+
+        def check() -> None:
+            try:
+                self._engine.check_integrity()
+            except RuntimeError as error:
+                results.put(error)
+            else:
+                results.put(None)
+
+        self._submit(check, results)
+        if (error := await results.queue.get()) is not None:
             raise error
 
     def shutdown(self) -> None:
@@ -182,9 +191,7 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.shutdown)
 
     # --- submission, in any thread ------------------------------------------------------------------------------------
@@ -198,18 +205,20 @@ class AsyncLLM:
         priority: int,
     ) -> None:
         def process() -> Callable[[], None]:
-            request: EngineRequest | Exception
             try:
                 request = self._engine.process_inputs(request_id, prompt, params, priority=priority)
             except Exception as error:  # raised by the engine's thread, after it has checked the id
-                request = error
-            return lambda: self._add(results, request_id, request)
+                return partial(self._add, results, request_id, error)
+            return partial(self._add, results, request_id, request)
 
         def process_in_thread() -> None:
             try:
-                self._set_run(command, process())
+                run = process()
             except BaseException as error:  # e.g. a panic of the tokenizer library: later commands must still run
-                self._set_run(command, lambda failure=error: results.put(failure))  # type: ignore[misc]
+                run = partial(results.put, error)
+            with self._wake:
+                command.run = run
+                self._wake.notify()
 
         if not _is_long(prompt):
             self._submit(process(), results)
@@ -220,8 +229,8 @@ class AsyncLLM:
         except RuntimeError:  # the loop is shutting down and starts no threads
             process_in_thread()
 
-    def _submit(self, run: Callable[[], None] | None, results: _ResultQueue[Any]) -> _Command:
-        """Queue a command. With None, it and later commands wait until `_set_run`."""
+    def _submit(self, run: Callable[[], None] | None, results: _ResultQueue[Any] | None) -> _Command:
+        """Queue a command. With None, it and later commands wait until its function is set."""
         command = _Command(run, results)
         with self._wake:
             if not self.is_running:
@@ -230,16 +239,9 @@ class AsyncLLM:
             self._wake.notify()
         return command
 
-    def _set_run(self, command: _Command, run: Callable[[], None]) -> None:
-        with self._wake:
-            command.run = run
-            self._wake.notify()
-
     def _submit_if_alive(self, run: Callable[[], None]) -> None:
-        with self._wake:
-            if self.is_running:
-                self._commands.append(_Command(run, None))
-                self._wake.notify()
+        with contextlib.suppress(EngineDeadError):
+            self._submit(run, None)
 
     def _dead_error(self) -> EngineDeadError:
         """A new exception for each caller, because a traceback belongs to one of them."""
@@ -303,14 +305,6 @@ class AsyncLLM:
         self._engine.abort_request(request_ids)
         for output in self._engine.pop_aborted():  # before a new request can have one of the ids
             self._put(output)
-
-    def _check(self, results: _ResultQueue[None]) -> None:
-        try:
-            self._engine.check_integrity()
-        except RuntimeError as error:
-            results.put(error)
-        else:
-            results.put(None)
 
     def _discard(self, request_id: str, results: _ResultQueue[RequestOutput]) -> None:
         if self._result_queues.get(request_id) is results:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Container, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from fleetfoot.config.engine import EngineConfig
@@ -15,7 +13,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.process import StopSignal, deferred_interrupts, short_collections
+from fleetfoot.utils.process import deferred_interrupts, short_collections
 from fleetfoot.utils.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -73,8 +71,7 @@ class LLM:
         params = _one_for_each("sampling_params", sampling_params, many)
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError("priority was given, but scheduling_policy is 'fcfs'; set scheduling_policy='priority'")
-        priorities = _one_for_each("priority", priority if priority is not None else 0, many)
-        return self._run(many, params, priorities, use_tqdm)
+        return self._run(many, params, _one_for_each("priority", 0 if priority is None else priority, many), use_tqdm)
 
     def chat(
         self,
@@ -107,9 +104,7 @@ class LLM:
         check_call_keywords("LLM.chat", self.chat, vllm_only | unknown)
         if not messages:
             raise ValueError("messages is empty; a conversation needs at least one message")
-        conversations = cast(
-            "list[Sequence[ChatMessage]]", [messages] if isinstance(messages[0], dict) else list(messages)
-        )
+        conversations: Any = [messages] if isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
         prompts: list[PromptType] = []
         for conversation in conversations:
@@ -121,8 +116,7 @@ class LLM:
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -159,12 +153,10 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    # --- running ----------------------------------------------------------------------------------------------------
+    # --- running ------------------------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -173,52 +165,38 @@ class LLM:
         priorities: Sequence[int],
         use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
-        request_ids: list[str] = []
+        engine, before = self.llm_engine, self.llm_engine.num_prompt_tokens
+        request_ids: dict[str, None] = {}  # an ordered set
         finished: dict[str, RequestOutput] = {}
-        has_stepped, engine = False, self.llm_engine
-        before = engine.num_prompt_tokens
+        previous = checked = None
         # an interrupted step would end the engine
         with short_collections(), deferred_interrupts() as interrupts:
             try:
-                previous = checked = None
+                has_stepped = False
                 for prompt, given, priority in zip(prompts, params, priorities, strict=True):
                     if checked is None or given is not previous:  # shared parameters are validated once
-                        previous, checked = given, engine.input_processor.check_params(_final_only(given))
-                    request_ids.append(self._new_request_id())
-                    engine.add_request(request_ids[-1], prompt, checked, priority=priority, params_checked=True)
+                        previous, checked = given, engine.input_processor.check_params(given)
+                        checked.output_kind = RequestOutputKind.FINAL_ONLY
+                    request_id = self._new_request_id()
+                    request_ids[request_id] = None
+                    engine.add_request(request_id, prompt, checked, priority=priority, params_checked=True)
                     if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):
                         has_stepped = True  # the device computes while the other prompts are added
-                        finished.update(self._step(request_ids))
+                        finished |= self._step(request_ids)
                     interrupts.check()
-                outputs = self._finish(request_ids, finished, use_tqdm, interrupts)
-                engine.report_finished()
-                return outputs
+                with progress_bar(use_tqdm, total=len(request_ids), description="Generating") as advance:
+                    for output in finished.values():
+                        advance(output.metrics.num_generation_tokens)
+                    while len(finished) < len(request_ids):
+                        for request_id, output in self._step(request_ids).items():
+                            finished[request_id] = output
+                            advance(output.metrics.num_generation_tokens)
+                        interrupts.check()
             except BaseException:  # a refused prompt, a failure, Ctrl-C: remove all requests of this call
                 engine.discard(request_ids)
-                engine.report_finished()
                 raise
-
-    def _finish(
-        self,
-        request_ids: list[str],
-        finished: dict[str, RequestOutput],
-        use_tqdm: bool | Callable[..., Any],
-        interrupts: StopSignal,
-    ) -> list[RequestOutput]:
-        """Step until these requests have finished; returns their outputs in order.
-
-        Args:
-            finished: outputs of those that have finished already.
-        """
-        ids = frozenset(request_ids)
-        with progress_bar(use_tqdm, total=len(request_ids), description="Generating") as advance:
-            for output in finished.values():
-                advance(_num_tokens(output))
-            while len(finished) < len(request_ids):
-                for request_id, output in self._step(ids).items():
-                    finished[request_id] = output
-                    advance(_num_tokens(output))
-                interrupts.check()
+            finally:
+                engine.report_finished()
         return [finished[request_id] for request_id in request_ids]
 
     def _step(self, request_ids: Container[str]) -> dict[str, RequestOutput]:
@@ -234,10 +212,6 @@ class LLM:
         return str(self._num_requests - 1)
 
 
-def _num_tokens(output: RequestOutput) -> int:
-    return sum(len(completion.token_ids) for completion in output.outputs)
-
-
 def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """One prompt or many, as a list."""
     if isinstance(prompts, str | dict):
@@ -245,9 +219,8 @@ def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
         raise TypeError(f"prompts is a {type(prompts).__name__}; it must be a prompt or a list of prompts")
     many = list(prompts)
-    if many and all(isinstance(entry, int) for entry in many):
-        return [cast("PromptType", many)]
-    return cast("list[PromptType]", many)
+    is_one = bool(many) and all(isinstance(entry, int) for entry in many)
+    return cast("list[PromptType]", [many] if is_one else many)
 
 
 def _one_for_each(name: str, value: Any, prompts: list[PromptType]) -> Sequence[Any]:
@@ -256,12 +229,3 @@ def _one_for_each(name: str, value: Any, prompts: list[PromptType]) -> Sequence[
     if len(value) != len(prompts):
         raise ValueError(f"{name} has {len(value)} entries for {len(prompts)} prompts; give one, or one for each")
     return value
-
-
-def _final_only(params: SamplingParams) -> SamplingParams:
-    """A copy that returns the final output only."""
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"sampling_params is {params!r}; it must be a SamplingParams or a list of them")
-    final = copy.copy(params)
-    final.output_kind = RequestOutputKind.FINAL_ONLY
-    return final

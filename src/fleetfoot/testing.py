@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -46,6 +45,7 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
         self.runner = runner
         self.plans: list[EnginePlan] = []
         """Of the engines that have started in the block."""
+        self._variable = {"v1": "0", "v2": "1"}[runner]
         self._others = 0
         self._undo: ExitStack | None = None
 
@@ -54,50 +54,37 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
             raise RuntimeError("this force_runner is in use already; make another one for a block inside of it")
         self.plans, self._others = [], 0
         self._undo = ExitStack()
-        self._undo.enter_context(env.variable(env.USE_V2_MODEL_RUNNER, self._value))
+        self._undo.enter_context(env.variable(env.USE_V2_MODEL_RUNNER, self._variable))
         # modules, not threads, are patched: engines of all threads count
         self._undo.enter_context(mock.patch("fleetfoot.engine.engine.resolve_plan", self._resolve_plan))
         self._undo.enter_context(mock.patch("fleetfoot.engine.engine.build_engine", self._build_engine))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._undo is not None:
             self._undo.close()
             self._undo = None
-        if error is not None:
-            return
-        if self._others:
+        if error is None and self._others:
             raise AssertionError(f"force_runner({self.runner!r}): {self._others} engine(s) ran on another runner")
-        if not self.plans:
+        if error is None and not self.plans:
             raise AssertionError(f"force_runner({self.runner!r}) had no effect: no engine has started in its block")
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def async_forced(*args: Any, **kwargs: Any) -> Any:
-                with force_runner(self.runner):
-                    return await function(*args, **kwargs)
-
-            return async_forced
-
         @functools.wraps(function)
         def forced(*args: Any, **kwargs: Any) -> Any:
             with force_runner(self.runner):
                 return function(*args, **kwargs)
 
-        return forced
+        @functools.wraps(function)
+        async def async_forced(*args: Any, **kwargs: Any) -> Any:
+            with force_runner(self.runner):
+                return await function(*args, **kwargs)
 
-    @property
-    def _value(self) -> str:
-        """Of the environment variable."""
-        return str(int(self.runner == "v2"))
+        return async_forced if inspect.iscoroutinefunction(function) else forced
 
     def _resolve_plan(self, config: EngineConfig, machine: Machine) -> EnginePlan:
         # passed explicitly: the block may have changed the environment
-        plan = resolve_plan(config, machine, environ={env.USE_V2_MODEL_RUNNER: self._value})
+        plan = resolve_plan(config, machine, environ={env.USE_V2_MODEL_RUNNER: self._variable})
         if plan.runner != self.runner:
             raise ValueError(
                 f"force_runner({self.runner!r}) is in effect, and the engine would run on {plan.runner!r}: "
@@ -110,8 +97,7 @@ class force_runner:  # noqa: N801  # read as a function: `with force_runner("v1"
         if engine.runner_name != self.runner:
             self._others += 1
             engine.shutdown()
-            raise AssertionError(
-                f"force_runner({self.runner!r}) is in effect, and the engine runs on {engine.runner_name!r}"
-            )
+            ran = engine.runner_name
+            raise AssertionError(f"force_runner({self.runner!r}) is in effect, and the engine runs on {ran!r}")
         self.plans.append(engine.plan)
         return engine

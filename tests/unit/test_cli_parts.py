@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -305,9 +306,9 @@ def test_without_times_all_requests_are_there_at_once() -> None:
     assert engine.slept == []
 
 
-def test_samples_are_taken_before_the_engine_forgets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetfoot.cli.bench_load.TAKE_EVERY", 2)
+def test_samples_are_taken_before_the_engine_forgets_them() -> None:
     engine = FakeEngine()
+    engine.stats_collector.steps = deque(maxlen=1)
     assert len(load(engine, [BenchRequest([1], 1)] * 5).steps) == 5
     assert not engine.stats_collector.steps
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
     from fleetfoot.engine.stats import StatsCollector, StepStats
 
-TAKE_EVERY = 20_000
-"""Samples after which they are moved out of the engine's collector, which keeps a limited number."""
 PERCENTILES = (50, 90, 95, 99)
 
 _ARRIVALS = 1 << 30
@@ -217,10 +215,8 @@ def run_load(
             due_s = requests[int(output.request_id)].due_s
             samples.add_finished(output, None if due_s is None else begin + due_s)
             on_finished(output)
-        if len(collector.itl) >= TAKE_EVERY or len(collector.steps) >= TAKE_EVERY:
-            samples.take(collector)
+        samples.take(collector)  # each step, because the collector keeps a limited number
     samples.load_duration.append(clock() - begin)
-    samples.take(collector)
     samples.after = engine.stats().scheduler
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
 
 from fleetfoot.cli.arguments import (
     add_engine_arguments,
@@ -29,7 +30,7 @@ from fleetfoot.cli.command import (
 )
 from fleetfoot.config import env
 from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import CompletionOutput, Logprob, RequestOutput
+from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.progress import progress_bar
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 256
+_COMPLETION_KEYS = (*("index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs", "cumulative_logprob"),)
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 
 _EPILOG = """\
@@ -152,60 +154,37 @@ def _report_errors(finished: list[RequestOutput]) -> int:
 
 
 def dump_array(values: Sequence[dict[str, Any]]) -> str:
-    """ASCII JSON with one entry per line: with indentation, each token id would take a line."""
-    return "[\n" + ",\n".join(json.dumps(value, allow_nan=False) for value in values) + "\n]"
+    """ASCII JSON with one entry per line: with indentation, each token id would take a line.
+
+    NaN and infinity, which JSON does not have, become null, as msgspec encodes them.
+    """
+    plain = msgspec.json.decode(msgspec.json.encode(values))
+    return "[\n" + ",\n".join(map(json.dumps, plain)) + "\n]"
 
 
 def request_json(output: RequestOutput) -> dict[str, Any]:
     """One request; has ``prompt_logprobs`` if they were requested."""
+    metrics = output.metrics
+    has_token = metrics.first_token_ts > 0
     content: dict[str, Any] = {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
-        "outputs": [_completion_json(completion) for completion in output.outputs],
-        "metrics": _metrics_json(output),
+        "outputs": [{name: getattr(completion, name) for name in _COMPLETION_KEYS} for completion in output.outputs],
+        "metrics": {
+            "arrival_time": metrics.arrival_time,
+            "ttft_ms": metrics.first_token_latency * 1e3 if has_token else None,
+            "tpot_ms": metrics.time_per_output_token * 1e3 if metrics.num_generation_tokens > 1 else None,
+            "latency_ms": (metrics.last_token_ts - metrics.queued_ts) * 1e3 if has_token else None,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_cached_tokens": output.num_cached_tokens,
+            "num_generation_tokens": metrics.num_generation_tokens,
+            "num_drafted_tokens": metrics.num_drafted_tokens,
+            "num_accepted_tokens": metrics.num_accepted_tokens,
+        },
     }
     if output.prompt_logprobs is not None:
-        content["prompt_logprobs"] = [_logprobs_json(entry) for entry in output.prompt_logprobs]
+        content["prompt_logprobs"] = output.prompt_logprobs
     return content
-
-
-def _completion_json(completion: CompletionOutput) -> dict[str, Any]:
-    logprobs = completion.logprobs
-    return {
-        **{name: getattr(completion, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")},
-        "logprobs": None if logprobs is None else [_logprobs_json(entry) for entry in logprobs],
-        "cumulative_logprob": _finite(completion.cumulative_logprob),
-    }
-
-
-def _logprobs_json(entry: dict[int, Logprob] | None) -> dict[str, Any] | None:
-    if entry is None:  # the first token of a prompt
-        return None
-    return {
-        str(token_id): {"logprob": _finite(item.logprob), "rank": item.rank, "decoded_token": item.decoded_token}
-        for token_id, item in entry.items()
-    }
-
-
-def _metrics_json(output: RequestOutput) -> dict[str, Any]:
-    metrics = output.metrics
-    has_token = metrics.first_token_ts > 0
-    return {
-        "arrival_time": metrics.arrival_time,
-        "ttft_ms": metrics.first_token_latency * 1e3 if has_token else None,
-        "tpot_ms": metrics.time_per_output_token * 1e3 if metrics.num_generation_tokens > 1 else None,
-        "latency_ms": (metrics.last_token_ts - metrics.queued_ts) * 1e3 if has_token else None,
-        "num_prompt_tokens": len(output.prompt_token_ids),
-        "num_cached_tokens": output.num_cached_tokens,
-        "num_generation_tokens": metrics.num_generation_tokens,
-        "num_drafted_tokens": metrics.num_drafted_tokens,
-        "num_accepted_tokens": metrics.num_accepted_tokens,
-    }
-
-
-def _finite(number: float | None) -> float | None:
-    """None for NaN and infinity, which JSON does not have."""
-    return number if number is not None and math.isfinite(number) else None
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(make_parser(), sys.argv[1:] if argv is None else argv)
     except SystemExit as exit:  # argparse has printed help, the version or an error
         return exit.code if isinstance(exit.code, int) else 0
-    with logs_on_stderr(verbose=arguments.verbose), _replace_unencodable():
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # prints a question mark for what the encoding lacks
+    with logs_on_stderr(verbose=arguments.verbose):
         return _run(arguments)
 
 
@@ -137,21 +139,6 @@ def _print_error(arguments: argparse.Namespace, message: str) -> None:
     if arguments.verbose:
         traceback.print_exc()
     print(f"{arguments.parser.prog}: error: {message}", file=sys.stderr)
-
-
-@contextmanager
-def _replace_unencodable() -> Iterator[None]:
-    """Print a question mark for characters that the encoding of standard output lacks, instead of raising."""
-    stream = sys.stdout
-    if not isinstance(stream, io.TextIOWrapper):
-        yield
-        return
-    errors = stream.errors
-    stream.reconfigure(errors="replace")
-    try:
-        yield
-    finally:
-        stream.reconfigure(errors=errors)
 
 
 def _close_stdout() -> None:

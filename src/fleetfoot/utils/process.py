@@ -7,8 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -26,8 +25,7 @@ class StopSignal:
     def __init__(self, *, only_default: bool = False) -> None:
         self.is_set = False
         self._only_default = only_default
-        self._previous: Any = None
-        self._is_installed = False
+        self._undo = ExitStack()
 
     def check(self) -> None:
         """Raise a deferred KeyboardInterrupt."""
@@ -35,23 +33,20 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def __enter__(self) -> StopSignal:
-        applies = not self._only_default or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        previous = signal.getsignal(signal.SIGINT)
+        applies = not self._only_default or previous is signal.default_int_handler
         if applies and threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._receive)
-            self._is_installed = True
+            signal.signal(signal.SIGINT, self._receive)
+            # None is a handler that was not installed from Python, and cannot be restored
+            restored = signal.default_int_handler if previous is None else previous
+            self._undo.callback(signal.signal, signal.SIGINT, restored)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._is_installed:
-            # None is a handler that was not installed from Python, and cannot be restored
-            signal.signal(signal.SIGINT, signal.default_int_handler if self._previous is None else self._previous)
-            self._is_installed = False
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.is_set:
-            raise KeyboardInterrupt
+    def _receive(self, *_: Any) -> None:
+        self.check()
         self.is_set = True
 
 
@@ -96,14 +91,13 @@ def run_all(*actions: Callable[[], object]) -> None:
     Raises:
         BaseException: the first error; later ones are logged.
     """
-    first: BaseException | None = None
+    errors = []
     for action in actions:
         try:
             action()
         except BaseException as error:
-            if first is None:
-                first = error
-            else:
-                logger.error("another error during clean-up", exc_info=error)
-    if first is not None:
-        raise first
+            errors.append(error)
+    for later in errors[1:]:
+        logger.error("another error during clean-up", exc_info=later)
+    if errors:
+        raise errors[0]

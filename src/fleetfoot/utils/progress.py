@@ -21,28 +21,18 @@ def progress_bar(bar: bool | Callable[..., Any], *, total: int, description: str
     if bar is False:
         yield lambda num_tokens: None
     elif bar is True:
-        with _rich_bar(total, description) as advance:
-            yield advance
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+        tokens = TextColumn("{task.fields[tokens]} tokens")
+        with Progress(*columns, tokens, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+            progress.add_task(description, total=total, tokens=0)
+            (task,) = progress.tasks
+            yield lambda num_tokens: progress.update(task.id, advance=1, tokens=task.fields["tokens"] + num_tokens)
     else:
         custom = bar(total=total, desc=description)
         try:
             yield lambda num_tokens: custom.update(1)
         finally:
             custom.close()
-
-
-@contextmanager
-def _rich_bar(total: int, description: str) -> Iterator[Advance]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn()
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns, console=Console(stderr=True)
-    ) as progress:
-        task = progress.add_task(description, total=total, tokens=0)
-
-        def advance(num_tokens: int) -> None:
-            progress.update(task, advance=1, tokens=progress.tasks[0].fields["tokens"] + num_tokens)
-
-        yield advance
