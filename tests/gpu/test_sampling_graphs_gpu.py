@@ -20,8 +20,7 @@ from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
-from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch
-from fleetfoot.kernels.sampling.token_logprobs_triton import token_logprobs_triton
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch, token_logprobs_triton
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest

@@ -10,7 +10,7 @@ import torch
 
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
-from fleetfoot.kernels.sampling.token_logprobs_triton import select_logprobs
+from fleetfoot.kernels.sampling.token_logprobs import select_logprobs
 from tests.helpers.compile_op_kernels import compile_instead
 from tests.helpers.logits_processor_cases import processor_case
 

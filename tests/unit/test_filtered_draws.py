@@ -86,7 +86,7 @@ def test_the_cut_itself() -> None:
 
 
 def _packed(logits: torch.Tensor) -> list[int]:
-    """The best candidate of each row, as `fleetfoot.kernels.sampling.candidates_triton` packs it."""
+    """The best candidate of each row, as `fleetfoot.kernels.runtime.triton_support` packs it."""
     chosen = logits.argmax(dim=-1)
     bits = logits.gather(1, chosen[:, None]).view(torch.int32)[:, 0]
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # of negative floats: the order is reversed

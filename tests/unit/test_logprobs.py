@@ -5,8 +5,7 @@ import torch
 from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kernels import sampling
-from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch
-from fleetfoot.kernels.sampling.token_logprobs_triton import select_logprobs
+from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, select_logprobs, token_logprobs_torch
 from fleetfoot.outputs import Logprob, logprob_dict
 from fleetfoot.sampling.logprobs import prompt_logprobs, token_logprobs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,7 @@ from tests.helpers.prepare_cases import get_batch, int32
 from tests.helpers.prepare_runs import CASES, OPS, assert_same, row_tables, run
 
 from fleetfoot.kernels.interface import Kernels
-from fleetfoot.kernels.prepare.reference import slots_of
-from fleetfoot.kernels.prepare.tables import StepBuffers
+from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
 
 
@@ -40,21 +40,21 @@ def test_kernel_matches_reference(op: str, batch: str) -> None:
 KERNELS = [reference_kernels, cpu_kernels, pytest.param(triton_kernels, marks=interpreted)]
 
 
-def test_slots_may_exceed_32_bits() -> None:
-    batch, block_id = get_batch("one_decode"), 2**30
-    rows = replace(row_tables(batch), block_table=int32([[block_id]]), limits=int32([100]), block_size=64)
-    expected, positions = [block_id * 64, block_id * 64 + 63], torch.tensor([0, 63])
-    assert slots_of(rows, int32([0, 0]), positions).tolist() == expected
-
-
-@interpreted
-def test_slots_of_the_kernel_may_exceed_32_bits() -> None:
-    from fleetfoot.kernels.prepare.triton_kernels import _slot_mapping_kernel
-
-    block_id, slots = 2**30, torch.zeros(2, dtype=torch.int64)
-    tokens, row = (torch.tensor([0, 63]), int32([0, 0])), int32([0])
-    _slot_mapping_kernel[(1,)](*tokens, row, int32([100]), int32([[block_id]]), slots, 2, 1, block_size=64, tile=256)
-    assert slots.tolist() == [block_id * 64, block_id * 64 + 63]
+@pytest.mark.parametrize("op", ["prepare_inputs", "prepare_decode"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_slots_may_exceed_32_bits(kernels: Callable[[], Kernels], op: str) -> None:
+    """A known token and a new one, in pages of 8 GiB of address space, of which one page of memory is used."""
+    slot = 2**31
+    memory = mmap.mmap(-1, 4 * (slot + 64), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    pages = torch.frombuffer(memory, dtype=torch.int32)
+    pages[slot + 62] = 151_935
+    drafts, table = int32([[-1], [-1]]), int32([[slot // 64]])
+    rows = RowTables(int32([62]), int32([63]), int32([100]), int32([7]), drafts, table, pages, block_size=64)
+    tokens, one = torch.zeros(3, 2, dtype=torch.int64), int32([0])
+    step = StepBuffers(one, int32([0, 2]), tokens[0], int32([0]), int32([0, 0]), tokens[1], tokens[2], int32([[0]]))
+    getattr(kernels(), op)(step, rows)
+    assert step.slots.tolist() == [slot + 62, slot + 63]
+    assert (step.input_ids.tolist(), pages[-1].item()) == ([151_935, 0], 0)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -96,7 +96,7 @@ print("done")
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     lines = run_python("-m", "tests.helpers.compile_prepare_kernels", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
     names = {line.split(":")[0] for line in lines}
-    assert len(names) == len(lines) == len(OPS) + 5  # five of `prepare_inputs`, and the n-gram drafter's
+    assert len(names) == len(lines) == len(OPS) + 1  # and the n-gram drafter's
 
 
 @interpreted

@@ -111,7 +111,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "token_logprobs": _implementations(
             torch="sampling.token_logprobs:token_logprobs_torch",
             cpu="sampling.token_logprobs:token_logprobs_cpu",
-            triton="sampling.token_logprobs_triton:token_logprobs_triton",
+            triton="sampling.token_logprobs:token_logprobs_triton",
         ),
         # step preparation
         "prepare_inputs": _implementations(
@@ -119,7 +119,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
         "prepare_decode": _implementations(
             torch="prepare.reference:prepare_decode_torch",
-            native="prepare.native:prepare_decode_native",
+            native="prepare.reference:prepare_decode_native",
             triton="prepare.triton_kernels:prepare_decode_triton",
         ),
         "accept_drafts": _implementations(
@@ -127,7 +127,7 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         ),
         "post_update": _implementations(
             torch="prepare.reference:post_update_torch",
-            native="prepare.native:post_update_native",
+            native="prepare.reference:post_update_native",
             triton="prepare.triton_kernels:post_update_triton",
         ),
         "propose_ngrams": _implementations(

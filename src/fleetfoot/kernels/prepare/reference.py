@@ -1,4 +1,4 @@
-"""The preparation operations in torch. They run on every device, and on CUDA without host synchronisation.
+"""The preparation operations in torch, which run on every device, and on CUDA without host synchronisation; and in C.
 
 An index of -1 reads the last element, so padding needs no clamping where its result is replaced. Writes of selected
 elements are additions of a difference that is 0 elsewhere, because a boolean index would wait for the device.
@@ -6,9 +6,14 @@ elements are additions of a difference that is 0 elsewhere, because a boolean in
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
+
+if TYPE_CHECKING:
+    from fleetfoot.native.loading import NativeLibrary
 
 
 def prepare_inputs_torch(step: StepBuffers, rows: RowTables) -> None:
@@ -153,3 +158,59 @@ def apply_staged_writes_numpy(staged: torch.Tensor, front: torch.Tensor, target:
     front.numpy()[:] = source[:size]
     pairs = source[size : size + 2 * num_writes]
     target.numpy()[pairs[::2]] = pairs[1::2]
+
+
+# --- in C -------------------------------------------------------------------------------------------------------------
+
+
+def prepare_decode_native(library: NativeLibrary, step: StepBuffers, rows: RowTables) -> None:
+    """See `prepare_decode_torch`."""
+    query_len = uniform_query_len(step, rows)
+    library.prepare_decode(
+        step.idx_mapping.data_ptr(),
+        step.idx_mapping.shape[0],
+        query_len,
+        rows.num_computed.data_ptr(),
+        rows.prefill_lens.data_ptr(),
+        rows.last_sampled.data_ptr(),
+        rows.draft_tokens.data_ptr(),
+        rows.draft_tokens.stride(0),
+        rows.limits.data_ptr(),
+        rows.block_table.data_ptr(),
+        rows.block_table.stride(0),
+        rows.block_size,
+        rows.token_pages.data_ptr(),
+        step.positions.data_ptr(),
+        step.seq_lens.data_ptr(),
+        step.batch_index.data_ptr(),
+        step.slots.data_ptr(),
+        step.input_ids.data_ptr(),
+        step.block_tables.data_ptr(),
+        step.block_tables.stride(0),
+        step.block_tables.shape[1],
+    )
+
+
+def post_update_native(
+    library: NativeLibrary,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    rows: RowTables,
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+) -> None:
+    """See `post_update_torch`."""
+    sampled = sampled.to(torch.int64)
+    library.post_update(
+        idx_mapping.data_ptr(),
+        idx_mapping.shape[0],
+        query_start_loc.data_ptr(),
+        sampled.data_ptr(),
+        sampled.stride(0),
+        num_sampled.data_ptr(),
+        num_rejected.data_ptr(),
+        num_sampled.shape[0],
+        rows.num_computed.data_ptr(),
+        rows.last_sampled.data_ptr(),
+    )

@@ -1,7 +1,9 @@
-"""The tensors that the preparation operations read and write.
+"""The tensors that the operations of step preparation read and write.
 
-There are R rows of state, n requests in the batch and T tokens (both may be padded to the size of a captured graph), B
-blocks per row and k draft tokens. All tensors are int32 unless stated otherwise, and contiguous in their last
+`reference` has the operations in torch and what they mean, `triton_kernels` the faster implementations. Outputs are
+written in place, because graphs need fixed addresses; counts are read from shapes and from device memory, never by the
+host. There are R rows of state, n requests in the batch and T tokens (both may be padded to the size of a captured
+graph), B blocks per row and k draft tokens. All tensors are int32 unless stated otherwise, and contiguous in their last
 dimension. A padding request has ``idx_mapping[b] == -1``; a padding token has ``batch_index[t] == -1``, position 0,
 slot -1 and input id 0.
 """

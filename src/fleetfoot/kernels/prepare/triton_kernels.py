@@ -15,69 +15,18 @@ if TYPE_CHECKING:
 
 
 def prepare_inputs_triton(step: StepBuffers, rows: RowTables) -> None:
-    """See `prepare_inputs_torch`. Five launches, each over all tokens or all requests."""
+    """See `prepare_inputs_torch`. A program takes one request and one tile of tokens."""
     num_reqs, num_tokens, tile = step.idx_mapping.shape[0], step.positions.shape[0], 256
-    over_tokens = (cdiv(num_tokens, tile),)
-    _positions_and_seq_lens_kernel[(cdiv(max(num_reqs, num_tokens), tile),)](
-        step.idx_mapping,
+    _prepare_inputs_kernel[(max(num_reqs, cdiv(num_tokens, tile)),)](
+        *_tensors(step, rows),
         step.query_start_loc,
-        rows.num_computed,
-        step.positions,
-        step.seq_lens,
-        step.batch_index,
         num_reqs,
         num_tokens,
         search_steps(num_reqs + 1),
-        tile=tile,
-    )
-    _slot_mapping_kernel[over_tokens](
-        step.positions,
-        step.batch_index,
-        step.idx_mapping,
-        rows.limits,
-        rows.block_table,
-        step.slots,
-        num_tokens,
-        rows.block_table.stride(0),
-        block_size=rows.block_size,
-        tile=tile,
-    )
-    _prepare_prefill_inputs_kernel[over_tokens](
-        step.slots,
-        step.positions,
-        step.batch_index,
-        step.idx_mapping,
-        rows.prefill_lens,
-        rows.token_pages,
-        step.input_ids,
-        num_tokens,
-        tile=tile,
-    )
-    _combine_sampled_and_draft_tokens_kernel[over_tokens](
-        step.slots,
-        step.positions,
-        step.batch_index,
-        step.idx_mapping,
-        rows.prefill_lens,
-        rows.num_computed,
-        rows.last_sampled,
-        rows.draft_tokens,
-        rows.token_pages,
-        step.input_ids,
-        num_tokens,
-        rows.draft_tokens.stride(0),
         rows.draft_tokens.shape[1],
-        tile=tile,
-    )
-    _gather_block_tables_kernel[(num_reqs,)](
-        rows.block_table,
-        step.idx_mapping,
-        step.seq_lens,
-        step.block_tables,
-        rows.block_table.stride(0),
-        step.block_tables.stride(0),
         block_size=rows.block_size,
-        tile=1024,
+        tile=tile,
+        block_tile=1024,
     )
 
 
@@ -85,6 +34,17 @@ def prepare_decode_triton(step: StepBuffers, rows: RowTables) -> None:
     """See `prepare_decode_torch`. One launch: within a graph, each costs about a microsecond."""
     query_len = uniform_query_len(step, rows)
     _prepare_decode_kernel[(step.idx_mapping.shape[0],)](
+        *_tensors(step, rows),
+        query_len=query_len,
+        query_tile=next_power_of_2(query_len),
+        block_size=rows.block_size,
+        tile=1024,
+    )
+
+
+def _tensors(step: StepBuffers, rows: RowTables) -> tuple[torch.Tensor | int, ...]:
+    """The first arguments of both kernels that prepare a step."""
+    return (
         step.idx_mapping,
         rows.num_computed,
         rows.prefill_lens,
@@ -102,10 +62,6 @@ def prepare_decode_triton(step: StepBuffers, rows: RowTables) -> None:
         rows.draft_tokens.stride(0),
         rows.block_table.stride(0),
         step.block_tables.stride(0),
-        query_len=query_len,
-        query_tile=next_power_of_2(query_len),
-        block_size=rows.block_size,
-        tile=1024,
     )
 
 
@@ -173,145 +129,75 @@ def apply_staged_writes_triton(
 
 
 @triton_kernel(specialize=False)
-def _positions_and_seq_lens_kernel(
+def _prepare_inputs_kernel(
     idx_mapping_ptr,
-    query_start_loc_ptr,
     num_computed_ptr,
+    prefill_lens_ptr,
+    last_sampled_ptr,
+    draft_tokens_ptr,
+    limits_ptr,
+    block_table_ptr,
+    token_pages_ptr,
     positions_ptr,
     seq_lens_ptr,
     batch_index_ptr,
+    slots_ptr,
+    input_ids_ptr,
+    block_tables_ptr,
+    draft_stride,
+    row_stride,
+    tables_stride,
+    query_start_loc_ptr,
     num_reqs,
     num_tokens,
     steps,
-    tile: tl.constexpr,
-):
-    # Each element of the tile stands for one token, and for one request.
-    index = tl.program_id(0) * tile + tl.arange(0, tile)
-
-    is_request = index < num_reqs
-    row = tl.load(idx_mapping_ptr + index, mask=is_request, other=-1)
-    begin = tl.load(query_start_loc_ptr + index, mask=is_request, other=0)
-    end = tl.load(query_start_loc_ptr + index + 1, mask=is_request, other=0)
-    computed = tl.load(num_computed_ptr + row, mask=row >= 0, other=0)
-    tl.store(seq_lens_ptr + index, tl.where(row >= 0, computed + end - begin, 0), mask=is_request)
-
-    # Of several requests that begin at the same token, all but the last are empty.
-    request = upper_bound(query_start_loc_ptr, num_reqs + 1, steps, index) - 1
-    is_token = (index < num_tokens) & (request < num_reqs)
-    row = tl.load(idx_mapping_ptr + request, mask=is_token, other=-1)
-    is_token = row >= 0
-    begin = tl.load(query_start_loc_ptr + request, mask=is_token, other=0)
-    computed = tl.load(num_computed_ptr + row, mask=is_token, other=0)
-    position = tl.where(is_token, computed + index - begin, 0)
-    tl.store(positions_ptr + index, position.to(tl.int64), mask=index < num_tokens)
-    tl.store(batch_index_ptr + index, tl.where(is_token, request, -1), mask=index < num_tokens)
-
-
-@triton_kernel(specialize=False)
-def _slot_mapping_kernel(
-    positions_ptr,
-    batch_index_ptr,
-    idx_mapping_ptr,
-    limits_ptr,
-    block_table_ptr,
-    slots_ptr,
-    num_tokens,
-    row_stride,
-    block_size: tl.constexpr,
-    tile: tl.constexpr,
-):
-    token = tl.program_id(0) * tile + tl.arange(0, tile)
-    request = tl.load(batch_index_ptr + token, mask=token < num_tokens, other=-1)
-    is_token = request >= 0
-    row = tl.load(idx_mapping_ptr + request, mask=is_token, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + token, mask=is_token, other=0)
-    is_token = is_token & (position < tl.load(limits_ptr + row, mask=is_token, other=0))
-    block_ids_ptr = block_table_ptr + row * row_stride
-    block_id = tl.load(block_ids_ptr + position // block_size, mask=is_token, other=0).to(tl.int64)
-    slot = block_id * block_size + position % block_size
-    tl.store(slots_ptr + token, tl.where(is_token, slot, -1), mask=token < num_tokens)
-
-
-@triton_kernel(specialize=False)
-def _prepare_prefill_inputs_kernel(
-    slots_ptr,
-    positions_ptr,
-    batch_index_ptr,
-    idx_mapping_ptr,
-    prefill_lens_ptr,
-    token_pages_ptr,
-    input_ids_ptr,
-    num_tokens,
-    tile: tl.constexpr,
-):
-    token = tl.program_id(0) * tile + tl.arange(0, tile)
-    in_batch = token < num_tokens
-    request = tl.load(batch_index_ptr + token, mask=in_batch, other=-1)
-    is_token = request >= 0
-    row = tl.load(idx_mapping_ptr + request, mask=is_token, other=0)
-    prefill_len = tl.load(prefill_lens_ptr + row, mask=is_token, other=0)
-    position = tl.load(positions_ptr + token, mask=is_token, other=0)
-    slot = tl.load(slots_ptr + token, mask=is_token, other=0)
-    is_known = is_token & (position < prefill_len)
-    token_id = tl.load(token_pages_ptr + slot, mask=is_known, other=0)
-    is_padding = in_batch & (request < 0)
-    tl.store(input_ids_ptr + token, token_id.to(tl.int64), mask=is_known | is_padding)
-
-
-@triton_kernel(specialize=False)
-def _combine_sampled_and_draft_tokens_kernel(
-    slots_ptr,
-    positions_ptr,
-    batch_index_ptr,
-    idx_mapping_ptr,
-    prefill_lens_ptr,
-    num_computed_ptr,
-    last_sampled_ptr,
-    draft_tokens_ptr,
-    token_pages_ptr,
-    input_ids_ptr,
-    num_tokens,
-    draft_stride,
     num_drafts,
+    block_size: tl.constexpr,
     tile: tl.constexpr,
+    block_tile: tl.constexpr,
 ):
-    token = tl.program_id(0) * tile + tl.arange(0, tile)
-    request = tl.load(batch_index_ptr + token, mask=token < num_tokens, other=-1)
-    is_token = request >= 0
-    row = tl.load(idx_mapping_ptr + request, mask=is_token, other=0)
-    position = tl.load(positions_ptr + token, mask=is_token, other=0)
-    is_new = is_token & (position >= tl.load(prefill_lens_ptr + row, mask=is_token, other=0))
-    offset = position - tl.load(num_computed_ptr + row, mask=is_new, other=0)
-    is_draft = is_new & (offset > 0) & (offset <= num_drafts)
-    sampled_id = tl.load(last_sampled_ptr + row, mask=is_new, other=0)
-    draft_ptr = draft_tokens_ptr + row.to(tl.int64) * draft_stride + offset - 1
-    token_id = tl.where(is_draft, tl.maximum(tl.load(draft_ptr, mask=is_draft, other=0), 0), sampled_id)
-    slot = tl.load(slots_ptr + token, mask=is_new, other=-1)
-    tl.store(input_ids_ptr + token, token_id.to(tl.int64), mask=is_new)
-    tl.store(token_pages_ptr + slot, token_id, mask=is_new & (slot >= 0))
+    program = tl.program_id(0)
+    if program < num_reqs:
+        row = tl.load(idx_mapping_ptr + program).to(tl.int64)
+        query_len = tl.load(query_start_loc_ptr + program + 1) - tl.load(query_start_loc_ptr + program)
+        seq_len = tl.where(row >= 0, tl.load(num_computed_ptr + row, mask=row >= 0, other=0) + query_len, 0)
+        tl.store(seq_lens_ptr + program, seq_len)
+        copy_ptr = block_tables_ptr + program.to(tl.int64) * tables_stride
+        _copy_table(tl.cdiv(seq_len, block_size), block_table_ptr + row * row_stride, copy_ptr, block_tile)
+    if program * tile < num_tokens:
+        token = program * tile + tl.arange(0, tile)
+        in_batch = token < num_tokens
+        # Of several requests that begin at the same token, all but the last are empty.
+        request = upper_bound(query_start_loc_ptr, num_reqs + 1, steps, token) - 1
+        row = tl.load(idx_mapping_ptr + request, mask=in_batch & (request < num_reqs), other=-1).to(tl.int64)
+        is_token = row >= 0
+        offset = token - tl.load(query_start_loc_ptr + request, mask=is_token, other=0)
+        position = tl.where(is_token, tl.load(num_computed_ptr + row, mask=is_token, other=0) + offset, 0)
+        table_ptr = block_table_ptr + row * row_stride
+        block_id = tl.load(table_ptr + position // block_size, mask=is_token, other=0).to(tl.int64)
+        slot = block_id * block_size + position % block_size
+        has_slot = is_token & (position < tl.load(limits_ptr + row, mask=is_token, other=0))
+        is_known = position < tl.load(prefill_lens_ptr + row, mask=is_token, other=0)
+        is_new = is_token & (is_known == 0)
+        known_id = tl.load(token_pages_ptr + slot, mask=is_known, other=0)
+        is_draft = is_new & (offset > 0) & (offset <= num_drafts)
+        draft_id = tl.load(draft_tokens_ptr + row * draft_stride + offset - 1, mask=is_draft, other=0)
+        sampled_id = tl.load(last_sampled_ptr + row, mask=is_new, other=0)
+        new_id = tl.where(is_draft, tl.maximum(draft_id, 0), sampled_id)
+        tl.store(token_pages_ptr + slot, new_id, mask=is_new & has_slot)
+        tl.store(positions_ptr + token, position.to(tl.int64), mask=in_batch)
+        tl.store(batch_index_ptr + token, tl.where(is_token, request, -1), mask=in_batch)
+        tl.store(slots_ptr + token, tl.where(has_slot, slot, -1), mask=in_batch)
+        tl.store(input_ids_ptr + token, tl.where(is_known, known_id, new_id).to(tl.int64), mask=in_batch)
 
 
 @triton_kernel(specialize=False)
-def _gather_block_tables_kernel(
-    block_table_ptr,
-    idx_mapping_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    row_stride,
-    out_stride,
-    block_size: tl.constexpr,
-    tile: tl.constexpr,
-):
-    # One program for each request. Most tables fit one tile, and the launch must not depend on those that do not.
-    request = tl.program_id(0).to(tl.int64)
-    row = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    seq_len = tl.load(seq_lens_ptr + request)
-    num_blocks = tl.where(row >= 0, tl.cdiv(seq_len, block_size), 0)
+def _copy_table(num_blocks, table_ptr, copy_ptr, tile: tl.constexpr):
+    """Most tables fit one tile, and the launch must not depend on those that do not."""
     begin = 0
     while begin < num_blocks:
         block = begin + tl.arange(0, tile)
-        block_id = tl.load(block_table_ptr + row * row_stride + block, mask=block < num_blocks)
-        tl.store(out_ptr + request * out_stride + block, block_id, mask=block < num_blocks)
+        tl.store(copy_ptr + block, tl.load(table_ptr + block, mask=block < num_blocks), mask=block < num_blocks)
         begin += tile
 
 
@@ -360,15 +246,8 @@ def _prepare_decode_kernel(
     draft_ptr = draft_tokens_ptr + row * draft_stride + offset - 1
     draft_id = tl.maximum(tl.load(draft_ptr, mask=is_new & (offset > 0), other=0), 0)
 
-    # The table is copied while the block ids above are on their way. Most tables fit one tile, and the launch must not
-    # depend on those that do not.
-    num_blocks = tl.cdiv(seq_len, block_size)
-    copy_ptr = block_tables_ptr + request.to(tl.int64) * tables_stride
-    begin = 0
-    while begin < num_blocks:
-        block = begin + tl.arange(0, tile)
-        tl.store(copy_ptr + block, tl.load(table_ptr + block, mask=block < num_blocks), mask=block < num_blocks)
-        begin += tile
+    # while the block ids above are on their way
+    _copy_table(tl.cdiv(seq_len, block_size), table_ptr, block_tables_ptr + request.to(tl.int64) * tables_stride, tile)
 
     has_slot = is_token & (position < limit)
     slot = block_id * block_size + position % block_size
@@ -387,7 +266,7 @@ def _prepare_decode_kernel(
 @triton_kernel(specialize=False)
 def _accept_drafts_kernel(
     idx_mapping_ptr,
-    chosen_ptr,
+    sampled_ptr,
     invalid_ptr,
     draft_tokens_ptr,
     num_computed_ptr,
@@ -395,7 +274,7 @@ def _accept_drafts_kernel(
     num_sampled_ptr,
     num_rejected_ptr,
     num_drafted_ptr,
-    chosen_stride,
+    sampled_stride,
     invalid_stride,
     draft_stride,
     query_len: tl.constexpr,
@@ -406,7 +285,7 @@ def _accept_drafts_kernel(
     is_request = row >= 0
     offset = tl.arange(0, query_tile)
     is_draft = is_request & (offset < query_len - 1)
-    token = tl.load(chosen_ptr + request * chosen_stride + offset, mask=is_draft, other=-1)
+    token = tl.load(sampled_ptr + request * sampled_stride + offset, mask=is_draft, other=-1)
     draft = tl.load(draft_tokens_ptr + row * draft_stride + offset, mask=is_draft, other=-1)
     is_invalid = tl.load(invalid_ptr + request * invalid_stride + offset, mask=is_draft, other=0) != 0
     # The first draft that does not hold ends the run: its offset is the number of those that do.

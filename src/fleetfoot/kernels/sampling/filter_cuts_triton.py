@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import launch_dependents, launch_options, wait_for_inputs
-from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
-from fleetfoot.kernels.sampling.candidates_triton import candidate_value
+from fleetfoot.kernels.runtime.triton_support import candidate_value, cdiv, next_power_of_2, triton_kernel
 from fleetfoot.kernels.sampling.sample import RandomRows
 
 if TYPE_CHECKING:
@@ -35,13 +34,9 @@ if TYPE_CHECKING:
 
 _TILE = 2048
 """Tokens in a tile of a row, and of the collected tokens in one iteration."""
-_REFINE_WARPS = 16
-_NUM_LEVELS = {False: 2, True: 3}
-"""Launches of ``weigh`` for top-k, and for top-p."""
-_NUM_COLLECTED = 24
-"""Index of the number of collected tokens in a row's state, after eight sums for each level."""
 _NUM_SUMS = 32
-"""int64 in a row's state, padded so that rows do not share cache lines."""
+"""int64 in a row's state: eight sums for each level, the number of collected tokens, and padding so that rows do not
+share cache lines."""
 
 
 def filter_cuts_triton(
@@ -51,7 +46,7 @@ def filter_cuts_triton(
 
     Args:
         logits: ``[n, vocab]``, rows contiguous.
-        highest: ``[n, num_tiles]`` int64, the best candidate of each tile of a row (`candidates_triton`).
+        highest: ``[n, num_tiles]`` int64, the best candidate of each tile of a row (`pack_candidates`).
         random: with filters.
 
     Returns:
@@ -65,43 +60,36 @@ def filter_cuts_triton(
     close = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device)  # indices
     limits = torch.empty(num_rows, dtype=torch.int32, device=device)  # largest depth after min-p, then after top-k
     cuts = torch.empty((num_rows, 2), dtype=torch.int32, device=device)
-    arguments = (
-        highest,
-        logits,
-        random.temperatures,
-        filters.log_min_p,
-        filters.top_k,
-        filters.top_p,
-        cuts if random.rows is None else random.rows,
-        logits.stride(0),
-        vocab_size,
-    )
-    constants = {
-        "has_rows": random.rows is not None,
-        "num_tiles": highest.shape[1],
-        "tiles_pow2": next_power_of_2(highest.shape[1]),
-        "tile": _TILE,
-        "num_sums": _NUM_SUMS,
-        "overlap": overlap,
-        **launch_options(overlap),
-    }
-    for is_mass in (False, True):
-        own = sums[int(is_mass)]
-        levels = _NUM_LEVELS[is_mass]
-        for level in range(levels):
-            _weigh_kernel[(num_rows, num_tiles)](own, limits, *arguments, level=level, is_mass=is_mass, **constants)
-        of_collected = {"collected": _NUM_COLLECTED, "levels": levels, "is_mass": is_mass, **constants}
-        _collect_kernel[(num_rows, num_tiles)](own, close, limits, *arguments, **of_collected)
-        _refine_kernel[(num_rows,)](
-            own,
-            close,
-            limits,
-            cuts,
-            *arguments,
-            index_bits=vocab_size.bit_length(),
-            num_warps=_REFINE_WARPS,
-            **of_collected,
-        )
+    for is_mass, levels in ((False, 2), (True, 3)):
+        for phase in range(levels + 2):
+            is_last = phase == levels + 1
+            _cuts_kernel[(num_rows,) if is_last else (num_rows, num_tiles)](
+                sums[int(is_mass)],
+                close,
+                limits,
+                cuts,
+                highest,
+                logits,
+                random.temperatures,
+                filters.log_min_p,
+                filters.top_k,
+                filters.top_p,
+                cuts if random.rows is None else random.rows,
+                logits.stride(0),
+                vocab_size,
+                phase=phase,
+                levels=levels,
+                is_mass=is_mass,
+                has_rows=random.rows is not None,
+                num_tiles=highest.shape[1],
+                tiles_pow2=next_power_of_2(highest.shape[1]),
+                index_bits=vocab_size.bit_length(),
+                tile=_TILE,
+                num_sums=_NUM_SUMS,
+                overlap=overlap,
+                num_warps=16 if is_last else 4,
+                **launch_options(overlap),
+            )
     return cuts
 
 
@@ -119,38 +107,6 @@ def _weight(depth, is_mass: tl.constexpr):
         return (mass * 1099511627776.0).to(tl.int64)
     else:
         return (depth >= 0).to(tl.int64)
-
-
-@triton_kernel()
-def _row_of(
-    request,
-    highest_ptr,
-    temperatures_ptr,
-    rows_ptr,
-    has_rows: tl.constexpr,
-    num_tiles: tl.constexpr,
-    tiles_pow2: tl.constexpr,
-):
-    """The row of a request's parameters, its temperature, its highest logit, and whether it draws."""
-    row = request
-    if has_rows:
-        row = tl.load(rows_ptr + request).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
-    tile_ids = tl.arange(0, tiles_pow2)
-    smallest = -0x7FFFFFFFFFFFFFFF - 1
-    candidates = tl.load(highest_ptr + request * num_tiles + tile_ids, mask=tile_ids < num_tiles, other=smallest)
-    highest = candidate_value(tl.max(candidates, axis=0))
-    return row, temperature, highest, (temperature > 0) & (tl.abs(highest) < float("inf"))  # false for NaN
-
-
-@triton_kernel()
-def _is_on(row, top_k_ptr, top_p_ptr, vocab_size, is_mass: tl.constexpr):
-    """Whether the filter is on."""
-    if is_mass:
-        return tl.load(top_p_ptr + row, mask=row >= 0, other=1.0) < 1.0
-    else:
-        top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
-        return (top_k > 0) & (top_k < vocab_size)
 
 
 @triton_kernel()
@@ -179,15 +135,6 @@ def _eighths(low, high):
 
 
 @triton_kernel()
-def _target(row, above, top_k_ptr, top_p_ptr, is_mass: tl.constexpr):
-    """float64: the weight to reach. ``above``: the sums at the octaves, the last of which is the total."""
-    if is_mass:
-        return tl.max(above, 0).to(tl.float64) * tl.load(top_p_ptr + row).to(tl.float64)
-    else:
-        return tl.load(top_k_ptr + row).to(tl.float64)
-
-
-@triton_kernel()
 def _between(bounds, above, target, low, high):
     """The interval within ``low`` to ``high`` that contains the cut, and the weight above its lower bound."""
     is_passed = above.to(tl.float64) < target
@@ -197,21 +144,15 @@ def _between(bounds, above, target, low, high):
 
 
 @triton_kernel()
-def _load_tile(logits_ptr, vocab_size, highest, temperature, tile: tl.constexpr):
-    """The program's tile of a row, ``[tile]`` each: indices, whether they are tokens, and depths."""
-    index = tl.program_id(1) * tile + tl.arange(0, tile)
-    is_token = index < vocab_size
-    logit = tl.load(logits_ptr + index, mask=is_token, other=float("-inf")).to(tl.float32)
-    return index, is_token, score_depth(logit, highest, temperature)
-
-
-@triton_kernel()
 def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, is_mass: tl.constexpr):
     """The interval of the cut after one or more levels: depths in ``[low, high)``. Also the weight above ``low``, and
     the target."""
     place = tl.arange(0, 8)
     above = tl.load(sums_ptr + place)
-    target = _target(row, above, top_k_ptr, top_p_ptr, is_mass)
+    if is_mass:  # float64: the weight to reach; the last of the sums is the total
+        target = tl.max(above, 0).to(tl.float64) * tl.load(top_p_ptr + row).to(tl.float64)
+    else:
+        target = tl.load(top_k_ptr + row).to(tl.float64)
     low, high, base = _between(_octaves(limit), above, target, limit * 0, limit + 1)
     for level in tl.static_range(1, levels):
         above = base + tl.load(sums_ptr + level * 8 + place)
@@ -221,94 +162,7 @@ def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, 
 
 
 @triton_kernel()
-def _weigh_kernel(
-    sums_ptr,
-    limits_ptr,
-    highest_ptr,
-    logits_ptr,
-    temperatures_ptr,
-    log_min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    rows_ptr,
-    row_stride,
-    vocab_size,
-    level: tl.constexpr,
-    is_mass: tl.constexpr,
-    has_rows: tl.constexpr,
-    num_tiles: tl.constexpr,
-    tiles_pow2: tl.constexpr,
-    tile: tl.constexpr,
-    num_sums: tl.constexpr,
-    overlap: tl.constexpr,
-):
-    launch_dependents(overlap)
-    wait_for_inputs(overlap)
-    request = tl.program_id(0).to(tl.int64)
-    row, temperature, highest, is_random = _row_of(
-        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, num_tiles, tiles_pow2
-    )
-    if is_random & _is_on(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
-        sums_ptr += request * num_sums
-        limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
-        first = limit * 0  # depths before it are not counted
-        bounds = _octaves(limit)
-        if level > 0:
-            first, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, level, is_mass)
-            bounds = _eighths(first, high)
-        _, is_token, depth = _load_tile(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
-        is_counted = is_token & (depth >= first) & (depth <= limit)
-        weight = tl.where(is_counted, _weight(depth, is_mass), 0)
-        sums = tl.sum(tl.where(depth[None, :] < bounds[:, None], weight[None, :], 0), 1)  # [8]
-        tl.atomic_add(sums_ptr + level * 8 + tl.arange(0, 8), sums, mask=sums > 0, sem="relaxed")
-
-
-@triton_kernel()
-def _collect_kernel(
-    sums_ptr,
-    close_ptr,
-    limits_ptr,
-    highest_ptr,
-    logits_ptr,
-    temperatures_ptr,
-    log_min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    rows_ptr,
-    row_stride,
-    vocab_size,
-    collected: tl.constexpr,
-    levels: tl.constexpr,
-    is_mass: tl.constexpr,
-    has_rows: tl.constexpr,
-    num_tiles: tl.constexpr,
-    tiles_pow2: tl.constexpr,
-    tile: tl.constexpr,
-    num_sums: tl.constexpr,
-    overlap: tl.constexpr,
-):
-    """The indices of the tokens in the interval of the cut, in any order."""
-    launch_dependents(overlap)
-    wait_for_inputs(overlap)
-    request = tl.program_id(0).to(tl.int64)
-    row, temperature, highest, is_random = _row_of(
-        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, num_tiles, tiles_pow2
-    )
-    if is_random & _is_on(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
-        sums_ptr += request * num_sums
-        limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
-        low, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
-        index, is_token, depth = _load_tile(logits_ptr + request * row_stride, vocab_size, highest, temperature, tile)
-        is_close = is_token & (depth >= low) & (depth < high)
-        num_close = tl.sum(is_close.to(tl.int32), 0)
-        if num_close > 0:
-            begin = tl.atomic_add(sums_ptr + collected, num_close.to(tl.int64), sem="relaxed")
-            slot = begin + tl.cumsum(is_close.to(tl.int32), 0) - 1
-            tl.store(close_ptr + request * vocab_size + slot, index, mask=is_close)
-
-
-@triton_kernel()
-def _refine_kernel(
+def _cuts_kernel(
     sums_ptr,
     close_ptr,
     limits_ptr,
@@ -322,56 +176,120 @@ def _refine_kernel(
     rows_ptr,
     row_stride,
     vocab_size,
-    index_bits: tl.constexpr,
-    collected: tl.constexpr,
+    phase: tl.constexpr,
     levels: tl.constexpr,
     is_mass: tl.constexpr,
     has_rows: tl.constexpr,
     num_tiles: tl.constexpr,
     tiles_pow2: tl.constexpr,
+    index_bits: tl.constexpr,
     tile: tl.constexpr,
     num_sums: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """The largest key whose predecessors weigh less than the target; without the filter, the previous limit."""
+    """Weigh in the phases before ``levels``, then collect, then refine."""
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
-    row, temperature, highest, is_random = _row_of(
-        request, highest_ptr, temperatures_ptr, rows_ptr, has_rows, num_tiles, tiles_pow2
-    )
-    limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
-    last = tl.full((), 0x7FFFFFFF, tl.int32)
-    if is_random & _is_on(row, top_k_ptr, top_p_ptr, vocab_size, is_mass):
-        sums_ptr += request * num_sums
-        low, high, base, target = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
-        num_close = tl.load(sums_ptr + collected).to(tl.int32)
-        # Of tokens at the same depth top-k keeps all; top-p continues with their indices.
-        first, stop = low.to(tl.int64), high.to(tl.int64)
-        if is_mass:
-            first, stop = first << index_bits, stop << index_bits
-        while stop - first > 1:
-            bounds = _eighths(first, stop)
-            above = tl.zeros([8, tile], tl.int64)
-            for start in tl.range(0, num_close, tile):
-                slot = start + tl.arange(0, tile)
-                index = tl.load(close_ptr + request * vocab_size + slot, mask=slot < num_close, other=0)
-                logit = tl.load(logits_ptr + request * row_stride + index).to(tl.float32)
-                depth = score_depth(logit, highest, temperature)
-                weight = tl.where(slot < num_close, _weight(depth, is_mass), 0)
-                key = depth.to(tl.int64)
-                if is_mass:
-                    key = (key << index_bits) | index
-                above += tl.where(key[None, :] < bounds[:, None], weight[None, :], 0)
-            first, stop, _ = _between(bounds, base + tl.sum(above, 1), target, first, stop)
-        if low < high:
-            if is_mass:
-                limit = (first >> index_bits).to(tl.int32)
-                last = (first & ((1 << index_bits) - 1)).to(tl.int32)
-            else:
-                limit = first.to(tl.int32)
+    row = request
+    if has_rows:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+    temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
+    tile_ids = tl.arange(0, tiles_pow2)
+    smallest = -0x7FFFFFFFFFFFFFFF - 1
+    candidates = tl.load(highest_ptr + request * num_tiles + tile_ids, mask=tile_ids < num_tiles, other=smallest)
+    highest = candidate_value(tl.max(candidates, axis=0))
+    is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # false for NaN
+    if phase > levels:
+        limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
+        last = tl.full((), 0x7FFFFFFF, tl.int32)
     if is_mass:
-        tl.store(cuts_ptr + request * 2, limit)
-        tl.store(cuts_ptr + request * 2 + 1, last)
+        is_on = tl.load(top_p_ptr + row, mask=row >= 0, other=1.0) < 1.0
     else:
-        tl.store(limits_ptr + request, limit)
+        top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
+        is_on = (top_k > 0) & (top_k < vocab_size)
+    if is_random & is_on:
+        sums_ptr += request * num_sums
+        logits_ptr += request * row_stride
+        close_ptr += request * vocab_size
+        if phase <= levels:
+            limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
+            index = tl.program_id(1) * tile + tl.arange(0, tile)
+            is_token = index < vocab_size
+            logit = tl.load(logits_ptr + index, mask=is_token, other=float("-inf")).to(tl.float32)
+            depth = score_depth(logit, highest, temperature)
+            if phase == levels:  # the indices of the tokens in the interval of the cut, in any order
+                low, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
+                is_close = is_token & (depth >= low) & (depth < high)
+                num_close = tl.sum(is_close.to(tl.int32), 0)
+                if num_close > 0:
+                    begin = tl.atomic_add(sums_ptr + levels * 8, num_close.to(tl.int64), sem="relaxed")
+                    slot = begin + tl.cumsum(is_close.to(tl.int32), 0) - 1
+                    tl.store(close_ptr + slot, index, mask=is_close)
+            else:
+                first = limit * 0  # depths before it are not counted
+                bounds = _octaves(limit)
+                if phase > 0:
+                    first, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, phase, is_mass)
+                    bounds = _eighths(first, high)
+                is_counted = is_token & (depth >= first) & (depth <= limit)
+                weight = tl.where(is_counted, _weight(depth, is_mass), 0)
+                sums = tl.sum(tl.where(depth[None, :] < bounds[:, None], weight[None, :], 0), 1)  # [8]
+                tl.atomic_add(sums_ptr + phase * 8 + tl.arange(0, 8), sums, mask=sums > 0, sem="relaxed")
+        else:
+            limit, last = _refined(
+                row, sums_ptr, close_ptr, logits_ptr, limit, last, highest, temperature, top_k_ptr, top_p_ptr,
+                levels, is_mass, index_bits, tile,
+            )  # fmt: skip
+    if phase > levels:
+        if is_mass:
+            tl.store(cuts_ptr + request * 2, limit)
+            tl.store(cuts_ptr + request * 2 + 1, last)
+        else:
+            tl.store(limits_ptr + request, limit)
+
+
+@triton_kernel()
+def _refined(
+    row,
+    sums_ptr,
+    close_ptr,
+    logits_ptr,
+    limit,
+    last,
+    highest,
+    temperature,
+    top_k_ptr,
+    top_p_ptr,
+    levels: tl.constexpr,
+    is_mass: tl.constexpr,
+    index_bits: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """The largest key whose predecessors weigh less than the target."""
+    low, high, base, target = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
+    num_close = tl.load(sums_ptr + levels * 8).to(tl.int32)
+    # Of tokens at the same depth top-k keeps all; top-p continues with their indices.
+    first, stop = low.to(tl.int64), high.to(tl.int64)
+    if is_mass:
+        first, stop = first << index_bits, stop << index_bits
+    while stop - first > 1:
+        bounds = _eighths(first, stop)
+        above = tl.zeros([8, tile], tl.int64)
+        for start in tl.range(0, num_close, tile):
+            slot = start + tl.arange(0, tile)
+            index = tl.load(close_ptr + slot, mask=slot < num_close, other=0)
+            depth = score_depth(tl.load(logits_ptr + index).to(tl.float32), highest, temperature)
+            weight = tl.where(slot < num_close, _weight(depth, is_mass), 0)
+            key = depth.to(tl.int64)
+            if is_mass:
+                key = (key << index_bits) | index
+            above += tl.where(key[None, :] < bounds[:, None], weight[None, :], 0)
+        first, stop, _ = _between(bounds, base + tl.sum(above, 1), target, first, stop)
+    if low < high:
+        if is_mass:
+            limit = (first >> index_bits).to(tl.int32)
+            last = (first & ((1 << index_bits) - 1)).to(tl.int32)
+        else:
+            limit = first.to(tl.int32)
+    return limit, last

@@ -1,7 +1,7 @@
 """Sampling one token per row of logits on a GPU, in two to four launches with grids that depend on shapes alone.
 
 A row is processed in tiles, so that one row occupies the whole GPU. The result of a tile is one candidate
-(`fleetfoot.kernels.sampling.candidates_triton`), and a row's token is the maximum of its tiles, in any order.
+(`pack_candidates`), and a row's token is the maximum of its tiles, in any order.
 
     row_max   the best logit of each tile
     cuts      min-p, top-k and top-p, if the batch has filters (`filter_cuts_triton`)
@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
-from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
-from fleetfoot.kernels.sampling.candidates_triton import candidate_index, candidate_value, pack_candidates
+from fleetfoot.kernels.runtime.triton_support import (
+    candidate_index,
+    candidate_value,
+    cdiv,
+    next_power_of_2,
+    pack_candidates,
+    triton_kernel,
+)
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton, score_depth
 from fleetfoot.kernels.sampling.sample import RandomRows
 
