@@ -1,11 +1,13 @@
-"""A KV connector that can load, fail, time out and hold, in any order, on several ranks. It moves tokens instead of KV.
+"""KV connectors without KV: scheduler sides that do as scripted, and one whose workers move tokens.
 
-Everything that it reads must hold the tokens that the scheduler said, at the very moment it reads.
+The latter can load, fail, time out and hold, in any order, on several ranks. What its workers read must be the tokens
+that the scheduler named, at the moment at which they read.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +19,65 @@ from tests.helpers.fake_runner import FakeRunner
 
 Block = tuple[int, bytes, list[int]]
 """Its id, the hash of its chain, and its tokens."""
-Stored = tuple[list[int], int]
-"""A block's tokens, and the weights that its KV stands on."""
 GARBAGE = -7
+
+
+@dataclass
+class ScriptedConnector(SchedulerConnector):
+    """Matches and holds as scripted, and records its calls. Metadata: the number of the step, and of ended requests."""
+
+    matches: dict[str, int] = field(default_factory=dict)
+    """Request -> tokens that it can load."""
+    holds: Container[str] = ()
+    params: dict[str, Any] | None = None
+    """The ``kv_transfer_params`` of all that are held."""
+    pending: bool = False
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def check_request(self, request: Request) -> None:
+        if request.kv_transfer_params == {"bad": True}:
+            raise ValueError("kv_transfer_params is bad")
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        self.calls.append(("match", request.request_id, num_computed_tokens, len(request.block_hashes)))
+        return self.matches.get(request.request_id, 0)
+
+    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
+        call = "load", request.request_id, num_computed_tokens, num_external_tokens, len(request.block_ids)
+        self.calls.append(call)
+
+    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
+        self.calls.append(("filled", request.request_id, first, last, by_this_step))
+
+    def blocks_reused(self, block_ids: list[int]) -> None:
+        self.calls.append(("reused", block_ids))
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        self.calls.append(("finished", request.request_id, request.finish_reason, len(request.block_ids)))
+        is_held = request.request_id in self.holds
+        return is_held, self.params if is_held else None
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> tuple[int, int] | None:
+        return scheduler_output.step, len(self.of("finished"))
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self.calls.append(("update",))
+
+    @property
+    def has_pending(self) -> bool:
+        return self.pending
+
+    def reset_cache(self) -> None:
+        self.calls.append(("reset",))
+
+    def shutdown(self) -> None:
+        self.calls.append(("shutdown",))
+
+    def of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == kind]
+
+
+# --- tokens instead of KV -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -45,17 +103,14 @@ class Metadata:
     saves: list[Block] = field(default_factory=list)
     sends: dict[str, list[Block]] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.loads or self.flushes or self.saves or self.sends)
-
 
 class FakeSchedulerConnector(SchedulerConnector):
-    """The scheduler's side."""
+    """The scheduler side."""
 
     def __init__(self, block_size: int, rng: random.Random, behaviour: Behaviour | None = None) -> None:
         self.block_size = block_size
         self.behaviour = behaviour or Behaviour()
-        self.store: dict[bytes, Stored] = {}  # what could be loaded
+        self.store: dict[bytes, tuple[list[int], int]] = {}  # what could be loaded: tokens, and their KV's weights
         self.loading: set[str] = set()
         self.held: set[str] = set()
         self.finished: list[str] = []
@@ -69,7 +124,7 @@ class FakeSchedulerConnector(SchedulerConnector):
             (request.block_ids[i], request.block_hashes[i], request.token_ids[i * size : (i + 1) * size].tolist())
             for i in range(first, last)
         ]
-        assert all(len(tokens) == size for _, _, tokens in blocks), "a block counts as full whose tokens are not known"
+        assert all(len(tokens) == size for _, _, tokens in blocks), "a block of unknown tokens counts as full"
         return blocks
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
@@ -115,7 +170,7 @@ class FakeSchedulerConnector(SchedulerConnector):
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._next)
+        return self._next != Metadata()
 
     def reset_cache(self) -> None:
         self.store.clear()
@@ -127,24 +182,22 @@ class FakeSchedulerConnector(SchedulerConnector):
 class _Transfer:
     blocks: list[Block]
     ranks: set[int]
-    weights: int = 0
+    weights: int
     has_failed: bool = False
 
 
 class FakeWorkers:
-    """All workers' sides.
+    """The worker sides of all ranks.
 
     Args:
-        runner: whose KV slots are read and written.
+        runner: its KV slots are read and written.
     """
 
     def __init__(
         self, connector: FakeSchedulerConnector, runner: FakeRunner, num_ranks: int, rng: random.Random
     ) -> None:
-        self._connector = connector
-        self._runner = runner
+        self._connector, self._runner, self._rng = connector, runner, rng
         self._num_ranks = num_ranks
-        self._rng = rng
         self._merger = KVOutputMerger(num_ranks)
         self._loads: dict[str, _Transfer] = {}
         self._sends: dict[str, _Transfer] = {}
@@ -156,18 +209,16 @@ class FakeWorkers:
         assert isinstance(metadata, Metadata)
         self._metadata = metadata
         self._save(metadata.flushes)
-        for request_id, blocks in metadata.sends.items():
-            self._sends[request_id] = _Transfer(blocks, set(range(self._num_ranks)))
-        for request_id, blocks in metadata.loads.items():
-            weights = self._runner.weights
-            self._loads[request_id] = _Transfer(blocks, set(range(self._num_ranks)), weights)
+        for transfers, given in ((self._sends, metadata.sends), (self._loads, metadata.loads)):
+            for request_id, blocks in given.items():
+                transfers[request_id] = _Transfer(blocks, set(range(self._num_ranks)), self._runner.weights)
 
     def end(self) -> KVConnectorOutput | None:
-        """Save, and say what has ended."""
+        """Save, and report what has ended."""
         assert self._metadata is not None
         self._save(self._metadata.saves)
         self._metadata = None
-        for load in self._loads.values():  # what is there before all of it has come is worth nothing
+        for load in self._loads.values():  # an incomplete load is worth nothing
             self._write([(block, digest, [GARBAGE] * len(tokens)) for block, digest, tokens in load.blocks], GARBAGE)
         for send in self._sends.values():
             self._check(send.blocks)
@@ -175,28 +226,29 @@ class FakeWorkers:
         self._rng.shuffle(outputs)
         return self._merger.merge(outputs)
 
+    def _ending(self, transfers: dict[str, _Transfer], rank: int) -> list[tuple[str, _Transfer]]:
+        """The transfers that end on a rank in this step."""
+        ending = []
+        for request_id, transfer in list(transfers.items()):
+            if rank in transfer.ranks and self._rng.random() < self._connector.behaviour.end:
+                transfer.ranks.remove(rank)
+                ending.append((request_id, transfer))
+                if not transfer.ranks:
+                    del transfers[request_id]
+        return ending
+
     def _advance(self, rank: int) -> KVConnectorOutput | None:
-        output, behaviour = KVConnectorOutput(), self._connector.behaviour
-        for request_id, load in list(self._loads.items()):
-            if rank not in load.ranks or self._rng.random() >= behaviour.end:
-                continue
-            load.ranks.remove(rank)
-            if self._rng.random() < behaviour.fail:
+        output = KVConnectorOutput()
+        for request_id, load in self._ending(self._loads, rank):
+            if self._rng.random() < self._connector.behaviour.fail:
                 load.has_failed = True
                 output.failed[request_id] = TransferFailure("a fault", timed_out=self._rng.random() < 0.5)
             else:
                 output.loaded.add(request_id)
-            if not load.ranks:
-                del self._loads[request_id]
-                if not load.has_failed:
-                    self._write(load.blocks, load.weights)
-                    output.counters["blocks_loaded"] = len(load.blocks)
-        for request_id, send in list(self._sends.items()):
-            if rank in send.ranks and self._rng.random() < behaviour.end:
-                send.ranks.remove(rank)
-                output.sent.add(request_id)
-                if not send.ranks:
-                    del self._sends[request_id]
+            if not (load.ranks or load.has_failed):
+                self._write(load.blocks, load.weights)
+                output.counters["blocks_loaded"] = output.counters.get("blocks_loaded", 0) + len(load.blocks)
+        output.sent = {request_id for request_id, _ in self._ending(self._sends, rank)}
         return None if output.is_empty else output
 
     def _save(self, blocks: list[Block]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +58,46 @@ class Faults:
             raise InjectedError(f"injected at {point}")
 
 
+def _call(side: Any, point: str, *arguments: Any, **options: Any) -> Any:
+    side.at(point)
+    return None if side.inner is None else getattr(side.inner, point)(*arguments, **options)
+
+
+def hooked(*points: str) -> Callable[[type], type]:
+    """Gives a class methods that call `at` with their name, then the same method of ``inner``, if there is one."""
+
+    def add_methods(side: type) -> type:
+        for point in points:
+            setattr(side, point, partialmethod(_call, point))
+        return abc.update_abstractmethods(side)
+
+    return add_methods
+
+
+@hooked(*(point for point in WORKER_POINTS if point != "get_finished"), "wait_for_progress", "shutdown")
+class HookedWorker(WorkerConnector):
+    """A worker side that calls `at` with the name of each method, then the same method of ``inner``."""
+
+    def __init__(self, inner: WorkerConnector | None = None) -> None:
+        self.inner = inner
+        self.kv_caches: Sequence[torch.Tensor] = ()
+
+    def at(self, point: str) -> None:
+        pass
+
+    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
+        self.kv_caches = kv_caches
+        _call(self, "register_kv_caches", kv_caches, layout)
+
+    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        return _call(self, "get_finished", finished_req_ids) or KVConnectorOutput()
+
+    def spoil(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN."""
+        for cache in self.kv_caches:
+            cache[list(block_ids)] = float("nan")
+
+
 @dataclass
 class FaultyMetadata:
     inner: object | None
@@ -64,106 +106,39 @@ class FaultyMetadata:
     held: list[str]
 
 
+@hooked("get_num_new_matched_tokens", "blocks_filled", "reset_cache", "shutdown")
 class FaultyScheduler(SchedulerConnector):
     def __init__(self, inner: SchedulerConnector, faults: Faults, block_size: int) -> None:
-        self._inner, self._faults, self._block_size = inner, faults, block_size
+        self.inner, self._faults, self._block_size = inner, faults, block_size
+        self.at = faults.at
         self._loads: dict[str, list[int]] = {}
         self._held: list[str] = []
         self._unsent: set[str] = set()
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        self._faults.at("get_num_new_matched_tokens")
-        return self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
-
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
-        self._faults.at("update_state_after_alloc")
+        _call(self, "update_state_after_alloc", request, num_computed_tokens, num_external_tokens)
         first = num_computed_tokens // self._block_size
-        last = first + num_external_tokens // self._block_size
-        self._loads[request.request_id] = request.block_ids[first:last]
-        self._inner.update_state_after_alloc(request, num_computed_tokens, num_external_tokens)
-
-    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
-        self._faults.at("blocks_filled")
-        self._inner.blocks_filled(request, first, last, by_this_step=by_this_step)
+        self._loads[request.request_id] = request.block_ids[first : first + num_external_tokens // self._block_size]
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self._faults.at("request_finished")
+        _, params = _call(self, "request_finished", request)
         if self._faults.holds:
             self._held.append(request.request_id)
             self._unsent.add(request.request_id)
-        return self._faults.holds, self._inner.request_finished(request)[1]
+        return self._faults.holds, params
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
-        self._faults.at("build_connector_meta")
-        metadata = FaultyMetadata(self._inner.build_connector_meta(scheduler_output), self._loads, self._held)
-        self._loads, self._held = {}, []
+        inner = _call(self, "build_connector_meta", scheduler_output)
+        metadata, self._loads, self._held = FaultyMetadata(inner, self._loads, self._held), {}, []
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self._faults.at("update_connector_output")
+        _call(self, "update_connector_output", output)
         self._unsent -= output.sent
-        self._inner.update_connector_output(output)
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._held or self._loads or self._unsent) or self._inner.has_pending
-
-    def reset_cache(self) -> None:
-        self._inner.reset_cache()
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
-
-
-class HookedWorker(WorkerConnector):
-    """A worker side that calls `at` with the name of each method, then the same method of ``inner``."""
-
-    def __init__(self, inner: WorkerConnector | None = None) -> None:
-        self._inner = inner
-        self.kv_caches: Sequence[torch.Tensor] = ()
-
-    def at(self, point: str) -> None:
-        pass
-
-    def _forward(self, point: str, *arguments: Any) -> Any:
-        self.at(point)
-        return None if self._inner is None else getattr(self._inner, point)(*arguments)
-
-    def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        self.kv_caches = kv_caches
-        self._forward("register_kv_caches", kv_caches, layout)
-
-    def bind_connector_metadata(self, metadata: object | None) -> None:
-        self._forward("bind_connector_metadata", metadata)
-
-    def flush(self) -> None:
-        self._forward("flush")
-
-    def start_load_kv(self) -> None:
-        self._forward("start_load_kv")
-
-    def save_kv(self) -> None:
-        self._forward("save_kv")
-
-    def wait_for_save(self) -> None:
-        self._forward("wait_for_save")
-
-    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        return self._forward("get_finished", finished_req_ids) or KVConnectorOutput()
-
-    def clear_connector_metadata(self) -> None:
-        self._forward("clear_connector_metadata")
-
-    def wait_for_progress(self) -> None:
-        self._forward("wait_for_progress")
-
-    def shutdown(self) -> None:
-        self._forward("shutdown")
-
-    def spoil(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks with NaN."""
-        for cache in self.kv_caches:
-            cache[list(block_ids)] = float("nan")
+        return bool(self._held or self._loads or self._unsent) or self.inner.has_pending
 
 
 class FaultyWorker(HookedWorker):
@@ -213,14 +188,15 @@ class FaultyConnector(KVConnector):
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        inner, faults = _parts(context)
-        connector = find_connector(inner.config)
-        return FaultyScheduler(connector.scheduler_side(inner), faults, context.block_size)
+        inner = inner_context(context)
+        side = find_connector(inner.config).scheduler_side(inner)
+        return FaultyScheduler(side, context.config.kv_connector_extra_config["faults"], context.block_size)
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
-        inner, faults = _parts(context)
-        return FaultyWorker(find_connector(inner.config).worker_side(inner), faults)
+        inner = inner_context(context)
+        side = find_connector(inner.config).worker_side(inner)
+        return FaultyWorker(side, context.config.kv_connector_extra_config["faults"])
 
 
 def faulty(inner: dict[str, Any], faults: Faults, **settings: Any) -> dict[str, Any]:
@@ -236,11 +212,6 @@ def faulty(inner: dict[str, Any], faults: Faults, **settings: Any) -> dict[str, 
 
 def inner_context(context: TransferContext) -> TransferContext:
     """The context of the connector in the setting ``inner``."""
-    config = KVTransferConfig.parse(
-        {"kv_role": context.config.kv_role, **context.config.kv_connector_extra_config["inner"]}
-    )
+    inner = context.config.kv_connector_extra_config["inner"]
+    config = KVTransferConfig.parse({"kv_role": context.config.kv_role, **inner})
     return dataclasses.replace(context, config=config)
-
-
-def _parts(context: TransferContext) -> tuple[TransferContext, Faults]:
-    return inner_context(context), context.config.kv_connector_extra_config["faults"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ BLOCK_SIZE = 4
 LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(1, 4)))
 """Of a rank: two layers of a model, and one of a drafter with another shape."""
 FINGERPRINT = "0123456789abcdef" * 2
+TOKENS = list(range(17))
+"""Four full blocks, and a last token, which is always computed."""
+BLOCKS, PLACES = [3, 7, 1, 12, 5], [9, 8, 2, 0, 4]
+"""For those tokens, and for the same tokens again."""
 
 
 class ManualJobs:
@@ -33,7 +38,6 @@ class ManualJobs:
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], None]] = deque()
-        self.is_stopped = False
 
     def submit(self, job: Callable[[], None]) -> None:
         self.waiting.append(job)
@@ -44,7 +48,6 @@ class ManualJobs:
             self.waiting.popleft()()
 
     def stop(self, timeout: float, *, finish: bool) -> bool:
-        self.is_stopped = True
         if finish:
             self.run()
         self.waiting.clear()
@@ -96,7 +99,7 @@ class Bench:
         self.contexts = [
             TransferContext(
                 config=config,
-                block_size=BLOCK_SIZE,
+                block_size=layout.block_size,
                 fingerprint=fingerprint,
                 engine_id="bench",
                 num_ranks=num_ranks,
@@ -111,11 +114,11 @@ class Bench:
         self.scheduler = connector.scheduler_side(self.contexts[0])
         self.workers = [(make_worker or connector.worker_side)(context) for context in self.contexts]
         self.steps = [StepConnector(worker) for worker in self.workers]
-        self.caches = [[torch.rand(shape, device=device) for shape in layout.layer_shapes] for _ in range(num_ranks)]
+        self.caches = [[torch.rand(shape, device=device) for shape in layout.layer_shapes] for _ in self.steps]
         for step, caches in zip(self.steps, self.caches, strict=True):
             step.register_kv_caches(caches, layout)
         self.merger = KVOutputMerger(num_ranks)
-        self.counters: dict[str, int] = {}
+        self.counters: Counter[str] = Counter()
         self.num_steps = 0
 
     def request(self, request_id: str, tokens: Sequence[int], block_ids: Sequence[int] = ()) -> Request:
@@ -162,8 +165,7 @@ class Bench:
             results = [step.post_forward(set(finished)) for step in self.steps]
         merged = self.merger.merge(results) or KVConnectorOutput()
         self.scheduler.update_connector_output(merged)
-        for name, count in merged.counters.items():
-            self.counters[name] = self.counters.get(name, 0) + count
+        self.counters.update(merged.counters)
         return merged
 
     def save(self, request: Request, first: int, last: int) -> None:
@@ -204,31 +206,23 @@ def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
 
 
-class LateJobs(ManualJobs):
-    """Jobs that run now and then, when `some` is called, in the order of their submission."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self._rng = rng
-
-    def some(self) -> None:
-        self.run(self._rng.randint(0, len(self.waiting)))
-
-
 class _LateCopy:
     """A copy that is made when it is waited for, or at random when it is queried."""
 
-    def __init__(self, owner: LateCopies, work: Callable[[], object], blocks: frozenset[int], slots: frozenset[int]):
-        self.owner, self.work, self.blocks, self.slots = owner, work, blocks, slots
-        self.has_ended = False
+    def __init__(self, line: list[_LateCopy], rng: random.Random, work: Callable[[], object], blocks: Any, slots: Any):
+        self.work, self.blocks, self.slots = work, frozenset(blocks), frozenset(slots)
+        self._line, self._rng = line, rng
+        line.append(self)
 
     def query(self) -> bool:
-        if not self.has_ended and self.owner.rng.random() < 0.3:
+        if self in self._line and self._rng.random() < 0.3:
             self.synchronize()
-        return self.has_ended
+        return self not in self._line
 
     def synchronize(self) -> None:
-        self.owner.make_up_to(self)
+        """The copies of a direction are made in order."""
+        while self in self._line:
+            self._line.pop(0).work()
 
 
 class LateCopies(BlockCopies):
@@ -236,39 +230,27 @@ class LateCopies(BlockCopies):
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, rng: random.Random) -> None:
         super().__init__(kv_caches, layout)
-        self.rng = rng
+        self._rng = rng
         self._out: list[_LateCopy] = []
         self._in: list[_LateCopy] = []
 
     def to_host(self, block_ids: Sequence[int], host: torch.Tensor, slots: Sequence[int]) -> CopyEvent:
-        copy_out = super().to_host
-        copy = _LateCopy(self, lambda: copy_out(block_ids, host, slots), frozenset(block_ids), frozenset(slots))
-        self._out.append(copy)
-        return copy
+        work = partial(super().to_host, block_ids, host, slots)
+        return _LateCopy(self._out, self._rng, work, block_ids, slots)
 
     def from_host(self, host: torch.Tensor, slots: Sequence[int], block_ids: Sequence[int]) -> CopyEvent:
-        copy_in = super().from_host
-        for copy in list(self._out):
-            if not (copy.blocks.isdisjoint(block_ids) and copy.slots.isdisjoint(slots)):
-                copy.synchronize()
-        copy = _LateCopy(self, lambda: copy_in(host, slots, block_ids), frozenset(block_ids), frozenset(slots))
-        self._in.append(copy)
-        return copy
+        self._wait_for(block_ids, slots)
+        work = partial(super().from_host, host, slots, block_ids)
+        return _LateCopy(self._in, self._rng, work, block_ids, slots)
 
     def fence(self, block_ids: Iterable[int]) -> None:
-        wanted = frozenset(block_ids)
-        for copy in list(self._out):
-            if not copy.blocks.isdisjoint(wanted):
-                copy.synchronize()
+        self._wait_for(block_ids, ())
 
     def close(self) -> None:
         for copy in (*self._out, *self._in):
             copy.synchronize()
 
-    def make_up_to(self, copy: _LateCopy) -> None:
-        """The copies of a direction are made in order."""
-        line = self._out if copy in self._out else self._in
-        while not copy.has_ended:
-            first = line.pop(0)
-            first.work()
-            first.has_ended = True
+    def _wait_for(self, block_ids: Iterable[int], slots: Iterable[int]) -> None:
+        for copy in list(self._out):
+            if not (copy.blocks.isdisjoint(block_ids) and copy.slots.isdisjoint(slots)):
+                copy.synchronize()

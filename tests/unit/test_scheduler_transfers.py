@@ -3,80 +3,30 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 from tests.helpers import schedulers
-from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector
+from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector, ScriptedConnector
 from tests.helpers.fake_engine import FakeEngine
-from tests.helpers.schedulers import make_scheduler
 
-from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput, TransferFailure
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 LOADING = RequestStatus.LOADING
+FAILED = {"a": TransferFailure("the file is too short")}
+request_of = partial(schedulers.request_of, prompt=9)
 
 
-@dataclass
-class Scripted(SchedulerConnector):
-    """Matches and holds as scripted, and records its calls."""
-
-    matches: dict[str, int] = field(default_factory=dict)
-    holds: set[str] = field(default_factory=set)
-    calls: list[tuple[Any, ...]] = field(default_factory=list)
-    pending: bool = False
-
-    def check_request(self, request: Request) -> None:
-        if request.kv_transfer_params == {"bad": True}:
-            raise ValueError("kv_transfer_params is bad")
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        self.calls.append(("match", request.request_id, num_computed_tokens, len(request.block_hashes)))
-        return self.matches.get(request.request_id, 0)
-
-    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
-        self.calls.append(
-            ("load", request.request_id, num_computed_tokens, num_external_tokens, len(request.block_ids))
-        )
-
-    def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
-        self.calls.append(("filled", request.request_id, first, last, by_this_step))
-
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self.calls.append(("finished", request.request_id, request.finish_reason, len(request.block_ids)))
-        return request.request_id in self.holds, {"from": request.request_id} if self.holds else None
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> int:
-        return scheduler_output.step
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self.calls.append(("update",))
-
-    @property
-    def has_pending(self) -> bool:
-        return self.pending
-
-    def reset_cache(self) -> None:
-        self.calls.append(("reset",))
-
-    def of(self, kind: str) -> list[tuple[Any, ...]]:
-        return [call[1:] for call in self.calls if call[0] == kind]
-
-
-def world(connector: SchedulerConnector, *requests: Request, **config: Any) -> Scheduler:
-    return make_scheduler(*requests, connector=connector, **{"num_blocks": 16, **config})
-
-
-def request_of(name: str, prompt: int | list[int] = 9, max_tokens: int = 4, **more: Any) -> Request:
-    return schedulers.request_of(name, prompt, max_tokens, **more)
+def world(connector: ScriptedConnector, *requests: Request, **config: Any) -> tuple[Scheduler, ScriptedConnector]:
+    return schedulers.make_scheduler(*requests, connector=connector, **{"num_blocks": 16, **config}), connector
 
 
 def schedule(scheduler: Scheduler) -> SchedulerOutput:
     output = schedulers.schedule(scheduler)
-    assert output.kv_connector_metadata == output.step
+    assert output.kv_connector_metadata[0] == output.step
     return output
 
 
@@ -90,16 +40,12 @@ def step(scheduler: Scheduler, **transfers: Any) -> tuple[SchedulerOutput, list[
     return output, update(scheduler, output, **transfers)
 
 
-FAILED = {"a": TransferFailure("the file is too short")}
-
-
 # --- loads ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_waits_for_its_kv_and_computes_the_rest() -> None:
-    connector = Scripted({"a": 8})
-    a = request_of("a", 11)
-    scheduler = world(connector, a)
+    a = request_of("a", prompt=11)
+    scheduler, connector = world(ScriptedConnector({"a": 8}), a)
     output, _ = step(scheduler)
     assert output.is_idle
     assert (output.num_sampled, output.total_num_scheduled_tokens, output.new_requests) == (0, 0, [])
@@ -121,11 +67,10 @@ def test_a_request_waits_for_its_kv_and_computes_the_rest() -> None:
 
 
 def test_what_was_loaded_can_be_hit_and_is_not_saved_again() -> None:
-    connector = Scripted({"a": 8})
-    a = request_of("a", 9)
-    scheduler = world(connector, a)
+    a = request_of("a")
+    scheduler, connector = world(ScriptedConnector({"a": 8}), a)
     step(scheduler, loaded={"a"})
-    scheduler.add_request(request_of("b", list(a.token_ids)))
+    scheduler.add_request(request_of("b", prompt=list(a.token_ids)))
     output = schedule(scheduler)
     assert [new.num_computed_tokens for new in output.new_requests] == [8, 8]
     assert connector.of("filled") == []
@@ -133,11 +78,10 @@ def test_what_was_loaded_can_be_hit_and_is_not_saved_again() -> None:
 
 
 def test_what_is_loaded_comes_behind_what_is_here() -> None:
-    connector = Scripted({"b": 4})
-    a = request_of("a", 9, max_tokens=1)
-    scheduler = world(connector, a)
+    a = request_of("a", prompt=9, max_tokens=1)
+    scheduler, connector = world(ScriptedConnector({"b": 4}), a)
     step(scheduler)
-    scheduler.add_request(request_of("b", [*a.token_ids[:8], 1, 2, 3, 4, 5]))
+    scheduler.add_request(request_of("b", prompt=[*a.token_ids[:8], 1, 2, 3, 4, 5]))
     output, _ = step(scheduler, loaded={"b"})
     assert output.is_idle
     assert connector.of("load") == [("b", 8, 4, 4)]
@@ -147,13 +91,9 @@ def test_what_is_loaded_comes_behind_what_is_here() -> None:
 
 
 def test_others_overtake_a_request_that_loads_but_no_more_than_there_are_rows() -> None:
-    connector = Scripted({"a": 8, "b": 8, "c": 8, "d": 8})
-    scheduler = world(connector, max_num_seqs=3)
-    for name in "ab":
-        scheduler.add_request(request_of(name))
-    scheduler.add_request(request_of("x", 3))
-    for name in "cd":
-        scheduler.add_request(request_of(name))
+    scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8, "d": 8}), max_num_seqs=3)
+    for request in (request_of("a"), request_of("b"), request_of("x", prompt=3), request_of("c"), request_of("d")):
+        scheduler.add_request(request)
     output, _ = step(scheduler)
     assert [new.request_id for new in output.new_requests] == ["x"]
     assert [name for name, *_ in connector.of("load")] == ["a", "b"]  # with x that is a row for each
@@ -169,33 +109,32 @@ def test_others_overtake_a_request_that_loads_but_no_more_than_there_are_rows() 
 
 
 def test_those_whose_kv_has_come_run_in_their_order_and_before_all_who_wait() -> None:
-    connector = Scripted({"a": 8, "b": 8})
-    scheduler = world(connector, max_num_batched_tokens=8, max_num_seqs=8)
+    scheduler, _ = world(ScriptedConnector({"a": 8, "b": 8}), max_num_batched_tokens=8, max_num_seqs=8)
     for name in "ab":
-        scheduler.add_request(request_of(name, 12))
+        scheduler.add_request(request_of(name, prompt=12))
     step(scheduler, loaded={"b", "a"})
-    scheduler.add_request(request_of("c", 3, priority=-1))
+    scheduler.add_request(request_of("c", prompt=3, priority=-1))
     output = schedule(scheduler)
     assert [new.request_id for new in output.new_requests] == ["a", "b"]
 
 
 def test_a_request_that_must_not_be_split_waits_for_a_step_that_holds_the_rest_of_it() -> None:
-    connector = Scripted({"a": 4})
-    scheduler = world(connector, enable_chunked_prefill=False, max_num_batched_tokens=12, max_num_seqs=2)
-    scheduler.add_request(request_of("a", 12))
-    scheduler.add_request(request_of("b", 6, 1))
+    scheduler, _ = world(
+        ScriptedConnector({"a": 4}), enable_chunked_prefill=False, max_num_batched_tokens=12, max_num_seqs=2
+    )
+    scheduler.add_request(request_of("a", prompt=12))
+    scheduler.add_request(request_of("b", prompt=6, max_tokens=1))
     output, _ = step(scheduler, loaded={"a"})
     assert [new.request_id for new in output.new_requests] == ["b"]
-    scheduler.add_request(request_of("b2", 8))
+    scheduler.add_request(request_of("b2", prompt=8))
     output, _ = step(scheduler)
     assert [new.request_id for new in output.new_requests] == ["a"]
 
 
 def test_a_load_needs_blocks_for_the_whole_prompt() -> None:
-    connector = Scripted({"b": 8})
-    scheduler = world(connector, num_blocks=5)
-    scheduler.add_request(request_of("a", 9, 2))
-    scheduler.add_request(request_of("b", 12, 2))
+    scheduler, connector = world(ScriptedConnector({"b": 8}), num_blocks=5)
+    scheduler.add_request(request_of("a", prompt=9, max_tokens=2))
+    scheduler.add_request(request_of("b", prompt=12, max_tokens=2))
     step(scheduler)
     assert connector.of("load") == []
     step(scheduler)
@@ -206,17 +145,15 @@ def test_a_load_needs_blocks_for_the_whole_prompt() -> None:
 
 
 def test_prompt_logprobs_need_the_prompt_computed() -> None:
-    connector = Scripted({"a": 8})
-    scheduler = world(connector, request_of("a", prompt_logprobs=1))
+    scheduler, connector = world(ScriptedConnector({"a": 8}), request_of("a", prompt_logprobs=1))
     assert step(scheduler)[0].num_scheduled_tokens == [9]
     assert connector.of("match") == []
 
 
 @pytest.mark.parametrize("matched", [3, 12, -4])
 def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
-    scheduler = world(Scripted({"a": matched}))
-    scheduler.add_request(request_of("a", 12))
-    with pytest.raises(RuntimeError, match=rf"connector Scripted matches {matched} tokens after 0 .* of 12"):
+    scheduler, _ = world(ScriptedConnector({"a": matched}), request_of("a", prompt=12))
+    with pytest.raises(RuntimeError, match=rf"connector ScriptedConnector matches {matched} tokens after 0 .* of 12"):
         scheduler.schedule()
 
 
@@ -224,10 +161,8 @@ def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
 
 
 def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
-    connector = Scripted({"a": 8})
-    a = request_of("a", 9)
-    scheduler = world(connector, a)
-    scheduler.add_request(request_of("b", 3))
+    a = request_of("a")
+    scheduler, connector = world(ScriptedConnector({"a": 8}), a, request_of("b", prompt=3))
     _, (result,) = step(scheduler, failed=FAILED)
     assert result.request.request_id == "b"
     assert (a.status, a.block_ids, a.num_computed) == (RequestStatus.WAITING, [], 0)
@@ -239,10 +174,9 @@ def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
     assert (a.num_cached_tokens, stats.prefix_cache_queries) == (0, 12)
 
 
-def test_or_its_request_fails() -> None:
-    connector = Scripted({"a": 8})
-    a = request_of("a", 9)
-    scheduler = world(connector, a, kv_load_failure_policy="fail")
+def test_a_load_that_failed_fails_its_request_if_it_is_to() -> None:
+    a = request_of("a")
+    scheduler, connector = world(ScriptedConnector({"a": 8}), a, kv_load_failure_policy="fail")
     _, (result,) = step(scheduler, failed={"a": TransferFailure("60 s are over", timed_out=True)})
     assert (result.request, result.new_token_ids, result.index) == (a, [], -1)
     assert (a.finish_reason, a.stop_reason) == ("error", "its KV could not be loaded: 60 s are over")
@@ -259,9 +193,8 @@ def test_or_its_request_fails() -> None:
 
 @pytest.mark.parametrize("ending", [{"loaded": {"a"}}, {"failed": FAILED}], ids=["loaded", "failed"])
 def test_aborted_while_loading(ending: dict[str, Any]) -> None:
-    connector = Scripted({"a": 8})
-    a = request_of("a", 9)
-    scheduler = world(connector, a)
+    a = request_of("a")
+    scheduler, connector = world(ScriptedConnector({"a": 8}), a)
     output = schedule(scheduler)
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     assert connector.of("finished") == [("a", "abort", 3)]
@@ -281,8 +214,7 @@ def test_aborted_while_loading(ending: dict[str, Any]) -> None:
 
 
 def test_aborted_when_its_kv_has_come() -> None:
-    connector = Scripted({"a": 8})
-    scheduler = world(connector, request_of("a", 9))
+    scheduler, _ = world(ScriptedConnector({"a": 8}), request_of("a"))
     step(scheduler, loaded={"a"})
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     assert scheduler.pool.num_free == 16
@@ -293,9 +225,8 @@ def test_aborted_when_its_kv_has_come() -> None:
 
 
 def test_new_weights_while_loading() -> None:
-    connector = Scripted({"a": 8, "b": 8, "c": 8})
-    scheduler = world(connector)
-    a, b, c = (request_of(name, 9) for name in "abc")
+    scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8}))
+    a, b, c = (request_of(name) for name in "abc")
     for request in (a, b, c):
         scheduler.add_request(request)
     output = schedule(scheduler)
@@ -314,9 +245,8 @@ def test_new_weights_while_loading() -> None:
 
 
 def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_was_in_flight() -> None:
-    connector = Scripted()
-    a, b = request_of("a", 7, 9), request_of("b", 7, 2)
-    scheduler = world(connector, a, b, num_blocks=4)
+    a, b = request_of("a", prompt=7, max_tokens=9), request_of("b", prompt=7, max_tokens=2)
+    scheduler, connector = world(ScriptedConnector(), a, b, num_blocks=4)
     outputs = [schedule(scheduler), schedule(scheduler)]
     assert scheduler.schedule() is None  # a needs a block
     assert b.status is RequestStatus.PREEMPTED
@@ -326,7 +256,7 @@ def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_
     assert b.finish_reason == "length"  # its second block is full, of KV that nobody must find
     assert connector.of("filled") == [("a", 0, 1, True), ("b", 0, 1, True)]
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
-    scheduler.add_request(request_of("b2", list(b.token_ids)))
+    scheduler.add_request(request_of("b2", prompt=list(b.token_ids)))
     assert schedule(scheduler).new_requests[0].num_computed_tokens == 0
 
 
@@ -335,9 +265,8 @@ def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_blocks_are_reported_once_chunk_by_chunk_and_when_a_request_leaves(caching: bool) -> None:
-    connector = Scripted()
-    scheduler = world(connector, max_num_batched_tokens=10, enable_prefix_caching=caching)
-    scheduler.add_request(request_of("a", 14, max_tokens=8))
+    scheduler, connector = world(ScriptedConnector(), max_num_batched_tokens=10, enable_prefix_caching=caching)
+    scheduler.add_request(request_of("a", prompt=14, max_tokens=8))
     step(scheduler)
     assert connector.of("filled") == [("a", 0, 2, True)]
     step(scheduler)
@@ -349,9 +278,8 @@ def test_blocks_are_reported_once_chunk_by_chunk_and_when_a_request_leaves(cachi
 
 
 def test_blocks_are_reported_before_a_preemption_gives_them_away() -> None:
-    connector = Scripted()
-    a, b = request_of("a", 7, 9), request_of("b", 7, 9)
-    scheduler = world(connector, a, b, num_blocks=4)
+    a, b = request_of("a", prompt=7, max_tokens=9), request_of("b", prompt=7, max_tokens=9)
+    scheduler, connector = world(ScriptedConnector(), a, b, num_blocks=4)
     while not b.num_preemptions:
         step(scheduler)
     assert ("b", 1, 2, False) in connector.of("filled")
@@ -359,8 +287,7 @@ def test_blocks_are_reported_before_a_preemption_gives_them_away() -> None:
 
 
 def test_what_an_error_left_is_not_saved() -> None:
-    connector = Scripted()
-    scheduler = world(connector, request_of("a", 7, 9))
+    scheduler, connector = world(ScriptedConnector(), request_of("a", prompt=7, max_tokens=9))
     output = schedule(scheduler)
     scheduler.update(output, ModelRunnerOutput([[7]], invalid={0: "NaN"}))
     assert connector.of("filled") == [("a", 0, 1, True)]
@@ -371,9 +298,8 @@ def test_what_an_error_left_is_not_saved() -> None:
 
 
 def test_blocks_stay_held_until_they_are_sent() -> None:
-    connector = Scripted(holds={"a"})
-    a = request_of("a", 9, max_tokens=1)
-    scheduler = world(connector, a)
+    a = request_of("a", prompt=9, max_tokens=1)
+    scheduler, _ = world(ScriptedConnector(holds={"a"}, params={"from": "a"}), a)
     _, (result,) = step(scheduler)
     assert result.request.kv_transfer_output == {"from": "a"}
     assert a.block_ids == []
@@ -394,9 +320,8 @@ def test_blocks_stay_held_until_they_are_sent() -> None:
 
 
 def test_sent_while_a_step_in_flight_still_holds_the_request() -> None:
-    connector = Scripted(holds={"a"})
-    a = request_of("a", 9)
-    scheduler = world(connector, a)
+    a = request_of("a")
+    scheduler, _ = world(ScriptedConnector(holds={"a"}), a)
     outputs = [schedule(scheduler), schedule(scheduler), schedule(scheduler)]
     update(scheduler, outputs[0])
     scheduler.finish("a", RequestStatus.FINISHED_STOPPED, "text")
@@ -408,16 +333,15 @@ def test_sent_while_a_step_in_flight_still_holds_the_request() -> None:
 
 
 def test_held_blocks_can_be_hit_and_block_no_request_forever() -> None:
-    connector = Scripted(holds={"a"})
-    a = request_of("a", 12, max_tokens=1)
-    scheduler = world(connector, a, num_blocks=4)
+    a = request_of("a", prompt=12, max_tokens=1)
+    scheduler, _ = world(ScriptedConnector(holds={"a"}), a, num_blocks=4)
     step(scheduler)
-    scheduler.add_request(request_of("b", a.token_ids[:12], max_tokens=2))
+    scheduler.add_request(request_of("b", prompt=a.token_ids[:12], max_tokens=2))
     output, _ = step(scheduler)
     assert output.new_requests[0].num_computed_tokens == 8
     step(scheduler)
     assert not scheduler.has_unfinished
-    scheduler.add_request(request_of("c", 12, max_tokens=1))
+    scheduler.add_request(request_of("c", prompt=12, max_tokens=1))
     output, _ = step(scheduler)
     assert output.is_idle  # it waits for a's blocks
     step(scheduler, sent={"a"})
@@ -425,8 +349,7 @@ def test_held_blocks_can_be_hit_and_block_no_request_forever() -> None:
 
 
 def test_held_and_still_loading() -> None:
-    connector = Scripted({"a": 8}, holds={"a"})
-    scheduler = world(connector, request_of("a", 9))
+    scheduler, _ = world(ScriptedConnector({"a": 8}, holds={"a"}), request_of("a"))
     output = schedule(scheduler)
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     update(scheduler, output, sent={"a"})
@@ -437,8 +360,7 @@ def test_held_and_still_loading() -> None:
 
 
 def test_reports_about_strangers_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
-    connector = Scripted(pending=True)
-    scheduler = world(connector)
+    scheduler, _ = world(ScriptedConnector(pending=True))
     step(scheduler, loaded={"x"}, failed={"y": TransferFailure("gone")}, sent={"z"})
     assert [record.args for record in caplog.records] == [("x",), ("y",), ("z",)]
     scheduler.check_idle()
@@ -448,14 +370,13 @@ def test_reports_about_strangers_are_no_matter(caplog: pytest.LogCaptureFixture)
 
 
 def test_no_idle_step_without_a_reason_nor_behind_a_step_in_flight() -> None:
-    connector = Scripted()
-    scheduler = world(connector)
+    scheduler, connector = world(ScriptedConnector())
     assert scheduler.schedule() is None
     connector.pending = True
     assert schedule(scheduler).is_idle
     assert scheduler.schedule() is None  # one at a time
     alone = Scheduler(SchedulerConfig(8, 4, 1, 8))
-    alone.add_request(request_of("a", 3, max_tokens=1))
+    alone.add_request(request_of("a", prompt=3, max_tokens=1))
     output = alone.schedule()
     assert output is not None
     assert output.kv_connector_metadata is None
@@ -464,8 +385,7 @@ def test_no_idle_step_without_a_reason_nor_behind_a_step_in_flight() -> None:
 
 
 def test_kv_transfer_params_are_checked_when_a_request_comes() -> None:
-    scheduler = world(Scripted())
-    scheduler.add_request(request_of("a", kv_transfer_params={"good": True}))
+    scheduler, _ = world(ScriptedConnector(), request_of("a", kv_transfer_params={"good": True}))
     with pytest.raises(ValueError, match="kv_transfer_params is bad"):
         scheduler.add_request(request_of("b", kv_transfer_params={"bad": True}))
     assert list(scheduler.requests) == ["a"]
@@ -480,7 +400,7 @@ def test_tokens_survive_loads_that_fail_now_and_then() -> None:
     config = SchedulerConfig(16, 4, 3, 16, enable_prefix_caching=False, num_drafts=2)
     behaviour = Behaviour(match=1.0, fail=0.3, hold=0.5, has_all=True)
     engine = FakeEngine(config, rng, behaviour=behaviour, num_ranks=2, depth=1)
-    requests = [request_of(name, [i % 10 for i in range(5 + number)]) for number, name in enumerate("abcdefgh")]
+    requests = [request_of(name, prompt=[i % 10 for i in range(5 + number)]) for number, name in enumerate("abcdefgh")]
     for request in requests:
         engine.scheduler.add_request(request)
     engine.settle()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import deque
-from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,18 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.fake_runner import FakeRunner, reference
 from tests.helpers.faulty_connector import Faults, faulty
-from tests.helpers.kv_bench import LateCopies, LateJobs
+from tests.helpers.kv_bench import Bench, LateCopies, ManualJobs
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.executor.multiprocess import KVOutputMerger
-from fleetfoot.kv_transfer.base.connector import TransferContext
-from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
 
@@ -35,15 +30,15 @@ VOCAB = 11
 BLOCK_SIZE = 2
 
 
-class TensorSlots(MutableMapping[int, int]):
-    """KV slot -> a number, kept in every element that the caches of all ranks have of the slot, where a connector finds
-    it.
+class TensorSlots(dict[int, int]):
+    """KV slot -> a number, in every element that the caches of all ranks have of the slot, where a connector finds it.
 
     Args:
         half: K (0) or V (1).
     """
 
     def __init__(self, caches: list[list[torch.Tensor]], half: int) -> None:
+        super().__init__()
         self._arrays = [cache.numpy()[:, half] for rank in caches for cache in rank]
 
     def __setitem__(self, slot: int, value: int) -> None:
@@ -59,39 +54,20 @@ class TensorSlots(MutableMapping[int, int]):
         assert len(found) == 1, f"the layers and ranks of slot {slot} hold KV of different tokens: {found}"
         return found.pop()
 
-    def __delitem__(self, slot: int) -> None:
-        raise NotImplementedError
 
-    def __iter__(self) -> Iterator[int]:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-class Engine:
+class Engine(Bench):
     """A scheduler, and ranks that share a fake model."""
 
-    def __init__(
-        self, config: SchedulerConfig, transfer: KVTransferConfig, num_ranks: int, jobs: list[LateJobs]
-    ) -> None:
-        self.jobs = jobs
-        layout = KVLayout(config.num_blocks, BLOCK_SIZE, "float32", (*[KVCacheSpec(1, 3)] * 2, KVCacheSpec(2, 1)))
-        contexts = [
-            TransferContext(transfer, BLOCK_SIZE, "f" * 32, "e", num_ranks, rank, num_ranks)
-            for rank in range(num_ranks)
-        ]
-        connector = find_connector(transfer)
-        self.connector = connector.scheduler_side(contexts[0])
-        self.scheduler = Scheduler(config, connector=self.connector)
-        self.steps = [StepConnector(connector.worker_side(context)) for context in contexts]
-        caches = [[torch.zeros(shape) for shape in layout.layer_shapes] for _ in contexts]
-        for step, kv_caches in zip(self.steps, caches, strict=True):
-            step.register_kv_caches(kv_caches, layout)
+    def __init__(self, scheduler_config: SchedulerConfig, config: KVTransferConfig, num_ranks: int) -> None:
+        specs = (*[KVCacheSpec(1, 3)] * 2, KVCacheSpec(2, 1))
+        layout = KVLayout(scheduler_config.num_blocks, BLOCK_SIZE, "float32", specs)
+        super().__init__(config, num_ranks=num_ranks, layout=layout)
+        self.connector = self.scheduler
+        self.scheduler = Scheduler(scheduler_config, connector=self.connector)
+        for cache in (cache for caches in self.caches for cache in caches):
+            cache.zero_()
         self.runner = FakeRunner(BLOCK_SIZE, VOCAB, pool=self.scheduler.pool)
-        self.runner.slots = TensorSlots(caches, 0)  # type: ignore[assignment]
-        self.runner.versions = TensorSlots(caches, 1)  # type: ignore[assignment]
-        self.merger = KVOutputMerger(num_ranks)
+        self.runner.slots, self.runner.versions = TensorSlots(self.caches, 0), TensorSlots(self.caches, 1)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.runner.apply(output)
@@ -113,20 +89,13 @@ class Engine:
 
 
 def transfer_config(kind: str, folder: Path, rng: random.Random, faults: Faults) -> KVTransferConfig:
-    offload = {
-        "kv_connector": "OffloadingConnector",
-        "kv_connector_extra_config": {"num_cpu_blocks": rng.choice([1, 4, 40])},
+    extra: dict[str, dict[str, Any]] = {
+        "OffloadingConnector": {"num_cpu_blocks": rng.choice([1, 4, 40])},
+        "SharedStorageConnector": {"shared_storage_path": str(folder), "max_bytes_in_flight": rng.choice([1, 10**6])},
     }
-    shared = {
-        "kv_connector": "SharedStorageConnector",
-        "kv_connector_extra_config": {
-            "shared_storage_path": str(folder),
-            "max_bytes_in_flight": rng.choice([1, 10**6]),
-        },
-    }
-    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [offload, shared]}}
-    settings = {"offload": offload, "shared": shared, "multi": both}[kind]
-    return KVTransferConfig.parse(faulty(settings, faults))
+    parts = [{"kv_connector": name, "kv_connector_extra_config": settings} for name, settings in extra.items()]
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": parts}}
+    return KVTransferConfig.parse(faulty({"offload": parts[0], "shared": parts[1], "multi": several}[kind], faults))
 
 
 def make_request(rng: random.Random, name: str, config: SchedulerConfig) -> Request:
@@ -138,8 +107,10 @@ def make_request(rng: random.Random, name: str, config: SchedulerConfig) -> Requ
     return Request(name, prompt, params, max_tokens=max_tokens, seed=0, cache_salt=rng.choice([None, None, "a"]))
 
 
-def play(engine: Engine, rng: random.Random, depth: int, faults: Faults, folder: Path) -> list[Request]:
-    """Requests come, run and go; KV is damaged, weights change, transfers fail or are held up. All who came."""
+def play(
+    engine: Engine, rng: random.Random, depth: int, faults: Faults, folder: Path, jobs: list[ManualJobs]
+) -> list[Request]:
+    """All requests, which arrive and run; KV is damaged, weights change, and transfers fail or are delayed."""
     scheduler, alive, everyone = engine.scheduler, dict[str, Request](), list[Request]()
     in_flight: deque[Any] = deque()
     num_requests = rng.randint(1, 10)
@@ -152,7 +123,9 @@ def play(engine: Engine, rng: random.Random, depth: int, faults: Faults, folder:
         if alive and rng.random() < 0.1:
             victim = rng.choice(sorted(alive))
             assert scheduler.finish(victim, RequestStatus.FINISHED_ABORTED) is alive.pop(victim)
-        misfortune(rng, faults, folder, engine, is_over=not alive and len(everyone) == num_requests)
+        for threads in jobs:
+            threads.run(rng.randint(0, len(threads.waiting)))
+        inject(rng, faults, folder, engine, is_over=not alive and len(everyone) == num_requests)
         output = scheduler.schedule()
         if output is not None:
             in_flight.append((output, engine.run(output)))
@@ -168,13 +141,11 @@ def play(engine: Engine, rng: random.Random, depth: int, faults: Faults, folder:
     return everyone
 
 
-def misfortune(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, is_over: bool) -> None:
-    for jobs in engine.jobs:
-        jobs.some()
+def inject(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, is_over: bool) -> None:
     if rng.random() < 0.2:
         faults.loads = rng.choice(["", "", "fail", "time_out", "corrupt", "hold"])
     faults.holds = rng.random() < 0.3
-    if is_over or rng.random() < 0.2:  # what is held up comes at some time
+    if is_over or rng.random() < 0.2:  # all is released at some time
         faults.released.set()
     else:
         faults.released.clear()
@@ -202,14 +173,14 @@ def test_tokens_do_not_depend_on_transfers(
     kind: str, policy: str, caching: bool, num_ranks: int, depth: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    jobs: list[LateJobs] = []
+    jobs: list[ManualJobs] = []
 
-    def late_jobs(name: str, num_threads: int) -> LateJobs:
-        jobs.append(LateJobs(rng))
+    def late_jobs(name: str, num_threads: int) -> ManualJobs:
+        jobs.append(ManualJobs())
         return jobs[-1]
 
-    def late_copies(kv_caches: Any, layout: KVLayout, *, shares_blocks: bool) -> LateCopies:
-        return LateCopies(kv_caches, layout, rng)
+    def late_copies(*arguments: Any, shares_blocks: bool) -> LateCopies:
+        return LateCopies(*arguments, rng)
 
     with (
         tempfile.TemporaryDirectory() as name,
@@ -227,10 +198,10 @@ def test_tokens_do_not_depend_on_transfers(
                 kv_load_failure_policy=policy,
             )
             faults = Faults()
-            engine = Engine(config, transfer_config(kind, Path(name), rng, faults), num_ranks, jobs)
-            everyone = play(engine, rng, depth, faults, Path(name))
+            engine = Engine(config, transfer_config(kind, Path(name), rng, faults), num_ranks)
+            requests = play(engine, rng, depth, faults, Path(name), jobs)
             engine.shutdown()
-            for request in everyone:
+            for request in requests:
                 check(request, policy)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,36 +12,40 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.fake_connector import ScriptedConnector
 from tests.helpers.faulty_connector import WORKER_POINTS, HookedWorker
-from tests.helpers.kv_bench import Bench, InlineJobs, LateCopies, same, transfer_config
+from tests.helpers.kv_bench import BLOCKS, TOKENS, Bench, InlineJobs, LateCopies, same, transfer_config
 
 from fleetfoot.executor.multiprocess import KVOutputMerger
 from fleetfoot.kv_transfer.blockstore import worker
 from fleetfoot.kv_transfer.multi import MultiScheduler, MultiWorker
-from fleetfoot.records.kv_connector import NoSchedulerConnector
-from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
+from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
 from fleetfoot.runner.step_connector import StepConnector
 
-TOKENS = list(range(17))
 OTHERS = list(range(100, 109))
-BLOCKS = [3, 7, 1, 12, 5]
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., Bench]:
+    """Makes an engine with host memory and files that are written at once, or with files alone."""
     monkeypatch.setattr(worker, "IOThreads", lambda name, num_threads: InlineJobs())
-    parts = [
-        {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"num_cpu_blocks": 2}},
-        {"kv_connector": "FilesystemConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}},
-    ]
-    bench = Bench(transfer_config("MultiConnector", connectors=parts))
-    yield bench
-    bench.shutdown()
+
+    def make_bench(num_cpu_blocks: int | None = 2) -> Bench:
+        config = transfer_config("FilesystemConnector", shared_storage_path=str(tmp_path))
+        if num_cpu_blocks is not None:
+            offload = transfer_config("OffloadingConnector", num_cpu_blocks=num_cpu_blocks)
+            config = transfer_config("MultiConnector", connectors=[offload, config])
+        bench = Bench(config)
+        request.addfinalizer(bench.shutdown)
+        return bench
+
+    return make_bench
 
 
-def test_all_save_and_the_one_with_the_most_loads(bench: Bench) -> None:
+def test_all_save_and_the_one_with_the_most_loads(make: Callable[..., Bench]) -> None:
+    bench = make()
     request = bench.request("r", TOKENS, BLOCKS)
     bench.save(request, 0, 2)
     contents = bench.contents(BLOCKS[:2])
@@ -60,41 +65,33 @@ def test_all_save_and_the_one_with_the_most_loads(bench: Bench) -> None:
     assert same(bench.contents([10, 11]), contents)
 
 
-def test_a_block_that_one_flushes_is_not_loaded_into_before(bench: Bench) -> None:
-    """The offloading part loads in `start`; the other part must have read the block by then."""
+def test_a_block_that_one_flushes_is_not_loaded_into_before(make: Callable[..., Bench]) -> None:
+    """The offloading part loads in `start_load_kv`; the other part must have read the block by then."""
+    bench = make()
     first, second = bench.request("first", TOKENS[:5], [4]), bench.request("second", [50, *TOKENS[:5]], [4])
     bench.save(second, 0, 1)
     bench.scramble([4])
     contents = bench.contents([4])
     bench.scheduler.blocks_filled(first, 0, 1, by_this_step=False)
     assert bench.load(second).loaded == {"second"}
-    bench.shutdown()
-    other = Bench(
-        transfer_config(
-            "SharedStorageConnector",
-            **bench.contexts[0].config.kv_connector_extra_config["connectors"][1]["kv_connector_extra_config"],
-        )
-    )
+    other = make(None)
     assert other.load(other.request("again", TOKENS[:5], [6])).loaded == {"again"}
     assert same(other.contents([6]), contents)
-    other.shutdown()
 
 
-def test_a_block_that_one_still_copies_out_is_not_loaded_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late_copies(kv_caches: Any, layout: KVLayout, *, shares_blocks: bool) -> LateCopies:
-        assert shares_blocks
-        return LateCopies(kv_caches, layout, SimpleNamespace(random=lambda: 1.0))  # type: ignore[arg-type]
-
-    shared = transfer_config("SharedStorageConnector", shared_storage_path=str(tmp_path))
-    earlier = Bench(shared)
+def test_a_block_that_one_still_copies_out_is_not_loaded_into(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = make(None)
     earlier.save(earlier.request("other", OTHERS, [3, 7]), 0, 2)
     others = earlier.contents([3, 7])
-    earlier.shutdown()
 
-    monkeypatch.setattr(worker, "IOThreads", lambda name, num_threads: InlineJobs())
+    def late_copies(*arguments: Any, shares_blocks: bool) -> LateCopies:
+        assert shares_blocks
+        return LateCopies(*arguments, SimpleNamespace(random=lambda: 1.0))  # none is made before it is waited for
+
     monkeypatch.setattr(worker, "block_copies", late_copies)
-    offload = transfer_config("OffloadingConnector", num_cpu_blocks=9)
-    bench = Bench(transfer_config("MultiConnector", connectors=[offload, shared]))
+    bench = make(9)
     bench.save(bench.request("r", TOKENS, BLOCKS), 0, 2)  # the copies to host memory are still to come
     contents = bench.contents(BLOCKS[:2])
     assert bench.load(bench.request("other", OTHERS, BLOCKS[:2])).loaded == {"other"}
@@ -102,15 +99,13 @@ def test_a_block_that_one_still_copies_out_is_not_loaded_into(tmp_path: Path, mo
     assert bench.load(bench.request("again", TOKENS, [9, 8])).loaded == {"again"}
     assert same(bench.contents([9, 8]), contents)
     assert bench.counters["OffloadingConnector.blocks_loaded"] == 2
-    bench.shutdown()
 
 
-class Part(HookedWorker, NoSchedulerConnector):
-    """Both sides of a part with given results, which records the calls."""
+class Part(HookedWorker):
+    """The worker side of a part with given results, which records the calls."""
 
-    def __init__(self, *, holds: bool = False, matches: int = 0, params: dict[str, Any] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.holds, self.matches, self.params = holds, matches, params
         self.calls: list[str] = []
         self.output = KVConnectorOutput()
         self.raises: set[str] = set()
@@ -120,74 +115,65 @@ class Part(HookedWorker, NoSchedulerConnector):
         if point in self.raises:
             raise RuntimeError(f"{point} raises")
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        return self.matches
-
-    def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
-        self.at("update_state_after_alloc")
-
-    def blocks_reused(self, block_ids: list[int]) -> None:
-        self.at(f"reused {block_ids}")
-
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        return self.holds, self.params
-
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         super().get_finished(finished_req_ids)
         output, self.output = self.output, KVConnectorOutput()
         return output
 
 
-def request_of(request_id: str = "r") -> Request:
-    from fleetfoot.records.sampling_params import SamplingParams
-
-    return Request(request_id, TOKENS, SamplingParams(), max_tokens=4, seed=0)
+request_of = partial(Request, prompt_token_ids=TOKENS, params=SamplingParams(), max_tokens=4, seed=0)
 
 
-def step_of(scheduler: MultiScheduler, *finished: str) -> SchedulerOutput:
+def step_of(scheduler: Any, *finished: str) -> SchedulerOutput:
     output = SchedulerOutput(0, [], [], 0, 0, 0, finished_req_ids=set(finished))
     output.kv_connector_metadata = scheduler.build_connector_meta(output)
     return output
 
 
 def test_blocks_are_held_while_any_part_holds_them() -> None:
-    parts = [Part(holds=True, params={"a": 1}), Part(), Part(holds=True, params={"b": 2, "a": 3})]
-    scheduler = MultiScheduler(parts, 4)
+    scheduler = MultiScheduler(
+        [
+            ScriptedConnector(holds={"r", "other"}, params={"a": 1}),
+            ScriptedConnector(),
+            ScriptedConnector(holds={"r", "other"}, params={"b": 2, "a": 3}),
+        ],
+        4,
+    )
+    parts = [Part(), Part(), Part()]
     step = StepConnector(MultiWorker({str(index): part for index, part in enumerate(parts)}))
     parts[0].output = KVConnectorOutput(sent={"r"})
-    assert scheduler.request_finished(request_of()) == (True, {"a": 1, "b": 2})
+    assert scheduler.request_finished(request_of("r")) == (True, {"a": 1, "b": 2})
     assert scheduler.request_finished(request_of("other"))[0]
     assert scheduler.has_pending
     assert step.no_forward(step_of(scheduler, "r")) is None
     assert not scheduler.has_pending
-    parts[2].output = KVConnectorOutput(sent={"r", "other"})
-    output = step.no_forward(step_of(scheduler))
-    assert output is not None and output.sent == {"r"}
-    parts[0].output = KVConnectorOutput(sent={"other"})
-    output = step.no_forward(step_of(scheduler))
-    assert output is not None and output.sent == {"other"}
+    for index, sent, expected in ((2, {"r", "other"}, {"r"}), (0, {"other"}, {"other"})):
+        parts[index].output = KVConnectorOutput(sent=sent)
+        output = step.no_forward(step_of(scheduler))
+        assert output is not None and output.sent == expected
 
 
-def test_no_part_holds_blocks() -> None:
-    scheduler = MultiScheduler([Part(), Part()], 4)
-    assert scheduler.request_finished(request_of()) == (False, None)
+def test_no_part_holds_blocks(make: Callable[..., Bench]) -> None:
+    scheduler = make().scheduler
+    assert scheduler.request_finished(request_of("r")) == (False, None)
     assert step_of(scheduler, "r").kv_connector_metadata is None
 
 
 def test_the_first_with_the_most_loads() -> None:
-    parts = [Part(matches=4), Part(matches=8), Part(matches=8)]
+    parts = [ScriptedConnector({"r": num_tokens}) for num_tokens in (4, 8, 8)]
     scheduler = MultiScheduler(parts, 4)
-    request = request_of()
+    request = request_of("r")
     request.block_ids = [7, 5, 3, 1]
     assert scheduler.get_num_new_matched_tokens(request, 4) == 8
     scheduler.update_state_after_alloc(request, 4, 8)
-    assert [part.calls for part in parts] == [["reused [5, 3]"], ["update_state_after_alloc"], ["reused [5, 3]"]]
+    assert [part.of("reused") for part in parts] == [[([5, 3],)], [], [([5, 3],)]]
+    assert [part.of("load") for part in parts] == [[], [("r", 4, 8, 4)], []]
 
 
 def test_the_order_of_calls_and_a_part_that_raises() -> None:
     one, two = Part(), Part()
     step = StepConnector(MultiWorker({"one": one, "two": two}))
-    scheduler = MultiScheduler([one, two], 4)
+    scheduler = MultiScheduler([ScriptedConnector(), ScriptedConnector()], 4)
     step.pre_forward(step_of(scheduler))
     step.post_forward(set())
     assert one.calls == list(WORKER_POINTS)
@@ -214,7 +200,8 @@ def test_metadata_of_another_connector() -> None:
         worker.bind_connector_metadata("something")
 
 
-def test_metadata_travels(bench: Bench) -> None:
+def test_metadata_travels(make: Callable[..., Bench]) -> None:
+    bench = make()
     bench.scheduler.blocks_filled(bench.request("r", TOKENS, BLOCKS), 0, 2, by_this_step=False)
     metadata = bench.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0))
     assert pickle.loads(pickle.dumps(metadata)) == metadata is not None

@@ -1,0 +1,574 @@
+"""The block stores, files and host memory: blocks are loaded bitwise equal, and nothing invalid is ever loaded."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.kv_bench import (
+    BLOCK_SIZE,
+    BLOCKS,
+    FINGERPRINT,
+    LAYOUT,
+    PLACES,
+    TOKENS,
+    Bench,
+    Clock,
+    InlineJobs,
+    ManualJobs,
+    same,
+    transfer_config,
+)
+
+from fleetfoot.kv_transfer.base.connector import TransferContext
+from fleetfoot.kv_transfer.base.io_threads import IOThreads
+from fleetfoot.kv_transfer.blockstore import blocks
+from fleetfoot.kv_transfer.blockstore.blocks import FilesystemSettings, num_host_blocks
+from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler, HostIndex, SharedStorageConnector, SlotTable
+from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
+
+OTHERS = list(range(100, 117))
+BLOCK_BYTES = LAYOUT.bytes_per_block
+STORES = pytest.mark.parametrize("store", ["files", "host"])
+MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(tmp_path: Path, request: pytest.FixtureRequest) -> MakeBench:
+    """Makes engines. Those with files share a folder, and read and write at once unless they get jobs."""
+
+    def make_bench(
+        store: str = "files", *, role: str = "kv_both", timeout: float = 60.0, jobs: Any = None, **options: Any
+    ) -> Bench:
+        extra = {"num_cpu_blocks": 8} if store == "host" else {"shared_storage_path": str(tmp_path / "kv")}
+        extra |= {name: options.pop(name) for name in ("num_cpu_blocks", "max_bytes_in_flight") if name in options}
+
+        def worker(context: TransferContext) -> FileStoreWorker:
+            readers, writers = jobs or (InlineJobs(), InlineJobs())
+            return FileStoreWorker(context, FilesystemSettings.of(context.config), readers, writers)
+
+        connector = "OffloadingConnector" if store == "host" else "SharedStorageConnector"
+        if store == "files":
+            options["make_worker"] = worker
+        bench = Bench(transfer_config(connector, role=role, timeout=timeout, **extra), **options)
+        if store == "host":
+            request.addfinalizer(slots_of(bench).check_integrity)
+        request.addfinalizer(bench.shutdown)
+        return bench
+
+    return make_bench
+
+
+def slots_of(bench: Bench) -> SlotTable:
+    assert isinstance(bench.scheduler, BlockStoreScheduler) and isinstance(bench.scheduler.index, HostIndex)
+    return bench.scheduler.index.slots
+
+
+def saved(bench: Bench) -> list[Any]:
+    """The contents of the full blocks of TOKENS, which are computed, saved and overwritten."""
+    request = bench.request("r", TOKENS, BLOCKS)
+    bench.save(request, 0, 3)
+    bench.save(request, 3, 4)
+    contents = bench.contents(BLOCKS[:4])
+    bench.step()  # counts what was written
+    bench.scramble(BLOCKS)
+    return contents
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+# --- both stores ----------------------------------------------------------------------------------------------------
+
+
+@STORES
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_saved_blocks_are_loaded(make: MakeBench, store: str, num_ranks: int, tmp_path: Path) -> None:
+    bench = make(store, num_ranks=num_ranks)
+    contents = saved(bench)
+    assert bench.counters == {"blocks_saved": 4 * num_ranks, "bytes_saved": 4 * num_ranks * BLOCK_BYTES}
+    if store == "files":
+        bench = make(store, num_ranks=num_ranks)
+        paths = [path.relative_to(tmp_path / "kv").parts for path in files(tmp_path)]
+        assert len(paths) == 4 * num_ranks
+        assert {parts[:2] for parts in paths} == {(FINGERPRINT, f"tp{num_ranks}-pp1-rank{r}") for r in range(num_ranks)}
+    times = {path: path.stat().st_mtime_ns for path in files(tmp_path)}
+    request = bench.request("again", TOKENS, PLACES)
+    untouched = bench.contents([4, 5, 6])
+    assert (bench.matched(request), bench.matched(request, 8)) == (16, 8)
+    output = bench.load(request)
+    assert (output.loaded, output.failed) == ({"again"}, {})
+    assert same(bench.contents(PLACES[:4]), contents)
+    assert same(bench.contents([4, 5, 6]), untouched)
+    bench.save(request, 0, 4)  # nothing is stored twice
+    bench.step()
+    assert (bench.counters["blocks_loaded"], bench.counters["bytes_loaded"]) == (
+        4 * num_ranks, 4 * num_ranks * BLOCK_BYTES,
+    )  # fmt: skip
+    assert bench.counters["blocks_saved"] == (4 * num_ranks if store == "host" else 0)
+    assert {path: path.stat().st_mtime_ns for path in files(tmp_path)} == times
+
+
+@STORES
+def test_cached_blocks_are_not_loaded(make: MakeBench, store: str) -> None:
+    bench = make(store)
+    contents = saved(bench)
+    request = bench.request("again", TOKENS, PLACES)
+    cached = bench.contents(PLACES[:2])
+    assert bench.load(request, num_computed_tokens=8).loaded == {"again"}
+    assert same(bench.contents(PLACES[:2]), cached)
+    assert same(bench.contents(PLACES[2:4]), [[layer[2:] for layer in layers] for layers in contents])
+
+
+@STORES
+def test_a_token_is_always_left_to_compute(make: MakeBench, store: str) -> None:
+    bench = make(store)
+    saved(bench)
+    assert bench.matched(bench.request("whole blocks", TOKENS[:16])) == 12
+    assert bench.matched(bench.request("a token more", TOKENS[:13])) == 12
+    assert bench.matched(bench.request("other tokens", [99, *TOKENS[1:]])) == 0
+    assert bench.matched(bench.request("another end", [*TOKENS[:8], *range(50, 59)])) == 8
+
+
+@STORES
+def test_roles(make: MakeBench, store: str, tmp_path: Path) -> None:
+    for role, num_saved in (("kv_consumer", 0), ("kv_producer", 4)):
+        bench = make(store, role=role)
+        saved(bench)
+        assert (len(slots_of(bench)) if store == "host" else len(files(tmp_path))) == num_saved
+        assert bench.matched(bench.request("again", TOKENS)) == 0
+    if store == "files":
+        consumer = make(store, role="kv_consumer")
+        assert consumer.load(consumer.request("again", TOKENS, PLACES)).loaded == {"again"}
+
+
+@STORES
+def test_freed_blocks_are_flushed_before_they_are_overwritten(make: MakeBench, store: str) -> None:
+    bench = make(store)
+    request = bench.request("r", TOKENS, BLOCKS)
+    contents = bench.contents(BLOCKS[:4])
+    assert not bench.scheduler.has_pending
+    bench.scheduler.blocks_filled(request, 0, 4, by_this_step=False)
+    assert bench.scheduler.has_pending
+    assert bench.scheduler.request_finished(request) == (False, None)
+    bench.step(["r"], during=lambda: bench.scramble(BLOCKS), new_blocks=BLOCKS)
+    assert not bench.scheduler.has_pending
+    assert bench.load(bench.request("again", TOKENS, PLACES)).loaded == {"again"}
+    assert same(bench.contents(PLACES[:4]), contents)
+
+
+@STORES
+def test_a_flush_comes_before_a_load_into_the_same_blocks(make: MakeBench, store: str) -> None:
+    bench = make(store)
+    first, second = bench.request("first", OTHERS, BLOCKS), bench.request("second", TOKENS, BLOCKS)
+    of_second = saved(bench)
+    of_first = bench.contents(BLOCKS[:4])
+    bench.scheduler.blocks_filled(first, 0, 4, by_this_step=False)  # preempted; its blocks go to the second
+    assert bench.load(second).loaded == {"second"}
+    assert same(bench.contents(BLOCKS[:4]), of_second)
+    assert bench.load(bench.request("again", OTHERS, PLACES)).loaded == {"again"}
+    assert same(bench.contents(PLACES[:4]), of_first)
+
+
+@STORES
+def test_reset_cache(make: MakeBench, store: str) -> None:
+    bench = make(store)
+    request = bench.request("r", TOKENS, BLOCKS)
+    bench.save(request, 0, 2)
+    bench.scheduler.blocks_filled(request, 2, 4, by_this_step=False)
+    early = bench.request("early", TOKENS, PLACES[:2])
+    bench.begin(early)
+    bench.scheduler.reset_cache()  # before the workers have either
+    assert bench.matched(request) == 0
+    reason = "does not hold KV block" if store == "host" else "does not exist any more"
+    assert reason in bench.until_ended(early).failed["early"].reason
+    contents = saved(bench)
+    assert bench.load(bench.request("again", TOKENS, PLACES)).loaded == {"again"}
+    assert same(bench.contents(PLACES[:4]), contents)
+    bench.scheduler.reset_cache()
+    assert bench.matched(request) == 0
+
+
+# --- host memory ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_stores_for_later_steps(make: MakeBench) -> None:
+    bench = make("host")
+    again = bench.request("again", TOKENS, PLACES)
+    bench.scheduler.blocks_filled(bench.request("r", TOKENS, BLOCKS), 0, 2, by_this_step=True)
+    assert bench.matched(again) == 0
+    bench.step()
+    assert bench.matched(again) == 8
+
+
+def test_the_least_recently_used_are_evicted_the_end_of_a_prefix_first(make: MakeBench) -> None:
+    bench = make("host", num_cpu_blocks=6)
+    one, two = bench.request("one", TOKENS, BLOCKS), bench.request("two", OTHERS, PLACES)
+    for request in (one, two):
+        bench.save(request, 0, 4)
+        bench.scheduler.request_finished(request)
+    assert (bench.matched(one), bench.matched(two)) == (8, 16)
+    assert bench.load(one).loaded == {"one"}  # the more recent one now
+    bench.save(bench.request("three", range(200, 213), [6, 10, 11]), 0, 2)
+    assert (bench.matched(one), bench.matched(two)) == (8, 8)
+
+
+def test_a_slot_that_is_read_is_not_evicted(make: MakeBench) -> None:
+    bench = make("host", num_cpu_blocks=4)
+    contents = saved(bench)
+    one, two = bench.request("one", TOKENS, BLOCKS), bench.request("two", OTHERS, PLACES)
+    bench.begin(one)
+    bench.scheduler.blocks_filled(two, 0, 4, by_this_step=True)  # every slot is pinned
+    assert bench.step().loaded == {"one"}
+    assert same(bench.contents(BLOCKS[:4]), contents)
+    assert bench.matched(two) == 0
+    bench.save(two, 0, 4)
+    assert bench.matched(two) == 16
+
+
+def test_a_save_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
+    bench = make("host")
+    request = bench.request("r", TOKENS, BLOCKS)
+    bench.scheduler.blocks_filled(request, 0, 4, by_this_step=True)
+
+    def fail() -> None:
+        raise RuntimeError("the forward pass")
+
+    with pytest.raises(RuntimeError, match="the forward pass"):
+        bench.step(during=fail)
+    for step in bench.steps:
+        step.abandon()
+    failure = bench.load(bench.request("again", TOKENS, PLACES)).failed["again"]
+    assert "does not hold KV block" in failure.reason
+    assert bench.counters == {"loads_failed": 1}
+    assert bench.matched(request) == 0  # the lost blocks are not matched again
+
+
+@pytest.mark.parametrize(
+    ("extra", "num_ranks", "expected"),
+    [
+        ({"num_cpu_blocks": 5}, 1, 5),
+        ({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 1, 10),
+        ({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 2, 5),
+        ({"cpu_bytes_to_use": float(11 * BLOCK_BYTES)}, 2, 5),
+    ],
+)
+def test_size(extra: dict[str, Any], num_ranks: int, expected: int) -> None:
+    config = transfer_config("OffloadingConnector", **extra)
+    context = TransferContext(config, 4, "f", "e", num_ranks, bytes_per_block=num_ranks * BLOCK_BYTES)
+    assert num_host_blocks(context) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_slots=st.integers(1, 12))
+def test_loaded_blocks_hold_what_was_saved(seed: int, num_slots: int) -> None:
+    """Random saves, flushes, loads and steps; every element of a block has a value of the block's tokens."""
+    rng = random.Random(seed)
+    bench = Bench(transfer_config("OffloadingConnector", num_cpu_blocks=num_slots))
+    prompts = [[first, *range(first % 3, first % 3 + 12)] for first in range(4)]
+    truth: dict[bytes, float] = {}
+    for number in range(30):
+        block_ids = rng.sample(range(LAYOUT.num_blocks), 3)
+        request = bench.request(f"r{number}", rng.choice(prompts), block_ids)
+        matched = bench.matched(request) // BLOCK_SIZE
+        if matched and rng.random() < 0.6:
+            bench.scheduler.update_state_after_alloc(request, 0, matched * BLOCK_SIZE)
+            assert bench.until_ended(request).loaded == {request.request_id}
+            for digest, block in zip(request.block_hashes[:matched], block_ids, strict=False):
+                assert all(bool((cache[block] == truth[digest]).all()) for cache in bench.caches[0])
+        else:
+            for digest, block in zip(request.block_hashes, block_ids, strict=True):
+                value = torch.tensor(truth.setdefault(digest, rng.random()))
+                truth[digest] = float(value)  # rounded to float32
+                for cache in bench.caches[0]:
+                    cache[block] = value
+            bench.scheduler.blocks_filled(request, 0, rng.randint(0, 3), by_this_step=rng.random() < 0.5)
+            if rng.random() < 0.7:
+                bench.scheduler.request_finished(request)
+            bench.step()
+            bench.scramble(block_ids)
+        slots_of(bench).check_integrity()
+        assert len(slots_of(bench)) <= num_slots
+    bench.shutdown()
+
+
+def test_pinned_slots_are_not_evicted() -> None:
+    slots = SlotTable(2)
+    first, second = slots.add(b"1"), slots.add(b"2")
+    assert first is not None and second is not None
+    slots.pin(first)
+    assert slots.add(b"3") == second
+    slots.pin(second)
+    assert slots.add(b"4") is None
+    slots.remove(b"1")
+    assert slots.add(b"4") is None  # it is still pinned
+    slots.unpin(first)
+    assert slots.add(b"4") == first
+    slots.check_integrity()
+
+
+def test_inconsistent_slots_are_reported() -> None:
+    slots = SlotTable(2)
+    slots.add(b"1")
+    slots._free.append(0)
+    with pytest.raises(RuntimeError, match="not consistent"):
+        slots.check_integrity()
+
+
+# --- files: lookups and invalid contents ------------------------------------------------------------------------------
+
+
+def test_files_are_looked_up_once(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(make())
+    other = make()
+    request = other.request("waits", TOKENS)
+    assert [other.matched(request) for _ in range(2)] == [16, 16]
+    monkeypatch.setattr(os.path, "exists", lambda path: pytest.fail("files are looked up once"))
+    assert [other.matched(request, 4) for _ in range(2)] == [12, 12]
+
+
+def test_blocks_in_the_prefix_cache_are_not_taken_for_files(make: MakeBench) -> None:
+    """The count of cached tokens changes while a request waits for free blocks."""
+    nothing = make()
+    request = nothing.request("waits", TOKENS)
+    assert [nothing.matched(request, count) for count in (12, 4, 0)] == [0, 0, 0]
+    saved(make())
+    other = make()
+    request = other.request("waits", TOKENS)
+    assert [other.matched(request, count) for count in (8, 0, 12)] == [8, 16, 4]
+
+
+def change(path: Path, offset: int, content: bytes) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[offset : offset + len(content) or None] = content
+    path.write_bytes(whole)
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    change(path, offset, bytes([path.read_bytes()[offset] ^ 1]))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "vanished": (os.unlink, "does not exist any more"),
+    "empty": (lambda path: os.truncate(path, 0), "ends within its header, after 0 bytes"),
+    "short-header": (lambda path: os.truncate(path, 20), "ends within its header, after 20 bytes"),
+    "short": (lambda path: os.truncate(path, path.stat().st_size - 1), "has the wrong size: it has"),
+    "long": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has the wrong size: it has"),
+    "magic": (lambda path: flip(path, 0), "is not a KV block file"),
+    "version": (lambda path: change(path, 8, b"c"), "has version 99 of the format, and this engine reads 1"),
+    "checksum": (lambda path: flip(path, 30), "is corrupt: its checksum is wrong"),
+    "description": (lambda path: change(path, 40, b"[" * 30), "is corrupt: its header does not describe a KV block"),
+    "payload-begin": (lambda path: flip(path, -BLOCK_BYTES), "is corrupt: its checksum is wrong"),
+    "payload-end": (flip, "is corrupt: its checksum is wrong"),
+    "folder": (lambda path: (os.unlink(path), os.mkdir(path)), "it cannot be read (IsADirectoryError"),
+    "other-block": (
+        lambda path: path.write_bytes(next(other for other in path.parent.iterdir() if other != path).read_bytes()),
+        "holds another block: its block is {other}, and it must be {block}",
+    ),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", DAMAGE)
+def test_invalid_files_fail_the_load_once(make: MakeBench, tmp_path: Path, case: str, rank: int) -> None:
+    saved(make(num_ranks=2))
+    damage, reason = DAMAGE[case]
+    bench = make(num_ranks=2)
+    request = bench.request("again", TOKENS, PLACES)
+    block = request.block_hashes[2].hex()
+    bad = next(path for path in files(tmp_path) if path.stem == block and f"rank{rank}" in path.parts[-2])
+    other = next(path for path in bad.parent.iterdir() if path != bad)
+    bench.begin(request)
+    damage(bad)
+    output = bench.until_ended(request)
+    failure = output.failed["again"]
+    assert output.loaded == set() and not failure.timed_out
+    assert reason.format(other=other.stem, block=block) in failure.reason and block in failure.reason
+    assert bench.counters["loads_failed"] == 1
+    assert bench.step(idle=True).failed == {}
+
+
+def test_an_invalid_file_fails_one_load_and_is_written_again(make: MakeBench, tmp_path: Path) -> None:
+    saved(make())
+    bench = make()
+    request, waiting = bench.request("first", TOKENS, PLACES), bench.request("second", TOKENS, BLOCKS)
+    flip(next(path for path in files(tmp_path) if path.stem == request.block_hashes[2].hex()))
+    assert bench.matched(waiting) == 16
+    assert "first" in bench.load(request).failed
+    assert bench.matched(waiting) == 8
+    bench.save(request, 0, 4)  # its tokens were computed
+    contents = bench.contents(PLACES[2:3])
+    assert bench.matched(waiting) == 16
+    assert bench.load(waiting).loaded == {"second"}
+    assert same(bench.contents(BLOCKS[2:3]), contents)
+
+
+def test_a_block_is_stored_once_every_rank_has_written_it(make: MakeBench, tmp_path: Path) -> None:
+    saved(make(num_ranks=2))
+    other = make(num_ranks=2)
+    request = other.request("r", TOKENS)
+    next(path for path in files(tmp_path / "kv" / FINGERPRINT / "tp2-pp1-rank1")
+         if path.stem == request.block_hashes[1].hex()).unlink()  # fmt: skip
+    assert other.matched(request) == 4
+
+
+def test_files_of_another_engine_are_refused_with_both_fingerprints(make: MakeBench, tmp_path: Path) -> None:
+    saved(make())
+    theirs = "f" * 32
+    os.rename(tmp_path / "kv" / FINGERPRINT, tmp_path / "kv" / theirs)
+    other = make(fingerprint=theirs)
+    request = other.request("r", TOKENS, PLACES)
+    assert f"its fingerprint is {FINGERPRINT}, and it must be {theirs}" in other.load(request).failed["r"].reason
+    assert make(fingerprint="e" * 32).matched(request) == 0
+
+
+def test_files_of_new_weights_are_for_this_engine_alone(make: MakeBench, tmp_path: Path) -> None:
+    saved(make())
+    bench = make()
+    bench.scheduler.reset_cache()
+    before = set(files(tmp_path))
+    request = bench.request("r", TOKENS, BLOCKS)
+    bench.save(request, 0, 3)
+    assert len(set(files(tmp_path)) - before) == 3
+    assert (bench.matched(request), make().matched(request)) == (12, 16)
+
+
+# --- files: disks that are slow, full or hung -------------------------------------------------------------------------
+
+
+def test_files_appear_whole(make: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    replace = os.replace
+
+    def watch(source: Path, target: Path) -> None:
+        assert not os.path.exists(target)
+        seen.append(os.path.getsize(source))
+        replace(source, target)
+
+    monkeypatch.setattr(blocks.os, "replace", watch)
+    saved(make())
+    assert len(seen) == 4 and {path.stat().st_size for path in files(tmp_path)} == set(seen)
+
+
+def test_a_slow_disk_drops_saves_instead_of_taking_memory(make: MakeBench, tmp_path: Path) -> None:
+    jobs = InlineJobs(), ManualJobs()
+    waiting = jobs[1].waiting
+    bench = make(jobs=jobs, max_bytes_in_flight=2 * BLOCK_BYTES)
+    request = bench.request("r", TOKENS, BLOCKS)
+    for last in (4, 1):  # the first block is being written already
+        bench.save(request, 0, last)
+        assert len(waiting) == 2 and bench.counters == {"saves_dropped": 2}
+    jobs[1].run()
+    bench.save(request, 2, 4)
+    jobs[1].run()
+    bench.step()
+    assert bench.counters == {"saves_dropped": 2, "blocks_saved": 4, "bytes_saved": 4 * BLOCK_BYTES}
+    assert len(files(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_cannot_be_written(
+    make: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    bench = make()
+    request = bench.request("r", TOKENS, BLOCKS)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(blocks.os, "replace", refuse)
+        bench.save(request, 0, 4)
+        bench.step()
+    assert bench.counters == {"saves_failed": 4}
+    assert [os.strerror(error) in record.getMessage() for record in caplog.records] == [True]
+    assert files(tmp_path) == []  # no temporary files either
+    bench.save(request, 0, 4)
+    bench.step()
+    assert bench.counters["blocks_saved"] == 4
+
+
+def test_loads_wait_for_memory(make: MakeBench) -> None:
+    contents = saved(make())
+    readers = ManualJobs()
+    other = make(jobs=(readers, InlineJobs()), max_bytes_in_flight=4 * BLOCK_BYTES)  # one to read
+    other.begin(other.request("again", TOKENS, PLACES))
+    for _ in range(4):
+        assert not other.step().loaded
+        assert len(readers.waiting) == 1
+        readers.run()
+    assert other.step().loaded == {"again"}
+    assert same(other.contents(PLACES[:4]), contents)
+
+
+@pytest.mark.parametrize("case", ["timeout", "finished"])
+def test_a_load_that_is_given_up_writes_nothing_later(make: MakeBench, case: str) -> None:
+    saved(make())
+    clock, readers = Clock(), ManualJobs()
+    bench = make(jobs=(readers, InlineJobs()), clock=clock, timeout=5.0)
+    request = bench.request("again", TOKENS, PLACES)
+    bench.begin(request)
+    if case == "timeout":
+        bench.step()
+        readers.run(1)
+        clock.now += 4.9
+        assert not bench.step().failed
+        clock.now += 0.2
+        failure = bench.step().failed["again"]
+        assert failure.timed_out
+        assert "3 of 4 KV blocks had not been read after 5 s" in failure.reason
+        assert bench.matched(request) == 16  # no file is marked as invalid
+    else:
+        assert bench.step(["again"]).failed == {}  # an earlier request with this id
+        assert "has ended" in bench.step(["again"]).failed["again"].reason
+    before = bench.contents(PLACES[:4])
+    readers.run()
+    assert bench.step().is_empty
+    assert same(bench.contents(PLACES[:4]), before)
+
+
+def test_shutdown_before_anything_was_registered(tmp_path: Path) -> None:
+    config = transfer_config("FilesystemConnector", shared_storage_path=str(tmp_path))
+    SharedStorageConnector.worker_side(TransferContext(config, 4, FINGERPRINT, "engine")).shutdown()
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_threads_finish_their_jobs_when_they_are_stopped() -> None:
+    threads, done, gate = IOThreads("test", 2), [], threading.Event()
+    threads.submit(gate.wait)
+    for number in range(20):
+        threads.submit(lambda number=number: done.append(number))
+    gate.set()
+    assert threads.stop(60.0, finish=True)
+    assert sorted(done) == list(range(20))
+    with pytest.raises(RuntimeError, match="were stopped"):
+        threads.submit(lambda: None)
+
+
+def test_a_hung_thread_does_not_delay_the_end() -> None:
+    threads, begun, gate, done = IOThreads("test", 1), threading.Event(), threading.Event(), []
+
+    def hang() -> None:
+        begun.set()
+        gate.wait()
+        raise OSError("at last")
+
+    threads.submit(hang)
+    threads.submit(lambda: done.append(1))
+    assert begun.wait(60.0)
+    assert not threads.stop(0.0, finish=True)
+    gate.set()
+    assert threads.stop(60.0, finish=True)
+    assert done == []
