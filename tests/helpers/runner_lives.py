@@ -236,7 +236,7 @@ def requests_of(params: list[SamplingParams]) -> list[Request]:
             max_tokens=wish.max_tokens or 16,
             seed=number,
             eos_token_ids=frozenset(FREQUENT),
-            bad_words_token_ids=[[token, token] for token in FREQUENT] if wish.bad_words else None,
+            bad_words_token_ids=[[token, token] for token in FREQUENT] if wish.bad_words else [],
         )
         for number, wish in enumerate(params)
     ]

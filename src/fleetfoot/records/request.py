@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
 from fleetfoot.records.sampling_params import SamplingParams
@@ -33,120 +33,72 @@ FINISH_REASONS = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence to generate.
+    """One sequence to generate: what the user asked for, then the scheduler's state.
 
     Counts are in tokens. ``num_tokens`` are the known tokens, prompt and output. ``num_computed`` counts tokens whose
     KV is written by steps queued so far, so it may run ahead of ``num_tokens``. While steps in flight verify drafts it
     is an upper bound: all drafts count as accepted until the result is known.
     """
 
-    __slots__ = (
-        "bad_words_token_ids",
-        "block_hashes",
-        "block_ids",
-        "cache_salt",
-        "can_load",
-        "capacity",
-        "has_prompt_logprobs",
-        "is_held",
-        "kv_transfer_output",
-        "kv_transfer_params",
-        "last_sampled_step",
-        "max_tokens",
-        "max_total_tokens",
-        "num_accepted",
-        "num_cached_tokens",
-        "num_computed",
-        "num_drafted",
-        "num_in_flight",
-        "num_loaded",
-        "num_preemptions",
-        "num_prefill",
-        "num_prompt_tokens",
-        "num_proposed",
-        "num_published",
-        "output_token_ids",
-        "params",
-        "priority",
-        "prompt_token_ids",
-        "request_id",
-        "row",
-        "scheduled_ts",
-        "seed",
-        "sequence_number",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-    )
+    request_id: str
+    """Unique among requests that have not ended."""
+    prompt_token_ids: array[int]
+    """An int32 array, which must not change; anything else is copied to one."""
+    params: SamplingParams
+    _: KW_ONLY
+    max_tokens: int
+    """Most output tokens, already limited by the model's length."""
+    seed: int
+    """64 bits for this sequence alone."""
+    eos_token_ids: InitVar[frozenset[int]] = frozenset()
+    """The model's end tokens."""
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    """Token sequences that must not be generated."""
+    priority: int = 0
+    """Lower runs sooner."""
+    cache_salt: str | None = None
+    """Requests with different salts share no cached prefix."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """The user's parameters for the KV connector."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Iterable[int],
-        params: SamplingParams,
-        *,
-        max_tokens: int,
-        seed: int,
-        eos_token_ids: frozenset[int] = frozenset(),
-        bad_words_token_ids: list[list[int]] | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        kv_transfer_params: dict[str, Any] | None = None,
-    ) -> None:
-        """
-        Args:
-            request_id: unique among requests that have not ended.
-            prompt_token_ids: an int32 ``array`` is kept and must not change; anything else is copied.
-            params: of sampling.
-            max_tokens: most output tokens, already limited by the model's length.
-            seed: 64 bits for this sequence alone.
-            eos_token_ids: the model's end tokens; empty if the request ignores them.
-            bad_words_token_ids: token sequences that must not be generated.
-            priority: lower runs sooner.
-            cache_salt: requests with different salts share no cached prefix.
-            kv_transfer_params: the user's parameters for the KV connector.
-        """
-        self.request_id = request_id
-        self.params = params
-        self.seed = seed
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.kv_transfer_params = kv_transfer_params
-        self.kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
-        if not isinstance(prompt_token_ids, array):
-            prompt_token_ids = array("i", prompt_token_ids)
-        self.prompt_token_ids = prompt_token_ids  # int32
-        self.output_token_ids: list[int] = []
+    kv_transfer_output: dict[str, Any] | None = None  # from the KV connector, when the request has ended
+    output_token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = field(init=False)
+    max_total_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    has_prompt_logprobs: bool = field(init=False)
+    status: RequestStatus = RequestStatus.WAITING
+    stop_reason: int | str | None = None
+    sequence_number: int = 0  # order of arrival, set by the scheduler
+    row: int = -1  # of the runner's state, while running
+    scheduled_ts: float = 0.0  # when it was first scheduled, by the engine's clock
+    num_prefill: int = 0  # known tokens when it got its row: it decodes once they are computed
+    num_computed: int = 0
+    num_in_flight: int = 0  # steps queued and not yet retired that hold this request
+    num_cached_tokens: int = -1  # prefix cache hits of the first admission; -1: not admitted yet
+    num_preemptions: int = 0
+    num_drafted: int = 0  # draft tokens that were verified for it
+    num_accepted: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    capacity: int = 0  # tokens that block_ids have room for
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_published: int = 0  # full blocks that the pool has hashes of
+    is_held: bool = False  # preempted or ended, while a step in flight or a load still uses its blocks
+    can_load: bool = True  # False: a load of its KV has failed and is not retried
+    num_loaded: int = 0  # tokens whose KV a connector loads or has loaded, since it got its blocks
+    last_sampled_step: int = -1  # the last step that sampled for it, and how many drafts that step proposed:
+    num_proposed: int = 0  # both are set in pipelines only
+
+    def __post_init__(self, eos_token_ids: frozenset[int]) -> None:
+        if not isinstance(self.prompt_token_ids, array):
+            self.prompt_token_ids = array("i", self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.max_tokens = max_tokens
-        self.max_total_tokens = self.num_prompt_tokens + max_tokens
-        self.stop_token_ids = (frozenset() if params.ignore_eos else eos_token_ids) | frozenset(
-            params.stop_token_ids or ()
-        )
-        self.bad_words_token_ids = bad_words_token_ids or []
-        self.has_prompt_logprobs = params.prompt_logprobs is not None
-        self.status = RequestStatus.WAITING
-        self.stop_reason: int | str | None = None
-        self.sequence_number = 0  # order of arrival, set by the scheduler
-        self.row = -1  # of the runner's state, while running
-        self.scheduled_ts = 0.0  # when it was first scheduled, by the engine's clock
-        self.num_prefill = 0  # known tokens when it got its row: it decodes once they are computed
-        self.num_computed = 0
-        self.num_in_flight = 0  # steps queued and not yet retired that hold this request
-        self.num_cached_tokens = -1  # prefix cache hits of the first admission; -1: not admitted yet
-        self.num_preemptions = 0
-        self.num_drafted = 0  # draft tokens that were verified for it
-        self.num_accepted = 0
-        self.block_ids: list[int] = []
-        self.capacity = 0  # tokens that block_ids have room for
-        self.block_hashes: list[bytes] = []
-        self.num_published = 0  # full blocks that the pool has hashes of
-        self.is_held = False  # preempted or ended, while a step in flight or a load still uses its blocks
-        self.can_load = True  # False: a load of its KV has failed and is not retried
-        self.num_loaded = 0  # tokens whose KV a connector loads or has loaded, since it got its blocks
-        self.last_sampled_step = -1  # the last step that sampled for it, and how many drafts that step proposed:
-        self.num_proposed = 0  # both are set in pipelines only
+        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
+        end_tokens = frozenset() if self.params.ignore_eos else eos_token_ids
+        self.stop_token_ids = end_tokens | frozenset(self.params.stop_token_ids or ())
+        self.has_prompt_logprobs = self.params.prompt_logprobs is not None
 
     @property
     def is_finished(self) -> bool:

@@ -9,20 +9,13 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from numbers import Real
 from typing import Any
 
 from fleetfoot.utils.validation import checked_keywords
 
-MAX_COPIES = 16384
 EXTRA_ARGS = ("kv_transfer_params",)
-MAX_LOGIT_BIAS = 1e9
-# Both limits are normal float32 numbers far from overflow, so the device divides by exactly the given value.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
-_TEMPERATURES = f"0 (greedy) or a number in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
-_REPETITION_PENALTIES = f"a number in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
+_TOKEN_IDS = "token ids (integers of at least 0; True and False are none)"
 
 
 class RequestOutputKind(enum.Enum):
@@ -106,12 +99,37 @@ class SamplingParams:
     """Other parameters: ``kv_transfer_params``, a dict for the KV connector."""
 
     def __post_init__(self) -> None:
-        self._check_distribution()
-        self._check_lengths_and_counts()
-        self._check_flags()
-        self._check_strings()
-        self._check_token_ids()
-        self._check_extra_args()
+        for name, kind, low, high, allowed, *others in _BOUNDS:
+            value = getattr(self, name)
+            if type(value) is not kind or not low <= value <= high:  # fast path: most values are valid as they are
+                setattr(self, name, _checked(name, value, kind, low, high, allowed, *others))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            allowed = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
+            raise ValueError(f"output_kind must be one of {allowed}, got {self.output_kind!r}")
+        self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
+        self.bad_words = _strings("bad_words", self.bad_words)
+        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", stop_token_ids)))
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must hold at least one token id, or be None (all tokens), got []")
+        if self.logit_bias is not None:
+            self.logit_bias = _logit_bias(self.logit_bias)
+        if self.extra_args is not None:
+            self.extra_args = _extra_args(self.extra_args)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.seed == -1:  # as in vLLM: no seed
+            self.seed = None
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text")
         if self.temperature == 0 and self.n > 1:
             raise ValueError(
                 f"n must be 1 with greedy sampling (temperature=0), got {self.n}: all copies would be equal"
@@ -123,7 +141,7 @@ class SamplingParams:
         A subclass is copied as `SamplingParams`: a worker process could not import a class of the user's program.
         """
         copied = object.__new__(SamplingParams)
-        for name in _field_names():
+        for name in _FIELD_NAMES:
             setattr(copied, name, getattr(self, name))
         copied.__post_init__()
         return copied
@@ -160,98 +178,53 @@ class SamplingParams:
                     f"use stop_token_ids or logit_bias"
                 )
 
-    def _check_distribution(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            setattr(self, name, _number(name, getattr(self, name), "a number in [-2, 2]", lambda x: -2 <= x <= 2))
-        self.repetition_penalty = _number(
-            "repetition_penalty",
-            self.repetition_penalty,
-            _REPETITION_PENALTIES,
-            lambda x: MIN_REPETITION_PENALTY <= x <= MAX_REPETITION_PENALTY,
-        )
-        self.temperature = _number(
-            "temperature",
-            self.temperature,
-            _TEMPERATURES,
-            lambda x: x == 0 or MIN_TEMPERATURE <= x <= MAX_TEMPERATURE,
-        )
-        self.top_p = _number("top_p", self.top_p, "a number in (0, 1]", lambda x: 0 < x <= 1)
-        self.min_p = _number("min_p", self.min_p, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        self.top_k = _integer("top_k", self.top_k, "an integer of at least 1, or 0 or -1 (off)", lambda x: x >= -1)
 
-    def _check_lengths_and_counts(self) -> None:
-        self.n = _integer("n", self.n, f"an integer in [1, {MAX_COPIES}]", lambda x: 1 <= x <= MAX_COPIES)
-        if self.seed is not None:
-            allowed = "None or an integer in [-2**63, 2**64 - 1]"
-            self.seed = _integer("seed", self.seed, allowed, lambda x: -(2**63) <= x < 2**64)
-            if self.seed == -1:  # as in vLLM: no seed
-                self.seed = None
-        if self.max_tokens is not None:
-            self.max_tokens = _integer(
-                "max_tokens", self.max_tokens, "None or an integer of at least 1", lambda x: x >= 1
-            )
-        self.min_tokens = _integer("min_tokens", self.min_tokens, "an integer of at least 0", lambda x: x >= 0)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                allowed = "None, -1 (the whole vocabulary) or an integer of at least 0"
-                setattr(self, name, _integer(name, getattr(self, name), allowed, lambda x: x >= -1))
-        if self.truncate_prompt_tokens is not None:
-            self.truncate_prompt_tokens = _integer(
-                "truncate_prompt_tokens",
-                self.truncate_prompt_tokens,
-                "None, -1 (the model's length) or an integer of at least 1",
-                lambda x: x == -1 or x >= 1,
-            )
-
-    def _check_flags(self) -> None:
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not isinstance(self.output_kind, RequestOutputKind):
-            allowed = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
-            raise ValueError(f"output_kind must be one of {allowed}, got {self.output_kind!r}")
-
-    def _check_strings(self) -> None:
-        self.stop = _strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
-        self.bad_words = _strings("bad_words", self.bad_words)
-        if self.stop and not self.detokenize:
-            raise ValueError(f"stop={self.stop!r} needs detokenize=True: stop strings are found in the text")
-
-    def _check_token_ids(self) -> None:
-        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        self.stop_token_ids = list(dict.fromkeys(_token_ids("stop_token_ids", stop_token_ids)))
-        if self.allowed_token_ids is not None:
-            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids must hold at least one token id, or be None (all tokens), got []")
-        if self.logit_bias is not None:
-            self.logit_bias = _logit_bias(self.logit_bias)
-
-    def _check_extra_args(self) -> None:
-        if self.extra_args is None:
-            return
-        if not isinstance(self.extra_args, dict):
-            raise ValueError(f"extra_args must be None or a dict, got {self.extra_args!r}")
-        for name in self.extra_args:
-            if name not in EXTRA_ARGS:
-                raise ValueError(f"extra_args can hold {', '.join(EXTRA_ARGS)}, got {name!r}")
-        self.extra_args = copy.deepcopy(self.extra_args)
+_FIELD_NAMES = tuple(item.name for item in dataclasses.fields(SamplingParams))
+_FLAGS = tuple(item.name for item in dataclasses.fields(SamplingParams) if item.type == "bool")
 
 
-@cache
-def _field_names() -> tuple[str, ...]:
-    return tuple(item.name for item in dataclasses.fields(SamplingParams))
+def is_boolean(value: object) -> bool:
+    """Whether ``value`` is a bool of Python, or of an array library; some of those convert to int silently."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
-_FLAGS = (
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
+def _checked(name: str, value: Any, kind: type, low: float, high: float, allowed: str, *others: float | None) -> Any:
+    """``value`` as a finite number of the kind (bools are none), if it is in [low, high] or one of ``others``."""
+    if value is None and None in others:
+        return None
+    number: float | None = None
+    try:
+        if kind is int:
+            number = None if is_boolean(value) else operator.index(value)
+        elif isinstance(value, Real) and not isinstance(value, bool):
+            number = float(value)
+    except (TypeError, OverflowError):  # not an integer; an int beyond any float
+        pass
+    if number is None or not (low <= number <= high or number in others):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return number
+
+
+_INF = math.inf
+_NUM_LOGPROBS = "None, -1 (the whole vocabulary) or an integer of at least 0"
+_BOUNDS: tuple[tuple[Any, ...], ...] = (
+    ("n", int, 1, 16384, "an integer in [1, 16384]"),
+    ("presence_penalty", float, -2, 2, "a number in [-2, 2]"),
+    ("frequency_penalty", float, -2, 2, "a number in [-2, 2]"),
+    # This and the temperatures are normal float32 numbers far from overflow: the device divides by exactly the value.
+    ("repetition_penalty", float, 1e-6, 1e6, "a number in [1e-06, 1e+06]"),
+    ("temperature", float, 1e-30, 1e30, "0 (greedy) or a number in [1e-30, 1e+30]", 0),
+    ("top_p", float, math.ulp(0), 1, "a number in (0, 1]"),
+    ("min_p", float, 0, 1, "a number in [0, 1]"),
+    ("top_k", int, -1, _INF, "an integer of at least 1, or 0 or -1 (off)"),
+    ("seed", int, -(2**63), 2**64 - 1, "None or an integer in [-2**63, 2**64 - 1]", None),
+    ("max_tokens", int, 1, _INF, "None or an integer of at least 1", None),
+    ("min_tokens", int, 0, _INF, "an integer of at least 0"),
+    ("logprobs", int, -1, _INF, _NUM_LOGPROBS, None),
+    ("prompt_logprobs", int, -1, _INF, _NUM_LOGPROBS, None),
+    ("truncate_prompt_tokens", int, 1, _INF, "None, -1 (the model's length) or an integer of at least 1", None, -1),
 )
+"""Arguments of `_checked`: field, kind, lowest, highest, what is allowed, and other values."""
 
 
 def bad_words_token_ids(
@@ -281,36 +254,6 @@ def bad_words_token_ids(
     return [list(sequence) for sequence in sequences if vocab_size is None or max(sequence) < vocab_size]
 
 
-def is_boolean(value: object) -> bool:
-    """Whether ``value`` is a bool of Python, or of an array library; some of those convert to int silently."""
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
-
-
-def _number(name: str, value: Any, allowed: str, accept: Callable[[float], bool]) -> float:
-    """``value`` as a float, if it is a finite real number (not a bool) that ``accept`` accepts."""
-    try:
-        # fast path for floats: checking for `Real` is slow
-        is_number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
-        number = float(value) if is_number else math.nan
-    except OverflowError:  # an int beyond any float
-        number = math.inf
-    if not math.isfinite(number) or not accept(number):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
-    return number
-
-
-def _integer(name: str, value: Any, allowed: str, accept: Callable[[int], bool]) -> int:
-    """``value`` as an int, if it is an integer (of numpy too, not a bool) that ``accept`` accepts."""
-    try:
-        is_int = type(value) is int
-        number = value if is_int else None if is_boolean(value) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or not accept(number):
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
-    return number
-
-
 def _strings(name: str, values: Any) -> list[str]:
     if values is None:
         return []
@@ -325,8 +268,7 @@ def _strings(name: str, values: Any) -> list[str]:
 def _token_ids(name: str, values: Any) -> list[int]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of token ids, got {values!r}")
-    allowed = "a list of token ids (integers of at least 0; True and False are none)"
-    return [_integer(name, value, allowed, lambda x: x >= 0) for value in values]
+    return [_checked(name, value, int, 0, _INF, f"a list of {_TOKEN_IDS}") for value in values]
 
 
 def _logit_bias(values: Any) -> dict[int, float]:
@@ -335,10 +277,17 @@ def _logit_bias(values: Any) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in values.items():
         token_id = int(key) if isinstance(key, str) and key.isdecimal() else key
-        allowed = "keyed by token ids (integers of at least 0; True and False are none)"
-        token_id = _integer("logit_bias", token_id, allowed, lambda x: x >= 0)
+        token_id = _checked("logit_bias", token_id, int, 0, _INF, f"keyed by {_TOKEN_IDS}")
         if token_id in biases:
             raise ValueError(f"logit_bias must name each token once, as an int or as a string, got {values!r}")
-        allowed = f"a number in [{-MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
-        biases[token_id] = _number(f"logit_bias[{token_id}]", bias, allowed, lambda x: abs(x) <= MAX_LOGIT_BIAS)
+        biases[token_id] = _checked(f"logit_bias[{token_id}]", bias, float, -1e9, 1e9, "a number in [-1e+09, 1e+09]")
     return biases
+
+
+def _extra_args(values: Any) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ValueError(f"extra_args must be None or a dict, got {values!r}")
+    for name in values:
+        if name not in EXTRA_ARGS:
+            raise ValueError(f"extra_args can hold {', '.join(EXTRA_ARGS)}, got {name!r}")
+    return copy.deepcopy(values)
