@@ -21,7 +21,7 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
-from fleetfoot.runner.contract import ModelRunner
+from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2

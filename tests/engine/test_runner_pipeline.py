@@ -30,7 +30,7 @@ from tests.helpers.runner_lives import (
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.runner.contract import ModelRunner
+from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler

@@ -22,8 +22,7 @@ from fleetfoot.config.speculative import MAX_SPECULATIVE_TOKENS
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.contract import PendingOutput
+from fleetfoot.records.step import PendingOutput, SchedulerOutput
 from fleetfoot.speculative.controller import FIRST_PATIENCE, MEASURING, NUM_SAMPLES
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 

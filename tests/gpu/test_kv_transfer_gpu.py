@@ -10,7 +10,7 @@ from tests.helpers.kv_bench import Bench, same, transfer_config
 
 from fleetfoot.kv_transfer.base.block_copies import CudaBlockCopies, HostMemory, block_copies
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
-from fleetfoot.runner.contract import allocate_kv_cache
+from fleetfoot.runner.base import allocate_kv_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,8 +8,8 @@ import torch
 
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.records.forward_context import IntermediateTensors
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput, without_token_ids
-from fleetfoot.runner.contract import ModelRunner, PendingOutput
+from fleetfoot.records.step import ModelRunnerOutput, PendingOutput, SchedulerOutput, without_token_ids
+from fleetfoot.runner.base import ModelRunner
 
 MAX_NUM_TOKENS = 64
 """Of a step, where buffers are persistent."""

@@ -68,8 +68,8 @@ class RecordedEvent:
         self._device = device
         self._what = what
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return not self._device.is_behind
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._device._note(f"wait_{self._what}")

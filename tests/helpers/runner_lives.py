@@ -21,8 +21,8 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import RowLogprobs, SchedulerOutput
-from fleetfoot.runner.contract import ModelRunner, PendingOutput
+from fleetfoot.records.step import PendingOutput, RowLogprobs, SchedulerOutput
+from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.graphs import CaptureTable
 from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, SchedulerOutput
-from fleetfoot.runner.contract import PendingOutput
+from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 
 Execute = Callable[[SchedulerOutput], PendingOutput]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from fleetfoot.engine.stats import StatsCollector, StepStats
 from fleetfoot.executor.protocol import Executor
 from fleetfoot.records.request import Request, RequestStatus
-from fleetfoot.records.step import EngineOutput, SchedulerOutput
-from fleetfoot.runner.contract import PendingOutput
+from fleetfoot.records.step import EngineOutput, PendingOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.utils.process import run_all
 

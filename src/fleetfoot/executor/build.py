@@ -9,8 +9,7 @@ from fleetfoot.executor.protocol import check_builds
 from fleetfoot.executor.worker import Worker
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.contract import PendingOutput
+from fleetfoot.records.step import PendingOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from fleetfoot.executor.protocol import Executor

@@ -23,11 +23,11 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import (
     KVConnectorOutput,
     ModelRunnerOutput,
+    PendingOutput,
     SchedulerOutput,
     TransferFailure,
     without_token_ids,
 )
-from fleetfoot.runner.contract import PendingOutput
 
 _NODE_WAIT_MS = 1000
 """How long to wait, after a worker has failed, for another machine to report the loss of one of its own."""

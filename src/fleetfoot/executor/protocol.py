@@ -11,7 +11,7 @@ from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import SchedulerOutput
 
 if TYPE_CHECKING:  # it imports torch, which a worker process does later
-    from fleetfoot.runner.contract import PendingOutput
+    from fleetfoot.records.step import PendingOutput
 
 
 class WorkerError(RuntimeError):

@@ -19,7 +19,7 @@ from fleetfoot.layers.context import ModelContext
 from fleetfoot.plan.connector import qualified_name
 from fleetfoot.plan.plan import EnginePlan, transfer_context
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.runner.contract import ModelRunner
+from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.step_connector import NoConnector, StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2

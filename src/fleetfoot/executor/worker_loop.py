@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
 from fleetfoot.executor.messages import Failure, Ready, StepOutput, WorkerChannel, WorkerSpec, decode_call, encode_reply
 from fleetfoot.executor.worker import Worker
-from fleetfoot.runner.contract import PendingOutput
+from fleetfoot.records.step import PendingOutput
 from fleetfoot.utils.process import short_collections
 
 _SWITCH_INTERVAL_S = 0.0005

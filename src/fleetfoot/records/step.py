@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
@@ -146,8 +146,16 @@ class ModelRunnerOutput:
     """Transfers that have ended."""
 
     def get(self) -> ModelRunnerOutput:
-        """This output. An asynchronous output waits for the device here."""
+        """This output: `PendingOutput` without copies in flight."""
         return self
+
+
+class PendingOutput(Protocol):
+    """The output of a step, while copies from the device may be in flight."""
+
+    def get(self) -> ModelRunnerOutput:
+        """Wait for it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

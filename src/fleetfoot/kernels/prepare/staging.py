@@ -15,13 +15,13 @@ import torch
 
 
 class Event(Protocol):
-    """A point in the device's queue."""
+    """A point in the device's queue; `torch.cuda.Event` implements it."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether the device has passed it; does not wait."""
         ...
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until the device has passed it."""
         ...
 
@@ -116,8 +116,8 @@ class StagingBuffer:
         """Switch to the next host buffer, and wait until the device has read it."""
         self._slot = (self._slot + 1) % len(self._host)
         reader = self._read_by[self._slot]
-        if reader is not None and not reader.passed():
-            reader.wait()
+        if reader is not None and not reader.query():
+            reader.synchronize()
         self._read_by[self._slot] = None
         self._num_writes = 0
 
@@ -145,7 +145,7 @@ class StagingBuffer:
             query_start_loc: ``[padded_reqs + 1]``
         """
         if self._padding_read_by is not None:  # a buffer outside of the ring, in which a step may be half staged
-            self._padding_read_by.wait()
+            self._padding_read_by.synchronize()
         buffer = self._padding.numpy()
         buffer[: self._starts_begin] = -1
         buffer[self._starts_begin : self._starts_begin + len(query_start_loc)] = query_start_loc

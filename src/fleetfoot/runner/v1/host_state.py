@@ -1,4 +1,4 @@
-"""The state of Model Runner V1, numpy arrays on the host with a row for each running request, and a step's inputs."""
+"""The state of Model Runner V1 on the host, as numpy arrays; the inputs of a step, and of a drafter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.step import NewRequest, SchedulerOutput
+from fleetfoot.sampling.verification import HostSamples
+from fleetfoot.speculative.drafter import DraftBatch
 
 
 class HostState:
@@ -39,9 +41,7 @@ class HostState:
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Free rows, write the rows of new requests, append new blocks."""
-        for _, row in scheduler_output.finished:
-            self.requests[row] = None
+        """Write the rows of new requests, append new blocks."""
         for request in scheduler_output.new_requests:
             self._fill(request)
         for row, _, block_ids in scheduler_output.new_block_ids:
@@ -80,13 +80,28 @@ class HostState:
         self.token_ids[np.repeat(rows, counts), index] = list(chain.from_iterable(new_token_ids))
         self.num_tokens[rows] = lengths
         for row, token_ids in zip(rows.tolist(), new_token_ids, strict=True):
-            self.request(row).token_ids.extend(token_ids)
+            request = self.requests[row]
+            assert request is not None, f"row {row} is scheduled, but no request has it"
+            request.token_ids.extend(token_ids)
 
-    def request(self, row: int) -> NewRequest:
-        request = self.requests[row]
-        if request is None:
-            raise RuntimeError(f"row {row} is scheduled, but no request has it")
-        return request
+    def sampled_token_message(self, rows: np.ndarray, samples: HostSamples) -> torch.Tensor:
+        """The message of `SampledTokenSync`, after `append_tokens`, for ``rows [n]``."""
+        message = np.empty((len(rows), 2 + self.drafts.shape[1]), dtype=np.int32)
+        message[:, 0] = self.token_ids[rows, self.num_tokens[rows] - 1]
+        message[:, 1] = np.where([bool(tokens) for tokens in samples.token_ids], samples.num_rejected, -1)
+        message[:, 2:] = self.drafts[rows]
+        return torch.from_numpy(message)
+
+    def apply_sampled_tokens(self, rows: np.ndarray, message: torch.Tensor, query_len: int) -> None:
+        """Correct ``rows [n]`` on a rank that has not sampled; see `SampledTokenSync`."""
+        values = message.cpu().numpy()
+        has_new = values[:, 1] >= 0
+        # the whole query was counted; a request without a new token is a decode that had reached its length
+        self.num_computed[rows] -= np.where(has_new, values[:, 1], query_len)
+        newest = self.num_computed[rows][has_new]  # behind the accepted drafts, which `place_drafts` has written
+        self.token_ids[rows[has_new], newest] = values[has_new, 0]
+        self.num_tokens[rows[has_new]] = newest + 1
+        self.drafts[rows] = values[:, 2:]
 
 
 # --- the inputs of a step --------------------------------------------------------------------------------------------
@@ -108,6 +123,7 @@ class StepInputs:
     """``[num_tokens]`` int64"""
     input_ids: torch.Tensor
     """``[num_tokens]`` int64"""
+    num_decodes: int
     metadata: AttentionMetadata
 
 
@@ -145,7 +161,7 @@ def prepare_inputs(state: HostState, scheduler_output: SchedulerOutput, device: 
         max_seq_len=max_seq_len,
     )
     input_ids = on_device(state.token_ids[token_rows, positions])
-    return StepInputs(rows, query_lens, query_start_loc, token_rows, positions, input_ids, metadata)
+    return StepInputs(rows, query_lens, query_start_loc, token_rows, positions, input_ids, num_decodes, metadata)
 
 
 def logits_indices(inputs: StepInputs, scheduler_output: SchedulerOutput) -> np.ndarray:
@@ -153,3 +169,40 @@ def logits_indices(inputs: StepInputs, scheduler_output: SchedulerOutput) -> np.
     num_decodes = scheduler_output.num_decodes
     last_tokens = inputs.query_start_loc[num_decodes + 1 : scheduler_output.num_sampled + 1] - 1
     return np.concatenate((np.arange(num_decodes * (1 + scheduler_output.num_drafts)), last_tokens))
+
+
+def draft_batch(
+    state: HostState, inputs: StepInputs, hidden_states: torch.Tensor, samples: HostSamples, max_seq_len: int
+) -> DraftBatch:
+    """The step for a drafter, after the new tokens were appended.
+
+    Args:
+        hidden_states: ``[num_tokens, hidden_size]``, in batch order.
+        max_seq_len: maximum number of tokens of a request, and of its drafts.
+    """
+    num_sampled = len(samples.token_ids)
+    rows = inputs.rows[:num_sampled]
+    starts, ends = inputs.query_start_loc[:num_sampled], inputs.query_start_loc[1 : num_sampled + 1]
+    last_index = np.maximum(ends - 1 - samples.num_rejected, starts)  # [num_sampled]
+    # entries behind the known tokens of a row are undefined, but valid token ids
+    next_position = (inputs.positions + 1).clip(max=state.token_ids.shape[1] - 1)  # [num_tokens]
+
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(hidden_states.device)
+
+    return DraftBatch(
+        input_ids=inputs.input_ids,
+        metadata=inputs.metadata,
+        hidden=hidden_states,
+        next_ids=on_device(state.token_ids[inputs.token_rows, next_position]),
+        last_index=on_device(last_index),
+        newest=on_device(state.token_ids[rows, state.num_tokens[rows] - 1]),
+        positions=on_device(inputs.positions[last_index] + 1),
+        limits=on_device(state.limits[rows]),
+        block_tables=on_device(state.block_table[rows]),
+        rows=on_device(rows),
+        temperatures=on_device(state.temperatures),
+        seeds=on_device(state.seeds),
+        is_decode=inputs.num_decodes == len(inputs.rows),
+        max_seq_len=max_seq_len,
+    )

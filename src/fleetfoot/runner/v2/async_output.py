@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,20 +12,6 @@ from fleetfoot.records.step import KVConnectorOutput, ModelRunnerOutput, RowLogp
 from fleetfoot.runner.v2.device import Device
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.verification import INVALID_MESSAGE
-
-
-@dataclass(slots=True)
-class _PendingLogprobs:
-    """Logprobs in flight, and the rows of logits that use them."""
-
-    tensors: LogprobsTensors
-    positions: Sequence[int]
-    indices: Sequence[int]
-    counts: Sequence[int]
-
-    def items(self) -> Iterator[tuple[int, RowLogprobs]]:
-        used = LogprobsTensors(self.tensors.packed[list(self.positions)])
-        return zip(self.indices, used.to_rows(self.counts), strict=True)
 
 
 @dataclass(slots=True)
@@ -41,7 +27,8 @@ class AsyncOutput:
     _num_decodes: int = 0
     _num_drafts: int = 0
     _event: Event | None = None
-    _logprobs: list[_PendingLogprobs] = field(default_factory=list)
+    _logprobs: list[tuple[LogprobsTensors, Sequence[int], Mapping[int, int]]] = field(default_factory=list)
+    """With the arguments of `send_logprobs`."""
     _prompt_logprobs: list[tuple[int, int, LogprobsTensors]] = field(default_factory=list)
 
     def send_tokens(self, packed: torch.Tensor, num_decodes: int, num_drafts: int) -> None:
@@ -50,20 +37,15 @@ class AsyncOutput:
         self._tokens, self._event = self.device.copy_out(packed)
 
     def send_logprobs(
-        self,
-        tensors: LogprobsTensors,
-        indices: Sequence[int],
-        counts: Sequence[int],
-        positions: Sequence[int] | None = None,
+        self, tensors: LogprobsTensors, counts: Mapping[int, int], positions: Sequence[int] | None = None
     ) -> None:
         """Queue the copy of logprobs.
 
         Args:
-            indices: rows of logits that use them. counts: number of top logprobs of each; -1: all tokens.
-            positions: the row of ``tensors`` of each; None: its index.
+            counts: rows of logits that use them -> number of top logprobs; -1: all tokens.
+            positions: the row of ``tensors`` of each; None: the row of logits.
         """
-        positions = indices if positions is None else positions
-        self._logprobs.append(_PendingLogprobs(self._copied(tensors), positions, indices, counts))
+        self._logprobs.append((self._copied(tensors), list(counts) if positions is None else positions, counts))
 
     def send_prompt_logprobs(self, index: int, position: int, tensors: LogprobsTensors) -> None:
         """Queue the copy of prompt logprobs of the request ``index``, from the prompt token at ``position`` on."""
@@ -76,13 +58,11 @@ class AsyncOutput:
     def get(self) -> ModelRunnerOutput:
         """Wait for the copies, and convert them."""
         if self._event is not None:
-            self._event.wait()
+            self._event.synchronize()
         output = ModelRunnerOutput(sampled_token_ids=[], kv_connector_output=self.kv_connector_output)
         if self._tokens is not None:
-            if self._num_drafts:
-                self._read_drafts(self._tokens.tolist(), output)
-            else:
-                self._read_tokens(self._tokens.tolist(), output)
+            read = self._read_drafts if self._num_drafts else self._read_tokens
+            read(self._tokens.tolist(), output)
         for index, position, tensors in self._prompt_logprobs:
             output.prompt_logprobs[index] = (position, tensors.to_rows())
         return output
@@ -93,7 +73,7 @@ class AsyncOutput:
         output.sampled_token_ids = [[token] for token in token_ids]
         if any(invalid):
             output.invalid = {index: INVALID_MESSAGE for index, flag in enumerate(invalid) if flag}
-        output.logprobs = {index: [row] for pending in self._logprobs for index, row in pending.items()}
+        output.logprobs = {index: [row] for index, row in self._logprobs_of_logits()}
 
     def _read_drafts(self, packed: list[list[int]], output: ModelRunnerOutput) -> None:
         """With drafts: 1 + accepted drafts for each decode, one token for each prefill that ended."""
@@ -104,10 +84,16 @@ class AsyncOutput:
             if num_sampled and entry[width + num_sampled - 1]:
                 output.invalid[index] = INVALID_MESSAGE
         output.num_drafted = [entry[-1] for entry in packed[:num_decodes]]
-        for logits_row, row in (item for pending in self._logprobs for item in pending.items()):
+        for logits_row, row in self._logprobs_of_logits():
             # decodes have ``width`` rows of logits each; the prefills behind them have one
             index, offset = divmod(logits_row, width)
             if index >= num_decodes:
                 index, offset = num_decodes + logits_row - num_decodes * width, 0
             if offset < len(output.sampled_token_ids[index]):
                 output.logprobs.setdefault(index, []).append(row)
+
+    def _logprobs_of_logits(self) -> Iterator[tuple[int, RowLogprobs]]:
+        """Rows of logits with their logprobs."""
+        for tensors, positions, counts in self._logprobs:
+            used = LogprobsTensors(tensors.packed[list(positions)])
+            yield from zip(counts, used.to_rows(list(counts.values())), strict=True)

@@ -49,35 +49,30 @@ class Drafting:
         """
         if num_to_propose is None:
             return
-        draft_settings, tables = self._draft_settings, self._state.tables
-        num_sampled = 0 if samples is None else len(samples.token_ids)
-        rows = batch.idx_mapping[:num_sampled]
-        if draft_settings.ngram is not None:
-            if not num_to_propose or not num_sampled:
-                return
-            num_computed = tables.num_computed.index_select(0, rows.clamp(min=0).to(torch.int64))
-            seq_lens = num_computed + 1  # the newest token is not computed yet
-            self._propose_ngrams(rows, seq_lens, tables, draft_settings.ngram.max_ngram, draft_settings.ngram.min_ngram)
-        elif draft_settings.drafter is not None:
-            draft_batch = self._draft_batch(batch, hidden_states, samples)
-            drafts = draft_settings.drafter.propose(draft_batch, num_to_propose)
-            if drafts is not None and num_sampled:
+        drafter, ngram, tables = self._draft_settings.drafter, self._draft_settings.ngram, self._state.tables
+        rows = batch.idx_mapping[: 0 if samples is None else len(samples.token_ids)]
+        if drafter is not None:
+            drafts = drafter.propose(self._draft_batch(batch, rows, hidden_states, samples), num_to_propose)
+            if drafts is not None and len(rows):
                 last_row = tables.draft_tokens.shape[0] - 1  # of padding requests
                 target = torch.where(rows < 0, last_row, rows).to(torch.int64)
                 tables.draft_tokens.index_copy_(0, target, drafts)
+        elif ngram is not None and len(rows):
+            num_computed = tables.num_computed.index_select(0, rows.clamp(min=0).to(torch.int64))
+            # the newest token is not computed yet
+            self._propose_ngrams(rows, num_computed + 1, tables, ngram.max_ngram, ngram.min_ngram)
 
-    def _draft_batch(self, batch: InputBatch, hidden_states: torch.Tensor, samples: DeviceSamples | None) -> DraftBatch:
-        tables, metadata = self._state.tables, batch.metadata
-        num_sampled = 0 if samples is None else len(samples.token_ids)
-        rows = batch.idx_mapping[:num_sampled]
+    def _draft_batch(
+        self, batch: InputBatch, rows: torch.Tensor, hidden_states: torch.Tensor, samples: DeviceSamples | None
+    ) -> DraftBatch:
+        tables, metadata, num_sampled = self._state.tables, batch.metadata, len(rows)
         safe_rows = rows.clamp(min=0).to(torch.int64)  # padding reads row 0
-        starts, ends = batch.query_start_loc[:num_sampled], batch.query_start_loc[1 : num_sampled + 1]
         if samples is None:
             last_index = newest = safe_rows
         else:
+            starts, ends = batch.query_start_loc[:num_sampled], batch.query_start_loc[1 : num_sampled + 1]
             last_index = torch.maximum(ends - 1 - samples.num_rejected, starts).clamp(min=0).to(torch.int64)
-            last = (samples.num_sampled - 1).clamp(min=0).to(torch.int64)
-            newest = samples.token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
+            newest = newest_tokens(samples)
         return DraftBatch(
             input_ids=batch.input_ids,
             metadata=metadata,
@@ -108,3 +103,9 @@ class Drafting:
             slots = torch.where(is_known, slots + behind % tables.block_size, 0)
             following = torch.where(is_known, tables.token_pages[slots].to(torch.int64), following)
         return following.index_copy(0, last_index, newest) if len(newest) else following
+
+
+def newest_tokens(samples: DeviceSamples) -> torch.Tensor:
+    """``[n]`` int64: the last token of each request that sampled."""
+    last = (samples.num_sampled - 1).clamp(min=0).to(torch.int64)
+    return samples.token_ids.gather(1, last.unsqueeze(1)).squeeze(1)

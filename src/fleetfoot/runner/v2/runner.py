@@ -4,7 +4,7 @@ A step, from top to bottom:
 
     execute_model   stage what changed; apply it on the device; prepare the inputs; forward
     sample_tokens   logits; sample and verify drafts; post-update of the rows; propose drafts; queue the copy of the
-                    tokens to the host; the KV connector
+                    tokens to the host
 
 From the preparation to the drafts a step can be one graph, which has sampled before `sample_tokens` is called.
 
@@ -17,32 +17,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.fusion.fit import LayerFusion, plan_fusion
 from fleetfoot.kernels.runtime.compile_ahead import can_compile_ahead
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.step import SchedulerOutput
-from fleetfoot.runner.contract import ExecuteModelState, allocate_kv_cache
+from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput
+from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.graphs import BatchShape, CaptureTable, GraphKey, GraphManager
-from fleetfoot.runner.step_connector import NoConnector, StepConnector
+from fleetfoot.runner.token_sync import SampledTokenSync
 from fleetfoot.runner.v2.async_output import AsyncOutput
 from fleetfoot.runner.v2.device import Device, open_device
-from fleetfoot.runner.v2.drafting import Drafting
+from fleetfoot.runner.v2.drafting import Drafting, newest_tokens
 from fleetfoot.runner.v2.input_batch import InputBatch, InputBuffers, logits_batch, logits_metadata
-from fleetfoot.runner.v2.pipeline import SampledTokenSync
 from fleetfoot.runner.v2.state import DeviceState
 from fleetfoot.runner.v2.warm_up import KernelCompiler, eager_shape, later_shapes, warm_up_steps
 from fleetfoot.sampling.logprobs import LogprobsTensors
 from fleetfoot.sampling.sampler_v2 import Sampler
 from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, LogitsBatch
-from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
 from fleetfoot.weights.loading import ModelLoader
 
 
@@ -60,21 +58,17 @@ class StepOutput:
     logprobs: LogprobsTensors | None = None
     """Logprobs of each row of logits, if the step has sampled."""
     sync_message: torch.Tensor | None = None
-    """`SampledTokenSync.pack`, if the step has sampled."""
+    """The message of `SampledTokenSync`, if the step has sampled in a pipeline."""
 
 
-class ModelRunnerV2:
+class ModelRunnerV2(ModelRunner):
     """Implements `ModelRunner`.
 
     Args:
-        loader: builds the model, or a pipeline stage of it, when `load_model` is called.
-        max_num_seqs: maximum number of requests in a step. max_num_batched_tokens: maximum number of tokens in a step.
-        max_model_len: maximum number of tokens of a request.
+        loader: as for `ModelRunner`, like ``options``.
+        max_num_batched_tokens: maximum number of tokens in a step.
         capture_table: the shapes to capture as graphs, from the plan.
         device: copies, events and graphs; None: those of the loader's device.
-        draft_settings: the number of drafts, and on the last rank of a pipeline the drafter.
-        connector: moves KV; None: there is none.
-        pipeline: the pipeline-parallel ranks.
         fusion: which layers of the whole model are fused, from the plan; empty: all that fit.
     """
 
@@ -84,80 +78,55 @@ class ModelRunnerV2:
         self,
         loader: ModelLoader,
         *,
-        max_num_seqs: int,
         max_num_batched_tokens: int,
-        max_model_len: int,
         capture_table: CaptureTable | None = None,
         device: Device | None = None,
-        draft_settings: DraftSettings = NO_DRAFTING,
-        connector: StepConnector | None = None,
-        pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
         fusion: Sequence[LayerFusion] = (),
+        **options: Any,
     ) -> None:
+        super().__init__(loader, **options)
         self._kernels = loader.context.ops
         self.device = device or open_device(loader.context.device, self._kernels)
         can_capture = self.device.has_graphs and loader.context.attention.is_capturable
         self.graphs = GraphManager(
             capture_table or CaptureTable(),
             (lambda key: self.device.capture(self._step(key))) if can_capture else None,
-            includes_sampling=pipeline.is_last_rank,
+            includes_sampling=self._pipeline.is_last_rank,
         )
-        self._loader = loader
-        self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
-        self._draft_settings = draft_settings
-        self._connector = connector or NoConnector()
-        self._pipeline = pipeline
         self._fusion = fusion
-        self._model: CausalLM | None = None
-        self._kv_caches: list[torch.Tensor] = []
-        self._execute_state: ExecuteModelState | None = None
-        """The step between `execute_model` and `sample_tokens`."""
-        self._ready_output: AsyncOutput | None = None
-        """The output of a step that was complete after `execute_model`."""
         self._compiler: KernelCompiler | None = None
 
     # --- start ------------------------------------------------------------------------------------------------------
 
-    def load_model(self) -> None:
-        self._model = model = self._loader.load()
+    def _load(self) -> CausalLM:
+        model = super()._load()
         fusion = self._fusion or plan_fusion(model.config, "v2")
         fuse(model.model.layers, self._loader.context, [fusion[layer].is_fused for layer in model.layers])
-        self.fused_layers = model.model.layers.fused_layers
-        if self._draft_settings.drafter is not None:
-            self._draft_settings.drafter.load_model(self._model)
+        return model
 
-    def initialize_kv_cache(self, layout: KVLayout) -> None:
-        if self._model is None:
-            raise RuntimeError("initialize_kv_cache was called before load_model")
-        kv_caches = allocate_kv_cache(layout, self.device.torch_device)
-        num_layers = len(self._model.layers)
-        self._kv_caches = kv_caches[:num_layers]
-        if self._draft_settings.drafter is not None:
-            self._draft_settings.drafter.bind_kv_caches(kv_caches[num_layers:])
-        self._connector.register_kv_caches(kv_caches, layout)
-        state = DeviceState(
+    def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
+        kernels, num_drafts = self._kernels, self._draft_settings.num_drafts
+        max_num_seqs, max_model_len = self._max_num_seqs, self._max_model_len
+        self._state = state = DeviceState(
             self.device,
-            max_num_seqs=self._max_num_seqs,
-            max_model_len=self._max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             num_blocks=layout.num_blocks,
             block_size=layout.block_size,
             max_num_batched_tokens=self._max_num_batched_tokens,
-            vocab_size=self._model.config.vocab_size,
-            num_draft=self._draft_settings.num_drafts,
+            vocab_size=model.config.vocab_size,
+            num_draft=num_drafts,
             stages_all_tokens=self._connector.fills_blocks,
         )
-        self._state = state
-        model, kernels = self._model, self._kernels
-        self._buffers = InputBuffers(
-            state, kernels, self._max_num_seqs, self._max_num_batched_tokens, self._max_model_len
-        )
+        self._buffers = InputBuffers(state, kernels, max_num_seqs, self._max_num_batched_tokens, max_model_len)
         verification = DraftVerification(state.tables, kernels.accept_drafts)
         self._sampler = Sampler(state.sampling, verification, kernels, model.compute_logits, model.config.vocab_size)
-        self._iota = torch.arange(self._max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
-        self._drafting = Drafting(self._draft_settings, state, kernels, self._max_model_len)
-        self._token_sync = SampledTokenSync(self._pipeline, state, kernels)
+        self._iota = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=self.device.torch_device)
+        self._drafting = Drafting(self._draft_settings, state, kernels, max_model_len)
+        self._token_sync = SampledTokenSync(
+            self._pipeline, num_drafts, self.device.torch_device, self._apply_sampled_tokens
+        )
 
     def warm_up(self) -> None:
         steps = warm_up_steps(self._max_num_batched_tokens, self._max_model_len, self._state.block_size)
@@ -170,7 +139,7 @@ class ModelRunnerV2:
             if self._execute_state is not None:
                 self._sample().get()
         self._sampler.remove(0)
-        self._token_sync.receive_all()
+        self._token_sync.receive(steps[-1].step)
         with torch.inference_mode():
             self.graphs.capture_first()
         self.graphs.num_steps.clear()
@@ -206,45 +175,12 @@ class ModelRunnerV2:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def execute_model(
-        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
-    ) -> IntermediateTensors | None:
-        if scheduler_output.is_idle:
-            self._free_rows(scheduler_output)
-            self._ready_output = AsyncOutput(self.device, self._connector.no_forward(scheduler_output))
-            return None
-        try:
-            self._connector.pre_forward(scheduler_output)
-            next_stage_input = self._forward(scheduler_output, intermediate_tensors)
-            if self._execute_state is None:  # a rank that does not sample: its last write of KV is queued
-                kv_output = self._connector.post_forward(scheduler_output.finished_req_ids)
-                self._ready_output = AsyncOutput(self.device, kv_output)
-        except BaseException:
-            self._connector.abandon()
-            raise
-        return next_stage_input
-
-    def sample_tokens(self, grammar_output: object | None) -> AsyncOutput:
-        if self._ready_output is not None:
-            output, self._ready_output = self._ready_output, None
-            return output
-        finished = set() if self._execute_state is None else self._execute_state.finished_req_ids
-        try:
-            output = self._sample()
-            output.kv_connector_output = self._connector.post_forward(finished)
-        except BaseException:
-            self._connector.abandon()
-            raise
-        return output
-
     @torch.inference_mode()
     def _forward(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
     ) -> IntermediateTensors | None:
         """From the staged updates to the hidden states, or in a graph to the drafts."""
-        if self._model is None or not self._kv_caches:
-            raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
-        self._token_sync.receive_for(scheduler_output)
+        self._token_sync.receive(scheduler_output.awaited_step)
         self._stage_updates(scheduler_output)
         sampling = self._sampler.variant if self._sampler.fits_graph else None
         drafting = self._drafting.num_to_propose(scheduler_output)
@@ -263,10 +199,11 @@ class ModelRunnerV2:
             step_output = graph.output
         hidden_states = step_output.hidden_states
         if isinstance(hidden_states, IntermediateTensors):
-            return self._send_to_next_stage(hidden_states.first(shape.num_tokens), batch)
-        self._execute_state = ExecuteModelState(
-            scheduler_output, hidden_states, scheduler_output.finished_req_ids, (batch, step_output)
-        )
+            sampled_rows = batch.idx_mapping[
+                : shape.num_sampled
+            ].clone()  # the next step overwrites the batch's buffers
+            return self._send_to_next_stage(hidden_states.first(shape.num_tokens), scheduler_output, sampled_rows)
+        self._execute_state = scheduler_output, (batch, step_output)
         return None
 
     def _stage_updates(self, scheduler_output: SchedulerOutput) -> None:
@@ -278,29 +215,18 @@ class ModelRunnerV2:
             state.stage_request(request)
             self._sampler.add(request)
         if scheduler_output.new_block_ids:
-            state.block_tables.stage_appended(scheduler_output.new_block_ids, staging)
+            state.stage_new_blocks(scheduler_output.new_block_ids)
 
     def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
         for _, row in scheduler_output.finished:
             self._sampler.remove(row)
 
-    def _send_to_next_stage(self, hidden_states: IntermediateTensors, batch: InputBatch) -> IntermediateTensors | None:
-        """End a step on a rank that is not the last of its pipeline."""
-        self._token_sync.expect(batch)
-        if self._pipeline.size == 1:
-            return hidden_states
-        self._pipeline.send(hidden_states)
-        return None
-
     @torch.inference_mode()
     def _sample(self) -> AsyncOutput:
         """From the hidden states to the output; of a graph that has sampled, only the copies are left."""
-        if self._execute_state is None or self._model is None:
-            raise RuntimeError("sample_tokens was called without an execute_model before it")
-        state, self._execute_state = self._execute_state, None
-        batch, step_output = state.extra
-        scheduler_output, shape = state.scheduler_output, batch.shape
-        output = AsyncOutput(self.device)
+        assert self._execute_state is not None
+        (scheduler_output, (batch, step_output)), self._execute_state = self._execute_state, None
+        shape, output = batch.shape, AsyncOutput(self.device)
         if step_output.packed is not None:
             self._send_captured(batch, step_output, output)
             return output
@@ -314,8 +240,9 @@ class ModelRunnerV2:
         self._post_update(batch, samples)
         num_to_propose = self._drafting.num_to_propose(scheduler_output)
         self._drafting.propose(batch, step_output.hidden_states, samples, num_to_propose)
-        if samples is not None:
-            self._token_sync.send(self._token_sync.pack(batch, samples))
+        message = None if samples is None else self._sampled_token_message(batch, samples)
+        if message is not None:
+            self._token_sync.send(message)
         return output
 
     def _send_captured(self, batch: InputBatch, step_output: StepOutput, output: AsyncOutput) -> None:
@@ -327,7 +254,8 @@ class ModelRunnerV2:
         if step_output.logprobs is not None:
             logprobs = LogprobsTensors(step_output.logprobs.packed[: shape.num_logits].clone())
             self._send_logprobs(batch, logprobs, output)
-        self._token_sync.send(None if message is None else message[: shape.num_sampled])
+        if message is not None:
+            self._token_sync.send(message[: shape.num_sampled])
 
     def _sample_logits(self, batch: InputBatch, step_output: StepOutput, output: AsyncOutput) -> DeviceSamples:
         """Sample with the features that the running requests use, and queue the copies of logprobs."""
@@ -337,13 +265,13 @@ class ModelRunnerV2:
             self._send_logprobs(batch, sampled.logprobs, output)
         if large := self._sampler.large_logprobs(logits, sampled.token_ids, batch.rows_of_logits):
             logprobs, sizes = large
-            output.send_logprobs(logprobs, list(sizes), list(sizes.values()), range(len(sizes)))
+            output.send_logprobs(logprobs, sizes, range(len(sizes)))
         return sampled.samples
 
     def _send_logprobs(self, batch: InputBatch, logprobs: LogprobsTensors, output: AsyncOutput) -> None:
         """Queue the copy of logprobs of every row of logits, if a request of the batch uses them."""
         if counts := self._sampler.num_logprobs(batch.rows_of_logits):
-            output.send_logprobs(logprobs, list(counts), list(counts.values()))
+            output.send_logprobs(logprobs, counts)
 
     # --- device work, eager or captured -----------------------------------------------------------------------------
 
@@ -403,14 +331,39 @@ class ModelRunnerV2:
             samples, packed = sampled.samples, sampled.samples.packed()
             self._post_update(batch, samples)
             self._drafting.propose(batch, step_output.hidden_states, samples, key.drafting)
-            message = self._token_sync.pack(batch, samples)
+            message = self._sampled_token_message(batch, samples)
             return StepOutput(step_output.hidden_states, rows, packed, sampled.logprobs, message)
 
         return work
 
+    # --- sampled tokens on the other ranks of a pipeline --------------------------------------------------------------
+
+    def _sampled_token_message(self, batch: InputBatch, samples: DeviceSamples) -> torch.Tensor | None:
+        """The message of `SampledTokenSync`, after drafting, with rows of padding at its end; None without a
+        pipeline."""
+        if self._pipeline.size == 1:
+            return None
+        # A step without new drafts leaves the old ones in its rows. They may be verified beside new drafts of other
+        # requests, so all ranks need the same.
+        drafts = self._state.tables.draft_tokens[batch.idx_mapping[: len(samples.token_ids)]]
+        num_rejected = torch.where(samples.num_sampled > 0, samples.num_rejected, -1)
+        return torch.cat((torch.stack((newest_tokens(samples), num_rejected), 1), drafts), 1).to(torch.int32)
+
+    def _apply_sampled_tokens(self, rows: torch.Tensor, message: torch.Tensor, query_len: int) -> None:
+        """Correct ``rows [n]`` on a rank that has not sampled."""
+        tables, has_new = self._state.tables, message[:, 1] >= 0
+        # the whole query was counted; a request without a new token is a decode that had reached its length
+        num_rejected = torch.where(has_new, message[:, 1], query_len)
+        starts = torch.zeros(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        newest = message[:, :1].contiguous()
+        self._kernels.post_update(rows, starts, tables, newest, has_new.to(torch.int32), num_rejected.contiguous())
+        if message.shape[1] > 2:
+            tables.draft_tokens.index_copy_(0, rows.to(torch.int64), message[:, 2:].contiguous())
+
+    def _output_without_tokens(self, kv_connector_output: KVConnectorOutput | None) -> AsyncOutput:
+        return AsyncOutput(self.device, kv_connector_output)
+
     def shutdown(self) -> None:
         if self._compiler is not None:
             self._compiler.close()
-        self._connector.shutdown()
-        self._model = self._execute_state = self._ready_output = None
-        self._kv_caches = []
+        super().shutdown()

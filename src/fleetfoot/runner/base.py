@@ -1,0 +1,194 @@
+"""A model runner: its interface, and what the runners share: the KV cache, and the order of a step.
+
+execute_model   the KV connector begins the step; prepare the inputs; forward
+sample_tokens   logits; sample and verify drafts; propose drafts; the KV connector ends the step
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fleetfoot.config.model import DTYPE_BYTES
+from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
+from fleetfoot.models.interface import CausalLM
+from fleetfoot.records.forward_context import IntermediateTensors
+from fleetfoot.records.kv_layout import KVLayout
+from fleetfoot.records.step import KVConnectorOutput, PendingOutput, SchedulerOutput
+from fleetfoot.runner.step_connector import NoConnector, StepConnector
+from fleetfoot.runner.token_sync import SampledTokenSync
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings
+from fleetfoot.weights.loading import ModelLoader
+
+
+class ModelRunner(ABC):
+    """Turns a `SchedulerOutput` into tokens. Calls come in pairs: `execute_model`, then `sample_tokens`.
+
+    Args:
+        loader: builds the model, or a pipeline stage of it, when `load_model` is called.
+        max_num_seqs: maximum number of requests in a step.
+        max_model_len: maximum number of tokens of a request.
+        draft_settings: the number of drafts, and on the last rank of a pipeline the drafter.
+        connector: moves KV; None: there is none.
+        pipeline: the pipeline-parallel ranks.
+    """
+
+    name: ClassVar[str]
+    """``v1`` or ``v2``."""
+    fused_layers: tuple[int, ...]
+    """Numbers of the decoder layers that run fused, set by `load_model`."""
+    _token_sync: SampledTokenSync
+
+    def __init__(
+        self,
+        loader: ModelLoader,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        draft_settings: DraftSettings = NO_DRAFTING,
+        connector: StepConnector | None = None,
+        pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
+    ) -> None:
+        self._loader = loader
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
+        self._draft_settings = draft_settings
+        self._connector = connector or NoConnector()
+        self._pipeline = pipeline
+        self._model: CausalLM | None = None
+        self._kv_caches: list[torch.Tensor] = []
+        self._execute_state: tuple[SchedulerOutput, Any] | None = None
+        """The step between `execute_model` and `sample_tokens`, and the results of its forward pass."""
+        self._ready_output: PendingOutput | None = None
+        """The output of a step that was complete after `execute_model`."""
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    def load_model(self) -> None:
+        """Read the weights to the device."""
+        self._model = self._load()
+        self.fused_layers = self._model.model.layers.fused_layers
+        if self._draft_settings.drafter is not None:
+            self._draft_settings.drafter.load_model(self._model)
+
+    def _load(self) -> CausalLM:
+        return self._loader.load()
+
+    def initialize_kv_cache(self, layout: KVLayout) -> None:
+        """Allocate the KV cache and the runner's state."""
+        model, drafter = self._model, self._draft_settings.drafter
+        if model is None:
+            raise RuntimeError("initialize_kv_cache was called before load_model")
+        kv_caches = allocate_kv_cache(layout, self._loader.context.device)
+        self._kv_caches = kv_caches[: len(model.layers)]
+        if drafter is not None:
+            drafter.bind_kv_caches(kv_caches[len(model.layers) :])
+        self._connector.register_kv_caches(kv_caches, layout)
+        self._initialize_state(model, layout)
+
+    @abstractmethod
+    def _initialize_state(self, model: CausalLM, layout: KVLayout) -> None:
+        """Allocate the rows of requests and all else that steps use, ``_token_sync`` included."""
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Compile and capture what serving uses, without an effect on state or statistics."""
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
+    ) -> IntermediateTensors | None:
+        """Queue the forward pass.
+
+        Args:
+            intermediate_tensors: of the previous pipeline stage; None: there is none, or the runner receives it.
+
+        Returns:
+            The input of the next pipeline stage, if the caller sends it; else None. `sample_tokens` is called next.
+        """
+        if self._model is None or not self._kv_caches:
+            raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")
+        if scheduler_output.is_idle:
+            self._free_rows(scheduler_output)
+            self._ready_output = self._output_without_tokens(self._connector.no_forward(scheduler_output))
+            return None
+        try:
+            self._connector.pre_forward(scheduler_output)
+            next_stage_input = self._forward(scheduler_output, intermediate_tensors)
+            if self._execute_state is None:  # a rank that does not sample: its last write of KV is queued
+                kv_output = self._connector.post_forward(scheduler_output.finished_req_ids)
+                self._ready_output = self._output_without_tokens(kv_output)
+        except BaseException:
+            self._connector.abandon()
+            raise
+        return next_stage_input
+
+    def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
+        """Logits, sampling, verification of drafts, drafting, and then the KV connector, for the step that
+        `execute_model` queued. On a rank that is not last in its pipeline, and after an idle step, the output has
+        only that of the KV connector."""
+        if self._ready_output is not None:
+            output, self._ready_output = self._ready_output, None
+            return output
+        if self._execute_state is None:
+            raise RuntimeError("sample_tokens was called without an execute_model before it")
+        finished = self._execute_state[0].finished_req_ids
+        try:
+            sampled = self._sample()
+            sampled.kv_connector_output = self._connector.post_forward(finished)
+        except BaseException:
+            self._connector.abandon()
+            raise
+        return sampled
+
+    @abstractmethod
+    def _free_rows(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget the requests that have ended or are preempted."""
+
+    @abstractmethod
+    def _forward(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None
+    ) -> IntermediateTensors | None:
+        """See `execute_model`. On a rank that samples it sets ``_execute_state``."""
+
+    @abstractmethod
+    def _sample(self) -> Any:
+        """The output of the step of ``_execute_state``, which it clears."""
+
+    @abstractmethod
+    def _output_without_tokens(self, kv_connector_output: KVConnectorOutput | None) -> PendingOutput: ...
+
+    def _send_to_next_stage(
+        self, hidden_states: IntermediateTensors, scheduler_output: SchedulerOutput, rows: Any
+    ) -> IntermediateTensors | None:
+        """End a step on a rank that is not the last of its pipeline; ``rows`` are those of all requests that sample."""
+        if self._pipeline.size == 1:
+            return hidden_states
+        self._token_sync.expect(scheduler_output, rows)
+        self._pipeline.send(hidden_states)
+        return None
+
+    def shutdown(self) -> None:
+        """Free the memory; the runner cannot be used afterwards."""
+        self._connector.shutdown()
+        self._model = self._execute_state = self._ready_output = None
+        self._kv_caches = []
+
+
+def allocate_kv_cache(layout: KVLayout, device: torch.device) -> list[torch.Tensor]:
+    """The tensors of all layers (`KVLayout.layer_shapes`), zeroed, because masking does not remove a NaN in a slot that
+    was never written.
+
+    On a CPU, pages of zeros take memory only when blocks are first written.
+    """
+    dtype = getattr(torch, layout.dtype)
+    if device.type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape in layout.layer_shapes]
+    return [
+        torch.from_numpy(np.zeros(math.prod(shape) * DTYPE_BYTES[layout.dtype], dtype=np.uint8)).view(dtype).view(shape)
+        for shape in layout.layer_shapes
+    ]
