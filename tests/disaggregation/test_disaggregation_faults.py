@@ -131,7 +131,7 @@ def test_a_producer_killed_during_the_transfer(pair: Killable, expected: Outputs
     held = held_by(pair.producer)
     with (EngineLine if pair.backend == "tcp" else Line)(held["remote_addresses"][0]) as line:
         held["remote_addresses"] = [line.address]
-        gate = Gate() if isinstance(line, EngineLine) else Gate(b"Blocks")
+        gate = Gate() if isinstance(line, EngineLine) else Gate(b"Granted")
         (line.data if isinstance(line, EngineLine) else line).spoil = gate
         pair.consumer.add_request("long", *decodes({"long": held})["long"])
         pair.consumer.step()

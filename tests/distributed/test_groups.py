@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed.world import run_world
-from tests.helpers.interpreter import compiled, run_python  # closes gaps of the interpreter in the ranks too
+from tests.helpers.interpreter import HAS_TRITON, compiled, run_python  # also the ranks' interpreter
 
-from fleetfoot.distributed import ALL_REDUCE_ROWS
-from fleetfoot.distributed.custom_all_reduce import (
-    CustomAllReduce,
-    can_all_reduce,
-    custom_all_reduce_words,
-)
+from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP
-from fleetfoot.distributed.p2p_channel import P2PChannel, can_send, p2p_channel_words
-from fleetfoot.distributed.peer_memory import PeerMemory
+from fleetfoot.distributed.peer_memory import (
+    CustomAllReduce,
+    P2PChannel,
+    PeerMemory,
+    can_all_reduce,
+    can_send,
+    p2p_channel_words,
+)
 from fleetfoot.distributed.torch_groups import StepShape, make_groups
 from fleetfoot.kernels.elementwise import add_rms_norm_torch
 from fleetfoot.records.forward_context import IntermediateTensors
@@ -28,18 +28,17 @@ from fleetfoot.records.forward_context import IntermediateTensors
 CPU = torch.device("cpu")
 SHAPE = StepShape(max_num_tokens=16, hidden_size=8, dtype=torch.bfloat16, device=CPU)
 DTYPES = (torch.float32, torch.bfloat16)
-NUM_STEPS = 5
 
 
 def part_of(rank: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """What each rank holds, known to all."""
+    """The input of a rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
 
 
 # --- groups of one --------------------------------------------------------------------------------------------------
 
 
-def test_alone_nothing_is_communicated() -> None:
+def test_single_groups_communicate_nothing() -> None:
     x = torch.ones(2, 3)
     assert SINGLE_TENSOR_GROUP.all_reduce(x) is x
     assert SINGLE_TENSOR_GROUP.all_gather(x, 3) is x
@@ -58,7 +57,7 @@ def test_alone_nothing_is_communicated() -> None:
 
 
 def work_of_four(rank: int) -> dict[str, Any]:
-    """All that four ranks do together, in one world: it takes seconds to make one."""
+    """In one world: it takes seconds to make one."""
     found: dict[str, Any] = {}
     whole = make_groups(4, 1, SHAPE).tensor
     found["places"] = [(whole.rank, whole.size)]
@@ -85,21 +84,23 @@ def work_of_four(rank: int) -> dict[str, Any]:
     return found
 
 
-def sent_in(step: int, num_tokens: int) -> torch.Tensor:
-    """By the first rank: whole numbers, so that sums are exact."""
-    return part_of(step, num_tokens, 8).mul(8).round().bfloat16()
+NUM_TOKENS = (3, 1, 16, 2, 3)
+"""Of the steps that go through a pipeline."""
+
+
+def first_input(step: int) -> torch.Tensor:
+    """Whole numbers, so that sums are exact."""
+    return part_of(step, NUM_TOKENS[step], 8).mul(8).round().bfloat16()
 
 
 def run_pipeline(pipeline: Any) -> tuple[list[torch.Tensor], list[Any]]:
-    """Steps of various lengths, each sent on by one rank after the other, which adds its number to it.
-
-    A sender writes over what it has sent at once, and the first is steps ahead of the last.
-    """
+    """Each rank adds its number to each step and sends it on. A sender overwrites at once what it has sent, and the
+    first is steps ahead of the last."""
     steps, addresses = [], []
-    for step, num_tokens in enumerate((3, 1, 16, 2, 3)):
+    for step, num_tokens in enumerate(NUM_TOKENS):
         received = pipeline.receive(num_tokens)
         if received is None:
-            received = IntermediateTensors(sent_in(step, num_tokens))
+            received = IntermediateTensors(first_input(step))
         else:
             for tensors in (received, pipeline.buffers(num_tokens)):
                 assert tensors.hidden_states.shape == (num_tokens, 8)
@@ -109,35 +110,29 @@ def run_pipeline(pipeline: Any) -> tuple[list[torch.Tensor], list[Any]]:
             leaving = IntermediateTensors(received.hidden_states + pipeline.rank + 1)
             pipeline.send(leaving)
             leaving.hidden_states.fill_(float("nan"))
-    dist.barrier()  # nobody leaves with a step on its way
+    dist.barrier()  # no rank leaves with a step on its way
     return steps, addresses
 
 
 def run_packets(pipeline: Any) -> list[torch.Tensor]:
-    """The last rank sends all packets before anybody takes one."""
-    sizes = [(step % 3, 2) for step in range(NUM_STEPS)]  # some steps sample nothing
-    if pipeline.is_last_rank:
-        for step, size in enumerate(sizes):
-            packet = torch.full(size, step, dtype=torch.int32)
+    """Some steps sample nothing. The last rank overwrites at once what it has sent."""
+    packets = [torch.full((step % 3, 2), step if pipeline.is_last_rank else -2).int() for step in range(5)]
+    for packet in packets:
+        if pipeline.is_last_rank:
             pipeline.send_sampled_tokens(packet)
             packet.fill_(-1)
-        dist.barrier()
-        return []
-    received = []
-    for size in sizes:
-        packet = torch.full(size, -2, dtype=torch.int32)
-        pipeline.receive_sampled_tokens(packet)
-        received.append(packet)
+        else:
+            pipeline.receive_sampled_tokens(packet)
     dist.barrier()
-    return received
+    return packets
 
 
 def errors_of(pipeline: Any) -> list[str]:
     messages = []
-    wrong = torch.zeros(17, 8, dtype=torch.bfloat16)
+    too_long = torch.zeros(17, 8, dtype=torch.bfloat16)
     for call in (
         lambda: pipeline.receive(17),
-        lambda: pipeline.send(IntermediateTensors(wrong)),
+        lambda: pipeline.send(IntermediateTensors(too_long)),
         lambda: pipeline.send_sampled_tokens(torch.zeros(1)),
         lambda: pipeline.receive_sampled_tokens(torch.zeros(2, 2, dtype=torch.int32).t()),
         lambda: make_groups(3, 1, SHAPE),
@@ -150,74 +145,70 @@ def errors_of(pipeline: Any) -> list[str]:
     return messages
 
 
+Found = list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_world(tmp_path_factory.mktemp("four"), 4, work_of_four)
 
 
-def test_ranks_have_their_places(four: list[dict[str, Any]]) -> None:
+def sum_of(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """In rank order, rounded once."""
+    return (((parts[0].float() + parts[1].float()) + parts[2].float()) + parts[3].float()).to(dtype)
+
+
+def test_places_of_ranks(four: Found) -> None:
     for rank, found in enumerate(four):
         assert found["places"] == [(rank, 4), (rank % 2, 2), (rank // 2, 2), (rank, 4)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_are_made_in_rank_order_and_rounded_once(four: list[dict[str, Any]], dtype: torch.dtype) -> None:
-    parts = [part_of(rank, 5, 8, dtype=dtype).float() for rank in range(4)]
-    expected = (((parts[0] + parts[1]) + parts[2]) + parts[3]).to(dtype)
+def test_sums_and_gathers_are_in_rank_order(four: Found, dtype: torch.dtype) -> None:
+    total = sum_of([part_of(rank, 5, 8, dtype=dtype) for rank in range(4)], dtype)
+    columns = torch.cat([part_of(rank, 3, 6, dtype=dtype) for rank in range(4)], dim=1)
     for found in four:
-        assert torch.equal(found[f"sum {dtype}"], expected)
+        assert torch.equal(found[f"sum {dtype}"], total)
+        assert torch.equal(found[f"gathered {dtype}"], columns)
 
 
-def test_a_group_sums_over_its_own_ranks(four: list[dict[str, Any]]) -> None:
+def test_group_sums_over_its_own_ranks(four: Found) -> None:
     for rank, found in enumerate(four):
         first = rank // 2 * 2
         assert torch.equal(found["sum of two"], part_of(first, 5, 8) + part_of(first + 1, 5, 8))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_columns_are_gathered_in_rank_order(four: list[dict[str, Any]], dtype: torch.dtype) -> None:
-    expected = torch.cat([part_of(rank, 3, 6, dtype=dtype) for rank in range(4)], dim=1)
-    for found in four:
-        assert torch.equal(found[f"gathered {dtype}"], expected)
-
-
-def test_padding_is_cut_off_what_was_gathered(four: list[dict[str, Any]]) -> None:
+def test_padding_and_empty_tensors(four: Found) -> None:
     for found in four:
         for rows, gathered in zip((1, 3), found["cut"], strict=True):
             assert torch.equal(gathered, torch.cat([part_of(rank, rows, 6) for rank in range(4)], dim=1)[:, :17])
             assert gathered.is_contiguous()
-
-
-def test_of_nothing_there_is_nothing(four: list[dict[str, Any]]) -> None:
-    for found in four:
         assert [tuple(tensor.shape) for tensor in found["nothing"]] == [(0, 8), (0, 20)]
 
 
-def test_a_norm_takes_the_sum_over_ranks_and_partial_sums(four: list[dict[str, Any]]) -> None:
-    parts = [part_of(rank, 3, 2, 8).sum(0).bfloat16().float() for rank in range(4)]
-    x = (((parts[0] + parts[1]) + parts[2]) + parts[3]).bfloat16()
+def test_norm_of_the_sum_over_ranks_and_partial_sums(four: Found) -> None:
+    x = sum_of([part_of(rank, 3, 2, 8).sum(0).bfloat16() for rank in range(4)], torch.bfloat16)
     expected = add_rms_norm_torch(x, part_of(9, 2, 8, dtype=torch.bfloat16), part_of(8, 8, dtype=torch.bfloat16), 1e-5)
     for found in four:
-        for actual, wanted in zip(found["norm"], expected, strict=True):
-            assert torch.equal(actual, wanted)
+        assert all(map(torch.equal, found["norm"], expected))
 
 
-def test_steps_arrive_whole_in_order_and_at_one_address(four: list[dict[str, Any]]) -> None:
+def test_steps_arrive_complete_in_order_and_at_one_address(four: Found) -> None:
     for rank, found in enumerate(four):
-        added = sum(range(1, rank + 1))
-        for step, (num_tokens, hidden) in enumerate(zip((3, 1, 16, 2, 3), found["steps"], strict=True)):
-            assert torch.equal(hidden, sent_in(step, num_tokens) + added)
+        for step, hidden in enumerate(found["steps"]):
+            assert torch.equal(hidden, first_input(step) + sum(range(1, rank + 1)))
+        assert len(found["steps"]) == len(NUM_TOKENS)
         assert len(set(found["addresses"])) == (0 if rank == 0 else 1)
 
 
-def test_packets_arrive_in_order_on_every_earlier_rank(four: list[dict[str, Any]]) -> None:
+def test_packets_arrive_in_order_on_every_earlier_rank(four: Found) -> None:
     for found in four[:-1]:
         assert [packet.shape[0] for packet in found["packets"]] == [0, 1, 2, 0, 1]
         for step, packet in enumerate(found["packets"]):
             assert torch.equal(packet, torch.full_like(packet, step))
 
 
-def test_what_does_not_fit_is_refused(four: list[dict[str, Any]]) -> None:
+def test_errors_of_a_pipeline(four: Found) -> None:
     for rank, found in enumerate(four):
         receive, send, send_sampled_tokens, receive_sampled_tokens, groups = found["errors"]
         too_long = (
@@ -230,23 +221,36 @@ def test_what_does_not_fit_is_refused(four: list[dict[str, Any]]) -> None:
         assert "4 processes are in the world" in groups
 
 
-# --- the one-shot sum -----------------------------------------------------------------------------------------------
+# --- through peers' memory ------------------------------------------------------------------------------------------
+
+interpreted = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpreter")
 
 
-def sum_in_one_shot(rank: int, folder: Path) -> list[Any]:
-    """The kernel in Triton's interpreter on each of two ranks, whose "GPU memory" is a file that both have mapped."""
+def shared_memory(folder: Path, rank: int, size: int, num_words: int) -> PeerMemory:
+    """Files that all ranks have mapped, in place of memory of GPUs."""
+    maps = [
+        torch.from_file(str(folder / f"memory-{peer}"), shared=True, size=num_words, dtype=torch.int64)
+        for peer in range(size)
+    ]
+    dist.barrier()
+    return PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]), keep=maps)
+
+
+ALL_REDUCE_CASES = ((torch.float32, 64), (torch.bfloat16, 48), (torch.float16, 64))
+NUM_ROWS = (2, 1, 3, 3, 1)
+SHAPES_TO_FIT = ((1, 64), (ALL_REDUCE_ROWS, 64), (ALL_REDUCE_ROWS + 1, 48), (0, 48), (1, 32), (1, 31), (48,))
+
+
+def run_custom_all_reduce(rank: int, folder: Path) -> list[Any]:
+    """The kernel in Triton's interpreter on each of two ranks."""
     results = []
-    for number, (dtype, hidden_size) in enumerate(ONE_SHOT_CASES):
-        num_words = custom_all_reduce_words(hidden_size, dtype, 2)
-        maps = [
-            torch.from_file(str(folder / f"{number}-{peer}"), shared=True, size=num_words, dtype=torch.int64)
-            for peer in range(2)
-        ]
-        dist.barrier()
-        memory = PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]))
+    for dtype, hidden_size in ALL_REDUCE_CASES:
+        case = folder / f"{dtype}"
+        case.mkdir(exist_ok=True)
+        memory = shared_memory(case, rank, 2, all_reduce_words(2, hidden_size * dtype.itemsize))
         custom = CustomAllReduce(memory, rank, 2, hidden_size, dtype, CPU)
         norm = part_of(7, hidden_size, dtype=dtype)
-        for call, rows in enumerate(ONE_SHOT_ROWS):
+        for call, rows in enumerate(NUM_ROWS):
             x = part_of(rank, rows, hidden_size, dtype=dtype, seed=call)
             residual = part_of(9, rows, hidden_size, dtype=dtype, seed=call)
             parts = part_of(rank, 2, rows, hidden_size, seed=call)
@@ -258,18 +262,13 @@ def sum_in_one_shot(rank: int, folder: Path) -> list[Any]:
     return results
 
 
-ONE_SHOT_CASES = ((torch.float32, 64), (torch.bfloat16, 48), (torch.float16, 64))
-ONE_SHOT_ROWS = (2, 1, 3, 3, 1)
-SHAPES_TO_FIT = ((1, 64), (ALL_REDUCE_ROWS, 64), (ALL_REDUCE_ROWS + 1, 48), (0, 48), (1, 32), (1, 31), (48,))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")
-def test_the_one_shot_sum_is_that_of_the_steps_apart(tmp_path: Path) -> None:
-    first, second = run_world(tmp_path, 2, sum_in_one_shot, tmp_path, TRITON_INTERPRET="1")
+@interpreted
+def test_custom_all_reduce_equals_the_separate_operations(tmp_path: Path) -> None:
+    first, second = run_world(tmp_path, 2, run_custom_all_reduce, tmp_path, TRITON_INTERPRET="1")
     found = iter(zip(first, second, strict=True))
-    for dtype, hidden_size in ONE_SHOT_CASES:
+    for dtype, hidden_size in ALL_REDUCE_CASES:
         norm = part_of(7, hidden_size, dtype=dtype)
-        for call, rows in enumerate(ONE_SHOT_ROWS):
+        for call, rows in enumerate(NUM_ROWS):
             parts = [part_of(rank, rows, hidden_size, dtype=dtype, seed=call) for rank in range(2)]
             residual = part_of(9, rows, hidden_size, dtype=dtype, seed=call)
             total = (parts[0].float() + parts[1].float()).to(dtype)
@@ -291,20 +290,18 @@ def test_the_one_shot_sum_is_that_of_the_steps_apart(tmp_path: Path) -> None:
 
 
 def assert_rounded(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal, but for what the interpreter does to bfloat16: it cuts off where a GPU rounds."""
+    """Equal, but for bfloat16 in the interpreter, which truncates where a GPU rounds."""
     tolerance = 2**-4 if actual.dtype is torch.bfloat16 else 1e-6 if actual.dtype is torch.float32 else 1e-3
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @compiled
-def test_what_goes_through_peers_memory_compiles_for_a_gpu(tmp_path: Path) -> None:
-    """The interpreter forgives what the compiler does not."""
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """The interpreter accepts what the compiler does not."""
     output = run_python("-m", "tests.distributed.compile_transport_kernels", TRITON_CACHE_DIR=str(tmp_path))
     names = [line.split(":")[0] for line in output.splitlines()]
     assert names == [*["_all_reduce_kernel"] * 4, "_push_kernel", "_signal_kernel", "_pull_kernel", "_signal_kernel"]
 
-
-# --- the P2P channel of a pipeline ------------------------------------------------------------------------------------
 
 CHANNEL_STEPS = ((1, torch.bfloat16), (16, torch.bfloat16), (3, torch.float32), (5, torch.bfloat16))
 CHANNEL_WIDTH = 600  # so that a full step takes more than one tile
@@ -316,14 +313,9 @@ def channel_input(step: int) -> torch.Tensor:
     return part_of(0, num_tokens, CHANNEL_WIDTH, seed=step).mul(8).round().to(dtype)
 
 
-def pass_along(rank: int, folder: Path) -> list[torch.Tensor]:
-    """Three ranks, each of which adds its own; the first does all of its steps before it would have to wait."""
-    num_words = p2p_channel_words(16, CHANNEL_WIDTH, torch.float32)
-    maps = [
-        torch.from_file(str(folder / str(peer)), shared=True, size=num_words, dtype=torch.int64) for peer in range(3)
-    ]
-    dist.barrier()
-    channel = P2PChannel(PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps])), rank)
+def run_channel(rank: int, folder: Path) -> list[torch.Tensor]:
+    """Three ranks, each of which adds 1; the first does all of its steps before it would have to wait."""
+    channel = P2PChannel(shared_memory(folder, rank, 3, p2p_channel_words(16, CHANNEL_WIDTH, torch.float32)), rank)
     found = []
     for step in range(len(CHANNEL_STEPS)):
         tensors = IntermediateTensors(channel_input(step))
@@ -336,27 +328,20 @@ def pass_along(rank: int, folder: Path) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's interpreter")
-def test_steps_go_through_the_receivers_memory(tmp_path: Path) -> None:
-    _, second, third = run_world(tmp_path, 3, pass_along, tmp_path, TRITON_INTERPRET="1")
+@interpreted
+def test_p2p_channel(tmp_path: Path) -> None:
+    _, second, third = run_world(tmp_path, 3, run_channel, tmp_path, TRITON_INTERPRET="1")
     for step in range(len(CHANNEL_STEPS)):
         for added, found in ((1, second[step]), (2, third[step])):
             assert torch.equal(found, channel_input(step) + added)
 
 
-def test_what_a_channel_can_send() -> None:
+def test_supported_rows_and_sizes() -> None:
     assert can_send(4096, torch.bfloat16) and can_send(6, torch.float32)
     assert not can_send(6, torch.bfloat16)
     assert p2p_channel_words(16, 4096, torch.bfloat16) == 16 * 1024 + 16
-
-
-def test_which_rows_can_be_summed_in_one_shot() -> None:
-    assert (
-        can_all_reduce(4096, torch.bfloat16)
-        and can_all_reduce(5, torch.float32)
-        and can_all_reduce(16384, torch.float16)
-    )
-    assert not can_all_reduce(5, torch.bfloat16)  # half a word
-    assert not can_all_reduce(16385, torch.float32)
-    assert not can_all_reduce(64, torch.float64)
-    assert custom_all_reduce_words(4096, torch.bfloat16, 2) == 2 * 2 * ALL_REDUCE_ROWS * 2048
+    for size, dtype in ((4096, torch.bfloat16), (5, torch.float32), (16384, torch.float16)):
+        assert can_all_reduce(size, dtype)
+    for size, dtype in ((5, torch.bfloat16), (16385, torch.float32), (64, torch.float64)):  # the first: half a word
+        assert not can_all_reduce(size, dtype)
+    assert all_reduce_words(2, 4096 * 2) == 2 * 2 * ALL_REDUCE_ROWS * 2048

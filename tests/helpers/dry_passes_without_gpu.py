@@ -33,10 +33,9 @@ from fleetfoot.assets import embedded_model_path  # noqa: E402
 from fleetfoot.config.model import ModelConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
-from fleetfoot.distributed import torch_groups  # noqa: E402
-from fleetfoot.distributed.custom_all_reduce import CustomAllReduce, custom_all_reduce_words  # noqa: E402
+from fleetfoot.distributed import all_reduce_words, torch_groups  # noqa: E402
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP  # noqa: E402
-from fleetfoot.distributed.peer_memory import PeerMemory  # noqa: E402
+from fleetfoot.distributed.peer_memory import CustomAllReduce, PeerMemory  # noqa: E402
 from fleetfoot.fusion.fit import plan_fusion  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
@@ -187,7 +186,7 @@ def make_tensor_group(kind: Kind, config: ModelConfig) -> torch_groups.CudaTenso
     """A rank without its peers: gathering with them is an error."""
     size, custom_all_reduce = kind.tensor_size, None
     if kind.has_peer_memory:
-        num_words = custom_all_reduce_words(config.hidden_size, kind.dtype, size)
+        num_words = all_reduce_words(size, config.hidden_size * kind.dtype.itemsize)
         memory = PeerMemory(torch.zeros(num_words, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
         custom_all_reduce = CustomAllReduce(memory, 0, size, config.hidden_size, kind.dtype, CPU)
     group = torch_groups.CudaTensorGroup(dist.group.WORLD, custom_all_reduce)

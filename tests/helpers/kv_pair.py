@@ -13,10 +13,9 @@ import pytest
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.sockets import SocketServer, parse_address
-from fleetfoot.kv_transfer.nixl.nixl_agent import nixl_api
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
-from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent
-from fleetfoot.kv_transfer.nixl.worker import NixlWorker, make_agent
+from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent, make_agent, nixl_api
+from fleetfoot.kv_transfer.nixl.worker import NixlWorker
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
 from tests.helpers.kv_bench import Bench, transfer_config
@@ -139,19 +138,19 @@ class EngineLine(Line):
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
-        self.data = Line("")  # the agent's address comes with the first Welcome
+        self.data = Line("")  # the agent's address comes with the first Granted
 
     def close(self) -> None:
         super().close()
         self.data.close()
 
     def change(self, content: bytes, offset: int) -> bytes:
-        if b"Welcome" in content:  # so small that it comes in one piece
-            welcome = msgspec.msgpack.decode(content[4:])
-            agent = msgspec.msgpack.decode(welcome["agent"])
+        if b"Granted" in content:  # so small that it comes in one piece
+            granted = msgspec.msgpack.decode(content[4:])
+            agent = msgspec.msgpack.decode(granted["agent"])
             self.data.producer = agent["address"]
-            welcome["agent"] = msgspec.msgpack.encode({**agent, "address": self.data.address})
-            body = msgspec.msgpack.encode(welcome)
+            granted["agent"] = msgspec.msgpack.encode({**agent, "address": self.data.address})
+            body = msgspec.msgpack.encode(granted)
             content = len(body).to_bytes(4, "little") + body
         return super().change(content, offset)
 

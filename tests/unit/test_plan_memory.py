@@ -16,7 +16,7 @@ from fleetfoot.cli.plan import plan_report, plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import vocab_rows
-from fleetfoot.distributed.custom_all_reduce import custom_all_reduce_words
+from fleetfoot.distributed import all_reduce_words
 from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
@@ -218,7 +218,7 @@ def test_a_drafter_is_with_the_last_rank() -> None:
 
 def test_buffers_between_ranks() -> None:
     tensor = shape_of(LLAMA_8B, "cuda", EngineConfig(tensor_parallel_size=2))
-    words = custom_all_reduce_words(LLAMA_8B.hidden_size, torch.bfloat16, 2)
+    words = all_reduce_words(2, LLAMA_8B.hidden_size * 2)
     assert communication_bytes(tensor) - words * 8 == 752 << 20  # NCCL's own
     step = 2048 * 48 * 4
     pipeline = shape_of(SMALL, "cpu", EngineConfig(pipeline_parallel_size=3))

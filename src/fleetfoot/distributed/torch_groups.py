@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fleetfoot.config import env
-from fleetfoot.distributed.custom_all_reduce import CustomAllReduce, can_all_reduce, custom_all_reduce_words
+from fleetfoot.distributed import all_reduce_words
 from fleetfoot.distributed.groups import (
     SINGLE_PIPELINE_GROUP,
     SINGLE_TENSOR_GROUP,
@@ -23,9 +24,14 @@ from fleetfoot.distributed.groups import (
     TensorGroup,
     WorkerGroups,
 )
-from fleetfoot.distributed.p2p_channel import P2PChannel, can_send, p2p_channel_words
-from fleetfoot.distributed.peer_memory import share_memory
-from fleetfoot.kernels.elementwise import sum_parts
+from fleetfoot.distributed.peer_memory import (
+    CustomAllReduce,
+    P2PChannel,
+    can_all_reduce,
+    can_send,
+    p2p_channel_words,
+    share_memory,
+)
 from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.records.forward_context import IntermediateTensors
 
@@ -94,7 +100,7 @@ def _tensor_group(group: dist.ProcessGroup, shape: StepShape) -> TensorGroup:
     custom_all_reduce = None
     if can_all_reduce(shape.hidden_size, shape.dtype):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        num_words = custom_all_reduce_words(shape.hidden_size, shape.dtype, size)
+        num_words = all_reduce_words(size, shape.hidden_size * shape.dtype.itemsize)
         memory = share_memory(group, num_words, shape.device, "small sums take")
         if memory is not None:
             custom_all_reduce = CustomAllReduce(memory, rank, size, shape.hidden_size, shape.dtype, shape.device)
@@ -170,12 +176,15 @@ class CudaTensorGroup(TorchTensorGroup):
         return x
 
     def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
+        custom, separately = self._custom_all_reduce, super().reducing(add_rms_norm)
+        if custom is None:
+            return separately
+
         def reduce_add_rms_norm(
             x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            if self._custom_all_reduce is not None and self._custom_all_reduce.fits(residual):
-                return self._custom_all_reduce.add_rms_norm(x, residual, weight, eps)
-            return add_rms_norm(self.all_reduce(sum_parts(x, residual)), residual, weight, eps)
+            operation = custom.add_rms_norm if custom.fits(residual) else separately
+            return operation(x, residual, weight, eps)
 
         return reduce_add_rms_norm
 
@@ -205,11 +214,7 @@ class TorchPipelineGroup(PipelineGroup):
         self._token_group = token_group
         self._channel = channel
         self._max_num_tokens = shape.max_num_tokens
-
-        def buffer() -> torch.Tensor:
-            sizes = (shape.max_num_tokens, shape.hidden_size)
-            return torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
-
+        buffer = partial(torch.zeros, (shape.max_num_tokens, shape.hidden_size), dtype=shape.dtype, device=shape.device)
         self._outgoing = None if self.is_last_rank or channel is not None else buffer()  # on its way to the next rank
         self._received = None if self.is_first_rank else buffer()  # what this rank's step reads
         self._sending: list[Any] = []
@@ -217,11 +222,7 @@ class TorchPipelineGroup(PipelineGroup):
         self._connect(shape.device)
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
-        """See `PipelineGroup.receive`.
-
-        Raises:
-            ValueError: more tokens than there is room for.
-        """
+        """See `PipelineGroup.receive`; raises ValueError if there is no room for so many tokens."""
         tensors = self.buffers(num_tokens)
         if tensors is None:
             return None
@@ -233,28 +234,27 @@ class TorchPipelineGroup(PipelineGroup):
         return tensors
 
     def buffers(self, num_tokens: int) -> IntermediateTensors | None:
-        return None if self._received is None else self._of_step(self._received, num_tokens)
+        if self._received is None:
+            return None
+        self._check_num_tokens(num_tokens)
+        return IntermediateTensors(self._received[:num_tokens])
 
     def send(self, tensors: IntermediateTensors) -> None:
         if self.is_last_rank:
-            raise RuntimeError("the last rank of a pipeline has no next rank to send to")
+            super().send(tensors)  # raises
+        num_tokens = tensors.hidden_states.shape[0]
+        self._check_num_tokens(num_tokens)
         if self._channel is not None:
-            self._check_num_tokens(tensors.hidden_states.shape[0])
             self._channel.send(tensors)
             return
         assert self._outgoing is not None
-        outgoing = self._of_step(self._outgoing, tensors.hidden_states.shape[0])
         for work in self._sending:
             work.wait()  # until then the buffer belongs to the previous step
-        outgoing.hidden_states.copy_(tensors.hidden_states)
-        self._sending = [dist.isend(outgoing.hidden_states, group=self._activations, group_dst=self.rank + 1)]
+        outgoing = self._outgoing[:num_tokens].copy_(tensors.hidden_states)
+        self._sending = [dist.isend(outgoing, group=self._activations, group_dst=self.rank + 1)]
 
     def send_sampled_tokens(self, packet: torch.Tensor) -> None:
-        """See `PipelineGroup.send_sampled_tokens`. Never waits; earlier ranks receive packets when they need them.
-
-        Raises:
-            ValueError: the packet is not int32.
-        """
+        """See `PipelineGroup.send_sampled_tokens`. Never waits; earlier ranks receive packets when they need them."""
         _check_packet(packet)
         while self._packets_in_flight and all(work.is_completed() for work in self._packets_in_flight[0][1]):
             self._packets_in_flight.popleft()
@@ -265,21 +265,13 @@ class TorchPipelineGroup(PipelineGroup):
         self._packets_in_flight.append((own, works))
 
     def receive_sampled_tokens(self, packet: torch.Tensor) -> None:
-        """See `PipelineGroup.receive_sampled_tokens`. ``packet`` must have the shape of the sent one.
-
-        Raises:
-            ValueError: the packet is not int32, or not contiguous.
-        """
+        """See `PipelineGroup.receive_sampled_tokens`. ``packet`` must be contiguous and have the shape of the sent
+        one."""
         _check_packet(packet)
         if not packet.is_contiguous():
             raise ValueError(f"a packet of strides {packet.stride()} cannot be received into; it must be contiguous")
         if packet.numel() > 0:
             dist.recv(packet, group=self._token_group, group_src=self.size - 1)
-
-    def _of_step(self, buffer: torch.Tensor, num_tokens: int) -> IntermediateTensors:
-        """The first tokens of a buffer ``[max_num_tokens, hidden_size]``."""
-        self._check_num_tokens(num_tokens)
-        return IntermediateTensors(buffer[:num_tokens])
 
     def _check_num_tokens(self, num_tokens: int) -> None:
         if num_tokens > self._max_num_tokens:

@@ -22,6 +22,7 @@ from fleetfoot.kv_transfer.nixl.params import (
     NixlMetadata,
     NixlSettings,
     RemotePrefill,
+    differences,
     engine_description,
     is_remote_decode,
     parse_params,
@@ -73,11 +74,16 @@ class NixlScheduler(SchedulerConnector):
         if params is None:
             return
         remote = parse_params(params)
-        if is_remote_decode(params) and not self._config.can_save:
-            raise ValueError(self._wrong_role(DO_REMOTE_DECODE, "kv_producer or kv_both"))
+        for is_set, is_allowed, name, roles in (
+            (is_remote_decode(params), self._config.can_save, DO_REMOTE_DECODE, "kv_producer or kv_both"),
+            (remote is not None, self._config.can_load, DO_REMOTE_PREFILL, "kv_consumer or kv_both"),
+        ):
+            if is_set and not is_allowed:
+                raise ValueError(
+                    f"kv_transfer_params: {name} is true, but kv_role is {self._config.kv_role!r} in this engine's "
+                    f"kv_transfer_config; it must be {roles} for that"
+                )
         if remote is not None:
-            if not self._config.can_load:
-                raise ValueError(self._wrong_role(DO_REMOTE_PREFILL, "kv_consumer or kv_both"))
             self._remote[request.request_id] = remote
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
@@ -95,7 +101,7 @@ class NixlScheduler(SchedulerConnector):
         first = num_computed_tokens // self._context.block_size
         last = first + num_external_tokens // self._context.block_size
         refusal = self._refusal(remote, request)
-        load = LoadSpec(request.request_id, remote.source, first, request.block_ids[first:last], refusal)
+        load = LoadSpec(request.request_id, remote, first, request.block_ids[first:last], refusal)
         self._metadata.loads.append(load)
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
@@ -103,19 +109,19 @@ class NixlScheduler(SchedulerConnector):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._decline(request.request_id)
-        if not is_remote_decode(request.kv_transfer_params) or self._has_new_weights:
+        is_complete = request.status in (RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_STOPPED)
+        if not is_remote_decode(request.kv_transfer_params) or self._has_new_weights or not is_complete:
             return False, None
-        if request.status not in (RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_STOPPED):
-            return False, None
-        if len(self._addresses) < self._context.num_ranks:
+        num_ranks, block_size = self._context.num_ranks, self._context.block_size
+        num_missing = num_ranks - len(self._addresses)
+        if num_missing:
             logger.warning(
                 "KV of request %r is not held: the addresses of %d of %d ranks are not known yet",
                 request.request_id,
-                self._context.num_ranks - len(self._addresses),
-                self._context.num_ranks,
+                num_missing,
+                num_ranks,
             )
             return False, None
-        block_size = self._context.block_size
         num_blocks = min((request.num_prompt_tokens - 1) // block_size, len(request.block_hashes))
         if num_blocks == 0:
             return False, None
@@ -124,7 +130,7 @@ class NixlScheduler(SchedulerConnector):
         remote = RemotePrefill(
             remote_engine_id=self._context.engine_id,
             remote_request_id=request.request_id,
-            remote_addresses=[self._addresses[rank] for rank in range(self._context.num_ranks)],
+            remote_addresses=[self._addresses[rank] for rank in range(num_ranks)],
             remote_lease=lease,
             remote_num_tokens=num_blocks * block_size,
             remote_prefix_hash=request.block_hashes[num_blocks - 1].hex(),
@@ -152,20 +158,15 @@ class NixlScheduler(SchedulerConnector):
     def _decline(self, request_id: str) -> None:
         remote = self._remote.pop(request_id, None)
         if remote is not None:
-            self._metadata.declines.append(remote.source)
+            self._metadata.declines.append(remote)
 
     def _refusal(self, remote: RemotePrefill, request: Request) -> str:
         """Why the KV that is offered is not the request's; empty: it is."""
         offer = f"engine {remote.remote_engine_id!r} offers KV"
         if self._has_new_weights:
             return f"{offer} of the weights that this engine was started with, and these were replaced"
-        differences = [
-            f"its {name} is {remote.remote_engine.get(name)!r}, and {value!r} here"
-            for name, value in self._description.items()
-            if remote.remote_engine.get(name) != value
-        ]
-        if differences:
-            return f"{offer} that is incompatible: {'; '.join(differences)}"
+        if found := differences(theirs=remote.remote_engine, ours=self._description):
+            return f"{offer} that is incompatible: {found}"
         if len(remote.remote_addresses) != self._context.num_ranks:
             return f"{offer} of {len(remote.remote_addresses)} ranks, and this engine has {self._context.num_ranks}"
         num_blocks, rest = divmod(remote.remote_num_tokens, self._context.block_size)
@@ -181,9 +182,3 @@ class NixlScheduler(SchedulerConnector):
                 f"{expected} here"
             )
         return ""
-
-    def _wrong_role(self, name: str, roles: str) -> str:
-        return (
-            f"kv_transfer_params: {name} is true, but kv_role is {self._config.kv_role!r} in this engine's "
-            f"kv_transfer_config; it must be {roles} for that"
-        )

@@ -1,4 +1,4 @@
-"""The consumer's end of a transfer: loads, the threads that read blocks, and the buffers that they read into.
+"""The consumer's end of a transfer: the loads of a worker, and the buffers that they read into.
 
 KV arrives in receive buffers and is copied from there into KV blocks, so a read that is late or corrupt never touches a
 block. A read that was given up cannot always be stopped; its buffer is not reused before it has ended.
@@ -10,10 +10,12 @@ import contextlib
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +24,16 @@ from fleetfoot.kv_transfer.base.block_copies import LayerRows
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, drain
 from fleetfoot.kv_transfer.base.sockets import StoppedError
-from fleetfoot.kv_transfer.nixl.params import LoadSpec, Source
-from fleetfoot.kv_transfer.nixl.side_channel import Identity, RefusedError, SideChannel, Welcome, decline
+from fleetfoot.kv_transfer.nixl.params import LoadSpec, RemotePrefill
+from fleetfoot.kv_transfer.nixl.side_channel import (
+    Accepted,
+    Acquire,
+    Finish,
+    Granted,
+    RefusedError,
+    SideChannel,
+    decline,
+)
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
@@ -131,13 +141,17 @@ class ReceiveBuffers:
             StoppedError: ``should_stop`` returned True before there was one.
         """
         with self._changed:
-            while not self._free:
-                self._unblock()
-                if not self._free:
-                    if should_stop():
-                        raise StoppedError("all receive buffers are in use by other loads")
-                    self._changed.wait(_BUFFER_POLL_SECONDS)
-            return self._free.pop()
+            while True:
+                for blocked in list(self._blocked):
+                    buffer, transfer = blocked
+                    if transfer.release():
+                        self._blocked.remove(blocked)
+                        self._free.append(buffer)
+                if self._free:
+                    return self._free.pop()
+                if should_stop():
+                    raise StoppedError("all receive buffers are in use by other loads")
+                self._changed.wait(_BUFFER_POLL_SECONDS)
 
     def release(self, buffer: ReceiveBuffer, transfer: Transfer | None) -> None:
         """
@@ -154,17 +168,42 @@ class ReceiveBuffers:
                 self._blocked.append((buffer, transfer))
             self._changed.notify()
 
-    def _unblock(self) -> None:
-        still_blocked = []
-        for buffer, transfer in self._blocked:
-            if transfer.release():
-                self._free.append(buffer)
-            else:
-                still_blocked.append((buffer, transfer))
-        self._blocked = still_blocked
+
+# --- loads ----------------------------------------------------------------------------------------------------------
 
 
-# --- one load, in a thread ------------------------------------------------------------------------------------------
+class Peers:
+    """Reference-counted connections to other engines' transfer agents. After a failed read a peer is disconnected when
+    its last user releases it, and reconnected by the next: agents cannot repair a connection."""
+
+    def __init__(self, agent: TransferAgent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._num_users: Counter[str] = Counter()
+        self._broken: set[str] = set()
+
+    def acquire(self, metadata: bytes) -> str:
+        """
+        Raises:
+            TransferError: the peer cannot be reached.
+        """
+        with self._lock:
+            peer = self._agent.connect(metadata)
+            if peer in self._broken:
+                raise TransferError(f"other reads from {peer} have just failed")
+            self._num_users[peer] += 1
+            return peer
+
+    def release(self, peer: str, *, is_broken: bool) -> None:
+        with self._lock:
+            self._num_users[peer] -= 1
+            if is_broken:
+                self._broken.add(peer)
+            if self._num_users[peer] == 0:
+                del self._num_users[peer]
+                if peer in self._broken:
+                    self._broken.discard(peer)
+                    self._agent.disconnect(peer)
 
 
 @dataclass(slots=True, eq=False)
@@ -183,173 +222,73 @@ class Load:
     is_new: bool = True
     """Started in this step: a finished request with its id is an earlier one."""
     has_acquired: bool = False
-    """The producer knows of this consumer, and notices the end of its connection."""
+    """The producer has granted the lease to this consumer, and notices the end of its connection."""
     num_arrived: int = 0
     error: str = ""
 
     def should_stop(self) -> bool:
         return self.is_cancelled
 
-
-class Peers:
-    """Reference-counted connections to other engines' transfer agents. After a failed read a peer is disconnected when
-    its last user releases it, and reconnected by the next: agents cannot repair a connection."""
-
-    def __init__(self, agent: TransferAgent) -> None:
-        self._agent = agent
-        self._lock = threading.Lock()
-        self._num_users: dict[str, int] = {}
-        self._broken: set[str] = set()
-
-    def acquire(self, metadata: bytes) -> str:
-        """
-        Raises:
-            TransferError: the peer cannot be reached.
-        """
-        with self._lock:
-            peer = self._agent.connect(metadata)
-            if peer in self._broken:
-                raise TransferError(f"other reads from {peer} have just failed")
-            self._num_users[peer] = self._num_users.get(peer, 0) + 1
-            return peer
-
-    def release(self, peer: str, *, is_broken: bool) -> None:
-        with self._lock:
-            self._num_users[peer] -= 1
-            if is_broken:
-                self._broken.add(peer)
-            if self._num_users[peer] == 0:
-                del self._num_users[peer]
-                if peer in self._broken:
-                    self._broken.discard(peer)
-                    self._agent.disconnect(peer)
-
-
-class BlockReader:
-    """Reads blocks from producers. Methods may be called by several threads at once.
-
-    Args:
-        rank: of this worker, which reads from the same rank of the other engine.
-    """
-
-    def __init__(self, agent: TransferAgent, buffers: ReceiveBuffers, identity: Identity, rank: int) -> None:
-        self._agent = agent
-        self._buffers = buffers
-        self._identity = identity
-        self._rank = rank
-        self._peers = Peers(agent)
-
-    def read(self, load: Load) -> None:
-        """Read all blocks of a load, and check that they were held until the last was read.
-
-        Raises:
-            RuntimeError: a step has failed; the contents of the blocks are undefined.
-        """
-        spec = load.spec
-        channel = SideChannel(spec.source.addresses[self._rank], load.should_stop)
-        try:
-            welcome = channel.hello(self._identity, spec.source.engine_id)
-            held = channel.acquire(spec.source.lease)
-            load.has_acquired = True
-            count = len(spec.block_ids)
-            block_ids = held[spec.first : spec.first + count]
-            if len(block_ids) != count:
-                last = spec.first + count - 1
-                raise RefusedError(f"blocks {spec.first} to {last} are needed, and {len(held)} are held")
-            if not all(0 <= block_id < welcome.num_blocks for block_id in held):
-                raise RefusedError(f"block ids beyond the producer's {welcome.num_blocks} blocks are held")
-            self._read_blocks(welcome, block_ids, load)
-            channel.finish(spec.source.lease)
-        finally:
-            channel.close()
-
-    def _read_blocks(self, welcome: Welcome, block_ids: Sequence[int], load: Load) -> None:
-        buffer = self._buffers.acquire(load.should_stop)
-        transfer, peer, is_broken = None, None, True
-        try:
-            peer = self._peers.acquire(welcome.agent)
-            for begin in range(0, len(block_ids), buffer.num_rows):
-                chunk = block_ids[begin : begin + buffer.num_rows]
-                remote = buffer.remote_regions(welcome.layers, chunk)
-                transfer = self._agent.read(peer, remote, buffer.local_regions(len(chunk)), welcome.device)
-                while not transfer.poll():
-                    if load.should_stop():
-                        raise StoppedError("the load was given up")
-                    transfer.wait(_READ_POLL_SECONDS)
-                transfer.release()
-                transfer = None
-                self._write(buffer, load, begin, len(chunk))
-            is_broken = False
-        except StoppedError:
-            is_broken = load.has_timed_out  # else the peer responds, and a read under way will end
-            raise
-        finally:
-            if peer is not None:
-                self._peers.release(peer, is_broken=is_broken)
-            self._buffers.release(buffer, transfer)
-
-    def _write(self, buffer: ReceiveBuffer, load: Load, begin: int, count: int) -> None:
-        """Copy what has arrived into KV blocks, unless the load was given up."""
-        with load.lock:
-            if load.is_cancelled:
-                raise StoppedError("the load was given up")
-            buffer.scatter(load.spec.block_ids[begin : begin + count], load.after)
-            load.num_arrived += count
-
-
-# --- all loads, in the worker's thread ------------------------------------------------------------------------------
+    def give_up(self, *, has_timed_out: bool = False) -> None:
+        """Waits for a copy that has begun; no other follows."""
+        with self.lock:
+            self.is_cancelled, self.has_timed_out = True, has_timed_out
 
 
 class Loads:
-    """Starts loads, gives up those that take too long, and reports each once.
+    """Starts loads, gives up those that take too long, and reports each once. Threads do all that waits for producers.
 
     Args:
-        jobs: run the reads.
-        decline_jobs: tell producers; separate, so that unresponsive producers delay no load.
+        description: of this rank; producers' must equal it.
+        jobs: run the reads; stopped by `close`.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        reader: BlockReader,
+        agent: TransferAgent,
+        buffers: ReceiveBuffers,
+        description: dict[str, Any],
         context: TransferContext,
         counters: TransferCounters,
         *,
         jobs: IOThreads,
-        decline_jobs: IOThreads,
         bytes_per_block: int,
         clock: Callable[[], float],
     ) -> None:
-        self._reader = reader
+        self._agent = agent
+        self._peers = Peers(agent)
+        self._buffers = buffers
+        self._description = description
         self._rank, self._num_ranks = context.rank, context.num_ranks
         self._timeout = context.config.kv_transfer_timeout
         self._counters = counters
-        self._jobs, self._decline_jobs = jobs, decline_jobs
+        self._jobs = jobs
+        self._decline_jobs = IOThreads("kv-decline", 1)  # separate, so that unresponsive producers delay no load
         self._bytes_per_block = bytes_per_block
         self._clock = clock
         self._loads: list[Load] = []
         self._ended: queue.SimpleQueue[Load] = queue.SimpleQueue()
 
-    def __len__(self) -> int:
-        return len(self._loads)
+    # --- in the worker's thread -------------------------------------------------------------------------------------
 
     def start(self, spec: LoadSpec, after: torch.cuda.Event | None) -> None:
         """
         Args:
             after: after the device's work that is queued so far.
         """
-        load = Load(spec, self._clock() + self._timeout, after)
+        load = Load(spec, self._clock() + self._timeout, after, error=spec.refusal)
         self._loads.append(load)
         if spec.refusal:
-            load.error = spec.refusal
             self._ended.put(load)
-            self.decline(spec.source)
+            self.decline(spec.remote)
         else:
             self._jobs.submit(partial(self._run, load))
 
-    def decline(self, source: Source) -> None:
+    def decline(self, remote: RemotePrefill) -> None:
         """Tell the producer's rank of the same number, and every ``num_ranks``-th after it."""
-        self._decline_jobs.submit(partial(decline, source.addresses[self._rank :: self._num_ranks], source.lease))
+        addresses = remote.remote_addresses[self._rank :: self._num_ranks]
+        self._decline_jobs.submit(partial(decline, addresses, remote.remote_lease))
 
     def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Add the loads that have ended to ``output``."""
@@ -357,7 +296,7 @@ class Loads:
             if load not in self._loads:
                 continue  # it was given up before
             if load.error:
-                self._give_up(load, TransferFailure(load.error), output)
+                self._fail(load, TransferFailure(load.error), output)
                 continue
             self._loads.remove(load)
             output.loaded.add(load.spec.request_id)
@@ -366,47 +305,94 @@ class Loads:
         now = self._clock()
         for load in list(self._loads):
             if load.spec.request_id in finished_req_ids and not load.is_new:
-                self._give_up(load, TransferFailure("the request has ended before its KV arrived"), output)
+                self._fail(load, TransferFailure("the request has ended before its KV arrived"), output)
             elif now >= load.deadline:
-                self._give_up(load, self._timed_out(load), output)
+                count, engine_id = len(load.spec.block_ids), load.spec.remote.remote_engine_id
+                reason = (
+                    f"{count - load.num_arrived} of {count} KV blocks had not come from engine {engine_id!r} after "
+                    f"{self._timeout:g} s (kv_transfer_timeout)"
+                )
+                self._fail(load, TransferFailure(reason, timed_out=True), output)
             load.is_new = False
 
-    def wait(self, seconds: float) -> None:
-        """Return when a load may have ended, or after ``seconds``; at once without loads."""
-        if self._loads:
-            with contextlib.suppress(queue.Empty):
-                self._ended.put(self._ended.get(timeout=seconds))
+    def wait(self, seconds: float) -> bool:
+        """Return when a load may have ended, or after ``seconds``; False, at once, without loads."""
+        if not self._loads:
+            return False
+        with contextlib.suppress(queue.Empty):
+            self._ended.put(self._ended.get(timeout=seconds))
+        return True
 
-    def close(self) -> None:
-        """Give all loads up."""
+    def close(self, timeout: float) -> None:
+        """Give all loads up, and wait for the threads."""
         for load in self._loads:
-            with load.lock:
-                load.is_cancelled = True
+            load.give_up()
         self._loads.clear()
+        self._jobs.stop(timeout, finish=False)
+        self._decline_jobs.stop(timeout, finish=False)
+
+    def _fail(self, load: Load, failure: TransferFailure, output: KVConnectorOutput) -> None:
+        load.give_up(has_timed_out=failure.timed_out)
+        self._loads.remove(load)
+        output.failed[load.spec.request_id] = failure
+        self._counters.add("loads_failed")
+
+    # --- in a thread of its own -------------------------------------------------------------------------------------
 
     def _run(self, load: Load) -> None:
-        """In a thread."""
         try:
             if not load.is_cancelled:
-                self._reader.read(load)
+                self._read(load)
         except Exception as error:  # any error must end the load
             load.error = str(error) or type(error).__name__
         self._ended.put(load)
         if not load.has_acquired:
             with contextlib.suppress(RuntimeError):  # the threads were stopped by shutdown
-                self.decline(load.spec.source)
+                self.decline(load.spec.remote)
 
-    def _give_up(self, load: Load, failure: TransferFailure, output: KVConnectorOutput) -> None:
-        with load.lock:  # waits for a copy that has begun; no other follows
-            load.is_cancelled, load.has_timed_out = True, failure.timed_out
-        self._loads.remove(load)
-        output.failed[load.spec.request_id] = failure
-        self._counters.add("loads_failed")
+    def _read(self, load: Load) -> None:
+        """Read all blocks, and check that they were held until the last was read."""
+        spec, remote = load.spec, load.spec.remote
+        with contextlib.closing(SideChannel(remote.remote_addresses[self._rank], load.should_stop)) as channel:
+            request = Acquire(remote.remote_engine_id, self._description, remote.remote_lease)
+            granted = channel.call(request, Granted)
+            load.has_acquired = True
+            last = spec.first + len(spec.block_ids) - 1
+            if last >= len(granted.block_ids):
+                raise RefusedError(f"blocks {spec.first} to {last} are needed, and {len(granted.block_ids)} are held")
+            if not all(0 <= block_id < granted.num_blocks for block_id in granted.block_ids):
+                raise RefusedError(f"block ids beyond the producer's {granted.num_blocks} blocks are held")
+            self._read_blocks(granted, load)
+            channel.call(Finish(), Accepted)
 
-    def _timed_out(self, load: Load) -> TransferFailure:
-        count = len(load.spec.block_ids)
-        return TransferFailure(
-            f"{count - load.num_arrived} of {count} KV blocks had not come from engine "
-            f"{load.spec.source.engine_id!r} after {self._timeout:g} s (kv_transfer_timeout)",
-            timed_out=True,
-        )
+    def _read_blocks(self, granted: Granted, load: Load) -> None:
+        spec = load.spec
+        buffer = self._buffers.acquire(load.should_stop)
+        transfer, peer, is_broken = None, None, True
+        try:
+            peer = self._peers.acquire(granted.agent)
+            for begin in range(0, len(spec.block_ids), buffer.num_rows):
+                block_ids = spec.block_ids[begin : begin + buffer.num_rows]
+                first = spec.first + begin
+                remote = buffer.remote_regions(granted.layers, granted.block_ids[first : first + len(block_ids)])
+                local = buffer.local_regions(len(block_ids))
+                transfer = self._agent.read(peer, remote, local, granted.device)
+                while not transfer.poll():
+                    if load.should_stop():
+                        raise StoppedError("the load was given up")
+                    transfer.wait(_READ_POLL_SECONDS)
+                transfer.release()
+                transfer = None
+                with load.lock:
+                    if load.is_cancelled:
+                        raise StoppedError("the load was given up")
+                    buffer.scatter(block_ids, load.after)
+                    load.num_arrived += len(block_ids)
+            is_broken = False
+        except StoppedError:
+            is_broken = load.has_timed_out  # else the peer responds, and a read under way will end
+            raise
+        finally:
+            if peer is not None:
+                self._peers.release(peer, is_broken=is_broken)
+            self._buffers.release(buffer, transfer)

@@ -32,6 +32,7 @@ DEFAULT_BUFFER_BYTES = 64 << 20
 DEFAULT_NUM_THREADS = 4
 DO_REMOTE_DECODE = "do_remote_decode"
 DO_REMOTE_PREFILL = "do_remote_prefill"
+_SWITCHES = (DO_REMOTE_DECODE, DO_REMOTE_PREFILL)
 
 
 # --- settings -------------------------------------------------------------------------------------------------------
@@ -76,30 +77,17 @@ class NixlSettings:
                 "side_channel_port",
             )
         port = settings.integer("side_channel_port", 0, minimum=0, maximum=MAX_PORT)
+        if port > MAX_PORT + 1 - num_ranks:
+            expected = f"at most {MAX_PORT + 1 - num_ranks}: rank r of {num_ranks} takes this plus r"
+            raise settings.error("side_channel_port", port, expected)
         abort_timeout = settings.integer("abort_timeout", DEFAULT_ABORT_SECONDS)
         buffer_bytes = settings.integer("buffer_bytes", DEFAULT_BUFFER_BYTES)
         num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS, maximum=MAX_THREADS)
         settings.check_all_read()
-        if port > MAX_PORT + 1 - num_ranks:
-            raise settings.error(
-                "side_channel_port",
-                port,
-                f"at most {MAX_PORT + 1 - num_ranks}: rank r of {num_ranks} takes this plus r",
-            )
         return cls(backend, host, port, abort_timeout, buffer_bytes, num_threads)
 
 
 # --- kv_transfer_params ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where the KV of a request can be read."""
-
-    engine_id: str
-    addresses: list[str]
-    """Of each rank's side channel."""
-    lease: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +101,6 @@ class RemotePrefill:
     remote_num_tokens: int
     remote_prefix_hash: str
     remote_engine: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def source(self) -> Source:
-        return Source(self.remote_engine_id, self.remote_addresses, self.remote_lease)
 
     def as_params(self) -> dict[str, Any]:
         """The ``kv_transfer_params`` of the prefill engine's output."""
@@ -134,6 +118,15 @@ def engine_description(context: TransferContext) -> dict[str, Any]:
     }
 
 
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """How the description of another engine differs from this engine's; empty: it does not."""
+    return "; ".join(
+        f"its {name} is {theirs.get(name)!r}, and {value!r} here"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    )
+
+
 def is_remote_decode(params: Mapping[str, Any] | None) -> bool:
     """Whether the parameters hold the prompt's KV for another engine."""
     return params is not None and bool(params.get(DO_REMOTE_DECODE))
@@ -147,15 +140,15 @@ def parse_params(params: Mapping[str, Any]) -> RemotePrefill | None:
     """
     names = [entry.name for entry in fields(RemotePrefill)]
     for name in params:
-        if name not in (DO_REMOTE_DECODE, DO_REMOTE_PREFILL, *names):
-            raise unknown_keyword("kv_transfer_params", name, [DO_REMOTE_DECODE, DO_REMOTE_PREFILL, *names])
-    for name in (DO_REMOTE_DECODE, DO_REMOTE_PREFILL):
+        if name not in (*_SWITCHES, *names):
+            raise unknown_keyword("kv_transfer_params", name, [*_SWITCHES, *names])
+    for name in _SWITCHES:
         if not isinstance(params.get(name, False), bool):
             raise _invalid(name, params[name], "true or false")
-    if params.get(DO_REMOTE_DECODE) and params.get(DO_REMOTE_PREFILL):
-        raise ValueError(f"kv_transfer_params: {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL} exclude each other")
     if not params.get(DO_REMOTE_PREFILL):
         return None
+    if params.get(DO_REMOTE_DECODE):
+        raise ValueError(f"kv_transfer_params: {DO_REMOTE_DECODE} and {DO_REMOTE_PREFILL} exclude each other")
     for name in names:
         is_valid, expected = _RULES.get(name, _TEXT)
         if not is_valid(params.get(name)):
@@ -202,13 +195,13 @@ class LoadSpec:
     """Blocks that a request waits for."""
 
     request_id: str
-    source: Source
+    remote: RemotePrefill
     first: int
     """Index of the first block to read among those of the lease."""
     block_ids: list[int]
     """The destination."""
     refusal: str = ""
-    """If not empty: why they cannot be loaded. The producer is told to release its blocks."""
+    """Why they cannot be loaded, and the lease is declined; empty if they can."""
 
 
 @dataclass(slots=True)
@@ -217,7 +210,7 @@ class NixlMetadata:
 
     holds: list[Hold] = field(default_factory=list)
     loads: list[LoadSpec] = field(default_factory=list)
-    declines: list[Source] = field(default_factory=list)
+    declines: list[RemotePrefill] = field(default_factory=list)
     """Leases that will not be read."""
 
     @property

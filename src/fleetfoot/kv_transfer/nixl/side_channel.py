@@ -2,17 +2,17 @@
 
 One TCP connection per load, from the consumer (C) to the producer (P):
 
-    C  Hello      its identity             P  Welcome    where P's KV lies; or Refusal, if P is incompatible
-    C  Acquire    a lease                  P  Blocks     the held blocks, all written; or Refusal
+    C  Acquire    a lease, with C's description     P  Granted    the held blocks, all written; or Refusal
        (C reads them, through the transfer agent)
-    C  Finish                              P  Accepted   they were held all the time; or Refusal
+    C  Finish                                       P  Accepted   they were held all the time; or Refusal
 
 A lost connection ends the lease that it has acquired. `Decline`, in place of all this, ends a lease that will not be
 read; it has no reply.
 
-Reads are one-sided: the producer does not notice them. So a consumer asks twice: before the reads, for the blocks; and
-after the last read, whether they were held all the time. Only then does the KV count. Blocks are released through
-`Leases.get_finished`, and later consumers are refused, so clocks need not agree, and a late read never yields wrong KV.
+Reads are one-sided: the producer does not notice them. So a consumer sends two requests: before the reads, for the
+blocks; and after the last read, for whether they were held all the time. Only then does the KV count. Blocks are
+released through `Leases.get_finished`, and later consumers are refused, so clocks need not agree, and a late read never
+yields wrong KV.
 """
 
 from __future__ import annotations
@@ -24,47 +24,34 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
+from fleetfoot.kv_transfer.nixl.params import differences
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "fleetfoot-kv-1"
+PROTOCOL = "fleetfoot-kv-2"
 CONNECT_SECONDS = 5.0
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """What must be equal on both ranks."""
+class Acquire(msgspec.Struct, tag=True, frozen=True):
+    """Requests the blocks of a lease."""
 
-    protocol: str
-    backend: str
-    block_size: int
-    dtype: str
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    rank: int
-    layout: str
-    """The fingerprint of the rank's KV layout."""
-    fingerprint: str
-    """Of the engine."""
-
-
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """The consumer's first message."""
-
-    identity: Identity
     engine_id: str
-    """Of the producer that is asked for."""
+    """Of the producer that granted it."""
+    description: dict[str, Any]
+    """Of the consumer: what must be equal on both ranks."""
+    lease: str
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The producer's reply to `Hello`."""
+class Granted(msgspec.Struct, tag=True, frozen=True):
+    """The blocks of a lease, and where they lie."""
 
     agent: bytes
     """Metadata of the transfer agent."""
@@ -72,24 +59,13 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Addresses of the layers' caches."""
     device: int
     num_blocks: int
-
-
-class Acquire(msgspec.Struct, tag=True, frozen=True):
-    """Requests the blocks of a lease."""
-
-    lease: str
-
-
-class Blocks(msgspec.Struct, tag=True, frozen=True):
-    """The blocks of a lease, in order."""
-
+    """In each cache."""
     block_ids: list[int]
+    """Held by the lease, in order."""
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
-    """The consumer has read all blocks."""
-
-    lease: str
+    """The consumer has read all blocks of the lease that it has acquired."""
 
 
 class Decline(msgspec.Struct, tag=True, frozen=True):
@@ -99,7 +75,7 @@ class Decline(msgspec.Struct, tag=True, frozen=True):
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True):
-    """The blocks were held until `Finish` or `Decline`."""
+    """The blocks were held until `Finish`."""
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):
@@ -108,40 +84,15 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Request = Hello | Acquire | Finish | Decline
-Reply = Welcome | Blocks | Accepted | Refusal
+Request = Acquire | Finish | Decline
+Reply = Granted | Accepted | Refusal
 _DECODE_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _DECODE_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_R = TypeVar("_R", Welcome, Blocks, Accepted)
+_R = TypeVar("_R", Granted, Accepted)
 
 
 class RefusedError(RuntimeError):
     """The producer has refused a request, or sent an invalid reply."""
-
-
-def differences(consumer: Identity, producer: Identity) -> str:
-    """How two identities differ, from the consumer's view; empty: they are equal. The engines' fingerprints, which
-    cover nearly everything, come last, so that more specific differences come first."""
-    return "; ".join(
-        f"its {name} is {theirs!r}, and {ours!r} here"
-        for name in Identity.__struct_fields__
-        if (ours := getattr(consumer, name)) != (theirs := getattr(producer, name))
-    )
-
-
-def decode_request(body: bytes) -> Request:
-    """
-    Raises:
-        ConnectionLostError: the message is no request.
-    """
-    try:
-        return _DECODE_REQUEST.decode(body)
-    except msgspec.DecodeError as error:
-        raise ConnectionLostError(f"a message is no request ({error})") from error
-
-
-def encode(message: Request | Reply) -> bytes:
-    return msgspec.msgpack.encode(message)
 
 
 class SideChannel:
@@ -151,30 +102,23 @@ class SideChannel:
         address: ``host:port`` of the producer's rank.
         should_stop: polled while waiting for a reply; True raises StoppedError.
 
-    Raises (all methods):
+    Raises:
         ConnectionLostError: the producer cannot be reached.
-        RefusedError, StoppedError
     """
 
     def __init__(self, address: str, should_stop: Callable[[], bool]) -> None:
         self._address = address
         self._should_stop = should_stop
         self._connection = connect(address, CONNECT_SECONDS)
+        self.close = self._connection.close
 
-    def hello(self, identity: Identity, engine_id: str) -> Welcome:
-        return self._call(Hello(identity, engine_id), Welcome)
+    def call(self, request: Request, kind: type[_R]) -> _R:
+        """Send a request, and wait for its reply.
 
-    def acquire(self, lease: str) -> list[int]:
-        return self._call(Acquire(lease), Blocks).block_ids
-
-    def finish(self, lease: str) -> None:
-        self._call(Finish(lease), Accepted)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _call(self, request: Request, kind: type[_R]) -> _R:
-        send_message(self._connection, encode(request))
+        Raises:
+            ConnectionLostError, RefusedError, StoppedError
+        """
+        send_message(self._connection, msgspec.msgpack.encode(request))
         body = receive_message(self._connection, self._should_stop)
         try:
             reply = _DECODE_REPLY.decode(body)
@@ -192,7 +136,7 @@ def decline(addresses: Iterable[str], lease: str) -> None:
     for address in addresses:
         try:
             with contextlib.closing(connect(address, CONNECT_SECONDS)) as connection:
-                send_message(connection, encode(Decline(lease)))
+                send_message(connection, msgspec.msgpack.encode(Decline(lease)))
         except ConnectionLostError as error:
             logger.info("a lease could not be declined: %s", error)
 
@@ -212,7 +156,7 @@ _ENDS = {
 
 
 class LeaseError(RuntimeError):
-    """A lease does not exist or has ended; the message says why."""
+    """A lease cannot be read: it does not exist, has ended, or is not for this consumer; the message has the reason."""
 
 
 @dataclass(slots=True)
@@ -287,7 +231,9 @@ class Leases:
             LeaseError: there is no such lease.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_known(lease_id), timeout):
+            if not self._changed.wait_for(
+                lambda: self._is_closed or lease_id in self._live or lease_id in self._past, timeout
+            ):
                 self._remember(lease_id, DECLINED)  # the consumer gives up, so a later grant must end at once
                 raise LeaseError(f"there is no lease {lease_id} here")
             lease = self._find(lease_id)
@@ -314,16 +260,12 @@ class Leases:
             else:
                 self._remember(lease_id, reason)
 
-    def _is_known(self, lease_id: str) -> bool:
-        return self._is_closed or lease_id in self._live or lease_id in self._past
-
     def _find(self, lease_id: str) -> Lease:
         if lease_id in self._live:
             return self._live[lease_id]
-        reason = self._past.get(lease_id)
-        if reason is None:
-            raise LeaseError(f"there is no lease {lease_id} here")
-        raise LeaseError(f"the lease {lease_id} has ended: {_ENDS[reason]}")
+        if lease_id in self._past:
+            raise LeaseError(f"the lease {lease_id} has ended: {_ENDS[self._past[lease_id]]}")
+        raise LeaseError(f"there is no lease {lease_id} here")
 
     def _end(self, lease_id: str, reason: str) -> None:
         self._ended.append((self._live.pop(lease_id), reason))
@@ -341,67 +283,61 @@ class ProducerServer:
 
     Args:
         host, port: where it listens; port 0: any free port.
-        engine_id: which consumers must ask for.
-        identity: which consumers' identities must equal.
+        engine_id: of this engine; consumers must name it.
+        description: consumers' must equal it.
+        granted: the reply to `Acquire`, without block ids.
 
     Raises:
         ValueError: the address cannot be listened on.
     """
 
     def __init__(
-        self, host: str, port: int, engine_id: str, identity: Identity, leases: Leases, welcome: Welcome
+        self, host: str, port: int, engine_id: str, description: dict[str, Any], leases: Leases, granted: Granted
     ) -> None:
         self._engine_id = engine_id
-        self._identity = identity
+        self._description = description
         self._leases = leases
-        self._welcome = welcome
+        self._granted = granted
         self._server = SocketServer(host, port, self._serve, "kv-side-channel")
-
-    @property
-    def address(self) -> str:
+        self.address = self._server.address
         """``host:port``."""
-        return self._server.address
 
     def close(self) -> None:
+        """Refuse all consumers, and close their connections."""
         self._leases.close()
         self._server.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        acquired: set[str] = set()
-        is_welcome = False
+        acquired = ""
         try:
             while True:
-                request = decode_request(receive_message(connection))
-                if isinstance(request, Decline):
-                    self._leases.give_up(request.lease, DECLINED)
-                    continue
-                if isinstance(request, Hello):
-                    reply = self._greet(request)
-                    is_welcome = isinstance(reply, Welcome)
-                elif is_welcome:
-                    reply = self._reply(request, acquired)
-                else:
-                    reply = Refusal("a Hello that was welcome must come first")
-                send_message(connection, encode(reply))
+                request = _DECODE_REQUEST.decode(receive_message(connection))
+                reply: Reply
+                try:
+                    if isinstance(request, Decline):
+                        self._leases.give_up(request.lease, DECLINED)
+                        continue
+                    if isinstance(request, Acquire):
+                        reply = self._acquire(request)
+                        acquired = request.lease
+                    else:
+                        finished, acquired = acquired, ""
+                        self._leases.finish(finished)
+                        reply = Accepted()
+                except LeaseError as error:
+                    reply = Refusal(str(error))
+                send_message(connection, msgspec.msgpack.encode(reply))
+        except msgspec.DecodeError as error:
+            logger.info("a connection is closed because a message is no request (%s)", error)
         finally:
-            for lease in acquired:
-                self._leases.give_up(lease, LOST)
+            if acquired:
+                self._leases.give_up(acquired, LOST)
 
-    def _greet(self, hello: Hello) -> Reply:
-        if hello.engine_id != self._engine_id:
-            return Refusal(f"this is engine {self._engine_id!r}, and {hello.engine_id!r} was asked for")
-        if found := differences(consumer=hello.identity, producer=self._identity):
-            return Refusal(f"the engines are incompatible: {found}")
-        return self._welcome
-
-    def _reply(self, request: Acquire | Finish, acquired: set[str]) -> Reply:
-        try:
-            if isinstance(request, Acquire):
-                block_ids = self._leases.acquire(request.lease, ACQUIRE_SECONDS)
-                acquired.add(request.lease)
-                return Blocks(block_ids)
-            acquired.discard(request.lease)
-            self._leases.finish(request.lease)
-        except LeaseError as error:
-            return Refusal(str(error))
-        return Accepted()
+    def _acquire(self, request: Acquire) -> Granted:
+        if request.engine_id != self._engine_id:
+            raise LeaseError(f"this is engine {self._engine_id!r}, and {request.engine_id!r} was asked for")
+        # from the consumer's view
+        if found := differences(theirs=self._description, ours=request.description):
+            raise LeaseError(f"the engines are incompatible: {found}")
+        block_ids = self._leases.acquire(request.lease, ACQUIRE_SECONDS)
+        return msgspec.structs.replace(self._granted, block_ids=block_ids)

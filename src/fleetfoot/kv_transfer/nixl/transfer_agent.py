@@ -1,27 +1,34 @@
-"""Transfer agents: one-sided reads of a peer's registered memory, and the agent over plain TCP sockets.
+"""Transfer agents: one-sided reads of a peer's registered memory, over NIXL or plain TCP sockets.
 
-Which memory may be read, and whether a read is valid, is agreed over the side channel. `nixl_agent` uses RDMA, NVLink,
-shared memory or TCP, through NIXL and UCX. `TcpAgent` is for machines without NIXL, and for tests: a read is a request
-with addresses and lengths; a checksum follows the reply's bytes. Bytes pass through host memory and the interpreter,
-so it suits small models and slow networks. Any host that can reach its port can read the KV cache, so use it in a
-trusted network only.
+Which memory may be read, and whether a read is valid, is agreed over the side channel.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import select
 import socket
 import struct
 import threading
+import time
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from fleetfoot.kv_transfer.base.sockets import ConnectionLostError, SocketServer, connect, receive_message, send_message
+
+NIXL_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+"""Modules of NIXL's Python interface: its wheels are named after the CUDA version that they were built for."""
+_UCX = "UCX"
+_NIXL_POLL_SECONDS = 5e-5
 
 CONNECT_SECONDS = 5.0
 MAX_REGIONS = 1 << 20
@@ -121,7 +128,11 @@ class _Metadata(msgspec.Struct):
 
 
 class TcpAgent(TransferAgent):
-    """Implements `TransferAgent`.
+    """For machines without NIXL, and for tests: a read is a request with addresses and lengths; a checksum follows the
+    reply's bytes.
+
+    Bytes pass through host memory and the interpreter, so it suits small models and slow networks. Any host that can
+    reach its port can read the KV cache, so use it in a trusted network only.
 
     Args:
         host: the address of this machine for peers.
@@ -129,18 +140,19 @@ class TcpAgent(TransferAgent):
 
     def __init__(self, name: str, host: str) -> None:
         super().__init__(name)
-        self._memory = _Memory()
-        self._server = SocketServer(host, 0, self._serve, "kv-tcp-agent")
         self._lock = threading.Lock()
+        self._memory: list[tuple[int, int, torch.Tensor]] = []  # begin, end, uint8 [bytes]
         self._peers: dict[str, str] = {}  # name -> address
-        self._idle: dict[str, list[socket.socket]] = {}
+        self._idle: dict[str, list[socket.socket]] = {}  # name -> connections without a read under way
+        self._server = SocketServer(host, 0, self._serve, "kv-tcp-agent")
 
     def local_device(self, device: torch.device) -> torch.device:
         return torch.device("cpu")
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            self._memory.add(tensor)
+            begin = tensor.data_ptr()
+            self._memory.append((begin, begin + tensor.nbytes, tensor.view(-1).view(torch.uint8)))
 
     @property
     def metadata(self) -> bytes:
@@ -177,7 +189,7 @@ class TcpAgent(TransferAgent):
             send_message(connection, remote.astype("<i8").tobytes())
         except ConnectionLostError as error:
             raise TransferError(f"{peer} cannot be read from: {error}") from error
-        return _TcpTransfer(self, peer, connection, [self._memory.view(*region) for region in local.tolist()])
+        return _TcpTransfer(self, peer, connection, [tensor.numpy().data for tensor in self._find(local)])
 
     def close(self) -> None:
         self._server.close()
@@ -197,52 +209,39 @@ class TcpAgent(TransferAgent):
             request = receive_message(connection)
             if len(request) % 16 or len(request) > 16 * MAX_REGIONS:
                 return
-            regions = np.frombuffer(request, dtype="<i8").reshape(-1, 2)
             try:
-                content = self._memory.read(regions)
-            except ValueError as error:
-                content, is_valid = str(error).encode(), False
-            else:
-                is_valid = True
-            connection.sendall(_HEADER.pack(is_valid, len(content)))
+                found = self._find(np.frombuffer(request, dtype="<i8").reshape(-1, 2))
+            except ValueError:
+                connection.sendall(_HEADER.pack(False, 0))
+                return
+            content = _join(found)
+            connection.sendall(_HEADER.pack(True, len(content)))
             connection.sendall(content)
             connection.sendall(_TRAILER.pack(zlib.crc32(content)))
 
-
-class _Memory:
-    """Registered tensors, by address."""
-
-    def __init__(self) -> None:
-        self._tensors: list[tuple[int, int, torch.Tensor]] = []  # begin, end, uint8 [bytes]
-
-    def add(self, tensor: torch.Tensor) -> None:
-        begin = tensor.data_ptr()
-        self._tensors.append((begin, begin + tensor.nbytes, tensor.view(-1).view(torch.uint8)))
-
-    def find(self, address: int, length: int) -> torch.Tensor:
-        """uint8 ``[length]``.
+    def _find(self, regions: np.ndarray) -> list[torch.Tensor]:
+        """uint8 ``[length]`` of each of ``regions [n, 2]``, address and length.
 
         Raises:
-            ValueError: it is not within a registered tensor.
+            ValueError: a region is not within a registered tensor.
         """
-        for begin, end, tensor in self._tensors:
-            if begin <= address and 0 < length <= end - address:
-                return tensor[address - begin : address - begin + length]
-        raise ValueError(f"{length} bytes at {address:#x} are not within registered memory")
+        found = []
+        for address, length in regions.tolist():
+            for begin, end, tensor in self._memory:
+                if begin <= address and 0 < length <= end - address:
+                    found.append(tensor[address - begin : address - begin + length])
+                    break
+            else:
+                raise ValueError(f"{length} bytes at {address:#x} are not within registered memory")
+        return found
 
-    def view(self, address: int, length: int) -> memoryview:
-        """A writable view of host memory."""
-        return self.find(address, length).numpy().data
 
-    def read(self, regions: np.ndarray) -> bytes:
-        """The regions (``[n, 2]``, address and length), concatenated."""
-        found = [self.find(address, length) for address, length in regions.tolist()]
-        if found and found[0].device.type != "cpu":
-            # held blocks are final, so the copy has its own stream and does not wait for queued steps
-            stream = torch.cuda.Stream(found[0].device)
-            with torch.cuda.stream(stream):
-                return torch.cat(found).cpu().numpy().tobytes()
-        return b"".join(tensor.numpy().tobytes() for tensor in found)
+def _join(parts: Sequence[torch.Tensor]) -> bytes:
+    if parts and parts[0].device.type != "cpu":
+        # held blocks are final, so the copy has its own stream and does not wait for queued steps
+        with torch.cuda.stream(torch.cuda.Stream(parts[0].device)):
+            return torch.cat(list(parts)).cpu().numpy().tobytes()
+    return b"".join(part.numpy().tobytes() for part in parts)
 
 
 class _TcpTransfer(Transfer):
@@ -250,43 +249,36 @@ class _TcpTransfer(Transfer):
 
     def __init__(self, agent: TcpAgent, peer: str, connection: socket.socket, targets: list[memoryview]) -> None:
         self._agent, self._peer, self._connection = agent, peer, connection
-        self._expected = sum(len(target) for target in targets)
-        self._header = bytearray(_HEADER.size)
-        self._trailer = bytearray(_TRAILER.size)
-        self._targets = [memoryview(self._header), *targets, memoryview(self._trailer)]
-        self._index = self._offset = 0
-        self._checksum = 0
+        self._header, self._trailer = bytearray(_HEADER.size), bytearray(_TRAILER.size)
+        self._targets = targets
+        self._expected = sum(map(len, targets))
+        self._pending = deque([memoryview(self._header), *targets, memoryview(self._trailer)])
+        self._num_received = 0
         self._has_ended = self._is_released = False
         connection.setblocking(False)
 
     def poll(self) -> bool:
-        received = 0
-        while not self._has_ended and received < _POLL_BYTES:
-            target = self._targets[self._index][self._offset :]
+        most = self._num_received + _POLL_BYTES
+        while self._pending and self._num_received < most:
             try:
-                count = self._connection.recv_into(target)
+                count = self._connection.recv_into(self._pending[0])
             except BlockingIOError:
-                break
+                return False
             except OSError as error:
                 raise TransferError(f"the connection to {self._peer} is lost ({error})") from error
             if count == 0:
-                raise TransferError(f"{self._peer} closed the connection {self._progress()}")
-            received += count
-            self._process(target[:count])
+                arrived = min(max(0, self._num_received - _HEADER.size), self._expected)
+                raise TransferError(f"{self._peer} closed the connection after {arrived:,} of {self._expected:,} bytes")
+            self._num_received += count
+            self._pending[0] = self._pending[0][count:]
+            if not self._pending[0]:
+                self._pending.popleft()
+            if self._num_received == _HEADER.size:
+                self._check_header()
+            elif not self._pending:
+                self._check_trailer()
+                self._has_ended = True
         return self._has_ended
-
-    def _process(self, arrived: memoryview) -> None:
-        is_payload = 0 < self._index < len(self._targets) - 1
-        if is_payload:
-            self._checksum = zlib.crc32(arrived, self._checksum)
-        self._offset += len(arrived)
-        if self._offset < len(self._targets[self._index]):
-            return
-        self._index, self._offset = self._index + 1, 0
-        if self._index == 1:
-            self._check_header()
-        elif self._index == len(self._targets):
-            self._check_trailer()
 
     def _check_header(self) -> None:
         is_valid, length = _HEADER.unpack(self._header)
@@ -296,16 +288,14 @@ class _TcpTransfer(Transfer):
             raise TransferError(f"{self._peer} sends {length:,} bytes instead of {self._expected:,}")
 
     def _check_trailer(self) -> None:
-        (checksum,) = _TRAILER.unpack(self._trailer)
-        if checksum != self._checksum:
+        checksum = 0
+        for target in self._targets:
+            checksum = zlib.crc32(target, checksum)
+        (sent,) = _TRAILER.unpack(self._trailer)
+        if checksum != sent:
             raise TransferError(
-                f"data from {self._peer} is corrupt: its CRC-32 is {self._checksum:08x}, and {checksum:08x} was sent"
+                f"data from {self._peer} is corrupt: its CRC-32 is {checksum:08x}, and {sent:08x} was sent"
             )
-        self._has_ended = True
-
-    def _progress(self) -> str:
-        before = sum(len(target) for target in self._targets[1 : self._index]) + (self._offset if self._index else 0)
-        return f"after {min(before, self._expected):,} of {self._expected:,} bytes"
 
     def wait(self, seconds: float) -> None:
         poll = select.poll()
@@ -320,3 +310,158 @@ class _TcpTransfer(Transfer):
             else:
                 self._connection.close()
         return True
+
+
+# --- NIXL -----------------------------------------------------------------------------------------------------------
+
+
+def nixl_api() -> Any:
+    """NIXL's Python interface.
+
+    Raises:
+        ValueError: it is not installed, or cannot be loaded.
+    """
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs every agent to standard output
+    errors = []
+    for name in NIXL_MODULES:
+        try:
+            return import_module(name)
+        except ImportError as error:
+            errors.append(f"{name}: {error}")
+    raise ValueError(
+        "NixlConnector with backend 'nixl' needs NIXL, and it cannot be imported; install Fleetfoot with the extra "
+        f"'nixl' (pip install 'fleetfoot[nixl]'), or set backend to 'tcp' ({'; '.join(errors)})"
+    )
+
+
+class NixlAgent(TransferAgent):
+    """Over NIXL (extra ``nixl``), with its UCX backend. UCX chooses RDMA, NVLink, shared memory or TCP; its environment
+    variables (``UCX_TLS``) configure it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        api = nixl_api()
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # the import resets it
+        config = api.nixl_agent_config(backends=[_UCX], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+        self._agent = api.nixl_agent(name, config)
+        if _UCX not in self._agent.backends:
+            raise ValueError("this NIXL has no UCX backend; install the published wheel")
+        self._lock = threading.Lock()
+        self._peers: set[str] = set()
+        self._tensors: list[torch.Tensor] = []
+        self._registered: list[Any] = []
+        self._memory = "DRAM"
+        self._device = 0
+        self._metadata = b""
+
+    def local_device(self, device: torch.device) -> torch.device:
+        return device
+
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        device = tensors[0].device
+        self._memory, self._device = ("DRAM", 0) if device.type == "cpu" else ("VRAM", device.index or 0)
+        regions = [(tensor.data_ptr(), tensor.nbytes, self._device, "") for tensor in tensors]
+        self._registered.append(self._agent.register_memory(regions, self._memory, backends=[_UCX]))
+        self._tensors += tensors
+        self._metadata = self._agent.get_agent_metadata()
+
+    @property
+    def metadata(self) -> bytes:
+        return self._metadata
+
+    def connect(self, metadata: bytes) -> str:
+        with self._lock:  # UCX breaks if two threads add the same peer at once
+            try:
+                peer = self._agent.add_remote_agent(metadata)
+            except Exception as error:  # NIXL's exceptions have no common base
+                raise TransferError(f"NIXL cannot reach the peer ({_text(error)})") from error
+            name = peer.decode() if isinstance(peer, bytes) else str(peer)
+            self._peers.add(name)
+            return name
+
+    def disconnect(self, peer: str) -> None:
+        with self._lock:
+            if peer in self._peers:
+                self._peers.discard(peer)
+                with contextlib.suppress(Exception):  # NIXL drops peers that it has found to be gone
+                    self._agent.remove_remote_agent(peer)
+
+    def read(self, peer: str, remote: np.ndarray, local: np.ndarray, remote_device: int) -> Transfer:
+        try:
+            here = self._agent.get_xfer_descs(_descriptors(local, self._device), self._memory)
+            there = self._agent.get_xfer_descs(_descriptors(remote, remote_device), self._memory)
+            handle = self._agent.initialize_xfer("READ", here, there, peer, backends=[_UCX])
+        except Exception as error:
+            raise TransferError(f"NIXL cannot read from {peer} ({_text(error)})") from error
+        return _NixlTransfer(self._agent, peer, handle)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        for region in self._registered:
+            with contextlib.suppress(Exception):
+                self._agent.deregister_memory(region)
+        self._registered.clear()
+        self._tensors.clear()
+
+
+class _NixlTransfer(Transfer):
+    def __init__(self, agent: Any, peer: str, handle: Any) -> None:
+        self._agent, self._peer, self._handle = agent, peer, handle
+        self._state = ""
+
+    def poll(self) -> bool:
+        if self._state not in ("DONE", "ERR"):
+            try:
+                if self._state:
+                    self._state = self._agent.check_xfer_state(self._handle)
+                else:
+                    self._state = self._agent.transfer(self._handle)
+            except Exception as error:
+                self._state = "ERR"
+                raise TransferError(f"NIXL's read from {self._peer} failed ({_text(error)})") from error
+        if self._state == "ERR":
+            raise TransferError(f"NIXL's read from {self._peer} failed")
+        return self._state == "DONE"
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(min(seconds, _NIXL_POLL_SECONDS))
+
+    def release(self) -> bool:
+        """UCX cannot cancel a read: it continues until it has ended or its endpoint is closed."""
+        if self._state == "PROC":
+            with contextlib.suppress(TransferError):
+                self.poll()
+        if self._state == "PROC":
+            return False
+        if self._handle is not None:
+            try:
+                self._agent.release_xfer_handle(self._handle)
+            except Exception:
+                return False  # part of it has not ended
+            self._handle = None
+        return True
+
+
+def _descriptors(regions: np.ndarray, device: int) -> np.ndarray:
+    """``[n, 3]`` uint64: address, length, device."""
+    columns = np.empty((len(regions), 3), dtype=np.uint64)
+    columns[:, :2] = regions
+    columns[:, 2] = device
+    return columns
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def make_agent(backend: str, name: str, host: str) -> TransferAgent:
+    """The transfer agent of a backend.
+
+    Args:
+        host: the address of this machine for peers.
+
+    Raises:
+        ValueError: the backend is not installed.
+    """
+    return NixlAgent(name) if backend == "nixl" else TcpAgent(name, host)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters, WorkerConnector
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
-from fleetfoot.kv_transfer.nixl.consumer import BlockReader, Loads, ReceiveBuffers
-from fleetfoot.kv_transfer.nixl.params import NixlMetadata, NixlSettings
-from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, SENT, Identity, Leases, ProducerServer, Welcome
-from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent
+from fleetfoot.kv_transfer.nixl.consumer import Loads, ReceiveBuffers
+from fleetfoot.kv_transfer.nixl.params import NixlMetadata, NixlSettings, engine_description
+from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, SENT, Granted, Leases, ProducerServer
+from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent, make_agent
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput
 
@@ -21,22 +22,6 @@ WAIT_SECONDS = 0.02
 """How long an idle step waits for progress."""
 SHUTDOWN_SECONDS = 5.0
 NO_TRANSFERS = NixlMetadata()
-
-
-def make_agent(backend: str, name: str, host: str) -> TransferAgent:
-    """The transfer agent of a backend.
-
-    Args:
-        host: the address of this machine for peers.
-
-    Raises:
-        ValueError: the backend is not installed.
-    """
-    if backend == "nixl":
-        from fleetfoot.kv_transfer.nixl.nixl_agent import NixlAgent
-
-        return NixlAgent(name)
-    return TcpAgent(name, host)
 
 
 class NixlWorker(WorkerConnector):
@@ -60,7 +45,6 @@ class NixlWorker(WorkerConnector):
         name = f"{context.engine_id}-{context.rank}-{secrets.token_hex(8)}"
         self._agent = make_agent(settings.backend, name, settings.side_channel_host)
         self._jobs = jobs or IOThreads("kv-read-remote", settings.num_threads)
-        self._decline_jobs = IOThreads("kv-decline", 1)
         self._counters = TransferCounters()
         self._leases = Leases(settings.abort_timeout, self._clock)
         self._server: ProducerServer | None = None
@@ -71,12 +55,18 @@ class NixlWorker(WorkerConnector):
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._device = kv_caches[0].device
         self._bytes_per_block = layout.bytes_per_block
-        identity = self._identity(layout)
+        description = {
+            "protocol": PROTOCOL,
+            "backend": self._settings.backend,
+            "rank": self._context.rank,
+            "layout": layout.fingerprint,
+            **engine_description(self._context),
+        }
         try:
             if self._context.config.can_load:
-                self._loads = self._make_loads(kv_caches, layout, identity)
+                self._loads = self._make_loads(kv_caches, layout, description)
             if self._context.config.can_save:
-                self._server = self._make_server(kv_caches, layout, identity)
+                self._server = self._make_server(kv_caches, layout, description)
                 self._addresses = {self._context.rank: self._server.address}
         except BaseException:  # such as a port that is in use
             self.shutdown()
@@ -97,8 +87,8 @@ class NixlWorker(WorkerConnector):
         if self._loads is not None:
             for load in self._metadata.loads:
                 self._loads.start(load, queued)
-            for source in self._metadata.declines:
-                self._loads.decline(source)
+            for remote in self._metadata.declines:
+                self._loads.decline(remote)
 
     def save_kv(self) -> None:
         """Consumers read held blocks in place."""
@@ -124,35 +114,17 @@ class NixlWorker(WorkerConnector):
         self._metadata = NO_TRANSFERS
 
     def wait_for_progress(self) -> None:
-        if self._loads:
-            self._loads.wait(WAIT_SECONDS)
-        else:
+        if self._loads is None or not self._loads.wait(WAIT_SECONDS):
             self._leases.wait(WAIT_SECONDS)
 
     def shutdown(self) -> None:
         if self._server is not None:
             self._server.close()
         if self._loads is not None:
-            self._loads.close()
-        self._jobs.stop(SHUTDOWN_SECONDS, finish=False)
-        self._decline_jobs.stop(SHUTDOWN_SECONDS, finish=False)
+            self._loads.close(SHUTDOWN_SECONDS)
         self._agent.close()
 
-    def _identity(self, layout: KVLayout) -> Identity:
-        context = self._context
-        return Identity(
-            protocol=PROTOCOL,
-            backend=self._settings.backend,
-            block_size=layout.block_size,
-            dtype=layout.dtype,
-            tensor_parallel_size=context.tensor_parallel_size,
-            pipeline_parallel_size=context.pipeline_parallel_size,
-            rank=context.rank,
-            layout=layout.fingerprint,
-            fingerprint=context.fingerprint,
-        )
-
-    def _make_loads(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, identity: Identity) -> Loads:
+    def _make_loads(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, description: dict[str, Any]) -> Loads:
         buffers = ReceiveBuffers(
             kv_caches,
             layout,
@@ -162,32 +134,25 @@ class NixlWorker(WorkerConnector):
         )
         self._agent.register([buffers.memory])
         return Loads(
-            BlockReader(self._agent, buffers, identity, self._context.rank),
+            self._agent,
+            buffers,
+            description,
             self._context,
             self._counters,
             jobs=self._jobs,
-            decline_jobs=self._decline_jobs,
             bytes_per_block=layout.bytes_per_block,
             clock=self._clock,
         )
 
-    def _make_server(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, identity: Identity) -> ProducerServer:
+    def _make_server(
+        self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, description: dict[str, Any]
+    ) -> ProducerServer:
         self._agent.register(kv_caches)
-        welcome = Welcome(
-            agent=self._agent.metadata,
-            layers=[cache.data_ptr() for cache in kv_caches],
-            device=self._device.index or 0,
-            num_blocks=layout.num_blocks,
-        )
-        port = self._settings.side_channel_port
-        return ProducerServer(
-            self._settings.side_channel_host,
-            port + self._context.rank if port else 0,
-            self._context.engine_id,
-            identity,
-            self._leases,
-            welcome,
-        )
+        caches = [cache.data_ptr() for cache in kv_caches]
+        granted = Granted(self._agent.metadata, caches, self._device.index or 0, layout.num_blocks, [])
+        host, port = self._settings.side_channel_host, self._settings.side_channel_port
+        port = port + self._context.rank if port else 0
+        return ProducerServer(host, port, self._context.engine_id, description, self._leases, granted)
 
     def _record_event(self) -> torch.cuda.Event | None:
         if self._device.type == "cpu":

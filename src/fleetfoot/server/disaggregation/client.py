@@ -13,8 +13,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -67,12 +66,11 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
 
 
-class Drain(msgspec.Struct, tag=True, frozen=True):
-    """Replies: `Report` when `Engine.drain` has returned, or `Failed`."""
-
-
 class Stats(msgspec.Struct, tag=True, frozen=True):
-    """Replies: `Report`."""
+    """Replies: `Report`, or `Failed`."""
+
+    is_drained: bool
+    """Reply when `Engine.drain` has returned."""
 
 
 class Output(msgspec.Struct, tag=True, frozen=True):
@@ -101,20 +99,19 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 _KINDS: dict[str, type[Exception]] = {
-    "EngineDeadError": EngineDeadError,
-    "EngineUnreachableError": EngineUnreachableError,
-    "ValueError": ValueError,
-    "TypeError": TypeError,
-    "RuntimeError": RuntimeError,
+    kind.__name__: kind for kind in (EngineDeadError, EngineUnreachableError, ValueError, TypeError, RuntimeError)
 }
 
-EngineCall = Generate | Drain | Stats
+EngineCall = Generate | Stats
 EngineReply = Output | Report | Failed
+_R = TypeVar("_R", Output, Report)
 
 
-def write_message(writer: asyncio.StreamWriter, message: EngineCall | EngineReply) -> None:
+async def write_message(writer: asyncio.StreamWriter, message: EngineCall | EngineReply) -> None:
+    """Write one message; waits while the other end does not read."""
     body = msgspec.msgpack.encode(message)
     writer.write(_LENGTH.pack(len(body)) + body)
+    await writer.drain()
 
 
 async def read_message(reader: asyncio.StreamReader, kind: Any) -> Any:
@@ -171,24 +168,17 @@ class EngineClient:
         async with self._call(Generate(prompt, sampling_params, request_id, priority)) as reader:
             finished = False
             while not finished:
-                reply = await self._read(reader)
-                if not isinstance(reply, Output):
-                    raise RuntimeError(f"{self.address} answers a request with {type(reply).__name__}")
-                finished = reply.output.finished
-                yield reply.output
+                output = (await self._read(reader, Output)).output
+                finished = output.finished
+                yield output
 
     async def stats(self) -> dict[str, Any]:
-        return await self._report(Stats())
+        async with self._call(Stats(is_drained=False)) as reader:
+            return (await self._read(reader, Report)).stats
 
     async def drain(self) -> dict[str, Any]:
-        return await self._report(Drain())
-
-    async def _report(self, call: EngineCall) -> dict[str, Any]:
-        async with self._call(call) as reader:
-            reply = await self._read(reader)
-            if not isinstance(reply, Report):
-                raise RuntimeError(f"{self.address} answers with {type(reply).__name__}")
-            return reply.stats
+        async with self._call(Stats(is_drained=True)) as reader:
+            return (await self._read(reader, Report)).stats
 
     @contextlib.asynccontextmanager
     async def _call(self, call: EngineCall) -> AsyncIterator[asyncio.StreamReader]:
@@ -199,8 +189,7 @@ class EngineClient:
             raise EngineUnreachableError(f"the engine at {self.address} cannot be reached ({error})") from error
         keep_alive(writer.get_extra_info("socket"))
         try:
-            write_message(writer, call)
-            await writer.drain()
+            await write_message(writer, call)
             yield reader
         except ConnectionError as error:
             raise EngineUnreachableError(f"the engine at {self.address} has gone away ({error})") from error
@@ -209,17 +198,17 @@ class EngineClient:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _read(self, reader: asyncio.StreamReader) -> EngineReply:
-        reply: EngineReply = await read_message(reader, EngineReply)
+    async def _read(self, reader: asyncio.StreamReader, kind: type[_R]) -> _R:
+        reply = await read_message(reader, EngineReply)
         if isinstance(reply, Failed):
             raise reply.as_error()
+        if not isinstance(reply, kind):
+            raise RuntimeError(f"{self.address} replies with {type(reply).__name__} instead of {kind.__name__}")
         return reply
 
 
 class EngineProcess:
     """A child process that serves an engine, and ends with its parent. From a shell, use `fleetfoot engine`.
-
-    The child runs `fleetfoot.server.disaggregation.serve` as a script.
 
     Args:
         config: the fields of `fleetfoot.config.engine.EngineConfig`, as plain data.
@@ -236,9 +225,8 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         module = "fleetfoot.server.disaggregation.serve"
-        command = [sys.executable, "-m", module, json.dumps(dict(config)), f"--host={host}", f"--port={port}"]
         self._process = subprocess.Popen(
-            [*command, "--until-stdin-closes"],
+            [sys.executable, "-m", module, json.dumps(dict(config)), host, str(port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=env.for_child(environment or {}),
@@ -285,7 +273,5 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()

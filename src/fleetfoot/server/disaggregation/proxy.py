@@ -92,9 +92,25 @@ class DisaggregatedLLM:
         """
         if sampling_params.n > 1 or sampling_params.prompt_logprobs is not None:
             return None
+        params = SamplingParams(  # one token, which is discarded
+            temperature=0,
+            max_tokens=1,
+            detokenize=False,
+            truncate_prompt_tokens=sampling_params.truncate_prompt_tokens,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={KV_TRANSFER_PARAMS: {"do_remote_decode": True}},
+        )
+        transfer = None
         try:
-            async with asyncio.timeout(self._prefill_timeout):
-                transfer = await self._transfer_params(prompt, prefill_params(sampling_params), request_id, priority)
+            # KV may be held for longer than the request lasts, and the id may be used again
+            prefill_id = f"{request_id}-{secrets.token_hex(4)}"
+            outputs = self._prefill.generate(prompt, params, prefill_id, priority=priority)
+            async with asyncio.timeout(self._prefill_timeout), contextlib.aclosing(outputs):
+                async for output in outputs:
+                    transfer = output.kv_transfer_params
+                    completion = output.outputs[0]
+                    if completion.finish_reason == "error":
+                        raise RuntimeError(f"the prefill engine failed: {completion.stop_reason}")
         except Exception as error:  # the decode engine reports invalid requests
             self.counts.num_prefills_failed += 1
             reason = str(error) or f"it took longer than {self._prefill_timeout:g} s"
@@ -102,29 +118,3 @@ class DisaggregatedLLM:
             return None
         self.counts.num_prefilled += transfer is not None
         return transfer
-
-    async def _transfer_params(
-        self, prompt: PromptType, params: SamplingParams, request_id: str, priority: int
-    ) -> dict[str, Any] | None:
-        # KV may be held for longer than the request lasts, and the id may be used again
-        outputs = self._prefill.generate(prompt, params, f"{request_id}-{secrets.token_hex(4)}", priority=priority)
-        transfer = None
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                transfer = output.kv_transfer_params
-                completion = output.outputs[0]
-                if completion.finish_reason == "error":
-                    raise RuntimeError(f"the prefill engine failed: {completion.stop_reason}")
-        return transfer
-
-
-def prefill_params(params: SamplingParams) -> SamplingParams:
-    """Parameters of the prefill request, which generates one token that is discarded."""
-    return SamplingParams(
-        temperature=0,
-        max_tokens=1,
-        detokenize=False,
-        truncate_prompt_tokens=params.truncate_prompt_tokens,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={KV_TRANSFER_PARAMS: {"do_remote_decode": True}},
-    )

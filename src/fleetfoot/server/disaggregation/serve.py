@@ -5,7 +5,6 @@ When requests are accepted, a line ``{"address": "host:port"}`` is written to st
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -26,15 +25,13 @@ from fleetfoot.kv_transfer.base.sockets import keep_alive
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.server.disaggregation.client import (
-    Drain,
     Engine,
     EngineCall,
     EngineClient,
-    EngineReply,
     Failed,
-    Generate,
     Output,
     Report,
+    Stats,
     read_message,
     write_message,
 )
@@ -65,8 +62,13 @@ def serve_engine(config: EngineConfig, host: str, port: int, *, until_stdin_clos
 
     async def run(listener: socket.socket) -> None:
         async with AsyncLLM.from_engine(LLMEngine.from_config(config)) as llm:
-            shutdown = _Shutdown(until_stdin_closes=until_stdin_closes)
-            await _serve(EngineServer(LocalEngine(llm), on_death=shutdown.fail), listener, shutdown)
+            ended = _end_of_serving(until_stdin_closes=until_stdin_closes)
+
+            def fail(error: EngineDeadError) -> None:
+                if not ended.done():
+                    ended.set_exception(error)
+
+            await _serve(EngineServer(LocalEngine(llm), on_death=fail), listener, ended)
 
     with reserve(host, port) as listener:
         asyncio.run(run(listener))
@@ -86,19 +88,35 @@ def serve_proxy(prefill: str, decode: str, host: str, port: int, *, prefill_time
     proxy = DisaggregatedLLM(EngineClient(prefill), EngineClient(decode), prefill_timeout=prefill_timeout)
 
     async def run(listener: socket.socket) -> None:
-        await _serve(EngineServer(proxy), listener, _Shutdown())
+        await _serve(EngineServer(proxy), listener, _end_of_serving())
 
     with reserve(host, port) as listener:
         asyncio.run(run(listener))
 
 
-async def _serve(server: EngineServer, listener: socket.socket, shutdown: _Shutdown) -> None:
+async def _serve(server: EngineServer, listener: socket.socket, ended: asyncio.Future[None]) -> None:
     await server.start(listener)
     print(json.dumps({"address": server.address}), flush=True)
     try:
-        await shutdown.wait()
+        await ended
     finally:
         await server.close()
+
+
+def _end_of_serving(*, until_stdin_closes: bool = False) -> asyncio.Future[None]:
+    """Done after SIGINT or SIGTERM, or when standard input closes."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    if until_stdin_closes:
+        loop.add_reader(0, lambda: None if os.read(0, 1) else end())
+    return ended
 
 
 def reserve(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
@@ -118,29 +136,6 @@ def reserve(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
         listener.close()
         raise ValueError(f"cannot listen on {host}:{port} ({error}); choose another host or port") from error
     return listener
-
-
-class _Shutdown:
-    """Waits for a signal, the end of standard input, or the death of the engine."""
-
-    def __init__(self, *, until_stdin_closes: bool = False) -> None:
-        self._event = asyncio.Event()
-        self._error: EngineDeadError | None = None
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._event.set)
-        if until_stdin_closes:
-            loop.add_reader(0, lambda: None if os.read(0, 1) else self._event.set())
-
-    def fail(self, error: EngineDeadError) -> None:
-        self._error = error
-        self._event.set()
-
-    async def wait(self) -> None:
-        """Raises the error of `fail`."""
-        await self._event.wait()
-        if self._error is not None:
-            raise self._error
 
 
 class LocalEngine:
@@ -163,16 +158,15 @@ class LocalEngine:
         return content
 
     async def drain(self) -> dict[str, Any]:
-        while not self._is_drained():
+        while True:
+            stats = self._llm.stats()
+            scheduler, transfers = stats.scheduler, stats.transfers
+            if not (
+                scheduler.num_running or scheduler.num_waiting or transfers.num_loading or transfers.num_held_blocks
+            ):
+                await self._llm.check_integrity()
+                return await self.stats()
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        await self._llm.check_integrity()
-        return await self.stats()
-
-    def _is_drained(self) -> bool:
-        scheduler, transfers = self._llm.stats().scheduler, self._llm.stats().transfers
-        return not (
-            scheduler.num_running or scheduler.num_waiting or transfers.num_loading or transfers.num_held_blocks
-        )
 
 
 class EngineServer:
@@ -212,7 +206,7 @@ class EngineServer:
             await self._handle(reader, writer)
         except asyncio.CancelledError:
             pass  # the server is closed
-        except (ConnectionError, OSError) as error:
+        except OSError as error:
             logger.debug("a connection has ended: %s", error)
         finally:
             self._tasks.discard(task)
@@ -223,7 +217,7 @@ class EngineServer:
         try:
             call: EngineCall = await read_message(reader, EngineCall)
         except ValueError as error:
-            await _send(writer, Failed.of(error))
+            await write_message(writer, Failed.of(error))
             return
         work = asyncio.ensure_future(self._reply(call, writer))
         disconnected = asyncio.ensure_future(reader.read(1))  # clients send nothing else: returns at disconnection
@@ -235,45 +229,33 @@ class EngineServer:
             await asyncio.gather(work, disconnected, return_exceptions=True)
 
     async def _reply(self, call: EngineCall, writer: asyncio.StreamWriter) -> None:
+        engine = self._engine
         try:
-            if isinstance(call, Generate):
-                await self._generate(call, writer)
-            elif isinstance(call, Drain):
-                await _send(writer, Report(await self._engine.drain()))
-            else:
-                await _send(writer, Report(await self._engine.stats()))
+            if isinstance(call, Stats):
+                await write_message(writer, Report(await (engine.drain() if call.is_drained else engine.stats())))
+                return
+            outputs = engine.generate(call.prompt, call.params, call.request_id, priority=call.priority)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    await write_message(writer, Output(output))
         except ConnectionError:
             raise  # of the client's connection: no reply is possible
         except Exception as error:
             if isinstance(error, EngineDeadError):
                 self._on_death(error)
-            await _send(writer, Failed.of(error))
-
-    async def _generate(self, call: Generate, writer: asyncio.StreamWriter) -> None:
-        outputs = self._engine.generate(call.prompt, call.params, call.request_id, priority=call.priority)
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                await _send(writer, Output(output))
+            await write_message(writer, Failed.of(error))
 
 
-async def _send(writer: asyncio.StreamWriter, reply: EngineReply) -> None:
-    write_message(writer, reply)
-    await writer.drain()
+def main(config: str, host: str, port: str) -> None:
+    """The main function of an `EngineProcess` (`fleetfoot.server.disaggregation.client`).
 
-
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point of `fleetfoot.server.disaggregation.client.EngineProcess`'s child process."""
-    parser = argparse.ArgumentParser(prog="python -m fleetfoot.server.disaggregation.serve")
-    parser.add_argument("config", type=json.loads, help="the engine's settings, a JSON object")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any that is free")
-    parser.add_argument("--until-stdin-closes", action="store_true", help="end with the end of standard input")
-    options = parser.parse_args(arguments)
+    Args:
+        config: the engine's settings, a JSON object.
+    """
     logging.basicConfig(level=logging.WARNING)
-    config = EngineConfig.from_keywords(options.config, owner="EngineProcess")
-    serve_engine(config, options.host, options.port, until_stdin_closes=options.until_stdin_closes)
-    return 0
+    settings = EngineConfig.from_keywords(json.loads(config), owner="EngineProcess")
+    serve_engine(settings, host, int(port), until_stdin_closes=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])
