@@ -16,14 +16,13 @@ VOCAB = 11  # small, so that prompts share prefixes and stop tokens come up
 
 
 class RandomController:
-    """Drafts now and then."""
+    """Proposes drafts at random."""
 
     off_reason = "luck"
 
     def __init__(self, num_drafts: int, probability: float, rng: random.Random) -> None:
         self.num_drafts = num_drafts
         self.probability = probability
-        self.observed: list[tuple[int, int, int, int, int]] = []
         self._rng = rng
 
     def choose(self, num_decodes: int) -> int:
@@ -35,15 +34,14 @@ class RandomController:
     ) -> None:
         assert 0 <= num_accepted <= num_drafted <= num_decodes * num_drafts
         assert num_tokens >= num_decodes * (1 + num_drafts)
-        self.observed.append((num_decodes, num_drafts, num_drafted, num_accepted, num_tokens))
 
 
 class FakeDevice:
     """Runner, workers of the connector, and first rank; runs steps, as an executor too.
 
     Args:
-        scheduler: whose pool says which blocks may be written to.
-        num_ranks: that report transfers.
+        scheduler: blocks that its pool has as free must not be written.
+        num_ranks: ranks that report transfers.
         accuracy: of drafts.
     """
 
@@ -63,7 +61,8 @@ class FakeDevice:
         self.connector = connector if isinstance(connector, FakeSchedulerConnector) else None
         self.workers = None if self.connector is None else FakeWorkers(self.connector, self.runner, num_ranks, rng)
         self.first_rank = FirstRank(self.runner) if config.num_stages > 1 else None
-        self.is_shut_down = False
+        self.invalid: dict[str, int] = {}
+        """Request id -> the number of its output tokens, from 1, that is invalid if it is a step's last one."""
         self._result = ModelRunnerOutput([])
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -84,6 +83,10 @@ class FakeDevice:
             self.first_rank.send(output)
         if self.workers is not None:
             result.kv_connector_output = self.workers.end()
+        for index, row in enumerate(output.rows[: output.num_sampled]):
+            request = runner.rows[row]
+            if self.invalid.get(request.request_id) == len(request.token_ids) - request.num_prompt_tokens:
+                result.invalid[index] = "NaN"
         return result
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -93,16 +96,16 @@ class FakeDevice:
         return self._result
 
     def shutdown(self) -> None:
-        self.is_shut_down = True
+        pass
 
 
 class FakeEngine:
-    """Everything but an engine's core and outputs.
+    """An engine without outputs.
 
     Args:
         behaviour: of a KV connector; None: there is none.
         num_ranks, accuracy: see `FakeDevice`.
-        drafting: how probable it is that a step proposes.
+        drafting: probability that a step proposes drafts.
         depth: steps that may be in flight when another is queued.
     """
 
@@ -120,60 +123,54 @@ class FakeEngine:
         self.config = config
         self.depth = depth
         self.connector = None if behaviour is None else FakeSchedulerConnector(config.block_size, rng, behaviour)
-        self.controller = RandomController(config.num_drafts, drafting, rng)
-        self.scheduler = Scheduler(config, connector=self.connector, controller=self.controller)
+        controller = RandomController(config.num_drafts, drafting, rng)
+        self.scheduler = Scheduler(config, connector=self.connector, controller=controller)
         self.device = FakeDevice(self.scheduler, rng, num_ranks=num_ranks, accuracy=accuracy)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.num_idle_steps = 0
 
-    def launch(self) -> SchedulerOutput | None:
-        """Queue a step, if there is one."""
+    def step(self) -> list[EngineOutput]:
+        """Queue a step, if there is one, and retire the oldest as `EngineCore.step_overlapped` does."""
+        results: list[EngineOutput] = []
         output = self.scheduler.schedule()
         if output is not None:
             assert output.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
             assert not output.is_idle or not self.in_flight, "an idle step would hold up those in flight"
             self.num_idle_steps += output.is_idle
             self.in_flight.append((output, self.device.run(output)))
-        return output
-
-    def retire(self) -> list[EngineOutput]:
-        """Take in the oldest step."""
-        output, result = self.in_flight.popleft()
-        results = self.scheduler.update(output, result)
-        self.scheduler.drafting.observe(output, 1.0)
-        return results
-
-    def step(self) -> list[EngineOutput]:
-        """As the engine's core does it."""
-        output = self.launch()
-        results = []
         if self.in_flight and (len(self.in_flight) > self.depth or output is None or output.is_idle):
-            results = self.retire()
+            oldest, result = self.in_flight.popleft()
+            results = self.scheduler.update(oldest, result)
+            self.scheduler.drafting.observe(oldest, 1.0)
         else:
             assert output is not None or not self.scheduler.has_unfinished, "requests wait, and nothing is under way"
         self.scheduler.check_integrity()
         return results
 
     def change_weights(self) -> None:
-        """What was computed before must not be found any more."""
+        """KV that was computed before must not be used any more."""
         self.device.runner.weights += 1
         self.scheduler.reset_prefix_cache(reset_connector=True)
 
     def settle(self) -> None:
-        """Step until nothing is in flight, lent or pending."""
+        """Step until nothing is in flight, held or pending."""
         while self.in_flight or self.scheduler.has_unfinished or self.scheduler.transfers.has_pending:
             self.step()
         self.scheduler.check_idle()
         assert self.scheduler.transfers.num_held_blocks == 0
         assert self.scheduler.pool.num_free == self.config.num_blocks
 
+    def run(self, requests: list[Request]) -> None:
+        """Run requests to their end: each has the output that it has alone."""
+        for request in requests:
+            self.scheduler.add_request(request)
+        self.settle()
+        for request in requests:
+            assert request.output_token_ids == expected_output(request)
+
 
 def expected_output(request: Request) -> list[int]:
-    """What the fake model gives the request alone."""
+    """The output of the fake model for the request alone."""
     return reference(
-        request.token_ids[: request.num_prompt_tokens],
-        request.max_total_tokens - request.num_prompt_tokens,
-        request.stop_token_ids,
-        request.params.min_tokens,
-        VOCAB,
+        request.prompt_token_ids, request.max_tokens, request.stop_token_ids, request.params.min_tokens, VOCAB
     )

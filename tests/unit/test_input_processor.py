@@ -20,16 +20,8 @@ TOKENIZER = Tokenizer.from_path(embedded_model_path())
 
 
 def processor_of(**changes: Any) -> InputProcessor:
-    defaults: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "max_model_len": MAX_LEN,
-        "eos_token_ids": [EOS, 1_000_000],
-        "tokenizer": None,
-        "max_logprobs": 5,
-        "seed": 0,
-        "wall_clock": lambda: 123.0,
-    }
-    return InputProcessor(**{**defaults, **changes})
+    limits = {"vocab_size": VOCAB, "max_model_len": MAX_LEN, "max_logprobs": 5, "eos_token_ids": [EOS, 1_000_000]}
+    return InputProcessor(**{**limits, "tokenizer": None, "seed": 0, "wall_clock": lambda: 123.0, **changes})
 
 
 def with_text(**changes: Any) -> InputProcessor:
@@ -75,22 +67,28 @@ def test_token_ids(prompt: Any) -> None:
     assert (request.arrival_time, sequence.cache_salt, sequence.priority) == (123.0, None, 0)
 
 
-def test_a_prompt_is_packed_as_it_is_kept() -> None:
-    (sequence,) = sequences([*range(3, 90)], truncate_prompt_tokens=4)
-    assert sequence.token_ids.itemsize == 4
-    assert sequence.token_ids.tolist() == [86, 87, 88, 89]
+@pytest.mark.parametrize(
+    ("prompt", "truncate", "kept"),
+    [
+        ([1, 0, 1], None, [1, 0, 1]),  # not booleans
+        (np.array([0, 1]), None, [0, 1]),
+        (range(40), 1, [39]),
+        (range(40), 4, [36, 37, 38, 39]),
+        (range(40), -1, list(range(9, 40))),
+        ([5, 6], 35, [5, 6]),
+    ],
+)
+def test_tokens_that_are_kept(prompt: Any, truncate: int | None, kept: list[int]) -> None:
+    request = process(prompt, truncate_prompt_tokens=truncate)
+    assert (request.prompt_token_ids.tolist(), request.prompt_token_ids.itemsize) == (kept, 4)
 
 
-def test_the_tokens_0_and_1_are_tokens() -> None:
-    assert process([1, 0, 1]).prompt_token_ids.tolist() == [1, 0, 1]
-    assert process(np.array([0, 1])).prompt_token_ids.tolist() == [0, 1]
-
-
-def test_a_prompt_is_copied() -> None:
-    prompt = [5, 6]
-    request = process(prompt)
+def test_a_prompt_is_copied_once() -> None:
+    prompt, processor = [5, 6], processor_of()
+    request = process(prompt, processor, n=2)
     prompt.append(7)
     assert request.prompt_token_ids.tolist() == [5, 6]
+    assert all(sequence.prompt_token_ids is request.prompt_token_ids for sequence in processor.make_requests(request))
 
 
 @pytest.mark.parametrize("prompt", ["Once upon", {"prompt": "Once upon"}, {"prompt": "Once upon", "cache_salt": "s"}])
@@ -143,12 +141,10 @@ def test_prompts_that_are_refused(prompt: Any, error: type[Exception], message: 
         process(prompt)
 
 
-def test_empty_text() -> None:
+def test_texts_that_are_refused() -> None:
     with pytest.raises(ValueError, match="prompt is an empty string"):
         process("", with_text())
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model() -> None:
+    # a tokenizer can have more tokens than the model
     with pytest.raises(ValueError, match=r"prompt_token_ids\[\d+\] is \d+; the model's vocabulary has 100 tokens"):
         process("Once upon a time", processor_of(tokenizer=TOKENIZER))
 
@@ -164,18 +160,9 @@ def test_max_tokens_end_at_the_models_length(prompt: int, max_tokens: int | None
     assert sequence.max_total_tokens == in_all
 
 
-@pytest.mark.parametrize(("wanted", "kept"), [(1, [39]), (4, [36, 37, 38, 39]), (-1, list(range(9, 40)))])
-def test_truncation_keeps_the_end(wanted: int, kept: list[int]) -> None:
-    assert process(range(40), truncate_prompt_tokens=wanted).prompt_token_ids.tolist() == kept
-
-
-def test_truncation_is_no_way_around_the_limit() -> None:
+def test_lengths_without_room() -> None:
     with pytest.raises(ValueError, match="the prompt has 35 tokens"):
         process(range(40), truncate_prompt_tokens=35)
-    assert process([5, 6], truncate_prompt_tokens=35).prompt_token_ids.tolist() == [5, 6]
-
-
-def test_min_tokens_must_have_room() -> None:
     with pytest.raises(ValueError, match=r"min_tokens is 10, but a prompt of 25 tokens leaves room for 7 \("):
         process([5] * 25, min_tokens=10)
     (sequence,) = sequences([5] * 25, min_tokens=7)
@@ -185,11 +172,17 @@ def test_min_tokens_must_have_room() -> None:
 # --- parameters -----------------------------------------------------------------------------------------------------
 
 
-def test_what_ends_a_request() -> None:
-    assert sequences([5])[0].stop_token_ids == {EOS}  # an end token outside the vocabulary is never sampled
-    assert sequences([5], stop_token_ids=[9])[0].stop_token_ids == {EOS, 9}
-    assert sequences([5], ignore_eos=True)[0].stop_token_ids == frozenset()
-    assert sequences([5], ignore_eos=True, stop_token_ids=[EOS])[0].stop_token_ids == {EOS}
+@pytest.mark.parametrize(
+    ("params", "stop_token_ids"),
+    [
+        ({}, {EOS}),  # an end token outside the vocabulary is never sampled
+        ({"stop_token_ids": [9]}, {EOS, 9}),
+        ({"ignore_eos": True}, set()),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, {EOS}),
+    ],
+)
+def test_what_ends_a_request(params: dict[str, Any], stop_token_ids: set[int]) -> None:
+    assert sequences([5], **params)[0].stop_token_ids == stop_token_ids
 
 
 def test_copies() -> None:
@@ -271,20 +264,17 @@ def test_priorities_are_ints(wrong: Any) -> None:
         process([5], priority=wrong)
 
 
-def test_bad_words_in_both_spellings() -> None:
-    (sequence,) = sequences([5], with_text(), bad_words=["fox"])
-    encode = TOKENIZER.encode
-    assert sequence.bad_words_token_ids == [
-        encode("fox", add_special_tokens=False),
-        encode(" fox", add_special_tokens=False),
-    ]
+def test_bad_words_in_both_spellings_are_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, words, encode = with_text(), [], TOKENIZER.encode
 
+    def record(text: str, **options: Any) -> list[int]:
+        words.append(text)
+        return encode(text, **options)
 
-def test_bad_words_that_requests_share_are_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor, words = with_text(), []
-    encode = TOKENIZER.encode
-    monkeypatch.setattr(TOKENIZER, "encode", lambda text, **options: (words.append(text), encode(text, **options))[1])
+    monkeypatch.setattr(TOKENIZER, "encode", record)
     checked = processor.check_params(SamplingParams(bad_words=["fox"]))
     first, second = (processor.process(name, [5], checked, params_checked=True) for name in ("a", "b"))
     assert words == ["fox", " fox"]
-    assert first.bad_words_token_ids == second.bad_words_token_ids != []
+    (sequence,) = processor.make_requests(first)
+    assert sequence.bad_words_token_ids == [encode(word, add_special_tokens=False) for word in words]
+    assert first.bad_words_token_ids == second.bad_words_token_ids

@@ -1,22 +1,19 @@
-"""The scheduler, step by step: order, budget, chunks, preemption, ends, and steps that overlap."""
+"""The scheduler, step by step: order, budget, chunks, preemption, ends, steps that overlap, and pipelines."""
 
 from __future__ import annotations
 
 import random
-from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.helpers.fake_runner import FakeRunner, reference
+from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.schedulers import Drive, make_scheduler, request_of
 
 from fleetfoot.records.request import RequestStatus
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
+from fleetfoot.records.step import ModelRunnerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
-VOCAB = 50
+ABORTED = RequestStatus.FINISHED_ABORTED
 
 
 def scheduler_of(**config: Any) -> Scheduler:
@@ -28,56 +25,50 @@ def scheduler_of(**config: Any) -> Scheduler:
 
 def test_prompts_are_cut_to_the_budget_and_decodes_go_first() -> None:
     drive = Drive(scheduler_of(), request_of("a", 6), request_of("b", 20), request_of("c", 3))
-    output = drive.schedule()
-    assert drive.batch(output) == {"a": 6, "b": 10}
-    assert (output.num_decodes, output.num_sampled, output.total_num_scheduled_tokens) == (0, 1, 16)
-    assert output.longest_decode == 0
-    drive.update(output)
-    output = drive.schedule()
-    assert drive.batch(output) == {"a": 1, "b": 10, "c": 3}
-    assert (output.num_decodes, output.num_sampled, output.total_num_scheduled_tokens) == (1, 3, 14)
-    assert output.longest_decode == 7
-    drive.update(output)
-    output = drive.schedule()
-    assert drive.batch(output) == {"a": 1, "b": 1, "c": 1}
-    assert output.longest_decode == 0  # which no prefill shares its step with
-    drive.update(output)
+    steps = [  # batch, num_decodes, num_sampled, longest_decode (only of steps that also have prefills)
+        ({"a": 6, "b": 10}, 0, 1, 0),
+        ({"a": 1, "b": 10, "c": 3}, 1, 3, 7),
+        ({"a": 1, "b": 1, "c": 1}, 3, 3, 0),
+    ]
+    for batch, num_decodes, num_sampled, longest_decode in steps:
+        output = drive.schedule()
+        assert drive.batch(output) == batch
+        assert (output.num_decodes, output.num_sampled) == (num_decodes, num_sampled)
+        assert (output.total_num_scheduled_tokens, output.longest_decode) == (sum(batch.values()), longest_decode)
+        drive.update(output)
     stats = drive.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (3, 0, 0)
+    assert stats.kv_cache_usage == pytest.approx((2 + 6 + 1) / 32)
 
 
-def test_prompts_that_end_stand_before_those_that_go_on() -> None:
+def test_prefills_that_end_precede_other_chunks() -> None:
     drive = Drive(scheduler_of(max_num_batched_tokens=10), request_of("a", 25), request_of("b", 3))
-    assert drive.step() == {"a": 10}
-    assert drive.step() == {"a": 10}
+    assert [drive.step(), drive.step()] == [{"a": 10}, {"a": 10}]
     output = drive.schedule()
-    assert drive.batch(output) == {"a": 5, "b": 3}
-    assert output.num_sampled == 2
+    assert (drive.batch(output), output.num_sampled) == ({"a": 5, "b": 3}, 2)
 
 
-def test_rows_limit_who_runs() -> None:
+def test_rows_limit_the_running_requests() -> None:
     drive = Drive(scheduler_of(max_num_seqs=2), *(request_of(name, 2, max_tokens=2) for name in "abc"))
-    assert drive.step() == {"a": 2, "b": 2}
-    assert drive.step() == {"a": 1, "b": 1}
+    assert [drive.step(), drive.step()] == [{"a": 2, "b": 2}, {"a": 1, "b": 1}]
     output = drive.schedule()
     assert drive.batch(output) == {"c": 2}
     assert {name for name, _ in output.finished} == output.finished_req_ids == {"a", "b"}
 
 
-def test_nobody_overtakes_a_request_that_does_not_fit() -> None:
+def test_no_request_overtakes_one_that_does_not_fit() -> None:
     drive = Drive(scheduler_of(num_blocks=6), request_of("a", 12, 8), request_of("b", 13), request_of("c", 1))
     assert drive.step() == {"a": 12}
-    assert drive.step() == {"a": 1}  # b would fit into no two free blocks, and c waits behind it
-    drive.scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
+    assert drive.step() == {"a": 1}  # b would fit in no two free blocks, and c waits behind it
+    drive.scheduler.finish("a", ABORTED)
     assert drive.step() == {"b": 13, "c": 1}
 
 
-def test_priorities() -> None:
-    scheduler = scheduler_of(priority=True, max_num_seqs=1)
+@pytest.mark.parametrize(("priority", "order"), [(True, "bca"), (False, "abc")])
+def test_priorities(priority: bool, order: str) -> None:
+    scheduler = scheduler_of(priority=priority, max_num_seqs=1)
     drive = Drive(scheduler, *(request_of(name, 2, 1, priority=p) for name, p in (("a", 2), ("b", 0), ("c", 0))))
-    assert [list(drive.step()) for _ in range(3)] == [["b"], ["c"], ["a"]]
-    fcfs = Drive(scheduler_of(max_num_seqs=1), request_of("a", 2, 1, priority=2), request_of("b", 2, 1, priority=0))
-    assert [list(fcfs.step()) for _ in range(2)] == [["a"], ["b"]]
+    assert [list(drive.step()) for _ in range(3)] == [[name] for name in order]
 
 
 def test_whole_prompts_without_chunks() -> None:
@@ -149,9 +140,7 @@ def test_how_requests_end() -> None:
     drive.step()
     assert [request.finish_reason for request in requests] == ["length", "stop", "stop", None]
     assert requests[0].output_token_ids == [7, 7, 7]
-    assert drive.scheduler.finish("d", RequestStatus.FINISHED_ABORTED) is requests[3]
-    assert drive.scheduler.finish("d", RequestStatus.FINISHED_ABORTED) is None
-    assert drive.scheduler.finish("nobody", RequestStatus.FINISHED_ABORTED) is None
+    assert [drive.scheduler.finish(name, ABORTED) for name in ("d", "d", "unknown")] == [requests[3], None, None]
     drive.scheduler.check_idle()
 
 
@@ -163,7 +152,7 @@ def test_a_stop_token_before_min_tokens_does_not_stop() -> None:
         assert request.finish_reason == expected
 
 
-def test_several_tokens_at_once_are_cut_where_the_request_ends() -> None:
+def test_several_tokens_are_cut_where_the_request_ends() -> None:
     requests = [request_of("a", 2, 3), request_of("b", 2, 9, stop_token_ids=[3]), request_of("c", 2, 9)]
     drive = Drive(scheduler_of(), *requests)
     output = drive.schedule()
@@ -172,7 +161,7 @@ def test_several_tokens_at_once_are_cut_where_the_request_ends() -> None:
     assert [request.finish_reason for request in requests] == ["length", "stop", None]
 
 
-def test_a_token_that_means_nothing_ends_its_request_alone() -> None:
+def test_an_invalid_token_ends_its_request_alone() -> None:
     requests = [request_of("a", 2), request_of("b", 2, 1), request_of("c", 2)]
     drive = Drive(scheduler_of(), *requests)
     output = drive.schedule()
@@ -184,13 +173,13 @@ def test_a_token_that_means_nothing_ends_its_request_alone() -> None:
     assert drive.step() == {"c": 1}
 
 
-def test_aborted_at_every_stage() -> None:
+def test_aborts_at_every_stage() -> None:
     scheduler = scheduler_of(max_num_seqs=2, max_num_batched_tokens=8)
     drive = Drive(scheduler, request_of("a", 2), request_of("b", 20), request_of("c", 2))
     output = drive.schedule()
     assert drive.batch(output) == {"a": 2, "b": 6}
-    scheduler.finish("c", RequestStatus.FINISHED_ABORTED)  # waits
-    scheduler.finish("b", RequestStatus.FINISHED_ABORTED)  # in the middle of its prompt, on the device
+    scheduler.finish("c", ABORTED)  # waits
+    scheduler.finish("b", ABORTED)  # in the middle of its prompt, on the device
     scheduler.check_integrity()
     assert scheduler.pool.num_free < scheduler.config.num_blocks - 1
     assert [result.request.request_id for result in drive.update(output)] == ["a"]
@@ -203,10 +192,10 @@ def test_aborted_at_every_stage() -> None:
     scheduler.check_idle()
 
 
-def test_aborting_all_who_wait_leaves_nothing_to_schedule() -> None:
+def test_aborts_of_all_waiting_requests() -> None:
     drive = Drive(scheduler_of(max_num_seqs=1), *(request_of(name) for name in "abc"))
     for name in "abc":
-        drive.scheduler.finish(name, RequestStatus.FINISHED_ABORTED)
+        drive.scheduler.finish(name, ABORTED)
     assert drive.scheduler.schedule() is None
     drive.scheduler.add_request(request_of("d"))
     assert drive.step() == {"d": 5}
@@ -215,7 +204,7 @@ def test_aborting_all_who_wait_leaves_nothing_to_schedule() -> None:
 # --- preemption -----------------------------------------------------------------------------------------------------
 
 
-def test_the_last_to_come_is_preempted_and_comes_back_with_all_its_tokens() -> None:
+def test_the_last_request_is_preempted_and_resumed_with_all_its_tokens() -> None:
     a, b = request_of("a", 7, 9), request_of("b", 7, 9)
     drive = Drive(scheduler_of(num_blocks=4, enable_prefix_caching=False), a, b)
     assert drive.step() == {"a": 7, "b": 7}
@@ -230,9 +219,9 @@ def test_the_last_to_come_is_preempted_and_comes_back_with_all_its_tokens() -> N
     while not a.is_finished:
         assert drive.step() == {"a": 1}
     output = drive.schedule()
-    (described,) = output.new_requests
-    assert described.token_ids.tolist() == [*b.token_ids[:7], 7, 7]
-    assert (described.num_prompt_tokens, described.num_computed_tokens) == (7, 0)
+    (resumed,) = output.new_requests
+    assert resumed.token_ids.tolist() == [*b.prompt_token_ids, 7, 7]
+    assert (resumed.num_prompt_tokens, resumed.num_computed_tokens) == (7, 0)
     assert drive.batch(output) == {"b": 9}
     drive.update(output)
     while not b.is_finished:
@@ -241,7 +230,7 @@ def test_the_last_to_come_is_preempted_and_comes_back_with_all_its_tokens() -> N
     drive.scheduler.check_idle()
 
 
-def test_a_preempted_request_hits_what_is_left_of_its_own_prefix() -> None:
+def test_a_preempted_request_hits_its_own_prefix() -> None:
     a, b = request_of("a", 8, 9), request_of("b", 8, 9)
     drive = Drive(scheduler_of(num_blocks=6), a, b)
     drive.step()
@@ -250,13 +239,13 @@ def test_a_preempted_request_hits_what_is_left_of_its_own_prefix() -> None:
     while not a.is_finished:
         drive.step()
     output = drive.schedule()
-    (described,) = output.new_requests
-    assert described.num_computed_tokens >= 4
-    assert b.num_cached_tokens == 0  # of its first admission, which is what a user is told
+    (resumed,) = output.new_requests
+    assert resumed.num_computed_tokens >= 4
+    assert b.num_cached_tokens == 0  # of its first admission
     drive.update(output)
 
 
-def test_a_prompt_in_the_middle_gives_way() -> None:
+def test_a_prefill_in_progress_is_preempted() -> None:
     a, b = request_of("a", 4, 12), request_of("b", 12, 2)
     drive = Drive(scheduler_of(num_blocks=4, max_num_batched_tokens=5), a, b)
     assert drive.step() == {"a": 4, "b": 1}
@@ -274,7 +263,7 @@ def test_a_step_is_scheduled_while_the_last_one_runs() -> None:
     drive = Drive(scheduler_of(), a)
     outputs = [drive.schedule(), drive.schedule(), drive.schedule()]
     assert [drive.batch(output) for output in outputs] == [{"a": 3}, {"a": 1}, {"a": 1}]
-    assert drive.scheduler.schedule() is None  # its last token is on its way
+    assert drive.scheduler.schedule() is None  # its last token is in flight
     assert len(drive.scheduler._in_flight) == 3
     for output, expected in zip(outputs, (None, None, "length"), strict=True):
         drive.update(output)
@@ -282,14 +271,14 @@ def test_a_step_is_scheduled_while_the_last_one_runs() -> None:
     drive.scheduler.check_idle()
 
 
-def test_what_is_in_flight_when_a_request_stops_is_thrown_away() -> None:
+def test_tokens_in_flight_when_a_request_stops_are_discarded() -> None:
     a = request_of("a", 3, 9, stop_token_ids=[7])
     drive = Drive(scheduler_of(), a)
     outputs = [drive.schedule(), drive.schedule()]
     blocks = list(a.block_ids)
     (result,) = drive.update(outputs[0])
     assert (result.new_token_ids, a.finish_reason) == ([7], "stop")
-    # the step in flight still writes to its blocks, so nobody else may have them
+    # the step in flight still writes to its blocks
     assert {drive.scheduler.pool.state(block) for block in blocks} == {"HELD"}
     with pytest.raises(RuntimeError, match="blocks and 1 rows are not free"):
         drive.scheduler.check_idle()
@@ -298,7 +287,7 @@ def test_what_is_in_flight_when_a_request_stops_is_thrown_away() -> None:
     drive.scheduler.check_idle()
 
 
-def test_steps_are_updated_in_their_order() -> None:
+def test_steps_are_updated_in_order() -> None:
     drive = Drive(scheduler_of(), request_of("a", 3))
     drive.schedule()
     second = drive.schedule()
@@ -311,7 +300,7 @@ def test_a_preempted_request_waits_for_its_step_and_keeps_its_token() -> None:
     drive = Drive(scheduler_of(num_blocks=4, enable_prefix_caching=False), a, b)
     outputs = [drive.schedule(), drive.schedule()]
     assert [drive.batch(output) for output in outputs] == [{"a": 7, "b": 7}, {"a": 1, "b": 1}]
-    assert drive.scheduler.schedule() is None  # a needs a block, and waits for those that b gives back
+    assert drive.scheduler.schedule() is None  # a waits for the blocks that b will free
     assert (b.status, a.status) == (RequestStatus.PREEMPTED, RequestStatus.RUNNING)
     assert b.row >= 0  # two steps hold it
     drive.update(outputs[0])
@@ -339,73 +328,111 @@ def test_reset_while_requests_run() -> None:
     assert [request.num_computed_tokens for request in output.new_requests] == [0]
 
 
-# --- everything at random, with tokens that mean nothing and ends from outside --------------------------------------
+# --- pipelines: steps in flight hold different requests -------------------------------------------------------------
 
 
-class PoisonedRunner(FakeRunner):
-    """Yields nonsense for some requests' n-th token, as NaN logits do."""
-
-    def __init__(self, block_size: int, vocab_size: int, poison: dict[str, int]) -> None:
-        super().__init__(block_size, vocab_size)
-        self.poison = poison
-
-    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        result = super().run(output)
-        for index, row in enumerate(output.rows[: output.num_sampled]):
-            request = self.rows[row]
-            if self.poison.get(request.request_id) == len(request.token_ids) - request.num_prompt_tokens:
-                result.invalid[index] = "nonsense"
-        return result
+def pipeline_of(num_stages: int, names: str, *, max_tokens: int = 30, **config: Any) -> Drive:
+    limits = {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, **config}
+    return Drive(make_scheduler(num_stages=num_stages, **limits), *(request_of(name, 3, max_tokens) for name in names))
 
 
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), depth=st.integers(0, 2))
-def test_failures_and_ends_from_outside_at_any_time(seed: int, depth: int) -> None:
-    rng = random.Random(seed)
-    config = SchedulerConfig(
-        num_blocks=rng.randint(8, 20),
-        block_size=rng.randint(1, 4),
-        max_num_seqs=rng.randint(1, 5),
-        max_num_batched_tokens=rng.randint(5, 30),
-        enable_prefix_caching=rng.random() < 0.7,
-        priority=rng.random() < 0.5,
-    )
-    scheduler = Scheduler(config)
-    room = config.num_blocks * config.block_size
-    requests = []
-    for number in range(rng.randint(1, 10)):
-        prompt = [i % 3 for i in range(rng.randint(1, room // 2))]
-        max_tokens = rng.randint(1, min(10, room + 1 - len(prompt)))
-        requests.append(request_of(str(number), prompt, max_tokens, priority=rng.randint(0, 2)))
-    poison = {request.request_id: rng.randint(1, 10) for request in requests if rng.random() < 0.4}
-    runner = PoisonedRunner(config.block_size, VOCAB, poison)
-    waiting, in_flight, stopped = list(requests), deque[tuple[SchedulerOutput, ModelRunnerOutput]](), set()
-    while waiting or scheduler.has_unfinished or in_flight:
-        if waiting and rng.random() < 0.6:
-            scheduler.add_request(waiting.pop())
-        output = scheduler.schedule()
-        if output is not None:
-            in_flight.append((output, runner.run(output)))
-        if in_flight and (len(in_flight) > depth or output is None):
-            for result in scheduler.update(*in_flight.popleft()):
-                request = result.request
-                if not request.is_finished and rng.random() < 0.1:  # as when its text holds a stop string
-                    scheduler.finish(request.request_id, RequestStatus.FINISHED_STOPPED, "text")
-                    stopped.add(request.request_id)
-        if rng.random() < 0.05:
-            scheduler.reset_prefix_cache(reset_connector=True)
-        scheduler.check_integrity()
-    scheduler.check_idle()
-    for request in requests:
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        expected = reference(prompt, request.max_total_tokens - len(prompt), frozenset(), 0, VOCAB)
-        bad = poison.get(request.request_id, len(expected) + 1)
-        if request.request_id in stopped:
-            assert request.finish_reason == "stop"
-            assert request.output_token_ids == expected[: request.num_output_tokens]
-            assert request.num_output_tokens < bad
-        elif bad <= len(expected):
-            assert (request.finish_reason, request.stop_reason) == ("error", "nonsense")
-            assert request.output_token_ids == expected[: bad - 1]
-        else:
-            assert (request.finish_reason, request.output_token_ids) == ("length", expected)
+def prefilled(num_stages: int, names: str, **config: Any) -> Drive:
+    """A pipeline after the step of the prompts."""
+    drive = pipeline_of(num_stages, names, **config)
+    assert drive.queue() == names
+    drive.retire()
+    return drive
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "expected"),
+    [
+        (1, ["abcde"] * 4),
+        (2, ["abc", "de", "abc", "de"]),
+        (3, ["ab", "cd", "e", "ab", "cd"]),
+        (5, ["a", "b", "c", "d", "e", "a"]),
+        (7, ["a", "b", "c", "d", "e", "a"]),  # no others are left
+    ],
+)
+def test_decodes_are_spread_over_the_stages(num_stages: int, expected: list[str]) -> None:
+    drive = prefilled(num_stages, "abcde")
+    assert [drive.queue() for _ in expected] == expected
+
+
+def test_remaining_requests_join_another_microbatch() -> None:
+    drive = prefilled(2, "abcdef")
+    assert [drive.queue() for _ in range(2)] == ["abc", "def"]
+    for name in "de":
+        drive.scheduler.finish(name, ABORTED)
+    assert [drive.queue() for _ in range(4)] == ["ab", "cf", "ab", "cf"]
+
+
+def test_steps_in_flight_have_different_requests() -> None:
+    drive = prefilled(2, "abcd")
+    microbatches = []
+    for _ in range(6):
+        microbatches.append(drive.queue())
+        if len(drive.in_flight) > 1:
+            drive.retire()
+    assert microbatches == ["ab", "cd"] * 3
+
+
+def test_prompts_join_every_microbatch() -> None:
+    drive = prefilled(2, "ab", max_num_batched_tokens=12)
+    drive.scheduler.add_request(request_of("c", 30, 30))
+    assert [drive.queue() for _ in range(3)] == ["ac", "bc", "ac"]
+    assert [output.num_scheduled_tokens for output in drive.in_flight] == [[1, 11], [1, 11], [1, 8]]
+
+
+def test_a_request_alone_is_in_every_step() -> None:
+    drive = pipeline_of(2, "a", max_tokens=3)
+    assert [drive.queue() for _ in range(3)] == ["a", "a", "a"]
+    assert drive.scheduler.schedule() is None
+    assert [output.awaited_step for output in drive.in_flight] == [-1, 0, 1]
+
+
+def test_awaited_steps() -> None:
+    drive = pipeline_of(2, "abcd")
+    for _ in range(4):
+        drive.queue()
+    # step 0 computes the prompts; 1: a and b, 2: c and d, 3: a and b again
+    assert [output.awaited_step for output in drive.in_flight] == [-1, 0, 0, 1]
+    drive.retire()
+    drive.retire()
+    drive.retire()
+    assert drive.queue() == "cd"
+    assert drive.in_flight[-1].awaited_step == 2
+    drive.retire()
+    drive.scheduler.add_request(request_of("e", 3, 30))
+    drive.queue()
+    assert drive.in_flight[-1].awaited_step == 3  # the host has seen it, so it costs no waiting
+    single = pipeline_of(1, "a")
+    single.queue()
+    single.queue()
+    assert [output.awaited_step for output in single.in_flight] == [-1, -1]
+
+
+def test_drafts_are_verified_by_the_next_step_of_the_same_requests() -> None:
+    class Alternating:
+        off_reason = "alternating"
+        num_calls = 0
+
+        def choose(self, num_decodes: int) -> int:
+            self.num_calls += 1
+            return 3 * (self.num_calls % 2)
+
+        def observe(self, *observed: Any) -> None:
+            pass
+
+    drive = pipeline_of(2, "ab", num_drafts=3, controller=Alternating())
+    assert [drive.queue() for _ in range(5)] == ["ab", "a", "b", "a", "b"]
+    assert [output.num_to_propose for output in drive.in_flight] == [3, 0, 3, 0, 3]
+    assert [output.num_drafts for output in drive.in_flight] == [0, 3, 3, 0, 3]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_pipeline_changes_no_token(num_drafts: int) -> None:
+    config = SchedulerConfig(14, 4, 4, 24, num_stages=3, num_drafts=num_drafts, num_lookahead=num_drafts)
+    engine = FakeEngine(config, random.Random(2), depth=3)
+    engine.run([request_of(name, 4 + 3 * number, max_tokens=12) for number, name in enumerate("abcdef")])
+    assert engine.scheduler.stats().num_preemptions > 0

@@ -1,4 +1,4 @@
-"""Drafts in the scheduler: bounds while they are in flight, blocks for all of them, and what is known afterwards."""
+"""Drafts in the scheduler: bounds while they are in flight, blocks for all of them, and counts of accepted ones."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from typing import Any
 
 import pytest
 from tests.helpers import schedulers
-from tests.helpers.fake_engine import FakeEngine, expected_output
+from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.schedulers import make_scheduler, schedule, update
 
 from fleetfoot.records.request import Request, RequestStatus
+from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 
 
 class Switch:
-    """A controller that is turned by hand."""
+    """A controller that tests set."""
 
     off_reason = "turned off"
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
-        self.asked: list[int] = []
-        self.observed: list[tuple[Any, ...]] = []
+        self.num_decodes: list[int] = []
+        self.observed: list[tuple[float, ...]] = []
 
     def choose(self, num_decodes: int) -> int:
-        self.asked.append(num_decodes)
+        self.num_decodes.append(num_decodes)
         return self.num_drafts
 
-    def observe(self, *observed: Any, **more: Any) -> None:
-        self.observed.append((*observed, *more.values()))
+    def observe(self, *step: float) -> None:
+        self.observed.append(step)
 
 
 def scheduler_of(num_drafts: int = 3, controller: Switch | None = None, **config: Any) -> Scheduler:
@@ -50,15 +51,19 @@ def begin(scheduler: Scheduler, *requests: Request) -> None:
     update(scheduler, output, *[[7]] * len(requests))
 
 
-def test_what_one_step_proposes_the_next_verifies() -> None:
+def draft_counts(output: SchedulerOutput) -> tuple[int, int, list[int]]:
+    return output.num_drafts, output.num_to_propose, output.num_scheduled_tokens
+
+
+def test_proposed_drafts_are_verified_by_the_next_step() -> None:
     scheduler = scheduler_of()
     scheduler.add_request(request_of("a"))
     output = schedule(scheduler)
-    assert (output.num_drafts, output.num_to_propose) == (0, 3)
+    assert draft_counts(output) == (0, 3, [5])
     assert output.new_requests[0].max_total_tokens == 25
     update(scheduler, output, [7])
     output = schedule(scheduler)
-    assert (output.num_drafts, output.num_to_propose, output.num_scheduled_tokens) == (3, 3, [4])
+    assert draft_counts(output) == (3, 3, [4])
     assert output.total_num_scheduled_tokens == 4
     (result,) = update(scheduler, output, [1, 2])
     assert result.new_token_ids == [1, 2]
@@ -72,16 +77,16 @@ def test_a_controller_turns_drafts_on_and_off() -> None:
     begin(scheduler, request_of("a"), request_of("b"))
     switch.num_drafts = 0
     output = schedule(scheduler)
-    assert (output.num_drafts, output.num_to_propose) == (2, 0)
+    assert draft_counts(output) == (2, 0, [3, 3])
     update(scheduler, output, [1, 2, 3], [1], num_drafted=[2, 1])
     scheduler.drafting.observe(output, 0.5)
     switch.num_drafts = 2
     output = schedule(scheduler)
-    assert (output.num_drafts, output.num_to_propose, output.num_scheduled_tokens) == (0, 2, [1, 1])
+    assert draft_counts(output) == (0, 2, [1, 1])
     update(scheduler, output, [4], [2])
     scheduler.drafting.observe(output, 0.25)
     assert schedule(scheduler).num_drafts == 2
-    assert switch.asked == [2, 2, 2, 2]
+    assert switch.num_decodes == [2, 2, 2, 2]
     assert switch.observed == [(2, 2, 3, 2, 6, 0.5), (2, 0, 0, 0, 2, 0.25)]
     stats = scheduler.stats().drafts
     assert (stats.num_steps, stats.num_rows, stats.num_drafted, stats.num_accepted) == (1, 2, 3, 2)
@@ -89,7 +94,7 @@ def test_a_controller_turns_drafts_on_and_off() -> None:
     assert stats.off == {"turned off": 1}
 
 
-def test_a_request_for_which_nothing_was_found_counts_for_nothing() -> None:
+def test_requests_without_proposals_are_not_counted() -> None:
     scheduler = scheduler_of(2)
     begin(scheduler, request_of("a"), request_of("b"))
     update(scheduler, schedule(scheduler), [1], [2, 3], num_drafted=[0, 1])
@@ -97,14 +102,14 @@ def test_a_request_for_which_nothing_was_found_counts_for_nothing() -> None:
     assert (stats.num_rows, stats.num_drafted, stats.num_accepted) == (1, 1, 1)
 
 
-def test_prompts_are_never_drafted_for_and_a_step_without_decodes_has_no_drafts() -> None:
+def test_prefills_have_no_drafts() -> None:
     scheduler = scheduler_of(3, max_num_batched_tokens=16, max_num_seqs=2)
     begin(scheduler, request_of("a"))
     scheduler.add_request(request_of("b", 13))
     output = schedule(scheduler)
     assert (output.num_decodes, output.num_sampled, output.num_scheduled_tokens) == (1, 1, [4, 12])
     update(scheduler, output, [1])
-    # one token of the prompt is left: still no decode, which would bring drafts of nobody knows whom
+    # one token of the prompt is left: still no decode, which would verify drafts of another request
     output = schedule(scheduler)
     assert (output.num_decodes, output.num_sampled, output.num_scheduled_tokens) == (1, 2, [4, 1])
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
@@ -113,12 +118,12 @@ def test_prompts_are_never_drafted_for_and_a_step_without_decodes_has_no_drafts(
     alone = scheduler_of(3, max_num_batched_tokens=16)
     alone.add_request(request_of("c", 20))
     output = schedule(alone)
-    assert (output.num_to_propose, output.num_drafts) == (0, 0)  # nobody samples
+    assert (output.num_to_propose, output.num_drafts) == (0, 0)  # no request samples
     update(alone, output)
     assert schedule(alone).num_drafts == 0
 
 
-def test_drafts_in_flight_count_as_accepted_until_it_is_known() -> None:
+def test_drafts_in_flight_count_as_accepted() -> None:
     scheduler, request = scheduler_of(3), request_of("a")
     begin(scheduler, request)
     first, second = schedule(scheduler), schedule(scheduler)
@@ -139,38 +144,37 @@ def test_several_blocks_at_once() -> None:
     assert schedule(scheduler).new_block_ids == []  # 6 + 6 tokens
 
 
-def test_a_drafter_with_kv_of_its_own_needs_blocks_for_what_it_proposes() -> None:
-    scheduler, request = scheduler_of(3, block_size=2, num_lookahead=3), request_of("a", 5)
+@pytest.mark.parametrize(
+    ("max_tokens", "num_blocks"),
+    [
+        (20, (4, 6)),  # of 5 + 3 and of 5 + 4 + 3 tokens
+        (2, (3, 3)),  # positions 0 to 5: the last token is never an input
+    ],
+)
+def test_a_drafter_with_kv_needs_blocks_for_its_proposals(max_tokens: int, num_blocks: tuple[int, int]) -> None:
+    scheduler, request = scheduler_of(3, block_size=2, num_lookahead=3), request_of("a", 5, max_tokens)
     begin(scheduler, request)
-    assert len(request.block_ids) == 4  # 5 + 3 tokens
-    schedule(scheduler)
-    assert len(request.block_ids) == 6  # 5 + 4 + 3 tokens
-
-
-def test_no_blocks_for_what_is_never_an_input() -> None:
-    scheduler, request = scheduler_of(3, block_size=2, num_lookahead=3), request_of("a", 5, max_tokens=2)
-    begin(scheduler, request)
-    assert len(request.block_ids) == 3  # positions 0 to 5
+    assert len(request.block_ids) == num_blocks[0]
     assert schedule(scheduler).num_scheduled_tokens == [4]
-    assert len(request.block_ids) == 3
-    assert scheduler.schedule() is None
+    assert len(request.block_ids) == num_blocks[1]
+    assert (scheduler.schedule() is None) == (max_tokens == 2)
 
 
-def test_a_request_is_left_out_once_it_has_certainly_ended() -> None:
+def test_a_request_that_has_certainly_ended_is_not_scheduled() -> None:
     scheduler, request = scheduler_of(3), request_of("a", 5, max_tokens=4)
     begin(scheduler, request)
     outputs = [schedule(scheduler) for _ in range(3)]
-    assert request.num_computed == 5 + 12  # it would have ended long ago, had all drafts been accepted
+    assert request.num_computed == 5 + 12  # as if all drafts had been accepted
     assert scheduler.schedule() is None
     update(scheduler, outputs[0], [1, 2])
     update(scheduler, outputs[1], [3])
     assert request.finish_reason == "length"
-    assert update(scheduler, outputs[2], []) == []  # the device knew that there was nothing to do
+    assert update(scheduler, outputs[2], []) == []  # the device had reached the length
     assert request.output_token_ids == [7, 1, 2, 3]
     scheduler.check_idle()
 
 
-def test_tokens_behind_the_one_that_ends_a_request_are_dropped() -> None:
+def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
     scheduler = scheduler_of(3)
     requests = [request_of("a", stop_token_ids=[3]), request_of("b", stop_token_ids=[3], min_tokens=4), request_of("c")]
     begin(scheduler, *requests)
@@ -185,19 +189,19 @@ def test_only_known_tokens_with_kv_are_published() -> None:
     begin(scheduler, request)
     first, second = schedule(scheduler), schedule(scheduler)
     update(scheduler, first, [1, 2])
-    assert request.finish_reason == "length"  # 8 tokens: two blocks, but the last token's KV is nowhere
+    assert request.finish_reason == "length"  # 8 tokens: two blocks, but the last token has no KV
     assert request.num_published == 1
     update(scheduler, second, [])
     scheduler.check_idle()
 
 
-def test_a_preempted_request_keeps_what_its_drafts_brought() -> None:
+def test_a_preempted_request_keeps_accepted_drafts() -> None:
     scheduler = scheduler_of(3, num_blocks=6, enable_prefix_caching=False)
     a, b = request_of("a", 8, 12), request_of("b", 8, 12)
     begin(scheduler, a, b)
     output = schedule(scheduler)
     assert output.num_decodes == 2
-    assert scheduler.schedule() is None  # a needs another block: b goes, once its step has retired
+    assert scheduler.schedule() is None  # a needs another block: b is preempted, once its step has retired
     assert b.status is RequestStatus.PREEMPTED
     update(scheduler, output, [1, 2], [3, 4, 5])
     assert b.output_token_ids == [7, 3, 4, 5]
@@ -219,7 +223,7 @@ def test_drafts_count_against_the_budget() -> None:
     assert schedule(scheduler).total_num_scheduled_tokens == 16
 
 
-def test_only_the_last_of_several_tokens_means_nothing() -> None:
+def test_only_the_last_of_several_tokens_is_invalid() -> None:
     scheduler = scheduler_of(3)
     requests = [request_of("a"), request_of("b", stop_token_ids=[2]), request_of("c")]
     begin(scheduler, *requests)
@@ -232,15 +236,10 @@ def test_only_the_last_of_several_tokens_means_nothing() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(("accuracy", "most_steps"), [(1.0, 1 + 5 + 1), (0.0, 21 + 1)])
-def test_drafts_save_steps_and_change_no_token(accuracy: float, most_steps: int, depth: int) -> None:
+@pytest.mark.parametrize(("accuracy", "max_steps"), [(1.0, 1 + 5 + 1), (0.0, 21 + 1)])
+def test_drafts_save_steps_and_change_no_token(accuracy: float, max_steps: int, depth: int) -> None:
     config = SchedulerConfig(64, 4, 4, 64, num_drafts=3, num_lookahead=3)
     engine = FakeEngine(config, random.Random(1), accuracy=accuracy, drafting=1.0, depth=depth)
-    requests = [request_of(name, 5, max_tokens=21) for name in "ab"]
-    for request in requests:
-        engine.scheduler.add_request(request)
-    engine.settle()
-    for request in requests:
-        assert request.output_token_ids == expected_output(request)
-    assert engine.device.runner.num_steps <= most_steps
+    engine.run([request_of(name, 5, max_tokens=21) for name in "ab"])
+    assert engine.device.runner.num_steps <= max_steps
     assert engine.scheduler.stats().drafts.acceptance_rate == pytest.approx(accuracy, abs=0.2)

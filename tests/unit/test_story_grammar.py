@@ -43,54 +43,42 @@ GOOD = (
     "Dusty was so happy that he hugged Wren.\n\n"
     "And so the patient wolf and the tiny tiger became friends. The end."
 )
+NO_SENTENCE = "no sentence of the grammar goes on with"
 
 
-def test_a_seed_always_tells_the_same_story():
-    assert generate_story(7) == generate_story(7)
-    assert len({generate_story(seed).text for seed in range(300)}) == 300
-
-
-def test_stories_do_not_depend_on_the_hash_seed():
+def test_a_seed_gives_the_same_story_in_every_process():
+    stories = [generate_story(seed).text for seed in range(300)]
+    assert len(set(stories)) == 300
     program = "from stories import generate_story; print(repr([generate_story(seed).text for seed in range(20)]))"
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": str(TOOLS), "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for hash_seed in ("1", "2")
-    }
-    assert outputs == {repr([generate_story(seed).text for seed in range(20)]) + "\n"}
+    for hash_seed in ("1", "2"):
+        env = {**os.environ, "PYTHONPATH": str(TOOLS), "PYTHONHASHSEED": hash_seed}
+        run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True, text=True)
+        assert run.stdout == repr(stories[:20]) + "\n"
 
 
 def test_generated_stories_pass_the_check():
     stories = [generate_story(seed) for seed in range(500)]
     assert {story.plot.name for story in stories} == {plot.name for plot in PLOTS}
-    for story in stories:
-        assert check_story(story.text, allow_truncated=False) == [], story.text
+    for text in [GOOD, *(story.text for story in stories)]:
+        assert check_story(text, allow_truncated=False) == [], text
+    for story in stories[:12]:  # every beginning passes too, unless the end is required
+        for end in range(0, len(story.text), 5):
+            assert check_story(story.text[:end]) == [], story.text[:end]
+        for end in range(0, len(story.text) // 2, 5):
+            assert check_story(story.text[:end], allow_truncated=False) == ["the story stops before its end"]
 
 
-def test_articles_fit_their_nouns():
-    chats = [make_chat(Chooser(seed)) for seed in range(600)]
-    texts = [message.content for chat in chats for message in chat.messages if message.role == "assistant"]
+def test_chats_alternate_and_articles_fit_their_nouns():
+    texts = []
+    for seed in range(600):
+        messages = make_chat(Chooser(seed)).messages
+        roles = [message.role for message in messages if message.role != "system"]
+        assert messages[-len(roles)].role == "user"  # only the first message is a system's
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+        texts += [message.content for message in messages if message.role == "assistant"]
     assert any("was an owl" in text for text in texts)
     for text in texts:
         assert not re.search(r"\b[Aa] [aeiouAEIOU]|\b[Aa]n [^aeiouAEIOU]", text), text
-
-
-def test_every_beginning_of_a_story_passes_unless_the_end_is_asked_for():
-    for seed in range(12):
-        text = generate_story(seed).text
-        for end in range(0, len(text), 5):
-            assert check_story(text[:end]) == [], text[:end]
-        for end in range(0, len(text) // 2, 5):
-            assert check_story(text[:end], allow_truncated=False) == ["the story stops before its end"]
-
-
-def test_the_example_passes():
-    assert check_story(GOOD, allow_truncated=False) == []
 
 
 @pytest.mark.parametrize(
@@ -105,16 +93,12 @@ def test_the_example_passes():
         ("ran to the beach", "ran to the lake", "place 'to the lake' where the story needs 'to the beach' (found)"),
         ("the tiny tiger became", "the tiny mouse became", "kind of animal 'mouse' where the story needs 'tiger'"),
         ("and the tiny tiger became", "and the brave tiger became", "trait 'brave' where the story needs 'tiny'"),
-        (
-            "He looked in the orchard",
-            "He sneezed in the orchard",
-            "no sentence of the grammar goes on with ' sneezed",
-        ),
-        ("in the orchard", "at the orchard", "no sentence of the grammar goes on with"),
-        ("an old log", "a old log", "no sentence of the grammar goes on with 'a old log"),
-        ("\n\nA tiny tiger", " A tiny tiger", "no sentence of the grammar goes on with 'A tiny tiger"),
-        ("path. Her name was Wren", "path. Her name was Dusty", "no sentence of the grammar goes on with 'Dusty"),
-        ("The end.", "The end. The end.", "no sentence of the grammar goes on with ' The end.'"),
+        ("He looked in the orchard", "He sneezed in the orchard", f"{NO_SENTENCE} ' sneezed"),
+        ("in the orchard", "at the orchard", NO_SENTENCE),
+        ("an old log", "a old log", f"{NO_SENTENCE} 'a old log"),
+        ("\n\nA tiny tiger", " A tiny tiger", f"{NO_SENTENCE} 'A tiny tiger"),
+        ("path. Her name was Wren", "path. Her name was Dusty", f"{NO_SENTENCE} 'Dusty"),
+        ("The end.", "The end. The end.", f"{NO_SENTENCE} ' The end.'"),
     ],
 )
 def test_a_corrupted_story_fails(right: str, wrong: str, message: str):
@@ -126,11 +110,13 @@ def test_a_corrupted_story_fails(right: str, wrong: str, message: str):
 
 
 def test_several_wrong_words_are_all_listed():
-    text = (
-        GOOD.replace("lost the compass", "lost the kite")
-        .replace("hugged Wren", "hugged Dusty")
-        .replace("that he", "that she")
-    )
+    text = GOOD
+    for right, wrong in (
+        ("lost the compass", "lost the kite"),
+        ("hugged Wren", "hugged Dusty"),
+        ("that he", "that she"),
+    ):
+        text = text.replace(right, wrong)
     assert [violation.split(": ")[1].split(" '")[0] for violation in check_story(text)] == ["object", "pronoun", "name"]
 
 
@@ -145,9 +131,11 @@ def test_a_wrong_object_or_name_near_the_end_of_any_story_is_caught():
                 assert check_story(corrupted), corrupted
 
 
-def test_text_without_sense_fails():
-    for text in ("the the the the", "Hello!", "Once upon a time, there was a key named fox.", "\n\nOnce upon a time"):
-        assert check_story(text)
+@pytest.mark.parametrize(
+    "text", ["the the the the", "Hello!", "Once upon a time, there was a key named fox.", "\n\nOnce upon a time"]
+)
+def test_text_without_sense_fails(text: str):
+    assert check_story(text)
 
 
 def test_given_bindings_are_told_and_checked():
@@ -157,19 +145,21 @@ def test_given_bindings_are_told_and_checked():
     assert "Bree" in story.text
     assert check_story(story.text, given=asked) == []
     assert "object 'key' where the story needs 'drum'" in check_story(story.text, given={"thing": "drum"})[0]
-
-
-def test_distinct_roles_have_distinct_values():
+    # a guard keeps later sentences true to the obstacle
+    text = tell(JOURNEY, Chooser("rope"), {"obstacle": "hole"}).text
+    assert " hole." in text and "rope" in text
     for seed in range(100):
         bindings = tell(GIFT, Chooser(seed)).bindings
-        names = [bindings[f"{role}.name"] for role in ("hero", "helper", "friend")]
-        assert len(set(names)) == 3
+        assert len({bindings[f"{role}.name"] for role in ("hero", "helper", "friend")}) == 3
 
 
-def test_a_guard_keeps_later_sentences_true_to_the_obstacle():
-    story = tell(JOURNEY, Chooser("rope"), {"obstacle": "hole"})
-    assert " hole." in story.text
-    assert "rope" in story.text
+def test_answers_are_about_what_the_user_asked_for():
+    requests = [story_request(Chooser(seed)) for seed in range(150)]
+    for request in requests:
+        assert check_story(request.story.text, allow_truncated=False, given=request.asked) == [], request.text
+    for request, other in itertools.pairwise(requests):
+        if any(other.story.bindings.get(name, value) != value for name, value in request.asked.items()):
+            assert check_story(other.story.text, given=request.asked)
 
 
 def test_choices_add_up_their_information():
@@ -186,22 +176,6 @@ def test_a_template_with_an_unknown_slot_is_an_error(line: str):
         template(line)
 
 
-def test_answers_are_about_what_the_user_asked_for():
-    requests = [story_request(Chooser(seed)) for seed in range(150)]
-    for request in requests:
-        assert check_story(request.story.text, allow_truncated=False, given=request.asked) == [], request.text
-    for request, other in itertools.pairwise(requests):
-        if any(other.story.bindings.get(name, value) != value for name, value in request.asked.items()):
-            assert check_story(other.story.text, given=request.asked)
-
-
-def test_chats_alternate_between_user_and_assistant():
-    for seed in range(100):
-        roles = [message.role for message in make_chat(Chooser(seed)).messages]
-        turns = roles[1:] if roles[0] == "system" else roles
-        assert turns == ["user", "assistant"] * (len(turns) // 2)
-
-
 @pytest.mark.parametrize("folder", ASSET_FOLDERS, ids=lambda folder: folder.name)
 def test_the_chat_template_renders_what_the_models_were_trained_on(folder: Path):
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -213,13 +187,12 @@ def test_the_chat_template_renders_what_the_models_were_trained_on(folder: Path)
         assert rendered == render(messages, add_generation_prompt=True)
 
 
-def test_all_models_have_the_same_tokenizer():
-    first, *others = ASSET_FOLDERS
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert {(folder / name).read_bytes() for folder in others} == {(first / name).read_bytes()}
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_all_models_have_the_same_tokenizer(name: str):
+    assert len({(folder / name).read_bytes() for folder in ASSET_FOLDERS}) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=60).filter(lambda text: "<|" not in text))
 def test_the_tokenizer_round_trips_any_text(text: str):
     tokenizer = Tokenizer.from_file(str(ASSET_FOLDERS[0] / "tokenizer.json"))
