@@ -97,12 +97,7 @@ class AsyncLLM:
     # --- public methods -----------------------------------------------------------------------------------------------
 
     async def generate(
-        self,
-        prompt: PromptType,
-        sampling_params: SamplingParams,
-        request_id: str,
-        *,
-        priority: int = 0,
+        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they are generated; the last one has ``finished`` set.
 

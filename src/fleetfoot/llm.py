@@ -13,8 +13,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.process import deferred_interrupts, short_collections
-from fleetfoot.utils.progress import progress_bar
+from fleetfoot.utils.process import deferred_interrupts, progress_bar, short_collections
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer

@@ -45,10 +45,10 @@ for name in ("fleetfoot.config", "fleetfoot.records", "fleetfoot.scheduler"):
 
 
 @pytest.mark.slow
-def test_token_ids_alone_need_torch_numpy_and_safetensors_alone() -> None:
+def test_token_ids_need_torch_numpy_safetensors_and_msgspec_alone() -> None:
     """With every other dependency missing, an engine still starts and generates."""
     code = """
-missing = ("tokenizers", "huggingface_hub", "jinja2", "rich", "msgspec", "transformers")
+missing = ("tokenizers", "huggingface_hub", "jinja2", "rich", "transformers")
 sys.modules.update(dict.fromkeys(missing))
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.assets import embedded_model_path

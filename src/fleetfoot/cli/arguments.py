@@ -94,14 +94,7 @@ class _ModelAction(argparse.Action):
 
 
 def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
-    """The `EngineConfig` of the given flags.
-
-    Args:
-        defaults: values of fields that were not given.
-
-    Raises:
-        ValueError, TypeError: a value is out of range; the message names field and value.
-    """
+    """The `EngineConfig` of the given flags, with ``defaults`` for fields that were not given. Raises as it does."""
     return EngineConfig(**(defaults | given_settings(arguments)))
 
 
@@ -152,22 +145,17 @@ def sampling_params(
 ) -> SamplingParams:
     """The given flags; then the model's defaults, the command's, and those of `SamplingParams`, in this order.
 
+    Raises ValueError for a value out of range; the message names field and value.
+
     Args:
         model_defaults: as returned by `fleetfoot.sampling.defaults.read_sampling_defaults`.
-
-    Raises:
-        ValueError: a value is out of range; the message names field and value.
     """
     defaults = {**getattr(arguments, _SAMPLING_DEFAULTS), **(model_defaults or {})}
     return SamplingParams(**{**defaults, **_given_sampling(arguments)}, output_kind=output_kind)
 
 
 def check_sampling_arguments(arguments: argparse.Namespace) -> None:
-    """Check, before a model is loaded, everything that does not depend on the model's defaults.
-
-    Raises:
-        ValueError: a value is out of range; the message names field and value.
-    """
+    """Check, before a model is loaded, what does not depend on the model's defaults; raises as `sampling_params`."""
     # without a default of max_tokens, which min_tokens could contradict
     SamplingParams(**{"max_tokens": None, **_given_sampling(arguments)})
 

@@ -27,9 +27,8 @@ from fleetfoot.cli.command import (
     usage_errors,
 )
 from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.utils.progress import progress_bar
+from fleetfoot.utils.process import progress_bar
 
 if TYPE_CHECKING:
     from fleetfoot.engine.engine import LLMEngine
@@ -59,21 +58,20 @@ def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_latency(arguments: argparse.Namespace) -> int:
-    input_len, output_len, count = arguments.input_len, arguments.output_len, arguments.batch_size
+    batch = arguments.batch_size, arguments.input_len, arguments.output_len
+    lengths = Lengths(arguments.input_len, arguments.input_len), Lengths(arguments.output_len, arguments.output_len)
     with _started(arguments) as (engine, start_s):
-        workload = Workload(
-            vocab_size=engine.input_processor.vocab_size,
-            input_len=Lengths(input_len, input_len),
-            output_len=Lengths(output_len, output_len),
-            seed=arguments.seed,
-        )
-        warm_up = [workload.random_requests(count, stream=(_WARM_UP, i)) for i in range(arguments.num_warmup)]
-        measured = [workload.random_requests(count, stream=(_MEASURED, i)) for i in range(arguments.num_iters)]
+        workload = Workload(engine.input_processor.vocab_size, *lengths, seed=arguments.seed)
+        warm_up = [workload.random_requests(batch[0], stream=(_WARM_UP, i)) for i in range(arguments.num_warmup)]
+        measured = [workload.random_requests(batch[0], stream=(_MEASURED, i)) for i in range(arguments.num_iters)]
         samples = _measure(engine, warm_up, measured, arguments.temperature)
-        settings = _settings(arguments, "input_len", "output_len", "batch_size", "num_iters", "num_warmup")
-        floor = floor_report(measure_floor(engine), samples, batch=(count, input_len, output_len))
-        content = results(samples, with_loads=True, floor=floor)
-        return _finish("latency", engine, start_s, settings, content, arguments.output)
+        floor = floor_report(measure_floor(engine), samples, batch=batch)
+        settings = ("input_len", "output_len", "batch_size", "num_iters", "num_warmup", "temperature", "seed")
+        report = _report("latency", engine, start_s) | {
+            "settings": {name: getattr(arguments, name) for name in settings},
+            "results": results(samples, with_loads=True, floor=floor),
+        }
+    return _print(report, arguments.output)
 
 
 # --- throughput -------------------------------------------------------------------------------------------------------
@@ -83,17 +81,11 @@ def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--num-prompts", None, "requests (default: 100, or all of --prompts-file)")
     text = f"tokens of a prompt, or a range to draw from evenly, both ends included (default: {_INPUT_LEN})"
     parser.add_argument("--input-len", type=Lengths.parse, metavar="N[:M]", help=text)
-    parser.add_argument(
-        "--output-len",
-        type=Lengths.parse,
-        default=Lengths(128, 128),
-        metavar="N[:M]",
-        help="tokens to generate, or a range (default: 128)",
-    )
+    text = "tokens to generate, or a range (default: 128)"
+    parser.add_argument("--output-len", type=Lengths.parse, default=Lengths(128, 128), metavar="N[:M]", help=text)
     _add_number(parser, "--prefix-len", 0, "tokens at the beginning of prompts that all have in common", least=0)
-    parser.add_argument(
-        "--prompts-file", metavar="FILE", help="prompts to use instead of random tokens, as for `fleetfoot generate`"
-    )
+    text = "prompts to use instead of random tokens, as for `fleetfoot generate`"
+    parser.add_argument("--prompts-file", metavar="FILE", help=text)
     text = "requests that arrive in a second, at random times (a Poisson process); inf: all at once (default: inf)"
     parser.add_argument("--request-rate", type=_rate, default=math.inf, metavar="X", help=text)
     _add_number(parser, "--num-warmup", 1, "requests before them that do not count", least=0)
@@ -103,14 +95,9 @@ def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_throughput(arguments: argparse.Namespace) -> int:
     prompts = _dataset(arguments)
     is_paced = math.isfinite(arguments.request_rate)
+    lengths = arguments.input_len or _INPUT_LEN, arguments.output_len
     with _started(arguments) as (engine, start_s):
-        workload = Workload(
-            vocab_size=engine.input_processor.vocab_size,
-            input_len=arguments.input_len or _INPUT_LEN,
-            output_len=arguments.output_len,
-            prefix_len=arguments.prefix_len,
-            seed=arguments.seed,
-        )
+        workload = Workload(engine.input_processor.vocab_size, *lengths, arguments.prefix_len, arguments.seed)
         if prompts is None:
             warm_up = workload.random_requests(arguments.num_warmup, stream=(_WARM_UP,))
             requests = workload.random_requests(arguments.num_prompts or 100, stream=(_MEASURED,))
@@ -119,15 +106,19 @@ def _run_throughput(arguments: argparse.Namespace) -> int:
             requests = workload.dataset_requests(prompts, stream=(_MEASURED,))
         requests = workload.with_arrivals(requests, arguments.request_rate)
         samples = _measure(engine, [warm_up], [requests], arguments.temperature)
-        settings = _settings(arguments, "prefix_len", "prompts_file", "num_warmup") | {
-            "num_prompts": len(requests),
-            "input_len": str(workload.input_len) if prompts is None else None,
-            "output_len": str(workload.output_len),
-            "request_rate": arguments.request_rate if is_paced else "inf",
-        }
         floor = floor_report(measure_floor(engine), samples, is_paced=is_paced)
-        content = results(samples, with_loads=False, floor=floor)
-        return _finish("throughput", engine, start_s, settings, content, arguments.output)
+        settings = ("prefix_len", "prompts_file", "num_warmup", "temperature", "seed")
+        report = _report("throughput", engine, start_s) | {
+            "settings": {name: getattr(arguments, name) for name in settings}
+            | {
+                "num_prompts": len(requests),
+                "input_len": str(workload.input_len) if prompts is None else None,
+                "output_len": str(workload.output_len),
+                "request_rate": arguments.request_rate if is_paced else "inf",
+            },
+            "results": results(samples, with_loads=False, floor=floor),
+        }
+    return _print(report, arguments.output)
 
 
 def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
@@ -196,23 +187,13 @@ def _measure(
     """Run all loads in order; return the samples of ``measured``."""
     for requests in (*warm_up, *measured):
         _check_lengths(requests, engine)
-    _run_loads("Warm-up", engine, warm_up, temperature)
-    engine.reset_prefix_cache()
-    return _run_loads("Measuring", engine, measured, temperature)
-
-
-def _run_loads(
-    description: str, engine: LLMEngine, loads: Sequence[Sequence[BenchRequest]], temperature: float
-) -> Samples:
-    samples = Samples()
-    total = sum(map(len, loads))
-    with progress_bar(sys.stderr.isatty() and total > 0, total=total, description=description) as advance:
-
-        def on_finished(output: RequestOutput) -> None:
-            advance(output.metrics.num_generation_tokens)
-
-        for requests in loads:
-            run_load(engine, requests, samples, temperature=temperature, on_finished=on_finished)
+    for description, loads in (("Warm-up", warm_up), ("Measuring", measured)):
+        engine.reset_prefix_cache()
+        samples = Samples()
+        total = sum(map(len, loads))
+        with progress_bar(sys.stderr.isatty() and total > 0, total=total, description=description) as advance:
+            for requests in loads:
+                run_load(engine, requests, samples, temperature=temperature, on_finished=advance)
     return samples
 
 
@@ -232,57 +213,44 @@ def _check_lengths(requests: Sequence[BenchRequest], engine: LLMEngine) -> None:
 # --- the result -------------------------------------------------------------------------------------------------------
 
 
-def _settings(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in (*names, "temperature", "seed")}
-
-
-def _finish(
-    benchmark: str,
-    engine: LLMEngine,
-    start_s: float,
-    settings: dict[str, Any],
-    measured: dict[str, Any],
-    output: str | None,
-) -> int:
-    text = dump_object(
-        {
-            "benchmark": benchmark,
-            "versions": _versions(),
-            "machine": _machine(engine.plan.device),
-            "engine": _engine(engine, start_s),
-            "settings": settings,
-            "results": measured,
-        }
-    )
-    if output is None:
-        print(text)
-    else:
-        Path(output).write_text(text + "\n", encoding="utf-8")
-    print(summary(measured), file=sys.stderr)
-    return 0
-
-
-def _versions() -> dict[str, str | None]:
-    from importlib.metadata import PackageNotFoundError, version  # slow to import
-
-    versions: dict[str, str | None] = {"fleetfoot": __version__, "python": platform.python_version()}
-    for name in ("torch", "triton", "numpy"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions
-
-
-def _machine(device: str) -> dict[str, Any]:
+def _report(benchmark: str, engine: LLMEngine, start_s: float) -> dict[str, Any]:
+    """The part that does not depend on the benchmark."""
     import torch
 
+    plan, scheduler = engine.plan, engine.core.scheduler.config
     return {
-        "system": f"{platform.system()} {platform.release()}",
-        "device": device,
-        "device_name": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
-        "num_threads": torch.get_num_threads(),
+        "benchmark": benchmark,
+        "versions": {"fleetfoot": __version__, "python": platform.python_version()}
+        | {name: _version(name) for name in ("torch", "triton", "numpy")},
+        "machine": {
+            "system": f"{platform.system()} {platform.release()}",
+            "device": plan.device,
+            "device_name": torch.cuda.get_device_name() if plan.device == "cuda" else _cpu_name(),
+            "num_threads": torch.get_num_threads(),
+        },
+        "engine": {
+            "architecture": plan.model.architecture,
+            "num_parameters": plan.model.num_parameters,
+            "dtype": plan.dtype,
+            "runner": engine.runner_name,
+            "runner_reasons": list(plan.reasons),
+            "max_model_len": engine.input_processor.max_model_len,
+            "max_num_batched_tokens": plan.max_num_batched_tokens,
+            "block_size": scheduler.block_size,
+            "num_kv_blocks": scheduler.num_blocks,
+            "start_s": start_s,
+            "config": dataclasses.asdict(plan.config),
+        },
     }
+
+
+def _version(distribution: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
@@ -295,21 +263,14 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _engine(engine: LLMEngine, start_s: float) -> dict[str, Any]:
-    plan, scheduler = engine.plan, engine.core.scheduler.config
-    return {
-        "architecture": plan.model.architecture,
-        "num_parameters": plan.model.num_parameters,
-        "dtype": plan.dtype,
-        "runner": engine.runner_name,
-        "runner_reasons": list(plan.reasons),
-        "max_model_len": engine.input_processor.max_model_len,
-        "max_num_batched_tokens": plan.max_num_batched_tokens,
-        "block_size": scheduler.block_size,
-        "num_kv_blocks": scheduler.num_blocks,
-        "start_s": start_s,
-        "config": dataclasses.asdict(plan.config),
-    }
+def _print(report: dict[str, Any], output: str | None) -> int:
+    text = dump_object(report)
+    if output is None:
+        print(text)
+    else:
+        Path(output).write_text(text + "\n", encoding="utf-8")
+    print(summary(report["results"]), file=sys.stderr)
+    return 0
 
 
 def summary(measured: dict[str, Any]) -> str:

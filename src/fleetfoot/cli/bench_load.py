@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from fleetfoot.cli.command import usage_errors
 from fleetfoot.inputs import PromptType
-from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.scheduler.stats import DraftStats, SchedulerStats, TransferStats
 
@@ -156,20 +155,6 @@ class Samples:
         self.steps += collector.steps
         collector.clear_samples()
 
-    def add_finished(self, output: RequestOutput, due_ts: float | None) -> None:
-        """Add a finished request.
-
-        Args:
-            due_ts: arrival on the clock of the metrics; None: when the engine accepted it. A request that arrives
-                during a step waits for the step's end, and that wait is part of its latency.
-        """
-        metrics = output.metrics
-        begin = metrics.queued_ts if due_ts is None else due_ts
-        self.ttft.append(metrics.first_token_ts - begin)
-        self.request_latency.append(metrics.last_token_ts - begin)
-        num_tokens = len(output.prompt_token_ids), output.num_cached_tokens, metrics.num_generation_tokens
-        self.work.append(Work(*num_tokens))
-
 
 def run_load(
     engine: LLMEngine,
@@ -177,7 +162,7 @@ def run_load(
     samples: Samples,
     *,
     temperature: float = 0.0,
-    on_finished: Callable[[RequestOutput], None] = lambda output: None,
+    on_finished: Callable[[int], object] = lambda num_tokens: None,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -186,7 +171,7 @@ def run_load(
     Args:
         requests: in the order of their arrival.
         samples: the measurements are added here.
-        on_finished: called between steps with each finished request.
+        on_finished: called between steps for each finished request, with the number of its generated tokens.
         clock: seconds; must be the engine's clock.
 
     Raises:
@@ -212,9 +197,14 @@ def run_load(
             for completion in output.outputs:
                 if completion.finish_reason == "error":
                     raise RuntimeError(f"request {output.request_id} has failed: {completion.stop_reason}")
-            due_s = requests[int(output.request_id)].due_s
-            samples.add_finished(output, None if due_s is None else begin + due_s)
-            on_finished(output)
+            metrics, due_s = output.metrics, requests[int(output.request_id)].due_s
+            # a request that arrives during a step waits for the step's end, and that wait is part of its latency
+            arrival = metrics.queued_ts if due_s is None else begin + due_s
+            samples.ttft.append(metrics.first_token_ts - arrival)
+            samples.request_latency.append(metrics.last_token_ts - arrival)
+            num_tokens = metrics.num_generation_tokens
+            samples.work.append(Work(len(output.prompt_token_ids), output.num_cached_tokens, num_tokens))
+            on_finished(num_tokens)
         samples.take(collector)  # each step, because the collector keeps a limited number
     samples.load_duration.append(clock() - begin)
     samples.after = engine.stats().scheduler

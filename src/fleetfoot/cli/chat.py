@@ -176,7 +176,9 @@ class _Chat:
             import readline  # noqa: F401  # gives `input` line editing and a history
         while True:
             try:
-                yield _read_line("> ")
+                if not sys.stdout.isatty():
+                    print("> ", end="", file=sys.stderr, flush=True)
+                yield input("> " if sys.stdout.isatty() else "")
             except EOFError:  # Ctrl-D
                 _print_status("")
                 return
@@ -269,14 +271,6 @@ class _Chat:
                         return completion
                 if stop.is_set:
                     self._engine.abort_request(request_id)
-
-
-def _read_line(prompt: str) -> str:
-    """A line from the terminal. The prompt goes to standard error if standard output is not a terminal."""
-    if sys.stdout.isatty():
-        return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)
-    return input()
 
 
 def _print_status(text: str) -> None:
