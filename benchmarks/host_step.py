@@ -29,7 +29,7 @@ from fleetfoot.engine.core import EngineCore
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.input_processor import InputProcessor
 from fleetfoot.engine.stats import StatsCollector
-from fleetfoot.fusion.fit import LayerFusion
+from fleetfoot.fusion import LayerFusion
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.layers.context import ModelContext

@@ -16,8 +16,8 @@ Queries = Sequence[tuple[int, int]]
 
 def kv_caches(model: CausalLM, num_blocks: int = 64) -> list[torch.Tensor]:
     """For the layers and heads of this part of a model. Nothing may be read that was not written: a NaN would show."""
-    heads = model.model.layers[str(model.layers[0])].self_attn.heads
-    shape = (num_blocks, 2, heads.num_kv_heads, BLOCK_SIZE, heads.head_dim)
+    num_kv_heads = model.model.layers[str(model.layers[0])].self_attn.num_kv_heads
+    shape = (num_blocks, 2, num_kv_heads, BLOCK_SIZE, model.config.head_dim)
     return [torch.full(shape, float("nan"), dtype=torch.float32) for _ in model.layers]
 
 

@@ -74,8 +74,8 @@ def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
             model = ModelLoader(load_model_config(folders[name]), context(exact), folders[name]).load()
             found["exact", name, size] = run_steps(model)
             found["fused exact", name, size] = run_steps(fused(model, exact))
-            heads = model.model.layers["0"].self_attn.heads
-            found["heads", name, size] = (heads.num_heads, heads.num_kv_heads)
+            attention = model.model.layers["0"].self_attn
+            found["heads", name, size] = (attention.paged.num_heads, attention.num_kv_heads)
             model = ModelLoader(load_model_config(folders[name]), context(summing), folders[name]).load()
             found["summed", name, size] = run_steps(model)
             found["fused summed", name, size] = run_steps(fused(model, summing))

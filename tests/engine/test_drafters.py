@@ -17,7 +17,7 @@ from fleetfoot.assets import embedded_eagle_path, embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.fusion.fit import plan_fusion
+from fleetfoot.fusion import plan_fusion
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.request import Request
 from fleetfoot.runner.v2.runner import ModelRunnerV2

@@ -20,8 +20,8 @@ from tests.helpers.paged_models import MODELS, PagedCache, assert_close, context
 from torch import nn
 
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
-from fleetfoot.fusion.fit import LayerFusion, plan_fusion
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear import PlainLinear

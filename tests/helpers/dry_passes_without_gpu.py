@@ -36,7 +36,7 @@ from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
 from fleetfoot.distributed import all_reduce_words, torch_groups  # noqa: E402
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP  # noqa: E402
 from fleetfoot.distributed.peer_memory import CustomAllReduce, PeerMemory  # noqa: E402
-from fleetfoot.fusion.fit import plan_fusion  # noqa: E402
+from fleetfoot.fusion import plan_fusion  # noqa: E402
 from fleetfoot.kernels.attention.triton_backend import TritonBackend  # noqa: E402
 from fleetfoot.kernels.runtime.dry_tensors import DryTensor  # noqa: E402
 from fleetfoot.kernels.runtime.triton_support import instead_of_launching  # noqa: E402

@@ -196,8 +196,8 @@ def test_weights_of_a_rank_are_what_it_holds(tensor_size: int, pipeline_size: in
         lookup = (model.hidden_size * 4 + model.vocab_size * 8) * (tensor_size > 1 and has_embedding)
         assert weight_bytes(stage) == held + padding + lookup
         layout = KVLayout.of(model, 1, 16, "float32", tensor_parallel_size=tensor_size, layers=stage.layers)
-        heads = [layer.self_attn.heads for layer in part.model.layers.values()]
-        assert layout.layers == tuple(KVCacheSpec(each.num_kv_heads, each.head_dim) for each in heads)
+        heads = [layer.self_attn.num_kv_heads for layer in part.model.layers.values()]
+        assert layout.layers == tuple(KVCacheSpec(num_heads, model.head_dim) for num_heads in heads)
         assert kv_block_bytes(stage) == layout.bytes_per_block
 
 

@@ -19,7 +19,6 @@ from fleetfoot.config.sharding import (
     vocab_rows,
     vocab_span,
 )
-from fleetfoot.layers.attention import AttentionHeads
 
 LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
 
@@ -108,7 +107,3 @@ def test_parameters_of_a_layer() -> None:
     assert LLAMA_8B.layer_parameters() == whole
     assert LLAMA_8B.layer_parameters(2) == (whole - 2 * hidden) // 2 + 2 * hidden
     assert LLAMA_8B.layer_parameters(16) == (whole - 2 * hidden - 2 * hidden * 1024) // 16 + 2 * hidden * (1 + 128)
-
-
-def test_heads_of_a_rank() -> None:
-    assert AttentionHeads.of(LLAMA_8B) == AttentionHeads(32, 8, 128)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.helpers.kernels import cpu_kernels
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.fusion.fit import plan_fusion
+from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.forward_context import AttentionMetadata

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from fleetfoot.kernels.interface import RMSNorm as RMSNormOp
 from fleetfoot.kernels.linear.linear_triton import ChainedLinear, LinearChain
 from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
+from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP, representatives
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import ForwardContext, LogitsMetadata
@@ -50,22 +52,10 @@ def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -
         is_fused: for each layer of the stack.
     """
     runs: list[FusedDecoder | nn.Module] = []
-    layers: list[DecoderLayer] = []
-    for layer, fused in zip(stack.values(), is_fused, strict=True):
-        if fused:
-            if type(layer) is not DecoderLayer:  # a subclass computes something else
-                raise TypeError(
-                    f"the plan fuses a {type(layer).__name__}, and only DecoderLayer can be fused; set "
-                    "ModelConfig.unfusible in the traits of the architecture"
-                )
-            layers.append(layer)
-            continue
-        if layers:
-            runs.append(FusedDecoder(layers, context))
-            layers = []
-        runs.append(layer)
-    if layers:
-        runs.append(FusedDecoder(layers, context, is_last=True))
+    modules = list(stack.values())
+    for fused, group in groupby(zip(modules, is_fused, strict=True), key=itemgetter(1)):
+        layers = [layer for layer, _ in group]
+        runs += [FusedDecoder(layers, context, is_last=layers[-1] is modules[-1])] if fused else layers
     stack.set_runs(runs)
 
 
@@ -76,7 +66,7 @@ class FusedDecoder:
         is_last: the run ends the stack: it returns only the rows of ``ctx.logits``.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], context: ModelContext, *, is_last: bool = False) -> None:
+    def __init__(self, layers: Sequence[nn.Module], context: ModelContext, *, is_last: bool = False) -> None:
         self._set_layers([_FusedLayer(layer, context) for layer in layers])
         self._group = context.tensor_group
         self.selects_logits = is_last
@@ -105,9 +95,7 @@ class FusedDecoder:
     def shortened(self) -> FusedDecoder:
         """See `DecoderRun.shortened`: the first layer has no sum before it, and the last may have fewer rows."""
         short = copy(self)
-        windows = [layer.window for layer in self._layers]
-        last = len(windows) - 1
-        kept = sorted({0, last, *(windows.index(window) for window in windows[:last])})
+        kept = representatives([layer.window for layer in self._layers])
         short._set_layers([self._layers[index] for index in kept])
         return short
 
@@ -162,7 +150,12 @@ class _Residual:
 class _FusedLayer:
     """One decoder layer of a run."""
 
-    def __init__(self, layer: DecoderLayer, context: ModelContext) -> None:
+    def __init__(self, layer: nn.Module, context: ModelContext) -> None:
+        if type(layer) is not DecoderLayer:  # a subclass computes something else
+            raise TypeError(
+                f"the plan fuses a {type(layer).__name__}, and only DecoderLayer can be fused; set "
+                "ModelConfig.unfusible in the traits of the architecture"
+            )
         attention, mlp, chain = layer.self_attn, layer.mlp, context.ops.linear_chain
         assert isinstance(attention, Attention) and isinstance(mlp, GatedMLP)
         self._attention = attention.paged

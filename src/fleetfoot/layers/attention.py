@@ -8,31 +8,13 @@ import torch
 from torch import nn
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.config.sharding import check_tensor_parallel_size, even_span, kv_head_span, num_kv_heads
-from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
+from fleetfoot.config.sharding import check_tensor_parallel_size, even_span, kv_head_span
 from fleetfoot.kernels.attention import AttentionBackend
 from fleetfoot.kernels.interface import RopeAndCache
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, RotaryInputs
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionHeads:
-    """The heads that one rank computes; ``head_dim`` is in elements."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, config: ModelConfig, group: TensorGroup = SINGLE_TENSOR_GROUP) -> AttentionHeads:
-        """Raises:
-        ValueError: the group's ranks cannot share them; the message names group sizes that can.
-        """
-        check_tensor_parallel_size(config, group.size)
-        return cls(config.num_heads // group.size, num_kv_heads(config, group.size), config.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +33,7 @@ class PagedAttention:
 
     def rotate_and_cache(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm and rotate q and k, and write K
-        and V.
-
-        Returns:
-            ``query [num_tokens, num_heads, head_dim]``.
-        """
+        and V. Returns ``query [num_tokens, num_heads, head_dim]``."""
         rotary, attention = self.rotary, ctx.attention
         return self.rope_and_cache(
             qkv,
@@ -75,18 +53,23 @@ class PagedAttention:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, and an RMSNorm on each head of q and k where the model has it."""
+    """Grouped-query attention with rotary positions, and an RMSNorm on each head of q and k where the model has it.
+
+    Args:
+        cos_sin: the table of `rotary_table`, shared by all layers.
+        layer: its number in the model.
+        kv_index: of its KV cache in `ForwardContext.kv_caches`.
+
+    Raises:
+        ValueError: the ranks of the tensor group cannot share the heads; the message names group sizes that can.
+    """
 
     def __init__(
         self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
-        """Args:
-        cos_sin: the table of `rotary_table`, shared by all layers.
-        layer: its number in the model. kv_index: of its KV cache in `ForwardContext.kv_caches`.
-        """
         super().__init__()
         group, head_dim = context.tensor_group, config.head_dim
-        self.heads = AttentionHeads.of(config, group)
+        check_tensor_parallel_size(config, group.size)
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         q = even_span(q_size, group.rank, group.size)
         kv_heads = kv_head_span(config, group.rank, group.size)
@@ -96,16 +79,12 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(context, "o_proj", q_size, config.hidden_size, config.o_bias, q)
         self.q_norm = RMSNorm(context, head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(context, head_dim, config.rms_norm_eps) if config.qk_norm else None
-        rotary = RotaryInputs(
-            cos_sin,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            config.rms_norm_eps,
-        )
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        self.num_kv_heads = kv_heads.stop - kv_heads.start
         self.paged = PagedAttention(
-            self.heads.num_heads,
+            config.num_heads // group.size,
             kv_index,
-            rotary,
+            RotaryInputs(cos_sin, q_norm, k_norm, config.rms_norm_eps),
             head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             config.layer_windows[layer],
             context.ops.rope_and_cache,

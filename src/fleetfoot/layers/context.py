@@ -49,16 +49,18 @@ class WeightModule(nn.Module, ABC):
         """Bring what was written to the specs' destinations into the form that `forward` reads."""
 
 
-def weight_specs(root: nn.Module) -> Iterator[WeightSpec]:
-    """Of all modules below ``root``. A module has the path of its tensors in the checkpoint."""
-    for path, module in root.named_modules():
-        if isinstance(module, WeightModule):
-            parent, _, name = path.rpartition(".")
-            yield from module.own_weight_specs(f"{parent}." if parent else "", name)
+class WeightTree(nn.Module):
+    """A model, or the part of it that this rank holds. A module has the path of its tensors in the checkpoint."""
 
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """Every tensor of the checkpoint that it holds."""
+        for path, module in self.named_modules():
+            if isinstance(module, WeightModule):
+                parent, _, name = path.rpartition(".")
+                yield from module.own_weight_specs(f"{parent}." if parent else "", name)
 
-def process_weights_after_loading(root: nn.Module) -> None:
-    """Call it after the first load and after each later update, while no step runs."""
-    for module in root.modules():
-        if isinstance(module, WeightModule):
-            module.process_own_weights()
+    def process_weights_after_loading(self) -> None:
+        """Call it after the first load and after each later update, while no step runs."""
+        for module in self.modules():
+            if isinstance(module, WeightModule):
+                module.process_own_weights()

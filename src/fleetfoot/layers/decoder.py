@@ -116,13 +116,18 @@ class DecoderStack(nn.ModuleDict):
         """The same weights, with as few layers as launch all the kernels that this launches.
 
         Args:
-            windows: of each layer; in between the first and the last, layers differ in nothing else.
+            windows: of each layer.
         """
         short = copy(self)
         if all(isinstance(run, nn.Module) for run in self._runs):
-            last = len(self._runs) - 1
-            kept = sorted({0, last, *(windows.index(window) for window in windows[:last])})
-            short._runs = [self._runs[index] for index in kept]
+            short._runs = [self._runs[index] for index in representatives(windows)]
         else:
             short._runs = [run if isinstance(run, nn.Module) else run.shortened() for run in self._runs]
         return short
+
+
+def representatives(windows: Sequence[int | None]) -> list[int]:
+    """Indices of layers that launch all kernels: the first, the last, and one with each window. In between the first
+    and the last, layers differ in nothing else."""
+    last = len(windows) - 1
+    return sorted({0, last, *(windows.index(window) for window in windows[:last])})

@@ -1,21 +1,38 @@
-"""Linear layers over a tensor group: split by outputs, or by inputs."""
+"""Layers over a tensor group: linear layers, split by outputs or by inputs, and the two ends of a model.
+
+Both ends are split by tokens: each rank holds the rows of some. A lookup is summed over the ranks, all but one of which
+add zeros. Logits are computed for a rank's own tokens and gathered. Each of them is computed by one rank and copied to
+the others, so every rank has the same logits, bit by bit, and samples the same tokens from them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 
+from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.sharding import vocab_rows, vocab_span
+from fleetfoot.kernels.linear.linear import PreparedLinear
 from fleetfoot.layers.context import ModelContext, WeightModule
 from fleetfoot.quantization.base import LinearShape
 from fleetfoot.records.weights import WeightSpec
+
+_LM_HEAD = "lm_head"
 
 
 class ColumnParallelLinear(WeightModule):
     """``x [n, in_features]`` -> ``x @ weight.T + bias [n, outputs of this rank]``.
 
     Several layers of the checkpoint that read the same input are one matrix product (q, k and v; gate and up).
+
+    Args:
+        in_features, parts: as in the checkpoint: the number of input features, and the name of each fused layer with
+            its number of output features.
+        rows: of each part, the outputs that this rank computes; None: all.
+        columns: the inputs that this rank has; None: all.
+        padding: outputs behind the others that are always 0.
     """
 
     def __init__(
@@ -29,17 +46,9 @@ class ColumnParallelLinear(WeightModule):
         columns: slice | None = None,
         padding: int = 0,
     ) -> None:
-        """Args:
-        in_features, parts: as in the checkpoint: the number of input features, and the name of each fused layer with
-            its number of output features.
-        rows: of each part, the outputs that this rank computes; None: all.
-        columns: the inputs that this rank has; None: all.
-        padding: outputs behind the others that are always 0.
-        """
         super().__init__()
         own_rows = tuple(slice(0, size) for _, size in parts) if rows is None else tuple(rows)
-        own_columns = slice(0, in_features) if columns is None else columns
-        shape = LinearShape(in_features, tuple(parts), own_rows, own_columns, bias, padding)
+        shape = LinearShape(in_features, tuple(parts), own_rows, columns or slice(0, in_features), bias, padding)
         self.weight = context.linear_method.make_weight(shape, context.ops, context.dtype, context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,37 +62,31 @@ class ColumnParallelLinear(WeightModule):
         self.weight.process_weights_after_loading()
 
 
-class RowParallelLinear(WeightModule):
+class RowParallelLinear(ColumnParallelLinear):
     """``x [n, inputs of this rank]`` -> ``[n, out_features]``, complete on every rank.
 
     There are two ways over a tensor group. Split by inputs, each rank computes a part of a sum (Megatron-LM, Shoeybi et
     al. 2019): one all-reduce, and rounding that depends on the number of ranks. Split by outputs, the inputs are
     gathered before and the outputs behind: two messages, and the bits of one rank. The group determines which
     (`TensorGroup.bitwise_reproducible`).
+
+    Args:
+        name: in the checkpoint.
+        inputs: those of ``in_features`` that this rank has.
     """
 
     def __init__(
         self, context: ModelContext, name: str, in_features: int, out_features: int, bias: bool, inputs: slice
     ) -> None:
-        """``name``: in the checkpoint. ``inputs``: those of ``in_features`` that this rank has."""
-        super().__init__()
-        group = self.group = context.tensor_group
+        group, parts = context.tensor_group, ((name, out_features),)
+        is_gathered = group.bitwise_reproducible and group.size > 1
+        if is_gathered:
+            rows, padding = padded_span(out_features, context)
+            super().__init__(context, in_features, parts, bias, rows=(rows,), padding=padding)
+        else:  # the bias is once in the sum over the ranks
+            super().__init__(context, in_features, parts, bias and group.is_first_rank, columns=inputs)
+        self.group, self.is_gathered = group, is_gathered
         self._in_features, self._out_features = in_features, out_features
-        self.is_gathered = group.bitwise_reproducible and group.size > 1
-        if self.is_gathered:
-            rows = vocab_span(out_features, group.rank, group.size)
-            shape = LinearShape(
-                in_features,
-                ((name, out_features),),
-                (rows,),
-                slice(0, in_features),
-                bias,
-                padding=vocab_rows(out_features, group.size) - (rows.stop - rows.start),
-            )
-        else:
-            has_bias = bias and group.is_first_rank  # once in the sum over the ranks
-            shape = LinearShape(in_features, ((name, out_features),), (slice(0, out_features),), inputs, has_bias)
-        self.weight = context.linear_method.make_weight(shape, context.ops, context.dtype, context.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, inputs of this rank]`` -> ``[n, out_features]``."""
@@ -97,8 +100,83 @@ class RowParallelLinear(WeightModule):
         whole = self.group.all_gather(x, self._in_features)
         return self.group.all_gather(self.weight.apply(whole), self._out_features)
 
+
+def padded_span(size: int, context: ModelContext) -> tuple[slice, int]:
+    """This rank's rows of ``size``, shared as the vocabulary is, and the rows of padding behind them."""
+    group = context.tensor_group
+    rows = vocab_span(size, group.rank, group.size)
+    return rows, vocab_rows(size, group.size) - (rows.stop - rows.start)
+
+
+class VocabParallelEmbedding(WeightModule):
+    """``input_ids [num_tokens]`` -> ``[num_tokens, hidden_size]``."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__()
+        self._group = context.tensor_group
+        self.vocab_size = config.vocab_size
+        self._tokens, padding = padded_span(config.vocab_size, context)
+        num_tokens = self._tokens.stop - self._tokens.start
+        num_rows, is_shared = num_tokens + padding, self._group.size > 1
+        self._row_of_token: torch.Tensor | None = None
+        if is_shared:  # one more row, of zeros, for all tokens that other ranks hold
+            self._row_of_token = torch.full((config.vocab_size,), num_rows, device=context.device)
+            self._row_of_token[self._tokens] = torch.arange(num_tokens, device=context.device)
+        self._table = torch.empty(num_rows + is_shared, config.hidden_size, dtype=context.dtype, device=context.device)
+        self._table[num_tokens:] = 0  # padding too, which a tied head multiplies with
+        self.weight = self._table[:num_rows]
+        # A tied checkpoint may hold the matrix under either name, or twice.
+        self._aliases = (f"{_LM_HEAD}.weight",) if config.tie_word_embeddings else ()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """``input_ids [num_tokens]`` int64 -> ``[num_tokens, hidden_size]``."""
+        if self._row_of_token is None:
+            return F.embedding(input_ids, self._table)
+        return self._group.all_reduce(F.embedding(self._row_of_token[input_ids], self._table))
+
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
-        return self.weight.weight_specs(prefix)
+        held, size = self.weight[: self._tokens.stop - self._tokens.start], self.weight.shape[1]
+        part = () if self._row_of_token is None else (self._tokens, slice(0, size))
+        shape = (self.vocab_size, size)
+        yield WeightSpec(f"{prefix}{name}.weight", shape, lambda: held, aliases=self._aliases, part=part)
+
+
+class LMHead(ColumnParallelLinear):
+    """``hidden [n, hidden_size]`` -> logits ``[n, vocab_size]`` in the model's dtype."""
+
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+        rows, padding = padded_span(config.vocab_size, context)
+        parts = ((_LM_HEAD, config.vocab_size),)
+        super().__init__(context, config.hidden_size, parts, rows=(rows,), padding=padding)
+        self._group, self._vocab_size = context.tensor_group, config.vocab_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
+        return self._group.all_gather(super().forward(x), self._vocab_size)
+
+
+class TiedLMHead(WeightModule):
+    """Logits from the embedding's matrix, which is shared unless a CPU packs it: the lookup reads plain rows, and the
+    product over the whole vocabulary is the largest of a decode step."""
+
+    def __init__(self, embedding: VocabParallelEmbedding, context: ModelContext) -> None:
+        super().__init__()
+        self._matrix, self._vocab_size = embedding.weight, embedding.vocab_size
+        self._group, self._prepare = context.tensor_group, context.ops.prepare_linear
+        self._prepared: PreparedLinear | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
+        if self._prepared is None:
+            raise RuntimeError("the logits head was called before process_weights_after_loading")
+        return self._group.all_gather(self._prepared(x), self._vocab_size)
+
+    def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
+        """None: the embedding's spec fills both."""
+        return iter(())
 
     def process_own_weights(self) -> None:
-        self.weight.process_weights_after_loading()
+        if self._prepared is None:
+            self._prepared = self._prepare(self._matrix)
+        else:
+            self._prepared.replace(self._matrix)

@@ -10,13 +10,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.context import ModelContext, process_weights_after_loading, weight_specs
+from fleetfoot.layers.context import ModelContext, WeightTree
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
-from fleetfoot.layers.embedding import VocabParallelEmbedding
-from fleetfoot.layers.linear import ColumnParallelLinear
+from fleetfoot.layers.linear import ColumnParallelLinear, VocabParallelEmbedding
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.weights import WeightSpec
@@ -28,7 +26,7 @@ OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
 _BASE_PREFIX = "model."
 
 
-class EagleHead(nn.Module):
+class EagleHead(WeightTree):
     """The whole head, on one rank.
 
     Args:
@@ -71,12 +69,8 @@ class EagleHead(nn.Module):
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor that it holds; a checkpoint may have ``model.`` before the names."""
-        for spec in weight_specs(self):
+        for spec in super().weight_specs():
             yield replace(spec, aliases=(_BASE_PREFIX + spec.name,))
-
-    def process_weights_after_loading(self) -> None:
-        """Call it after the first load and after each later update."""
-        process_weights_after_loading(self)
 
 
 def plain_name(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import copy
 from importlib import import_module
 from typing import Self
@@ -12,12 +11,11 @@ from torch import nn
 
 from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.layers.context import ModelContext, process_weights_after_loading, weight_specs
+from fleetfoot.layers.context import ModelContext, WeightTree
 from fleetfoot.layers.decoder import DecoderStack
-from fleetfoot.layers.embedding import LMHead, TiedLMHead, VocabParallelEmbedding
+from fleetfoot.layers.linear import LMHead, TiedLMHead, VocabParallelEmbedding
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
-from fleetfoot.records.weights import WeightSpec
 
 
 class Decoder(nn.Module):
@@ -29,7 +27,7 @@ class Decoder(nn.Module):
     norm: RMSNorm | None
 
 
-class CausalLM(nn.Module):
+class CausalLM(WeightTree):
     """A decoder-only language model, or the consecutive layers of it that one pipeline rank holds.
 
     A model's class makes `model` and `lm_head`; the rest is common to all.
@@ -115,14 +113,6 @@ class CausalLM(nn.Module):
         if self.lm_head is None:
             raise ValueError(f"layers {self.layers} have no logits head; it is with the last one")
         return self.lm_head(hidden)
-
-    def weight_specs(self) -> Iterator[WeightSpec]:
-        """Every tensor of the checkpoint that this part holds."""
-        return weight_specs(self)
-
-    def process_weights_after_loading(self) -> None:
-        """Call it after the first load and after each later update, while no step runs."""
-        process_weights_after_loading(self)
 
     def shortened(self) -> Self:
         """This part with as few of its layers as launch all the kernels that it launches: the same weights. Its results

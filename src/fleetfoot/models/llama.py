@@ -7,7 +7,7 @@ from typing import ClassVar
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
-from fleetfoot.layers.embedding import VocabParallelEmbedding
+from fleetfoot.layers.linear import VocabParallelEmbedding
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.models.interface import CausalLM, Decoder

@@ -11,7 +11,7 @@ from typing import Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
-from fleetfoot.fusion.fit import LayerFusion
+from fleetfoot.fusion import LayerFusion
 from fleetfoot.kernels.interface import KernelPlan
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.plan.connector import ConnectorPlan

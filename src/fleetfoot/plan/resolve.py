@@ -10,7 +10,7 @@ from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
 from fleetfoot.config.model import ModelConfig, read_config_json
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
-from fleetfoot.fusion.fit import plan_fusion
+from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.kv_transfer.base.registry import V2_LAYOUT
 from fleetfoot.plan.connector import locate_connector

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fleetfoot.fusion import LayerFusion
 from fleetfoot.fusion.decoder import fuse
-from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
 from fleetfoot.records.kv_layout import kv_cache_specs

@@ -16,7 +16,7 @@ import torch
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import DRAFT_METHODS
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP
-from fleetfoot.fusion.fit import LayerFusion
+from fleetfoot.fusion import LayerFusion
 from fleetfoot.kernels.interface import Sample
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.layers.context import ModelContext

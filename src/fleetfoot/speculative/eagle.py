@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fleetfoot.fusion import LayerFusion
 from fleetfoot.fusion.decoder import fuse
-from fleetfoot.fusion.fit import LayerFusion
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.eagle import FC_WEIGHT, EagleHead, not_of_the_head, plain_name
 from fleetfoot.models.interface import CausalLM

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import fuse
-from fleetfoot.fusion.fit import LayerFusion, plan_fusion
 from fleetfoot.kernels.runtime.compile_ahead import can_compile_ahead
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
