@@ -43,9 +43,9 @@ def test_the_fastest_that_the_device_supports_is_planned(facts: DeviceFacts, ope
 def test_every_operation_has_a_reference_and_every_listed_function_exists() -> None:
     for operation, implementations in OPERATIONS.items():
         assert "sdpa" in implementations if operation == "attention" else "torch" in implementations
-        for target in implementations.values():
-            module, function = target.split(":")
-            assert hasattr(import_module(f"fleetfoot.kernels.{module}"), function), (operation, target)
+        for name, target in implementations.items():
+            module, _, attribute = target.partition(":")
+            assert hasattr(import_module(f"fleetfoot.kernels.{module}"), attribute or f"{operation}_{name}"), target
 
 
 def test_a_plan_is_immutable_picklable_and_printable() -> None:

@@ -55,24 +55,10 @@ class KernelPlan(Mapping[str, str]):
         return "; ".join(f"{name}: {', '.join(operations)}" for name, operations in listed.items())
 
 
-class RMSNorm(Protocol):
-    """See `Kernels.rms_norm`."""
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
-
-
-class AddRMSNorm(Protocol):
-    """See `Kernels.add_rms_norm`."""
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class SiluAndMul(Protocol):
-    """See `Kernels.silu_and_mul`."""
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor: ...
+RMSNorm = Callable[["torch.Tensor", "torch.Tensor", float], "torch.Tensor"]
+"""See `Kernels.rms_norm`: ``(x, weight, eps)``."""
+AddRMSNorm = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", float], "tuple[torch.Tensor, torch.Tensor]"]
+"""See `Kernels.add_rms_norm`: ``(x, residual, weight, eps)``."""
 
 
 class RopeAndCache(Protocol):
@@ -150,7 +136,7 @@ class Kernels:
     add_rms_norm: AddRMSNorm
     """``(x, residual)`` -> ``(rms_norm(x + residual), x + residual)``; the sum is rounded to the dtype first. ``x`` may
     be partial sums ``[splits, num_tokens, hidden]`` float32."""
-    silu_and_mul: SiluAndMul
+    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     """``[num_tokens, 2 * intermediate]`` (gate, up) -> ``silu(gate) * up [num_tokens, intermediate]``."""
     rope_and_cache: RopeAndCache
     """Split ``qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]``, norm q and k per head where weights are

@@ -2,12 +2,12 @@
 
 Each operation has a reference in torch, which runs on every device and on CUDA without host synchronisation, and any
 number of faster implementations. The plan picks one for each operation with `plan_kernels`; workers load what the plan
-names with `load_kernels`. Listing an implementation imports nothing: it is named by module and function.
+names with `load_kernels`. Listing an implementation imports nothing: its module is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -35,126 +35,89 @@ class DeviceFacts:
     """Triton is installed."""
 
 
-def _anything(facts: DeviceFacts) -> bool:
-    return True
-
-
-def _cpu(facts: DeviceFacts) -> bool:
-    return facts.device == "cpu"
-
-
-def _native(facts: DeviceFacts) -> bool:
-    return facts.device == "cpu" and facts.has_native
-
-
-def _triton(facts: DeviceFacts) -> bool:
-    return facts.device == "cuda" and facts.has_triton
-
-
-_REQUIREMENTS: Mapping[str, Callable[[DeviceFacts], bool]] = MappingProxyType(
-    {"triton": _triton, "native": _native, "numpy": _cpu, "cpu": _cpu, "torch": _anything, "sdpa": _anything}
+_REQUIREMENTS: Mapping[str, tuple[str | None, str | None]] = MappingProxyType(
+    {
+        "triton": ("cuda", "has_triton"),
+        "native": ("cpu", "has_native"),
+        "numpy": ("cpu", None),
+        "cpu": ("cpu", None),
+        "torch": (None, None),
+        "sdpa": (None, None),
+    }
 )
-"""Implementation name -> what it requires. Names are listed from the fastest to the slowest."""
-
-
-def _implementations(**targets: str) -> Mapping[str, str]:
-    """Name -> ``module:function`` below ``fleetfoot.kernels``, the fastest first."""
-    return MappingProxyType({name: targets[name] for name in _REQUIREMENTS if name in targets})
-
+"""Implementation name -> the device that it needs, and the field of `DeviceFacts`; None: any."""
 
 OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "attention": _implementations(
-            sdpa="attention.sdpa_backend:SDPABackend",
-            native="native_ops:NativeBackend",
-            triton="attention.triton_backend:TritonBackend",
-        ),
+        "attention": {
+            "triton": "attention.triton_backend:TritonBackend",
+            "native": "native_ops:NativeBackend",
+            "sdpa": "attention.sdpa_backend:SDPABackend",
+        },
         # layers
-        "rms_norm": _implementations(
-            torch="elementwise:rms_norm_torch",
-            native="native_ops:rms_norm_native",
-            triton="elementwise:rms_norm_triton",
-        ),
-        "add_rms_norm": _implementations(
-            torch="elementwise:add_rms_norm_torch",
-            native="native_ops:add_rms_norm_native",
-            triton="elementwise:add_rms_norm_triton",
-        ),
-        "silu_and_mul": _implementations(
-            torch="elementwise:silu_and_mul_torch",
-            native="native_ops:silu_and_mul_native",
-            triton="elementwise:silu_and_mul_triton",
-        ),
-        "rope_and_cache": _implementations(
-            torch="attention.rope_and_cache:rope_and_cache_torch",
-            native="native_ops:rope_and_cache_native",
-            triton="attention.rope_and_cache:rope_and_cache_triton",
-        ),
-        "prepare_linear": _implementations(
-            torch="linear.linear:prepare_linear_torch",
-            native="native_ops:prepare_linear_native",
-            triton="linear.linear_triton:TritonLinear",
-        ),
-        "linear_chain": _implementations(torch="linear.linear:NO_CHAIN", triton="linear.linear_triton:TRITON_CHAIN"),
+        "rms_norm": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
+        "add_rms_norm": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
+        "silu_and_mul": {"triton": "elementwise", "native": "native_ops", "torch": "elementwise"},
+        "rope_and_cache": {
+            "triton": "attention.rope_and_cache",
+            "native": "native_ops",
+            "torch": "attention.rope_and_cache",
+        },
+        "prepare_linear": {
+            "triton": "linear.linear_triton:TritonLinear",
+            "native": "native_ops",
+            "torch": "linear.linear",
+        },
+        "linear_chain": {"triton": "linear.linear_triton:TRITON_CHAIN", "torch": "linear.linear:NO_CHAIN"},
         # sampling
-        "sample": _implementations(
-            torch="sampling.sample:sample_torch",
-            cpu="sampling.sample:sample_cpu",
-            native="native_ops:sample_native",
-            triton="sampling.sample_triton:sample_triton",
-        ),
-        "process_logits": _implementations(
-            torch="sampling.logits_processors:process_logits_torch",
-            cpu="sampling.logits_processors:process_logits_cpu",
-            triton="sampling.logits_processors_triton:process_logits_triton",
-        ),
-        "token_logprobs": _implementations(
-            torch="sampling.token_logprobs:token_logprobs_torch",
-            cpu="sampling.token_logprobs:token_logprobs_cpu",
-            triton="sampling.token_logprobs:token_logprobs_triton",
-        ),
+        "sample": {
+            "triton": "sampling.sample_triton",
+            "native": "native_ops",
+            "cpu": "sampling.sample",
+            "torch": "sampling.sample",
+        },
+        "process_logits": {
+            "triton": "sampling.logits_processors_triton",
+            "cpu": "sampling.logits_processors",
+            "torch": "sampling.logits_processors",
+        },
+        "token_logprobs": dict.fromkeys(("triton", "cpu", "torch"), "sampling.token_logprobs"),
         # step preparation
-        "prepare_inputs": _implementations(
-            torch="prepare.reference:prepare_inputs_torch", triton="prepare.triton_kernels:prepare_inputs_triton"
-        ),
-        "prepare_decode": _implementations(
-            torch="prepare.reference:prepare_decode_torch",
-            native="prepare.reference:prepare_decode_native",
-            triton="prepare.triton_kernels:prepare_decode_triton",
-        ),
-        "accept_drafts": _implementations(
-            torch="prepare.reference:accept_drafts_torch", triton="prepare.triton_kernels:accept_drafts_triton"
-        ),
-        "post_update": _implementations(
-            torch="prepare.reference:post_update_torch",
-            native="prepare.reference:post_update_native",
-            triton="prepare.triton_kernels:post_update_triton",
-        ),
-        "propose_ngrams": _implementations(
-            torch="prepare.ngram:propose_ngrams_torch",
-            numpy="prepare.ngram:propose_ngrams_numpy",
-            triton="prepare.ngram:propose_ngrams_triton",
-        ),
-        "apply_staged_writes": _implementations(
-            torch="prepare.reference:apply_staged_writes_torch",
-            numpy="prepare.reference:apply_staged_writes_numpy",
-            triton="prepare.triton_kernels:apply_staged_writes_triton",
-        ),
+        "prepare_inputs": {"triton": "prepare.triton_kernels", "torch": "prepare.reference"},
+        "prepare_decode": {
+            "triton": "prepare.triton_kernels",
+            "native": "prepare.reference",
+            "torch": "prepare.reference",
+        },
+        "accept_drafts": {"triton": "prepare.triton_kernels", "torch": "prepare.reference"},
+        "post_update": {
+            "triton": "prepare.triton_kernels",
+            "native": "prepare.reference",
+            "torch": "prepare.reference",
+        },
+        "propose_ngrams": dict.fromkeys(("triton", "numpy", "torch"), "prepare.ngram"),
+        "apply_staged_writes": {
+            "triton": "prepare.triton_kernels",
+            "numpy": "prepare.reference",
+            "torch": "prepare.reference",
+        },
     }
 )
-"""Operation -> its implementations, the fastest first. What an operation does stands at the fields of `Kernels`."""
+"""Operation -> its implementations, the fastest first, each with its module below ``fleetfoot.kernels``. Unless a name
+follows, the function is called ``operation_implementation``. `Kernels` documents what an operation does."""
 
 _INSTANTIATED = frozenset({"attention"})
 """Operations whose implementations are classes: a worker has one instance."""
 
 
 def plan_kernels(facts: DeviceFacts) -> KernelPlan:
-    """The fastest implementation of each operation whose requirement ``facts`` meet."""
+    """The fastest implementation of each operation whose requirements ``facts`` meet."""
 
-    def fastest(operation: str) -> str:
-        return next(name for name in OPERATIONS[operation] if _REQUIREMENTS[name](facts))
+    def is_met(name: str) -> bool:
+        device, field = _REQUIREMENTS[name]
+        return device in (None, facts.device) and (field is None or getattr(facts, field))
 
-    return KernelPlan(tuple((operation, fastest(operation)) for operation in OPERATIONS))
+    return KernelPlan(tuple((op, next(filter(is_met, implementations))) for op, implementations in OPERATIONS.items()))
 
 
 def load_kernels(plan: Mapping[str, str], *, native_variant: str | None = None) -> Kernels:
@@ -179,9 +142,9 @@ def _load(operation: str, name: str, native_variant: str | None) -> Any:
         raise ValueError(f"{operation} has no implementation {name!r}; there are {', '.join(implementations)}")
     if name == "triton" and find_spec("triton") is None:
         raise KernelUnavailableError(f"the plan names 'triton' for {operation}, but Triton is not installed")
-    module, attribute = implementations[name].split(":")
+    module, _, attribute = implementations[name].partition(":")
     try:
-        function = getattr(import_module(f"fleetfoot.kernels.{module}"), attribute)
+        function = getattr(import_module(f"fleetfoot.kernels.{module}"), attribute or f"{operation}_{name}")
         if operation in _INSTANTIATED:
             return function(native_variant) if name == "native" else function()
         if name == "native":

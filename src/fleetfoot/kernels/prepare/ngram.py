@@ -28,9 +28,7 @@ def prompt_lookup(token_ids: np.ndarray, num_drafts: int, max_ngram: int, min_ng
 
     Args:
         token_ids: ``[num_tokens]``, any integer type: all known tokens.
-        num_drafts: k.
-        max_ngram: tokens of the longest n-gram.
-        min_ngram: tokens of the shortest n-gram, at least 1.
+        num_drafts: k. max_ngram, min_ngram: tokens of the longest and of the shortest n-gram, at least 1.
 
     Returns ``[k]`` int32; all -1 if no n-gram occurs earlier.
     """

@@ -37,7 +37,8 @@ def prepare_inputs_torch(step: StepBuffers, rows: RowTables) -> None:
     step.positions.copy_(position)
 
     row = idx_mapping[request]  # [T]
-    slot = slots_of(rows, row, position)
+    block_id = rows.block_table[row, position // rows.block_size].to(torch.int64)
+    slot = block_id * rows.block_size + position % rows.block_size
     step.slots.copy_(torch.where(is_token & (position < rows.limits[row]), slot, -1))
 
     is_known = is_token & (position < rows.prefill_lens[row])
@@ -54,12 +55,6 @@ def prepare_inputs_torch(step: StepBuffers, rows: RowTables) -> None:
     rows.token_pages.index_add_(0, place, torch.where(is_written, new_ids - rows.token_pages[place], 0))
 
     step.block_tables.copy_(rows.block_table[:, : step.block_tables.shape[1]][idx_mapping])
-
-
-def slots_of(rows: RowTables, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """``[T]`` int64: the KV slots of positions ``[T]`` in rows ``[T]``."""
-    size = rows.block_size
-    return rows.block_table[row, position // size].to(torch.int64) * size + position % size
 
 
 def prepare_decode_torch(step: StepBuffers, rows: RowTables) -> None:

@@ -19,11 +19,9 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the device has passed it; does not wait."""
-        ...
 
     def synchronize(self) -> None:
         """Block the host until the device has passed it."""
-        ...
 
 
 class StagingDevice(Protocol):
@@ -33,15 +31,12 @@ class StagingDevice(Protocol):
 
     def pinned(self, size: int) -> torch.Tensor:
         """``[size]`` int32 on the host, page-locked where that makes copies asynchronous."""
-        ...
 
     def copy_in(self, source: torch.Tensor, front: torch.Tensor, arena: torch.Tensor, num_writes: int) -> None:
         """Queue `Kernels.apply_staged_writes` of a source that `pinned` returned."""
-        ...
 
     def record(self) -> Event:
         """An event behind everything queued so far."""
-        ...
 
 
 class StagedWriteTensor:
@@ -98,10 +93,9 @@ class StagingBuffer:
         self._device = device
         self._arena = arena
         self._starts_begin = max_num_seqs
-        self._pairs_begin = self._starts_begin + max_num_seqs + 1
+        self._pairs_begin = 2 * max_num_seqs + 1
         self.max_writes = max_writes
-        size = self._pairs_begin + 2 * max_writes
-        self._host = [device.pinned(size) for _ in range(num_slots)]
+        self._host = [device.pinned(self._pairs_begin + 2 * max_writes) for _ in range(num_slots)]
         self._padding = device.pinned(self._pairs_begin)
         self._padding_read_by: Event | None = None
         self._numpy = [buffer.numpy() for buffer in self._host]

@@ -98,8 +98,7 @@ def post_update_triton(
     num_rejected: torch.Tensor,
 ) -> None:
     """See `post_update_torch`."""
-    num_reqs = idx_mapping.shape[0]
-    tile = 128
+    num_reqs, tile = idx_mapping.shape[0], 128
     _post_update_kernel[(cdiv(num_reqs, tile),)](
         idx_mapping,
         query_start_loc,

@@ -18,6 +18,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from importlib.util import find_spec
@@ -122,12 +123,32 @@ class CompileAhead:
         thread.start()
 
     def _collect(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
+        """The kernels that ``dry_pass`` would launch and that were not compiled before."""
+        from triton import FutureKernel
+
+        kernels: list[FutureKernel] = []
+        requested: set[Any] = set()
+
+        def launcher(jit: Any, grid: tuple[int, ...]) -> Launch:
+            def launch(*arguments: Any, **options: Any) -> None:
+                # a model repeats its launches in every layer
+                kinds = (id(jit), *map(_kind, arguments), *((name, _kind(value)) for name, value in options.items()))
+                with suppress(TypeError):  # a descriptor has no hash
+                    if kinds in requested:
+                        return
+                    requested.add(kinds)
+                kernel = jit.warmup(*arguments, grid=grid, **options)
+                if isinstance(kernel, FutureKernel):
+                    kernels.append(kernel)
+                    kernel.future.add_done_callback(lambda _: kernel.result(ignore_errors=True))
+
+            return launch
+
         self._mode.__enter__()  # without an exit, which would wait for all: it ends with the context
-        compiler = _Compiler()
-        instead_of_launching.set(compiler.launcher)
+        instead_of_launching.set(launcher)
         with dry_torch():
             dry_pass()
-        return compiler.kernels
+        return kernels
 
     def finish(self) -> None:
         """Let the threads end when the queue is empty; `queue` cannot be called afterwards."""
@@ -211,36 +232,6 @@ class _Tally:
 
         if knobs.compilation.listener is self:
             knobs.compilation.listener = self._before
-
-
-class _Compiler:
-    """Replaces launches: queues each kernel once for each kind of arguments."""
-
-    def __init__(self) -> None:
-        self.kernels: list[FutureKernel] = []
-        self._asked: set[Any] = set()
-
-    def launcher(self, jit: Any, grid: tuple[int, ...]) -> Launch:
-        from triton import FutureKernel
-
-        def launch(*arguments: Any, **options: Any) -> None:
-            if self._is_new(jit, arguments, options):
-                kernel = jit.warmup(*arguments, grid=grid, **options)
-                if isinstance(kernel, FutureKernel):  # not compiled before
-                    self.kernels.append(kernel)
-                    kernel.future.add_done_callback(lambda _: kernel.result(ignore_errors=True))
-
-        return launch
-
-    def _is_new(self, jit: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether the launch may need another compilation; a model repeats its launches in every layer."""
-        kinds = (id(jit), *map(_kind, arguments), *((name, _kind(value)) for name, value in options.items()))
-        try:
-            is_new = kinds not in self._asked
-            self._asked.add(kinds)
-        except TypeError:  # a descriptor has no hash
-            return True
-        return is_new
 
 
 def _kind(value: Any) -> tuple[Any, ...]:

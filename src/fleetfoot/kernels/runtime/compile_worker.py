@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from threading import Lock
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from fleetfoot.config import env
@@ -110,9 +109,7 @@ class CompileWorker:
     def __enter__(self) -> CompileWorker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
@@ -128,9 +125,9 @@ class CompileWorker:
         """
         try:
             source = KernelSource.of(job)
-            process = self._started(is_needed=source is not None)
-            if process is None:
+            if source is None:
                 return False
+            process = self._started()
             assert process.stdin is not None and process.stdout is not None
             pickle.dump(source, process.stdin)
             process.stdin.flush()
@@ -140,21 +137,20 @@ class CompileWorker:
                 raise RuntimeError("the compile worker is closed") from error
             return False  # the process has ended, or the source cannot be pickled
 
-    def _started(self, *, is_needed: bool) -> subprocess.Popen[bytes] | None:
+    def _started(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the worker is closed")
-            if self._process is None and is_needed:
-                variables = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+            if self._process is None:
                 self._process = subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    env=env.for_child(variables),
+                    env=env.for_child({"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}),
                     start_new_session=True,  # no interrupts from the keyboard
                 )
-            return self._process if is_needed else None
+            return self._process
 
     def close(self) -> None:
         """Kill the process, from any thread; a running compilation is lost."""

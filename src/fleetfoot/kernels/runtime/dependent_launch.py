@@ -1,10 +1,9 @@
 """Kernels that start while the one before still runs: programmatic dependent launch, on NVIDIA GPUs from Hopper on.
 
-A decode step is a chain of kernels of a few microseconds each. Launched one after the other, memory idles between any
-two of them: the last programs finish, the next kernel starts, and its first loads take a microsecond. Here every kernel
-allows the launch of the next one at its start (`launch_dependents`). The programs of that kernel use the free
-multiprocessors, prefetch weights, which do not depend on the step, and wait at `wait_for_inputs` until all earlier
-kernels have finished and their output is visible.
+A decode step is a chain of kernels of a few microseconds each, and between two of them memory would idle for about one.
+Here every kernel allows the launch of the next one at its start (`launch_dependents`). The programs of that kernel use
+the free multiprocessors, prefetch weights, which do not depend on the step, and wait at `wait_for_inputs` until all
+earlier kernels have finished and their output is visible.
 
 The rules for such a kernel:
 

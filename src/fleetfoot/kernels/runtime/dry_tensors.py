@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,7 +130,7 @@ class _DryMode(TorchDispatchMode):
             kwargs.pop("pin_memory", None)
         try:
             result = result_on_meta(func, args, kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise DryPassError(f"{func} in a dry pass: its tensors have no values: {error}") from error
         return call.lift(result)
 
@@ -143,7 +144,9 @@ class _MetaCall:
 
     def __init__(self, dry_pass: _DryMode, device: torch.device | None) -> None:
         self._dry_pass = dry_pass
-        self._device = torch.device("cpu") if device is None else _numbered(device)
+        self._device = torch.device("cpu") if device is None else device
+        if self._device == torch.device("cuda"):  # without an index, which a tensor reports
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._finds_device = device is None
         self._arguments: dict[int, torch.Tensor] = {}  # id of the meta tensor -> argument
         self._addresses: dict[int, int] = {}  # meta storage, which views share -> address
@@ -176,13 +179,6 @@ def _of_real(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     meta, memory = torch.empty(0, dtype=tensor.dtype, device=META), torch.UntypedStorage(storage.nbytes(), device=META)
     meta.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
     return meta, storage.data_ptr()
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """``device`` with an index, as a tensor on it reports it."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 @cache
@@ -223,7 +219,7 @@ def result_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     """The result of an operation of ``torch.ops`` for tensors on the ``meta`` device.
 
     Raises:
-        RuntimeError: the result depends on values, or the arguments do not match.
+        RuntimeError, ValueError: the result depends on values, or the arguments do not match.
     """
     if written := _written(func):
         outputs = [args[place] if place < len(args) else kwargs[name] for place, name in written]
@@ -232,13 +228,11 @@ def result_on_meta(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     look = None if rule is None else rule(*args, **kwargs)
     if look is None:
         return func(*args, **kwargs)
-    shape, strides, dtype = look
-    if dtype is None:
-        # The dtype depends on dtypes and numbers of dimensions only, so empty tensors are enough.
-        dtype = func(*(_sample(value) for value in args), **kwargs).dtype
-    if strides is None:
-        return torch.empty(shape, dtype=dtype, device=META)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=META)
+    # The dtype depends on dtypes and numbers of dimensions only, so empty tensors are enough.
+    dtype = look.dtype or func(*(_sample(value) for value in args), **kwargs).dtype
+    if look.strides is None:
+        return torch.empty(look.shape, dtype=dtype, device=META)
+    return torch.empty_strided(look.shape, look.strides, dtype=dtype, device=META)
 
 
 @cache
@@ -311,25 +305,18 @@ def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Look:
 
 
 def _sum(tensor: torch.Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any) -> Look:
-    every = range(tensor.ndim)
-    summed = {dim % tensor.ndim for dim in dims} if dims else {*every}
-    if keepdim:
-        return Look([1 if dim in summed else tensor.shape[dim] for dim in every])
-    return Look([tensor.shape[dim] for dim in every if dim not in summed])
+    summed = {dim % tensor.ndim for dim in dims or range(tensor.ndim)}
+    sizes = enumerate(tensor.shape)
+    return Look([1 if dim in summed else size for dim, size in sizes if keepdim or dim not in summed])
 
 
 _NOT_ELEMENTWISE = ("clone", "equal")
 """Tagged as pointwise, but ``clone`` may change strides, and ``equal`` returns a bool."""
 _RULES: dict[str, Rule] = {
+    **dict.fromkeys(("empty_like", "zeros_like", "ones_like", "full_like"), _like),
+    **dict.fromkeys(("cumsum", "roll", "index_copy"), lambda tensor, *_, **__: Look(tensor.shape)),
     "floor_divide": _elementwise,
-    "empty_like": _like,
-    "zeros_like": _like,
-    "ones_like": _like,
-    "full_like": _like,
     "arange": _arange,
-    "cumsum": lambda tensor, *_, **__: Look(tensor.shape),
-    "roll": lambda tensor, *_: Look(tensor.shape),
-    "index_copy": lambda tensor, *_: Look(tensor.shape),
     "index": _index,
     "gather": lambda tensor, dim, index, **_: Look(index.shape),
     "embedding": lambda weight, indices, *_: Look([*indices.shape, weight.shape[1]]),
@@ -356,16 +343,4 @@ def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _broadcast(shapes: Sequence[torch.Size]) -> tuple[int, ...]:
-    """Raises:
-    RuntimeError: the shapes cannot be broadcast.
-    """
-    if all(shape == shapes[0] for shape in shapes):
-        return tuple(shapes[0])
-    rank = max(map(len, shapes))
-    broadcast = []
-    for sizes in zip(*((1,) * (rank - len(shape)) + tuple(shape) for shape in shapes), strict=True):
-        other = {size for size in sizes if size != 1}
-        if len(other) > 1:
-            raise RuntimeError(f"the shapes {[list(shape) for shape in shapes]} cannot be broadcast")
-        broadcast.append(other.pop() if other else 1)
-    return tuple(broadcast)
+    return tuple(shapes[0]) if all(shape == shapes[0] for shape in shapes) else np.broadcast_shapes(*shapes)

@@ -46,7 +46,10 @@ class TritonKernel:
 
     def __init__(self, function: Callable[..., Any], specialize: bool, unspecialized: tuple[str, ...] = ()) -> None:
         self._function = function
-        self.unspecialized = unspecialized if specialize else self._runtime_parameters()
+        if not specialize:
+            parameters = inspect.signature(function).parameters.values()
+            unspecialized = tuple(value.name for value in parameters if "constexpr" not in str(value.annotation))
+        self.unspecialized = unspecialized
         self.__doc__ = function.__doc__
         self.__name__ = function.__name__
 
@@ -69,10 +72,6 @@ class TritonKernel:
             if isinstance(scope.get(name), TritonKernel):
                 scope[name] = scope[name].jit
         return triton.jit(self._function, do_not_specialize=list(self.unspecialized))
-
-    def _runtime_parameters(self) -> tuple[str, ...]:
-        parameters = inspect.signature(self._function).parameters.values()
-        return tuple(parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation))
 
 
 def triton_kernel(

@@ -51,7 +51,8 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     step = rows_per_chunk(vocab_size, seeds.device)
     for start in range(0, len(seeds), step):
         chunk = slice(start, start + step)
-        words = philox_4x32(blocks, positions[chunk, None], 0, 0, *_key_words(seeds[chunk, None]))
+        keys = seeds[chunk, None]
+        words = philox_4x32(blocks, positions[chunk, None], 0, 0, keys & _MASK, (keys >> 32) & _MASK)
         for i, word in enumerate(words):
             noise[chunk, :, i] = uniform_from_word(word)
     return _gumbel_(noise.view(len(seeds), num_blocks * 4))[:, :vocab_size]
@@ -62,7 +63,7 @@ def gumbel_noise_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: tor
 
     All arguments ``[m]`` int64; returns ``[m]`` float32.
     """
-    words = torch.stack(philox_4x32(token_ids >> 2, positions, 0, 0, *_key_words(seeds)))  # [4, m]
+    words = torch.stack(philox_4x32(token_ids >> 2, positions, 0, 0, seeds & _MASK, (seeds >> 32) & _MASK))  # [4, m]
     return _gumbel_(uniform_from_word(words.gather(0, (token_ids & 3).unsqueeze(0)).squeeze(0)))
 
 
@@ -81,19 +82,12 @@ def gumbel_argmax(
     if on_host:
         contenders = scores > -_SPAN  # nothing below can exceed the row's best token, whatever the noise
         if _SPARSE_FRACTION * int(torch.count_nonzero(contenders)) < scores.numel():
-            return _sparse_argmax(scores, contenders, seeds, positions)
+            rows, token_ids = contenders.nonzero(as_tuple=True)  # [m], [m]
+            noisy = scores[rows, token_ids] + gumbel_noise_at(seeds[rows], positions[rows], token_ids)
+            scores.fill_(-torch.inf)
+            scores[rows, token_ids] = noisy
+            return scores.argmax(dim=-1)
     return scores.add_(gumbel_noise(seeds, positions, scores.shape[1])).argmax(dim=-1)
-
-
-def _sparse_argmax(
-    scores: torch.Tensor, contenders: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """`gumbel_argmax` with noise for the contenders ``[n, vocab]`` (bool) alone: the same tokens for less work."""
-    rows, token_ids = contenders.nonzero(as_tuple=True)  # [m], [m]
-    noisy = scores[rows, token_ids] + gumbel_noise_at(seeds[rows], positions[rows], token_ids)
-    scores.fill_(-torch.inf)
-    scores[rows, token_ids] = noisy
-    return scores.argmax(dim=-1)
 
 
 def _gumbel_(uniform: torch.Tensor) -> torch.Tensor:
@@ -140,11 +134,6 @@ def philox_4x32(
         multiplied.bitwise_xor_(keys[i]).bitwise_and_(_MASK)
         xored0, xored1 = product[1], product[0]
     return multiplied[0], xored0 & _MASK, multiplied[1], xored1 & _MASK
-
-
-def _key_words(seeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split 64-bit seeds (int64 of any sign) into the two key words."""
-    return seeds & _MASK, (seeds >> 32) & _MASK
 
 
 def _round_keys(key0: torch.Tensor, key1: torch.Tensor, ndim: int) -> torch.Tensor:

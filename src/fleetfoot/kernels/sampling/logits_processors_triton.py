@@ -57,7 +57,7 @@ def process_logits_triton(
         **launch,
     )
     pages = (history.block_tables, history.token_pages, history.prompt_lens)
-    table_stride = history.block_tables.stride(0)
+    strides = (vocab_size, history.block_tables.stride(0))
     lists = [(rows, tables.listed)]
     lists += [(torch.where(rows == row, rows, -1), listed) for row, listed in long_lists.items()]
     for listed_rows, listed in lists:
@@ -71,8 +71,7 @@ def process_logits_triton(
             listed.num_words,
             listed.num_stops,
             listed.min_tokens,
-            vocab_size,
-            table_stride,
+            *strides,
             listed.planes.stride(0),
             listed.planes.shape[2],
             block_size=history.block_size,
@@ -81,6 +80,7 @@ def process_logits_triton(
             **launch,
         )
     counts = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=logits.device)
+    penalties = (tables.repetition, tables.frequency, tables.presence)
     for phase in range(3):
         _penalties_kernel[(num_rows, _PENALTY_PROGRAMS)](
             processed,
@@ -88,11 +88,8 @@ def process_logits_triton(
             rows,
             seq_lens,
             *pages,
-            tables.repetition,
-            tables.frequency,
-            tables.presence,
-            vocab_size,
-            table_stride,
+            *penalties,
+            *strides,
             block_size=history.block_size,
             phase=phase,
             num_programs=_PENALTY_PROGRAMS,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
@@ -62,7 +61,9 @@ def token_logprobs_torch(
         and the number of tokens with a logit at least that of the sampled token.
     """
     packed = logprobs_by_sorting(logits, token_ids, num)
-    return packed if sizes is None or rows is None else torch.where((_sizes_of(sizes, rows) > 0)[:, None], packed, 0)
+    if sizes is None or rows is None:
+        return packed
+    return torch.where(((rows >= 0) & (sizes[rows] > 0))[:, None], packed, 0)
 
 
 def token_logprobs_cpu(
@@ -76,15 +77,10 @@ def token_logprobs_cpu(
     """`token_logprobs_torch` for CPU tensors: sorts only the rows with logprobs."""
     if sizes is None or rows is None:
         return logprobs_by_sorting(logits, token_ids, num)
-    selected = torch.from_numpy(np.flatnonzero(_sizes_of(sizes, rows).numpy()))
+    selected = ((rows >= 0) & (sizes[rows] > 0)).nonzero().squeeze(1)
     packed = torch.zeros((len(logits), 2 * num + 3), dtype=torch.int32)
     packed[selected] = logprobs_by_sorting(logits[selected], token_ids[selected], num)
     return packed
-
-
-def _sizes_of(sizes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``[n]``; 0 for padding."""
-    return torch.where(rows >= 0, sizes[rows], 0)
 
 
 def logprobs_by_sorting(
@@ -165,23 +161,15 @@ def select_logprobs(
     normalizers = torch.empty((num_rows, 2), dtype=torch.float32, device=device)
     if num_rows == 0:
         return packed, normalizers
-    best = torch.empty((num_rows, num_tiles), dtype=torch.int64, device=device)
-    sums = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=device)
-    at_least = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=device)
-    overlap = can_overlap(device)
+    dtypes = (torch.int64, torch.float32, torch.int32)
+    tile_stats = [torch.empty((num_rows, num_tiles), dtype=dtype, device=device) for dtype in dtypes]
     row_sizes = (token_ids if rows is None else rows, token_ids if sizes is None else sizes)
-    tile_stats = (best, sums, at_least, logits, token_ids, *row_sizes, logits.stride(0), vocab_size)
+    arguments = (*tile_stats, logits, token_ids, *row_sizes, logits.stride(0), vocab_size)
+    overlap = can_overlap(device)
     constants = {"has_sizes": sizes is not None, "tile": _TILE, "overlap": overlap, **launch_options(overlap)}
-    _tile_stats_kernel[(num_rows, num_tiles)](*tile_stats, **constants)
-    _select_kernel[(num_rows,)](
-        packed,
-        normalizers,
-        *tile_stats,
-        num=num,
-        num_tiles=num_tiles,
-        tiles_pow2=next_power_of_2(num_tiles),
-        **constants,
-    )
+    _tile_stats_kernel[(num_rows, num_tiles)](*arguments, **constants)
+    tiles = {"num_tiles": num_tiles, "tiles_pow2": next_power_of_2(num_tiles)}
+    _select_kernel[(num_rows,)](packed, normalizers, *arguments, num=num, **tiles, **constants)
     return packed, normalizers
 
 
@@ -273,38 +261,16 @@ def _select_kernel(
         tl.store(ids_ptr, token_id.to(tl.int32))
         tl.store(logprobs_ptr, (sampled - highest - rest).to(tl.int32, bitcast=True))
         if num > 0:
-            _store_most_probable(
-                ids_ptr, logprobs_ptr, logits_ptr, candidates, tl.minimum(count, num), highest, rest, vocab_size,
-                tiles_pow2, tile,
-            )  # fmt: skip
-
-
-@triton_kernel()
-def _store_most_probable(
-    ids_ptr,
-    logprobs_ptr,
-    logits_ptr,
-    candidates,
-    count,
-    highest,
-    rest,
-    vocab_size,
-    tiles_pow2: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """Write the ``count`` best tokens of a row, and their logprobs, after the sampled token's."""
-    tile_ids = tl.arange(0, tiles_pow2)
-    smallest = -0x7FFFFFFFFFFFFFFF - 1
-    place = tl.full((), 1, tl.int32)
-    while place <= count:
-        winner = tl.max(candidates, axis=0)
-        token = candidate_index(winner).to(tl.int32)
-        tl.store(ids_ptr + place, token)
-        tl.store(logprobs_ptr + place, (candidate_value(winner) - highest - rest).to(tl.int32, bitcast=True))
-        tile_id = token // tile
-        index = tile_id * tile + tl.arange(0, tile)
-        logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
-        others = pack_candidates(logit, index)
-        following = tl.max(tl.where(others < winner, others, smallest), axis=0)
-        candidates = tl.where(tile_ids == tile_id, following, candidates)
-        place += 1
+            place = tl.full((), 1, tl.int32)
+            while place <= tl.minimum(count, num):
+                winner = tl.max(candidates, axis=0)
+                token = candidate_index(winner).to(tl.int32)
+                tl.store(ids_ptr + place, token)
+                tl.store(logprobs_ptr + place, (candidate_value(winner) - highest - rest).to(tl.int32, bitcast=True))
+                tile_id = token // tile
+                index = tile_id * tile + tl.arange(0, tile)
+                logit = tl.load(logits_ptr + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
+                others = pack_candidates(logit, index)
+                following = tl.max(tl.where(others < winner, others, smallest), axis=0)
+                candidates = tl.where(tile_ids == tile_id, following, candidates)
+                place += 1
