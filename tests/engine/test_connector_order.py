@@ -1,5 +1,5 @@
-"""When a KV connector's parts are called in a step: the written contract of `fleetfoot.runner.step_connector`, held
-against the whole list of what happens, on both runners, with drafts and without, alone and in a pipeline."""
+"""When a KV connector's methods are called in a step: the contract of `fleetfoot.runner.step_connector`, tested against
+all events of a step, on both runners, with drafts and without, alone and in a pipeline."""
 
 from __future__ import annotations
 
@@ -28,36 +28,10 @@ from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
 
+KINDS = pytest.mark.parametrize("kind", ["v1", "v2"])
+DRAFTS = pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+
 # --- what happens, written down -------------------------------------------------------------------------------------
-
-
-class Log:
-    """Events in order. One of them may be made to raise.
-
-    Args:
-        raising: the name of the event.
-        also_raising: of another.
-    """
-
-    def __init__(self, raising: str | None = None, also_raising: str | None = None) -> None:
-        self.events: list[str] = []
-        self.raising = raising
-        self.also_raising = also_raising
-
-    def note(self, event: str, more: object = "") -> None:
-        if event in (self.raising, self.also_raising):
-            self.events.append(f"{event}!")
-            raise FaultError(event)
-        self.events.append(f"{event} {more}" if more else event)
-
-    def take(self) -> list[str]:
-        events, self.events = self.events, []
-        return events
-
-
-class FaultError(Exception):
-    """What a raising event raises."""
-
 
 SHORT = {
     "register_kv_caches": "register",
@@ -67,6 +41,28 @@ SHORT = {
     "clear_connector_metadata": "clear",
 }
 """Names of the methods in the log."""
+
+
+class FaultError(Exception):
+    """What a raising event raises."""
+
+
+class Log:
+    """Events in order, of which some raise."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.raising: set[str] = set()
+
+    def note(self, event: str, more: object = "") -> None:
+        if event in self.raising:
+            self.events.append(f"{event}!")
+            raise FaultError(event)
+        self.events.append(f"{event} {more}" if more else event)
+
+    def take(self) -> list[str]:
+        events, self.events = self.events, []
+        return events
 
 
 class RecordingConnector(HookedWorker):
@@ -81,12 +77,8 @@ class RecordingConnector(HookedWorker):
     def at(self, point: str) -> None:
         if point in ("start_load_kv", "save_kv"):
             self.is_written[SHORT[point]] = [bool(kv_cache[0].any()) for kv_cache in self.kv_caches]
-        if point == "register_kv_caches":
-            self.log.note("register", f"{len(self.kv_caches)} layers")
-        elif point == "bind_connector_metadata":
-            self.log.note("bind", self.metadata)
-        elif point != "get_finished":
-            self.log.note(SHORT.get(point, point))
+        details = {"register_kv_caches": f"{len(self.kv_caches)} layers", "bind_connector_metadata": self.metadata}
+        self.log.note(SHORT.get(point, point), details.get(point, ""))
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.layer_shapes
@@ -109,8 +101,7 @@ class RecordingModel:
     """Notes when the model runs."""
 
     def __init__(self, model: CausalLM, log: Log) -> None:
-        self._model = model
-        self._log = log
+        self._model, self._log = model, log
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -121,12 +112,13 @@ class RecordingModel:
 
 
 class RecordingDrafter:
-    """Has a layer of KV, and writes to it when it is asked for drafts."""
+    """Has a layer of KV, and writes to it when it proposes."""
+
+    num_drafts = NUM_DRAFTS
+    reads_hidden = False
+    kv_specs = (KVCacheSpec(1, 2),)
 
     def __init__(self, log: Log) -> None:
-        self.num_drafts = NUM_DRAFTS
-        self.reads_hidden = False
-        self.kv_specs: tuple[KVCacheSpec, ...] = (KVCacheSpec(1, 2),)
         self._log = log
 
     def load_model(self, target: CausalLM) -> None:
@@ -147,13 +139,7 @@ class Rank:
     """A runner, and what is recorded of it."""
 
     def __init__(
-        self,
-        kind: str,
-        *,
-        drafts: bool,
-        raising: str | None = None,
-        pipeline: Any = SINGLE_PIPELINE_GROUP,
-        device: RecordingDevice | None = None,
+        self, kind: str, *, drafts: bool, pipeline: Any = SINGLE_PIPELINE_GROUP, device: RecordingDevice | None = None
     ) -> None:
         self.log = Log()
         self.connector = RecordingConnector(self.log)
@@ -174,8 +160,8 @@ class Rank:
             ops=dataclasses.replace(ops, sample=sample),
             wrap=lambda model: RecordingModel(model, self.log),
         )
-        self.started = self.log.take()
-        self.log.raising = raising
+        num_layers = (2 if pipeline.size == 1 else 1) + bool(drafter)
+        assert self.log.take() == ["load_drafter"] * bool(drafter) + [f"register {num_layers} layers"]
 
     def step(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         assert self.runner.execute_model(output) is None
@@ -184,113 +170,86 @@ class Rank:
         return kv_output
 
 
+def ranks_of(kind: str, size: int, *, drafts: bool) -> list[Rank]:
+    return [Rank(kind, drafts=drafts, pipeline=pipeline) for pipeline in local_pipeline(size)]
+
+
 def prefill() -> SchedulerOutput:
-    """A prompt of five tokens in block 0; who runs before it has ended."""
-    request = NewRequest(
-        "r0", 0, array("i", [5, 6, 7, 8, 9]), 5, 0, [0, 1, 2], SamplingParams(temperature=0.9), 1, frozenset(), [], 60
-    )
-    return SchedulerOutput(
-        0,
-        [0],
-        [5],
-        num_decodes=0,
-        num_sampled=1,
-        total_num_scheduled_tokens=5,
-        new_requests=[request],
-        finished_req_ids={"earlier"},
-        num_to_propose=NUM_DRAFTS,
-        kv_connector_metadata="prompt",
-    )
+    """A prompt of five tokens in block 0, after a request ``earlier`` has ended."""
+    params = SamplingParams(temperature=0.9)
+    request = NewRequest("r0", 0, array("i", [5, 6, 7, 8, 9]), 5, 0, [0, 1, 2], params, 1, frozenset(), [], 60)
+    output = SchedulerOutput(0, [0], [5], num_decodes=0, num_sampled=1, total_num_scheduled_tokens=5)
+    output.new_requests, output.finished_req_ids = [request], {"earlier"}
+    output.num_to_propose, output.kv_connector_metadata = NUM_DRAFTS, "prompt"
+    return output
 
 
 def decode(step: int = 1, num_drafts: int = 0) -> SchedulerOutput:
     width = 1 + num_drafts
-    return SchedulerOutput(
-        step,
-        [0],
-        [width],
-        num_decodes=1,
-        num_sampled=1,
-        total_num_scheduled_tokens=width,
-        num_drafts=num_drafts,
-        awaited_step=step - 1,
-        kv_connector_metadata="decode",
-    )
+    output = SchedulerOutput(step, [0], [width], num_decodes=1, num_sampled=1, total_num_scheduled_tokens=width)
+    output.num_drafts, output.awaited_step, output.kv_connector_metadata = num_drafts, step - 1, "decode"
+    return output
 
 
 def idle(step: int = 2) -> SchedulerOutput:
-    return SchedulerOutput(
-        step, [], [], 0, 0, 0, finished=[("r0", 0)], finished_req_ids={"r0"}, kv_connector_metadata="idle"
-    )
+    finished = {"finished": [("r0", 0)], "finished_req_ids": {"r0"}}
+    return SchedulerOutput(step, [], [], 0, 0, 0, **finished, kv_connector_metadata="idle")
 
 
 # --- the contract ---------------------------------------------------------------------------------------------------
 
-BEFORE = ["flush", "start"]
-AFTER = ["save", "wait_for_save"]
 
-PROMPT_ALONE = ["bind prompt", *BEFORE, "forward", "sample", *AFTER, "get_finished earlier", "clear"]
-DECODE_ALONE = ["bind decode", *BEFORE, "forward", "sample", *AFTER, "get_finished", "clear"]
+def prompt_step(*events: str) -> list[str]:
+    return ["bind prompt", "flush", "start", *events, "save", "wait_for_save", "get_finished earlier", "clear"]
+
+
+def decode_step(*events: str) -> list[str]:
+    return ["bind decode", "flush", "start", *events, "save", "wait_for_save", "get_finished", "clear"]
+
+
+ALONE = prompt_step("forward", "sample"), decode_step("forward", "sample")
 # a drafter writes KV of its own: nothing is final before it has run, and it runs in every step
-PROMPT_DRAFTING = ["bind prompt", *BEFORE, "forward", "sample", "propose 3", *AFTER, "get_finished earlier", "clear"]
-DECODE_DRAFTING = ["bind decode", *BEFORE, "forward", "sample", "propose", *AFTER, "get_finished", "clear"]
+DRAFTING = prompt_step("forward", "sample", "propose 3"), decode_step("forward", "sample", "propose")
 # on a rank that is not the last, the forward pass is the last writer
-PROMPT_HANDED_ON = ["bind prompt", *BEFORE, "forward", *AFTER, "get_finished earlier", "clear"]
-DECODE_HANDED_ON = ["bind decode", *BEFORE, "forward", *AFTER, "get_finished", "clear"]
-# nothing new was written, so nothing needs to be waited for; but something may have come
-IDLE = ["bind idle", *BEFORE, "wait_for_progress", "save", "get_finished r0", "clear"]
-
-KINDS = ["v1", "v2"]
+NOT_LAST = prompt_step("forward"), decode_step("forward")
+# no KV was written, so there is nothing to wait for; but a load may have ended
+IDLE = ["bind idle", "flush", "start", "wait_for_progress", "save", "get_finished r0", "clear"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-def test_alone(kind: str, drafts: bool) -> None:
-    rank = Rank(kind, drafts=drafts)
-    assert rank.started == (["load_drafter", "register 3 layers"] if drafts else ["register 2 layers"])
-    outputs = [rank.step(output) for output in (prefill(), decode(num_drafts=NUM_DRAFTS if drafts else 0), idle())]
-    prompt, later = (PROMPT_DRAFTING, DECODE_DRAFTING) if drafts else (PROMPT_ALONE, DECODE_ALONE)
-    assert rank.log.take() == prompt + later + IDLE
-    assert outputs == [KVConnectorOutput(counters={"calls": 1})] * 3
-    rank.runner.shutdown()
-    assert rank.log.take() == ["shutdown"]
+@KINDS
+@DRAFTS
+@pytest.mark.parametrize("size", [1, 2], ids=["alone", "pipeline"])
+def test_order(kind: str, drafts: bool, size: int) -> None:
+    ranks = ranks_of(kind, size, drafts=drafts)
+    for output in (prefill(), decode(num_drafts=NUM_DRAFTS * drafts), idle()):
+        assert [rank.step(output) for rank in ranks] == [KVConnectorOutput(counters={"calls": 1})] * size
+    for rank in ranks:
+        prompt, later = NOT_LAST if rank is not ranks[-1] else DRAFTING if drafts else ALONE
+        assert rank.log.take() == prompt + later + IDLE
+        rank.runner.shutdown()
+        assert rank.log.take() == ["shutdown"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-def test_in_a_pipeline(kind: str, drafts: bool) -> None:
-    ranks = [Rank(kind, drafts=drafts, pipeline=pipeline) for pipeline in local_pipeline(2)]
-    assert ranks[0].started == ["register 1 layers"]
-    assert ranks[1].started == (["load_drafter", "register 2 layers"] if drafts else ["register 1 layers"])
-    for output in (prefill(), decode(num_drafts=NUM_DRAFTS if drafts else 0), idle()):
-        assert [rank.step(output) for rank in ranks] == [KVConnectorOutput(counters={"calls": 1})] * 2
-    prompt, later = (PROMPT_DRAFTING, DECODE_DRAFTING) if drafts else (PROMPT_ALONE, DECODE_ALONE)
-    assert ranks[0].log.take() == PROMPT_HANDED_ON + DECODE_HANDED_ON + IDLE
-    assert ranks[1].log.take() == prompt + later + IDLE
-
-
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
-def test_where_a_graph_is_replayed(drafts: bool) -> None:
+@DRAFTS
+def test_order_where_a_graph_is_replayed(drafts: bool) -> None:
     """Sampling and drafting are part of it, and still come before anything is saved."""
     rank = Rank("v2", drafts=drafts, device=RecordingDevice(has_graphs=True))
-    num_drafts = NUM_DRAFTS if drafts else 0
+    num_drafts = NUM_DRAFTS * drafts
     for output in (prefill(), decode(1, num_drafts)):  # they are captured here, which runs them
         rank.step(output)
     rank.log.take()
     rank.step(decode(2, num_drafts))
     rank.step(idle(3))
-    assert rank.log.take() == (DECODE_DRAFTING if drafts else DECODE_ALONE) + IDLE
+    assert rank.log.take() == (DRAFTING if drafts else ALONE)[1] + IDLE
     assert isinstance(rank.runner, ModelRunnerV2)
     assert rank.runner.graphs.num_steps["uniform" if drafts else "decode"] == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS
 @pytest.mark.parametrize("size", [1, 2], ids=["alone", "pipeline"])
-def test_kv_is_whole_when_it_is_saved(kind: str, size: int) -> None:
+def test_kv_is_final_when_it_is_saved(kind: str, size: int) -> None:
     """Nothing of a step is in the cache when loads begin, and everything is when it is saved: a drafter's too."""
-    groups = local_pipeline(size)
-    ranks = [Rank(kind, drafts=True, pipeline=pipeline) for pipeline in groups]
-    for rank in ranks:
+    for rank in ranks_of(kind, size, drafts=True):
         rank.step(prefill())
         assert not any(rank.connector.is_written["start"])
         assert all(rank.connector.is_written["save"])
@@ -298,88 +257,56 @@ def test_kv_is_whole_when_it_is_saved(kind: str, size: int) -> None:
 
 # --- something raises -----------------------------------------------------------------------------------------------
 
-FAULTS = {
-    # by the event that raises: what happens in a step with a drafter, on the last rank or alone
-    "bind": ["bind!", "clear"],
-    "flush": ["bind prompt", "flush!", "clear"],
-    "start": ["bind prompt", "flush", "start!", "clear"],
-    "forward": ["bind prompt", *BEFORE, "forward!", "clear"],
-    "sample": ["bind prompt", *BEFORE, "forward", "sample!", "clear"],
-    "propose": ["bind prompt", *BEFORE, "forward", "sample", "propose!", "clear"],
-    "save": ["bind prompt", *BEFORE, "forward", "sample", "propose 3", "save!", "clear"],
-    "wait_for_save": ["bind prompt", *BEFORE, "forward", "sample", "propose 3", "save", "wait_for_save!", "clear"],
-    "get_finished": ["bind prompt", *BEFORE, "forward", "sample", "propose 3", *AFTER, "get_finished!", "clear"],
+STEPS = {
+    "alone": {"prompt": DRAFTING[0], "idle": IDLE},
+    "last": {"prompt": DRAFTING[0], "idle": IDLE},
+    "first": {"prompt": NOT_LAST[0], "idle": IDLE},
 }
+"""Position in a pipeline -> the events of steps with a drafter."""
+FAULTS = [
+    (where, step, event.split()[0])
+    for where, steps in STEPS.items()
+    for step, events in steps.items()
+    for event in events[:-1]
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2], ids=["alone", "pipeline"])
-@pytest.mark.parametrize("raising", FAULTS)
-def test_whatever_raises_the_metadata_is_cleared(kind: str, size: int, raising: str) -> None:
-    groups = local_pipeline(size)
-    ranks = [
-        Rank(kind, drafts=True, pipeline=group, raising=raising if group.is_last_rank else None) for group in groups
-    ]
-    for rank in ranks[:-1]:
-        rank.step(prefill())
+@KINDS
+@pytest.mark.parametrize(("where", "step", "raising"), FAULTS)
+def test_the_metadata_is_cleared_whatever_raises(kind: str, where: str, step: str, raising: str) -> None:
+    events = STEPS[where][step]
+    ranks = ranks_of(kind, 1 if where == "alone" else 2, drafts=True)
+    rank = ranks[0 if where == "first" else -1]
+    output = prefill() if step == "prompt" else idle()
+    for earlier in ranks[: ranks.index(rank)]:
+        earlier.step(output)
+    rank.log.raising = {raising}
     with pytest.raises(FaultError, match=raising):
-        ranks[-1].step(prefill())
-    assert ranks[-1].log.take() == FAULTS[raising]
-    assert ranks[-1].connector.metadata is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("raising", "expected"),
-    [
-        ("forward", ["bind prompt", *BEFORE, "forward!", "clear"]),
-        ("save", ["bind prompt", *BEFORE, "forward", "save!", "clear"]),
-    ],
-)
-def test_on_an_earlier_rank_too(kind: str, raising: str, expected: list[str]) -> None:
-    rank = Rank(kind, drafts=True, pipeline=local_pipeline(2)[0], raising=raising)
-    with pytest.raises(FaultError, match=raising):
-        rank.step(prefill())
-    assert rank.log.take() == expected
+        rank.step(output)
+    position = [event.split()[0] for event in events].index(raising)
+    assert rank.log.take() == [*events[:position], f"{raising}!", "clear"]
     assert rank.connector.metadata is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2], ids=["alone", "pipeline"])
-@pytest.mark.parametrize(
-    ("raising", "expected"),
-    [
-        ("start", ["bind idle", "flush", "start!", "clear"]),
-        ("wait_for_progress", ["bind idle", *BEFORE, "wait_for_progress!", "clear"]),
-        ("get_finished", ["bind idle", *BEFORE, "wait_for_progress", "save", "get_finished!", "clear"]),
-    ],
-)
-def test_in_an_idle_step_too(kind: str, size: int, raising: str, expected: list[str]) -> None:
-    groups = local_pipeline(size)
-    for group in groups:
-        rank = Rank(kind, drafts=True, pipeline=group, raising=raising)
-        with pytest.raises(FaultError, match=raising):
-            rank.step(idle())
-        assert rank.log.take() == expected
-        assert rank.connector.metadata is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("raising", [*FAULTS, "wait_for_progress"])
-def test_clearing_never_hides_the_first_cause(kind: str, raising: str, caplog: pytest.LogCaptureFixture) -> None:
-    rank = Rank(kind, drafts=True, raising=raising)
-    rank.log.also_raising = "clear"
+@KINDS
+@pytest.mark.parametrize(("step", "raising"), [(step, raising) for where, step, raising in FAULTS if where == "alone"])
+def test_clearing_never_hides_the_first_cause(
+    kind: str, step: str, raising: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(kind, drafts=True)
+    rank.log.raising = {raising, "clear"}
     with pytest.raises(FaultError, match=raising):
-        rank.step(idle() if raising == "wait_for_progress" else prefill())
+        rank.step(prefill() if step == "prompt" else idle())
     assert rank.log.take()[-1] == "clear!"
     assert "could not clear the metadata" in caplog.text
     rank.runner.shutdown()
     assert rank.log.take() == ["shutdown"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@KINDS
 def test_clearing_that_raises_is_itself_a_cause(kind: str) -> None:
-    rank = Rank(kind, drafts=False, raising="clear")
+    rank = Rank(kind, drafts=False)
+    rank.log.raising = {"clear"}
     with pytest.raises(FaultError, match="clear"):
         rank.step(prefill())
 
@@ -387,8 +314,8 @@ def test_clearing_that_raises_is_itself_a_cause(kind: str) -> None:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_idle_step_gives_rows_back(kind: str) -> None:
+@KINDS
+def test_an_idle_step_frees_rows(kind: str) -> None:
     rank = Rank(kind, drafts=False)
     output = prefill()
     output.new_requests[0].params = SamplingParams(logprobs=1)

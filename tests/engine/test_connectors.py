@@ -1,4 +1,4 @@
-"""KV connectors through the engine, on both runners: the same tokens as without, whatever becomes of the transfers."""
+"""KV connectors through the engine, on both runners: the same tokens as without, whatever happens to the transfers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.engine.test_contributing import Page
 from tests.helpers import prefill_decode
 from tests.helpers.engine_pairs import last_output
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
@@ -22,43 +24,50 @@ from tests.helpers.faulty_connector import (
     InjectedError,
     faulty,
 )
-from tests.helpers.prefill_decode import RUNNERS, SIZE, VOCAB, Tokens, settle, tokens_of
+from tests.helpers.prefill_decode import ROOMY, RUNNERS, SIZE, VOCAB, Tokens, settle, tokens_of
 
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
 from fleetfoot.cli.main import main
 from fleetfoot.engine.errors import EngineDeadError
-from fleetfoot.outputs import RequestOutput
 from fleetfoot.scheduler.stats import TransferStats
 
 PROMPTS = prefill_decode.PROMPTS
 PARAMS = {**prefill_decode.PARAMS, "tiny": replace(prefill_decode.PARAMS["tiny"], prompt_logprobs=1)}
 REQUESTS = {name: (PROMPTS[name], PARAMS[name]) for name in PROMPTS}
-
-OFFLOAD: dict[str, Any] = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"num_cpu_blocks": 200},
-}
+NUM_CACHED = {"alone": 16, "one": 28, "two": 24, "tiny": 0, "long": 36}
+"""Tokens of full blocks without the last token, which an engine that has computed nothing yet can load."""
 
 
-def shared(folder: Path) -> dict[str, Any]:
+def connector(name: str, module: str | None = None, **extra: Any) -> dict[str, Any]:
     return {
-        "kv_connector": "SharedStorageConnector",
+        "kv_connector": name,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        "kv_connector_module_path": module,
+        "kv_connector_extra_config": extra,
     }
 
 
+def shared(folder: Path) -> dict[str, Any]:
+    return connector("SharedStorageConnector", shared_storage_path=str(folder))
+
+
 def several(folder: Path) -> dict[str, Any]:
-    extra = {"connectors": [{**OFFLOAD, "kv_connector_extra_config": {"num_cpu_blocks": 5}}, shared(folder)]}
-    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return connector("MultiConnector", connectors=[connector("OffloadingConnector", num_cpu_blocks=5), shared(folder)])
 
 
+OFFLOAD = connector("OffloadingConnector", num_cpu_blocks=200)
 CONNECTORS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "offload": lambda folder: OFFLOAD,
     "filesystem": shared,
     "multi": several,
+    "own": lambda folder: connector("DictConnector", "own_connector"),
 }
+
+
+@pytest.fixture(autouse=True)
+def own_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The connector of CONTRIBUTING.md, which keeps blocks in a dictionary."""
+    return Page(tmp_path, monkeypatch).add_module("own_connector", "connector")
 
 
 def close(engine: LLMEngine) -> TransferStats:
@@ -73,19 +82,19 @@ def close(engine: LLMEngine) -> TransferStats:
 
 
 @RUNNERS
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("name", CONNECTORS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_tokens_are_those_without(
-    runner: str, connector: str, caching: bool, text_model: Path, tmp_path: Path, no_connector: Tokens
+    runner: str, name: str, caching: bool, text_model: Path, tmp_path: Path, no_connector: Tokens
 ) -> None:
-    config = CONNECTORS[connector](tmp_path)
+    config = CONNECTORS[name](tmp_path)
     engine = make_engine(text_model, runner=runner, kv_transfer_config=config, enable_prefix_caching=caching, **SIZE)
     assert engine.runner_name == runner
     for _ in range(2):  # the second time much of it is loaded
         assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     stats = close(engine)
     assert stats.loads_failed == 0
-    if not caching and connector != "filesystem":  # files may still be on their way when they are looked for
+    if not caching and name != "filesystem":  # files may still be on their way when they are looked for
         assert stats.loads_done > 0 and stats.tokens_loaded > 0
 
 
@@ -103,21 +112,64 @@ def test_a_reset_of_the_prefix_cache_reaches_the_connector_if_it_is_to(
 
 @RUNNERS
 @pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("name", ["filesystem", "own"])
 def test_another_engine_finds_what_one_has_computed(
-    runner: str, depth: int, text_model: Path, tmp_path: Path, no_connector: Tokens
+    runner: str, depth: int, name: str, text_model: Path, tmp_path: Path, no_connector: Tokens
 ) -> None:
-    settings = {**SIZE, "num_gpu_blocks_override": 100, "async_scheduling": bool(depth)}
-    one = make_engine(text_model, runner="v1", kv_transfer_config=shared(tmp_path), **SIZE)
+    config = CONNECTORS[name](tmp_path)
+    one = make_engine(text_model, runner="v1", kv_transfer_config=config, **SIZE)
     assert tokens_of(run_requests(one, REQUESTS)) == no_connector
-    assert close(one).counters["blocks_saved"] > 0
-    other = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **settings)
+    assert (close(one).counters.get("blocks_saved", 0) > 0) == (name == "filesystem")
+    settings = {**ROOMY, "async_scheduling": bool(depth)}
+    other = make_engine(text_model, runner=runner, kv_transfer_config=config, **settings)
     outputs = run_requests(other, REQUESTS)
     assert tokens_of(outputs) == no_connector
-    assert {name: output.num_cached_tokens for name, output in outputs.items()} == {
-        "alone": 16, "one": 28, "two": 24, "tiny": 0, "long": 36,
-    }  # fmt: skip
+    assert {name: output.num_cached_tokens for name, output in outputs.items()} == NUM_CACHED
     stats = close(other)
-    assert (stats.loads_done, stats.tokens_loaded, stats.loads_failed) == (4, 104, 0)
+    assert (stats.loads_done, stats.tokens_loaded, stats.loads_failed) == (4, sum(NUM_CACHED.values()), 0)
+
+
+@RUNNERS
+def test_loaded_kv_is_what_is_used(
+    runner: str, text_model: Path, tmp_path: Path, no_connector: Tokens, own_connector: ModuleType
+) -> None:
+    config = CONNECTORS["own"](tmp_path)
+    one = make_engine(text_model, runner=runner, kv_transfer_config=config, **SIZE)
+    run_requests(one, REQUESTS)
+    close(one)
+    for block_hash, layers in own_connector.STORE.items():
+        own_connector.STORE[block_hash] = [-layer for layer in layers]
+    other = make_engine(text_model, runner=runner, kv_transfer_config=config, **SIZE)
+    assert tokens_of(run_requests(other, {"long": REQUESTS["long"]}))["long"] != no_connector["long"]
+    other.shutdown()
+
+
+EXPECTED_CALLS = [
+    "get_num_new_matched_tokens", "update_state_after_alloc",
+    "build_connector_meta", *WORKER_POINTS[:3], "wait_for_progress", "save_kv", *WORKER_POINTS[-2:],
+    "update_connector_output",
+    "build_connector_meta", *WORKER_POINTS,
+]  # fmt: skip
+"""Of a request whose KV is loaded in an idle step, up to the end of its first step with a forward pass."""
+
+
+@RUNNERS
+def test_the_order_of_calls(runner: str, text_model: Path, tmp_path: Path) -> None:
+    """As in docs/kv_connectors.md."""
+    for _ in range(2):  # the second engine loads
+        faults = Faults()
+        config = faulty(CONNECTORS["own"](tmp_path), faults)
+        engine = make_engine(text_model, runner=runner, kv_transfer_config=config, async_scheduling=False, **SIZE)
+        run_requests(engine, {"alone": REQUESTS["alone"]})
+        engine.shutdown()
+    calls = faults.calls
+    assert calls[0] == "register_kv_caches"
+    begin = calls.index("get_num_new_matched_tokens")
+    assert calls[begin : begin + len(EXPECTED_CALLS)] == EXPECTED_CALLS
+    assert calls.count("bind_connector_metadata") == calls.count("clear_connector_metadata")
+    assert calls.count("blocks_filled") > 0  # by generated tokens
+    assert calls.index("request_finished") > calls.index("update_connector_output")
+    assert calls[-2:] == ["shutdown", "shutdown"]  # the worker side first
 
 
 @RUNNERS
@@ -154,11 +206,11 @@ def test_a_conversation_goes_on_in_another_engine(runner: str, text_model: Path,
 
 
 @RUNNERS
-@pytest.mark.parametrize("connector", ["filesystem", "multi"])
-def test_an_engine_that_ends_behind_its_last_request_has_saved_all_of_it(
-    runner: str, connector: str, text_model: Path, tmp_path: Path
+@pytest.mark.parametrize("name", ["filesystem", "multi"])
+def test_an_engine_that_ends_after_its_last_request_has_saved_all_of_it(
+    runner: str, name: str, text_model: Path, tmp_path: Path
 ) -> None:
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=CONNECTORS[connector](tmp_path), **SIZE)
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=CONNECTORS[name](tmp_path), **SIZE)
     run_requests(engine, {"alone": REQUESTS["alone"]})
     engine.shutdown()
     assert len(list(tmp_path.rglob("*.kv"))) == 7  # all but the last of 30 tokens have KV
@@ -168,13 +220,9 @@ def test_an_engine_that_ends_behind_its_last_request_has_saved_all_of_it(
 def test_async_engine(runner: str, text_model: Path, tmp_path: Path, no_connector: Tokens) -> None:
     async def everything() -> None:
         for _ in range(2):
+            config = several(tmp_path)
             llm = AsyncLLM(
-                str(text_model),
-                device="cpu",
-                max_num_seqs=8,
-                runner=runner,
-                kv_transfer_config=several(tmp_path),
-                **SIZE,
+                str(text_model), device="cpu", max_num_seqs=8, runner=runner, kv_transfer_config=config, **SIZE
             )
             try:
                 outputs = await asyncio.gather(*(last_output(llm, *REQUESTS[name], name) for name in REQUESTS))
@@ -188,12 +236,6 @@ def test_async_engine(runner: str, text_model: Path, tmp_path: Path, no_connecto
 # --- files that are not what they should be -------------------------------------------------------------------------
 
 
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-7] ^= 16
-    path.write_bytes(content)
-
-
 @RUNNERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_spoiled_files(runner: str, policy: str, text_model: Path, tmp_path: Path, no_connector: Tokens) -> None:
@@ -201,7 +243,9 @@ def test_spoiled_files(runner: str, policy: str, text_model: Path, tmp_path: Pat
     run_requests(one, REQUESTS)
     close(one)
     for path in tmp_path.rglob("*.kv"):
-        damage(path)
+        content = bytearray(path.read_bytes())
+        content[-7] ^= 16
+        path.write_bytes(content)
     config = {**shared(tmp_path), "kv_load_failure_policy": policy}
     other = make_engine(text_model, runner=runner, kv_transfer_config=config, **SIZE)
     outputs = run_requests(other, REQUESTS)
@@ -244,7 +288,7 @@ def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(
 
 @RUNNERS
 @pytest.mark.parametrize("point", ["build_connector_meta", "bind_connector_metadata", "flush", "get_finished"])
-def test_an_error_at_the_end_keeps_nothing_from_being_given_back(
+def test_both_sides_are_shut_down_after_an_error_at_the_end(
     runner: str, point: str, text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults, ended = Faults(), []
@@ -292,20 +336,19 @@ def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path,
 
 
 @RUNNERS
-def test_a_load_that_takes_long_holds_up_nobody_else(runner: str, text_model: Path, no_connector: Tokens) -> None:
+def test_a_slow_load_delays_no_other_request(runner: str, text_model: Path, no_connector: Tokens) -> None:
     faults, engine = saved(text_model, runner, no_connector, num_gpu_blocks_override=100)
     faults.loads = "hold"
     engine.add_request("alone", *REQUESTS["alone"])
     new_prompt = prompt_of(30, VOCAB, seed=99)
     engine.add_request("new", new_prompt, PARAMS["alone"])
-    finished: dict[str, RequestOutput] = {}
+    finished = []
     for _ in range(60):
-        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        finished += [output.request_id for output in engine.step() if output.finished]
         engine.check_integrity()
-    assert set(finished) == {"new"}
+    assert finished == ["new"]
     faults.released.set()
-    finished |= {output.request_id: output for output in drain(engine) if output.finished}
-    assert finished["alone"].outputs[0].token_ids == no_connector["alone"]
+    assert drain(engine)[-1].outputs[0].token_ids == no_connector["alone"]
     close(engine)
 
 
@@ -331,8 +374,7 @@ def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path,
 @RUNNERS
 def test_held_blocks_are_released(runner: str, text_model: Path, no_connector: Tokens) -> None:
     faults = Faults(holds=True)
-    settings = {**SIZE, "num_gpu_blocks_override": 100}
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **settings)
+    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **ROOMY)
     assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     assert not engine.has_unfinished_requests() and engine.has_transfers()
     assert engine.stats().transfers.num_held_blocks > 30
@@ -361,23 +403,5 @@ def test_bench_shows_what_was_loaded(text_model: Path, tmp_path: Path) -> None:
 
 def test_statistics_since_a_moment() -> None:
     before = TransferStats(loads_started=3, loads_done=1, loads_failed=2, loads_timed_out=1, counters={"a": 5})
-    now = TransferStats(
-        num_loading=1,
-        num_held_blocks=4,
-        loads_started=9,
-        loads_done=5,
-        loads_failed=3,
-        loads_timed_out=1,
-        tokens_loaded=64,
-        counters={"a": 7, "b": 1},
-    )
-    assert now.since(before) == TransferStats(
-        num_loading=1,
-        num_held_blocks=4,
-        loads_started=6,
-        loads_done=4,
-        loads_failed=1,
-        loads_timed_out=0,
-        tokens_loaded=64,
-        counters={"a": 2, "b": 1},
-    )
+    now = TransferStats(1, 4, 9, 5, 3, 1, tokens_loaded=64, counters={"a": 7, "b": 1})
+    assert now.since(before) == TransferStats(1, 4, 6, 4, 1, 0, tokens_loaded=64, counters={"a": 2, "b": 1})

@@ -53,7 +53,8 @@ class ScriptedConnector(SchedulerConnector):
         self.calls.append(("reused", block_ids))
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        self.calls.append(("finished", request.request_id, request.finish_reason, len(request.block_ids)))
+        call = "finished", request.request_id, request.finish_reason, len(request.block_ids), request.num_tokens
+        self.calls.append(call)
         is_held = request.request_id in self.holds
         return is_held, self.params if is_held else None
 

@@ -181,7 +181,7 @@ def test_a_load_that_failed_fails_its_request_if_it_is_to() -> None:
     assert (result.request, result.new_token_ids, result.index) == (a, [], -1)
     assert (a.finish_reason, a.stop_reason) == ("error", "its KV could not be loaded: 60 s are over")
     assert not scheduler.has_unfinished
-    assert connector.of("finished") == [("a", "error", 3)]
+    assert connector.of("finished") == [("a", "error", 3, 9)]
     assert scheduler.stats().transfers.loads_timed_out == 1
     scheduler.check_idle()
     with pytest.raises(ValueError, match="kv_load_failure_policy is 'ignore'; it can be 'recompute' or 'fail'"):
@@ -197,7 +197,7 @@ def test_aborted_while_loading(ending: dict[str, Any]) -> None:
     scheduler, connector = world(ScriptedConnector({"a": 8}), a)
     output = schedule(scheduler)
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
-    assert connector.of("finished") == [("a", "abort", 3)]
+    assert connector.of("finished") == [("a", "abort", 3, 9)]
     assert not scheduler.has_unfinished
     assert {scheduler.pool.state(block) for block in a.block_ids} == {"HELD"}
     scheduler.check_integrity()
@@ -274,7 +274,7 @@ def test_blocks_are_reported_once_chunk_by_chunk_and_when_a_request_leaves(cachi
     while scheduler.has_unfinished:
         step(scheduler)
     assert connector.of("filled")[2:] == [("a", 3, 5, False)]  # 22 tokens; the last one's KV is nowhere
-    assert connector.calls[-1] == ("finished", "a", "length", 6)
+    assert connector.calls[-1] == ("finished", "a", "length", 6, 22)
 
 
 def test_blocks_are_reported_before_a_preemption_gives_them_away() -> None:
@@ -291,7 +291,7 @@ def test_what_an_error_left_is_not_saved() -> None:
     output = schedule(scheduler)
     scheduler.update(output, ModelRunnerOutput([[7]], invalid={0: "NaN"}))
     assert connector.of("filled") == [("a", 0, 1, True)]
-    assert connector.of("finished") == [("a", "error", 2)]
+    assert connector.of("finished") == [("a", "error", 2, 7)]
 
 
 # --- held blocks ----------------------------------------------------------------------------------------------------
