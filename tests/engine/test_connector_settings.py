@@ -14,7 +14,9 @@ import pytest
 
 from fleetfoot import LLM
 from fleetfoot.cli.main import main
+from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.blockstore.connector import SharedStorageConnector
 from fleetfoot.records.kv_connector import SchedulerConnector
 
@@ -70,31 +72,65 @@ class Picky(KVConnector):
 # --- the same words -------------------------------------------------------------------------------------------------
 
 PART = {"kv_connector": SHARED, "kv_connector_extra_config": {**FILES, "num_thread": 4}}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": (transfer(SHARED), "shared_storage_path is None; it must be the folder"),
-    "less-than-a-block": (transfer(OFFLOAD, cpu_bytes_to_use=10), "10 bytes of host memory .* single block of 32,768"),
-    "backend": (transfer(NIXL, backend="ucx"), "backend is 'ucx'; it must be nixl or tcp"),
-    "part": (transfer(MULTI, connectors=[PART]), f"of {SHARED} got an unknown keyword 'num_thread'; did you mean"),
-    "part-of-part": (
-        transfer(MULTI, connectors=[{"kv_connector": MULTI, "kv_connector_extra_config": {"connectors": [PART]}}]),
-        "unknown keyword 'num_thread'",
-    ),
-    "no-connector": (own("FILES"), "is no connector; it must be a class derived from"),
-}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (transfer(SHARED), "shared_storage_path is None; it must be the folder"),
+    (transfer(SHARED, shared_storage_path=5), "shared_storage_path is 5"),
+    (transfer(SHARED, shared_storage_path=""), "shared_storage_path is ''"),
+    (transfer(SHARED, shared_storage_path=__file__), "must be a folder, or a path at which one can be made"),
+    (transfer(SHARED, shared_storage_path=f"{__file__}/x"), f"{__file__} is a file"),
+    (transfer(SHARED, shared_storage_path="a\0b"), "paths have no null characters"),
+    (transfer(SHARED, shared_storage_path="~no-such-user/x"), "shared_storage_path is '~no-such-user/x'"),
+    (transfer(SHARED, shared_storage_path="x" * 5000), "File name too long"),
+    (transfer(SHARED, **FILES, num_threads=0), "num_threads is 0"),
+    (transfer(SHARED, **FILES, num_threads="4"), "num_threads is '4'; it must be an integer"),
+    (transfer(SHARED, **FILES, num_threads=10**6), "num_threads is 1000000; it must be at most 1024"),
+    (transfer(SHARED, shared_storage_pth="x"), "'shared_storage_pth'; did you mean 'shared_storage_path'"),
+    (transfer(OFFLOAD), "cpu_bytes_to_use is None and num_cpu_blocks is None; give one of them"),
+    (transfer(OFFLOAD, cpu_bytes_to_use=1, num_cpu_blocks=1), "give one of them"),
+    (transfer(OFFLOAD, num_cpu_blocks=0), "num_cpu_blocks is 0; it must be an integer of at least 1"),
+    (transfer(OFFLOAD, cpu_bytes_to_use=1.5), r"cpu_bytes_to_use is 1\.5"),
+    (transfer(OFFLOAD, cpu_bytes_to_use="32GiB"), "cpu_bytes_to_use is '32GiB'"),
+    (transfer(OFFLOAD, cpu_bytes_to_use=10), "10 bytes of host memory .* single block of 32,768"),
+    (transfer(OFFLOAD, cpu_bytes=1), "unknown keyword 'cpu_bytes'; did you mean 'cpu_bytes_to_use'"),
+    (transfer(NIXL, backend="ucx"), "backend is 'ucx'; it must be nixl or tcp"),
+    (transfer(NIXL, abort_timeout=0), "abort_timeout is 0"),
+    (transfer(NIXL, abort_timeout=0.5), "abort_timeout is 0.5; it must be an integer of at least 1"),
+    (transfer(NIXL, side_channel_host="0.0.0.0"), r"host is '0\.0\.0\.0'; it must be an address of this machine"),
+    (transfer(NIXL, side_channel_host="::1"), "a name or an IPv4 address; the port is side_channel_port"),
+    (transfer(NIXL, side_channel_host="10.0.0.1:5600"), "the port is side_channel_port"),
+    (transfer(NIXL, side_channel_port=65536), "side_channel_port is 65536; .* at most 65535"),
+    (transfer(NIXL, side_chanel_port=3), "unknown keyword 'side_chanel_port'"),
+    (transfer(MULTI, connectors=[PART]), f"of {SHARED} got an unknown keyword 'num_thread'; did you mean"),
+    (transfer(MULTI, connectors=[transfer(MULTI, connectors=[PART])]), "unknown keyword 'num_thread'"),
+    (own("FILES"), "is no connector; it must be a class derived from"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_the_plan_refuses_what_the_start_refuses(
-    case: str, capsys: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_invalid_settings_are_refused_everywhere(
+    settings: dict[str, Any], message: str, capsys: Streams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the plan and by the start, in the same words, and by both sides; nothing is created."""
     monkeypatch.chdir(tmp_path)
-    settings, message = REFUSED[case]
-    with pytest.raises((ValueError, TypeError), match=message) as refused:
+    error = TypeError if "keyword" in message or "did you mean" in message else ValueError
+    with pytest.raises(error, match=message) as refused:
         LLM(kv_transfer_config=settings, **SMALL)
     assert plan("--kv-transfer-config", json.dumps(settings)) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"fleetfoot plan: error: {refused.value}\n")
+    config = KVTransferConfig.parse(settings)
+    context = TransferContext(config, 16, "", "me", bytes_per_block=32768)
+    connector = find_connector(config) if settings.get("kv_connector_module_path") is None else None
+    sides = [connector.check_settings, connector.worker_side, connector.scheduler_side] if connector else []
+    for side in sides[: 2 if config.kv_connector == NIXL else 3]:  # its scheduler side has no settings
+        with pytest.raises(error, match=message):
+            side(context)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_settings_are_strings() -> None:
+    with pytest.raises(TypeError, match="has the key 5, a int; keys must be strings"):
+        LLM(kv_transfer_config={**transfer(SHARED), "kv_connector_extra_config": {**FILES, 5: 6}}, **SMALL)
 
 
 def test_a_start_that_is_refused_has_loaded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +143,8 @@ def test_each_rank_needs_a_port(capsys: Streams) -> None:
     config = json.dumps(transfer(NIXL, side_channel_port=65535))
     assert plan("--kv-transfer-config", config) == 0
     assert plan("--kv-transfer-config", config, "--pipeline-parallel-size", "2") == 2
-    assert (
-        "side_channel_port is 65535; it must be at most 65534: rank r of 2 takes this plus r" in capsys.readouterr().err
-    )
+    message = "side_channel_port is 65535; it must be at most 65534: rank r of 2 takes this plus r"
+    assert message in capsys.readouterr().err
 
 
 def test_memory_for_less_than_a_block(capsys: Streams) -> None:
@@ -125,14 +160,8 @@ def test_memory_for_less_than_a_block(capsys: Streams) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            transfer(OFFLOAD, num_cpu_blocks=10**20),
-            "no memory on the host .* lower kv_offloading_size, cpu_bytes_to_use",
-        ),
-        (
-            transfer(NIXL, backend="tcp", buffer_bytes=10**15),
-            "no memory on cpu for 4 concurrent loads .* lower buffer_bytes",
-        ),
+        (transfer(OFFLOAD, num_cpu_blocks=10**20), "memory on the host .* lower kv_offloading_size, cpu_bytes_to_use"),
+        (transfer(NIXL, backend="tcp", buffer_bytes=10**15), "on cpu for 4 concurrent loads .* lower buffer_bytes"),
     ],
     ids=["host", "staging"],
 )
@@ -166,10 +195,8 @@ def test_a_plan_opens_and_makes_nothing(
     assert plan("--json", "--kv-transfer-config", json.dumps(ACCEPTED[case])) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["runnable"] == (not case.endswith("not-there"))
-    assert (
-        any("cannot be imported from no.such.module" in problem for problem in report["problems"])
-        != (report["runnable"])
-    )
+    problems = [text for text in report["problems"] if "cannot be imported from no.such.module" in text]
+    assert bool(problems) != report["runnable"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -57,8 +57,8 @@ def plan_of(**settings: Any) -> EnginePlan:
     return resolve_plan(EngineConfig(**{"device": "cpu", **settings}), CPU, environ={})
 
 
-def active_config(config: EngineConfig) -> KVTransferConfig:
-    connector = resolve_connector(config)
+def active_config(**settings: Any) -> KVTransferConfig:
+    connector = resolve_connector(EngineConfig(**settings))
     assert connector is not None
     return connector.config
 
@@ -74,7 +74,6 @@ def layout_of(plan: EnginePlan) -> KVLayout:
 def test_connectors_accept_the_layout_of_v2(name: str) -> None:
     connector = find_connector(KVTransferConfig(kv_connector=name, kv_role="kv_both"))
     assert connector.accepted_kv_layouts == {V2_LAYOUT}
-    assert V2_LAYOUT in connector.accepted_kv_layouts
 
 
 def test_connector_of_another_module() -> None:
@@ -138,66 +137,6 @@ def test_invalid_transfer_settings(settings: dict[str, Any], message: str) -> No
         KVTransferConfig.parse({**SHARED, **settings})
 
 
-FILES = {"shared_storage_path": "no/such/folder/yet"}
-REFUSED: list[tuple[str, dict[Any, Any], str]] = [
-    ("SharedStorageConnector", {}, "shared_storage_path is None; it must be the folder"),
-    ("SharedStorageConnector", {"shared_storage_path": 5}, "shared_storage_path is 5"),
-    ("SharedStorageConnector", {"shared_storage_path": ""}, "shared_storage_path is ''"),
-    (
-        "SharedStorageConnector",
-        {"shared_storage_path": __file__},
-        "must be a folder, or a path at which one can be made",
-    ),
-    ("SharedStorageConnector", {"shared_storage_path": f"{__file__}/x"}, f"{__file__} is a file"),
-    ("SharedStorageConnector", {"shared_storage_path": "a\0b"}, "paths have no null characters"),
-    ("SharedStorageConnector", {"shared_storage_path": "~no-such-user/x"}, "shared_storage_path is '~no-such-user/x'"),
-    ("SharedStorageConnector", {"shared_storage_path": "x" * 5000}, "File name too long"),
-    ("SharedStorageConnector", {**FILES, 5: 6}, "has the key 5, a int; keys must be strings"),
-    ("SharedStorageConnector", {**FILES, "num_threads": 0}, "num_threads is 0"),
-    ("SharedStorageConnector", {**FILES, "num_threads": "4"}, "num_threads is '4'; it must be an integer"),
-    ("SharedStorageConnector", {**FILES, "num_threads": 10**6}, "num_threads is 1000000; it must be at most 1024"),
-    (
-        "SharedStorageConnector",
-        {"shared_storage_pth": "x"},
-        "'shared_storage_pth'; did you mean 'shared_storage_path'",
-    ),
-    ("OffloadingConnector", {}, "cpu_bytes_to_use is None and num_cpu_blocks is None; give one of them"),
-    ("OffloadingConnector", {"cpu_bytes_to_use": 1, "num_cpu_blocks": 1}, "give one of them"),
-    ("OffloadingConnector", {"num_cpu_blocks": 0}, "num_cpu_blocks is 0; it must be an integer of at least 1"),
-    ("OffloadingConnector", {"cpu_bytes_to_use": 1.5}, r"cpu_bytes_to_use is 1\.5"),
-    ("OffloadingConnector", {"cpu_bytes_to_use": "32GiB"}, "cpu_bytes_to_use is '32GiB'"),
-    ("OffloadingConnector", {"cpu_bytes_to_use": 1}, "do not hold a single block"),
-    ("OffloadingConnector", {"cpu_bytes": 1}, "unknown keyword 'cpu_bytes'; did you mean 'cpu_bytes_to_use'"),
-    ("NixlConnector", {"backend": "ucx"}, "backend is 'ucx'; it must be nixl or tcp"),
-    ("NixlConnector", {"abort_timeout": 0}, "abort_timeout is 0"),
-    ("NixlConnector", {"abort_timeout": 0.5}, "abort_timeout is 0.5; it must be an integer of at least 1"),
-    ("NixlConnector", {"side_channel_host": "0.0.0.0"}, r"host is '0\.0\.0\.0'; it must be an address of this machine"),
-    ("NixlConnector", {"side_channel_host": "::1"}, "a name or an IPv4 address; the port is side_channel_port"),
-    ("NixlConnector", {"side_channel_host": "10.0.0.1:5600"}, "the port is side_channel_port"),
-    ("NixlConnector", {"side_channel_port": 65536}, "side_channel_port is 65536; .* at most 65535"),
-    ("NixlConnector", {"side_chanel_port": 3}, "unknown keyword 'side_chanel_port'"),
-]
-
-
-@pytest.mark.parametrize(("name", "extra", "message"), REFUSED)
-def test_invalid_connector_settings(
-    name: str, extra: dict[Any, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are refused by the check and by both sides, and nothing is created."""
-    monkeypatch.chdir(tmp_path)
-    config = KVTransferConfig.parse({**SHARED, "kv_connector": name, "kv_connector_extra_config": extra})
-    context = TransferContext(config, 16, "", "me", bytes_per_block=32768)
-    connector = find_connector(config)
-    error = TypeError if any(text in message for text in ("did you mean", "unknown", "keys must be")) else ValueError
-    sides = [connector.check_settings, connector.worker_side]
-    if name != "NixlConnector":  # its scheduler side has no settings
-        sides.append(connector.scheduler_side)
-    for side in sides:
-        with pytest.raises(error, match=message):
-            side(context)
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- which connector is active --------------------------------------------------------------------------------------
 
 
@@ -211,8 +150,9 @@ def test_no_connector() -> None:
 
 def test_offloading_implies_its_connector() -> None:
     plan = plan_of(kv_offloading_size=0.25)
-    config = active_config(plan.config)
-    assert config is not None and config.kv_connector == "OffloadingConnector" and config.kv_role == "kv_both"
+    assert plan.connector is not None
+    config = plan.connector.config
+    assert (config.kv_connector, config.kv_role) == ("OffloadingConnector", "kv_both")
     scheduler = scheduler_connector(plan)
     assert isinstance(scheduler, BlockStoreScheduler) and isinstance(scheduler.index, HostIndex)
     assert scheduler.index.slots.num_slots == GIB // 4 // layout_of(plan).bytes_per_block
@@ -221,12 +161,12 @@ def test_offloading_implies_its_connector() -> None:
 
 def test_size_of_host_memory_is_given_once() -> None:
     named = {"kv_connector": "OffloadingConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "fail"}
-    config = active_config(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
-    assert config is not None and config.kv_connector_extra_config == {"cpu_bytes_to_use": GIB}
+    config = active_config(kv_offloading_size=1, kv_transfer_config=named)
+    assert config.kv_connector_extra_config == {"cpu_bytes_to_use": GIB}
     assert (config.kv_role, config.kv_load_failure_policy) == ("kv_producer", "fail")
-    named["kv_connector_extra_config"] = {"num_cpu_blocks": 5}  # type: ignore[assignment]
+    named["kv_connector_extra_config"] = {"num_cpu_blocks": 5}
     with pytest.raises(ValueError, match="kv_offloading_size is 1, and kv_transfer_config has settings"):
-        active_config(EngineConfig(kv_offloading_size=1, kv_transfer_config=named))  # type: ignore[arg-type]
+        active_config(kv_offloading_size=1, kv_transfer_config=named)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -235,12 +175,10 @@ def test_one_offloading_connector_only(depth: int) -> None:
     for _ in range(depth):
         extra = {"connectors": [SHARED, transfer]}
         transfer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    with pytest.raises(
-        ValueError, match="kv_offloading_size is 1, and kv_transfer_config has OffloadingConnector among"
-    ):
-        active_config(EngineConfig(kv_offloading_size=1, kv_transfer_config=transfer))  # type: ignore[arg-type]
-    config = active_config(EngineConfig(kv_transfer_config=transfer))  # type: ignore[arg-type]
-    assert config is not None and config.kv_connector == "MultiConnector"
+    message = "kv_offloading_size is 1, and kv_transfer_config has OffloadingConnector among"
+    with pytest.raises(ValueError, match=message):
+        active_config(kv_offloading_size=1, kv_transfer_config=transfer)
+    assert active_config(kv_transfer_config=transfer).kv_connector == "MultiConnector"
 
 
 def test_offloading_beside_another_connector(tmp_path: Path) -> None:
@@ -253,8 +191,8 @@ def test_offloading_beside_another_connector(tmp_path: Path) -> None:
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
     plan = plan_of(kv_offloading_size=0.01, kv_transfer_config=transfer)
-    config = active_config(plan.config)
-    assert config is not None and config.kv_connector == "MultiConnector"
+    assert plan.connector is not None and plan.connector.config.kv_connector == "MultiConnector"
+    config = plan.connector.config
     offload, shared = part_configs(config)
     assert (offload.kv_connector, offload.kv_role) == ("OffloadingConnector", "kv_both")
     assert shared == plan.config.kv_transfer_config
@@ -336,10 +274,8 @@ def test_layouts_must_be_a_set_of_names(monkeypatch: pytest.MonkeyPatch) -> None
     for declared in (V2_LAYOUT, 5):
         monkeypatch.setattr(NotAConnector, "accepted_kv_layouts", declared, raising=False)
         layouts = connector_layouts(stranger)
-        assert (
-            layouts.accepted == frozenset()
-            and f"accepted_kv_layouts is {declared!r}; it must be a set" in layouts.remark
-        )
+        assert layouts.accepted == frozenset()
+        assert f"accepted_kv_layouts is {declared!r}; it must be a set" in layouts.remark
 
 
 def test_joined_connectors_keep_unused_fields_once() -> None:
@@ -355,20 +291,10 @@ def test_equal_engines_have_equal_fingerprints() -> None:
     assert len(engine_fingerprint(plan_of())) == 32
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"block_size": 32},
-        {"dtype": "float16"},
-        {"load_format": "dummy"},
-        {"load_format": "dummy", "seed": 1},
-    ],
-    ids=str,
-)
-def test_settings_in_the_fingerprint(settings: dict[str, Any]) -> None:
-    different = {engine_fingerprint(plan_of()), engine_fingerprint(plan_of(**settings))}
-    assert len(different) == 2
-    assert engine_fingerprint(plan_of(load_format="dummy", seed=1)) != engine_fingerprint(plan_of(load_format="dummy"))
+def test_settings_in_the_fingerprint() -> None:
+    dummy: dict[str, Any] = {"load_format": "dummy"}
+    different = [{}, {"block_size": 32}, {"dtype": "float16"}, dummy, {**dummy, "seed": 1}]
+    assert len({engine_fingerprint(plan_of(**settings)) for settings in different}) == len(different)
 
 
 @pytest.mark.parametrize(
@@ -377,18 +303,18 @@ def test_settings_in_the_fingerprint(settings: dict[str, Any]) -> None:
 )
 def test_model_fields_in_the_fingerprint(field: str) -> None:
     plan = plan_of()
-    model = dataclasses.replace(plan.model)
-    changed = {
+    value = getattr(plan.model, field)
+    changes: dict[str, Any] = {
         "architecture": "Other",
-        "layer_windows": (8,) * model.num_layers,
-        "rope": dataclasses.replace(model.rope, theta=3.0),
-        "num_layers": model.num_layers,
-    }.get(field, getattr(model, field))
+        "layer_windows": (8,) * plan.model.num_layers,
+        "rope": dataclasses.replace(plan.model.rope, theta=3.0),
+    }
+    changed = {field: changes.get(field, not value if isinstance(value, bool) else value)}
+    if changed[field] == value:
+        changed[field] = value + 1
     if field == "num_layers":
-        model = dataclasses.replace(model, num_layers=model.num_layers + 1, layer_windows=())
-    else:
-        value = changed if changed != getattr(model, field) else changed + 1
-        model = dataclasses.replace(model, **{field: value})
+        changed["layer_windows"] = ()
+    model = dataclasses.replace(plan.model, **changed)
     assert engine_fingerprint(dataclasses.replace(plan, model=model)) != engine_fingerprint(plan)
 
 
