@@ -34,12 +34,7 @@ LIMIT = 420
 """Seconds until a start counts as hanging."""
 FOLDER = "the test's own folder"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-DRAFT = {
-    "method": "draft_model",
-    "model": str(ASSETS / "story-draft"),
-    "num_speculative_tokens": 3,
-    "adaptive": False,
-}
+DRAFT = {**NGRAM, "method": "draft_model", "model": str(ASSETS / "story-draft")}
 EAGLE = {"method": "eagle", "num_speculative_tokens": 2, "adaptive": False}
 FILES = {
     "kv_connector": "SharedStorageConnector",
@@ -50,15 +45,12 @@ FILES = {
 
 @dataclass(frozen=True)
 class Kind:
-    """Of engine.
-
-    Attributes:
-        tokens: ``lazily``, ``cpu``, or None where they are not compared.
-    """
+    """A kind of engine."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     dtype: str = "bfloat16"
     tokens: str | None = "lazily"
+    """``lazily``, ``cpu``, or None where they are not compared."""
     model: Path = LLAMA
     num_gpus: int = 1
 
@@ -91,14 +83,14 @@ KINDS = {
 }
 
 
-def start(how: str, settings: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
-    """What `tests.helpers.cold_start` reports, with an empty cache, and its stderr."""
-    folder.mkdir()
+def start(how: str, settings: dict[str, Any], folder: Path, cache: str = "cache") -> tuple[dict[str, Any], str]:
+    """What `tests.helpers.cold_start` reports, with a cache that is empty at first, and its stderr."""
+    folder.mkdir(exist_ok=True)
     text = json.dumps({"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 400, **settings})
     paths = [str(REPOSITORY), str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
-        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "TRITON_CACHE_DIR": str(folder / cache),
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONFAULTHANDLER": "1",
         "NVIDIA_TF32_OVERRIDE": "0",
@@ -119,21 +111,24 @@ def start(how: str, settings: dict[str, Any], folder: Path) -> tuple[dict[str, A
         with suppress(ProcessLookupError):  # nothing is left, as it should be
             os.killpg(process.pid, signal.SIGKILL)
         stdout.seek(0), stderr.seek(0)
-        printed, complaints = stdout.read(), stderr.read()
-    said = f"{how} {text}: exit code {code}\n--- stdout\n{printed[-4000:]}\n--- stderr\n{complaints}"
+        printed, errors = stdout.read(), stderr.read()
+    description = f"{how} {text}: exit code {code}\n--- stdout\n{printed[-4000:]}\n--- stderr\n{errors}"
     if code != 0 or not printed.strip():
-        pytest.fail(said, pytrace=False)
-    report: dict[str, Any] = json.loads(printed.splitlines()[-1])
-    return report, said
+        pytest.fail(description, pytrace=False)
+    return json.loads(printed.splitlines()[-1]), description
 
 
 @cache
 def tokens_of_a_cpu(model: Path) -> dict[str, list[int]]:
     settings = {"model": str(model), "device": "cpu", "dtype": "float32", "runner": "v1", "skip_tokenizer_init": True}
     with TemporaryDirectory() as folder:
-        report, _ = start("lazily", settings, Path(folder) / "cpu")
-    tokens: dict[str, list[int]] = report["tokens"]
+        tokens: dict[str, list[int]] = start("lazily", settings, Path(folder))[0]["tokens"]
     return tokens
+
+
+def settings_of(kind: Kind) -> dict[str, Any]:
+    own = {"model": str(kind.model), "dtype": kind.dtype, **kind.settings}
+    return {"device": "cuda", "runner": "v2", "num_gpu_blocks_override": 1024, "skip_tokenizer_init": True, **own}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -143,27 +138,18 @@ def test_a_cold_start_serves(name: str, tmp_path: Path) -> None:
         pytest.skip(f"needs {kind.num_gpus} CUDA devices")
     if name == "nixl":
         skip_without("nixl")
-    settings = {
-        "model": str(kind.model),
-        "device": "cuda",
-        "dtype": kind.dtype,
-        "runner": "v2",
-        "num_gpu_blocks_override": 1024,
-        "skip_tokenizer_init": True,
-        **kind.settings,
-    }
-    report, said = start("ahead", settings, tmp_path / "ahead")
-    assert report["runner"] == settings["runner"], said
-    assert report["threads"] == [], said
-    assert "compiled ahead" not in said.partition("--- stderr")[2], (
-        said
-    )  # of ranks too: all steps are dry, all kernels compile
+    settings = settings_of(kind)
+    report, output = start("ahead", settings, tmp_path)
+    assert report["runner"] == settings["runner"], output
+    assert report["threads"] == [], output
+    # of ranks too: all steps are dry, all kernels compile
+    assert "compiled ahead" not in output.partition("--- stderr")[2], output
     if settings["runner"] == "v2" and kind.num_gpus == 1:
-        assert report["late"] == [], said
-        assert report["failed"] == [0, 0], said  # for the warm-up, and for later
-        assert report["compiled"] > 5, said
-        assert report["warnings"] == [], said
-        assert report["imports"] == [], said  # they take seconds: see `fleetfoot.kernels.runtime.dry_tensors`
+        empty = {name: report[name] for name in ("late", "warnings", "imports")}
+        # imports take seconds: see `fleetfoot.kernels.runtime.dry_tensors`
+        assert empty == {"late": [], "warnings": [], "imports": []}, output
+        assert report["failed"] == [0, 0], output  # for the warm-up, and for later
+        assert report["compiled"] > 5, output
     if kind.tokens is not None:
         if kind.tokens == "lazily":
             expected = start("lazily", settings, tmp_path / "lazily")[0]["tokens"]
@@ -171,4 +157,15 @@ def test_a_cold_start_serves(name: str, tmp_path: Path) -> None:
             expected = tokens_of_a_cpu(kind.model)
         pairs = {key: (report["tokens"].get(key), tokens) for key, tokens in expected.items()}
         different = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-        assert not different, f"{len(different)} of {len(pairs)} requests: {different}\n{said}"
+        assert not different, f"{len(different)} of {len(pairs)} requests: {different}\n{output}"
+
+
+def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+    settings = settings_of(KINDS["qwen3"])
+    lazily = start("lazily", settings, tmp_path, "other cache")[0]
+    cold, warm = (start("ahead", settings, tmp_path)[0] for _ in range(2))
+    assert lazily["compiled"] == lazily["found"] == 0
+    assert (cold["late"], warm["late"], cold["threads"], warm["threads"]) == ([], [], [], [])
+    assert cold["compiled"] > 15
+    assert (warm["compiled"], warm["found"] > 15) == (0, True)
+    assert cold["tokens"] == warm["tokens"] == lazily["tokens"]

@@ -23,7 +23,7 @@ pytestmark = [
 @pytest.mark.parametrize("kernels", [triton_kernels, reference_kernels])
 @pytest.mark.parametrize(("op", "batch"), CASES)
 def test_kernel_matches_loops(op: str, batch: str, kernels: Callable[[], Kernels]) -> None:
-    assert_same(run(kernels(), op, batch, "cuda"), OPS[op].expected(batch))
+    assert_same(run(kernels(), op, batch, "cuda"), OPS[op].expected(get_batch(batch)))
 
 
 @pytest.mark.parametrize("kernels", [triton_kernels, reference_kernels])
@@ -40,7 +40,7 @@ def test_a_graph_replays_with_another_batch(op: str, kernels: Callable[[], Kerne
         batch.tensors()[name].copy_(tensor)
     graph.replay()
     outputs.check_guards()
-    assert_same({name: view.cpu() for name, view in outputs.views.items()}, OPS[op].expected("graph_padded"))
+    assert_same({name: view.cpu() for name, view in outputs.views.items()}, OPS[op].expected(get_batch("graph_padded")))
 
 
 def test_writes_are_taken_in_from_the_hosts_memory() -> None:

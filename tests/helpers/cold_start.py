@@ -10,14 +10,20 @@ import json
 import logging
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from triton import knobs
+from triton.runtime import build
+
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.runner.v2 import runner as runner_module
+from fleetfoot.runner.v2.warm_up import KernelCompiler
 from tests.helpers.engines import make_engine, prompt_of, run_requests
 
 VOCAB = 2048
@@ -54,59 +60,48 @@ def requests(wave: int) -> dict[str, tuple[Any, SamplingParams]]:
     }
 
 
-class Watch(ExitStack):
-    """Listens to Triton, to what is compiled ahead, and to warnings about that."""
+@contextmanager
+def watch(report: dict[str, Any]) -> Iterator[list[Compilations]]:
+    """Adds what is compiled, when and how, to ``report``. Yields the compilations of each dry pass."""
+    queue, compile_first, build_c = CompileAhead.queue, KernelCompiler.compile_first, build._build
+    queued: list[Compilations] = []
+    warnings: list[str] = []
+    report.update(compiled=0, found=0, late=[], imports=[], warnings=warnings)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {"compiled": 0, "found": 0}
-        self.late: list[str] = []
-        self.failed: list[Any] = []
-        self.warnings: list[str] = []
-        self.imports: list[str] = []
+    def note_queued(*arguments: Any, **options: Any) -> Compilations:
+        queued.append(queue(*arguments, **options))
+        return queued[-1]
 
-    def __enter__(self) -> Watch:
-        from triton import knobs
-        from triton.runtime import build
+    def note_late(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not cache_hit:
+            report["late"].append(src.name)
 
-        from fleetfoot.kernels.runtime.compile_ahead import Compilations, CompileAhead
-        from fleetfoot.runner.v2.warm_up import KernelCompiler
+    def note_late_c(name: str, *arguments: Any, **options: Any) -> str:
+        if threading.current_thread() is threading.main_thread():
+            report["late"].append(name)
+        return build_c(name, *arguments, **options)
 
-        queue, compile_first, build_c = CompileAhead.queue, KernelCompiler.compile_first, build._build
-        self.queued: list[Compilations] = []
+    def compile_and_listen(compiler: KernelCompiler, shapes: Any) -> None:
+        modules = {*sys.modules}
+        compile_first(compiler, shapes)
+        report["imports"] = [name for name in LARGE if name in {*sys.modules} - modules]
+        report.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
+        compiler.ahead._tally._before = note_late
+        stack.enter_context(patch.object(build, "_build", note_late_c))
 
-        def note_queued(*arguments: Any, **options: Any) -> Compilations:
-            self.queued.append(queue(*arguments, **options))
-            return self.queued[-1]
+    def note_warning(record: logging.LogRecord) -> bool:
+        if "compiled ahead" in record.getMessage():
+            warnings.append(record.getMessage())
+        return True
 
-        def note_late(*, src: Any, cache_hit: bool, **_: Any) -> None:
-            if threading.current_thread() is threading.main_thread() and not cache_hit:
-                self.late.append(src.name)
-
-        def note_late_c(name: str, *arguments: Any, **options: Any) -> str:
-            if threading.current_thread() is threading.main_thread():
-                self.late.append(name)
-            return build_c(name, *arguments, **options)
-
-        def compile_and_listen(compiler: KernelCompiler, shapes: Any) -> None:
-            modules = {*sys.modules}
-            compile_first(compiler, shapes)
-            self.imports = [name for name in LARGE if name in {*sys.modules} - modules]
-            self.counts.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
-            compiler.ahead._tally._before = note_late
-            self.enter_context(patch.object(build, "_build", note_late_c))
-
-        self.enter_context(patch.object(CompileAhead, "queue", note_queued))
-        self.enter_context(patch.object(KernelCompiler, "compile_first", compile_and_listen))
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.warnings.append(record.getMessage())  # type: ignore[method-assign]
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(CompileAhead, "queue", note_queued))
+        stack.enter_context(patch.object(KernelCompiler, "compile_first", compile_and_listen))
+        stack.callback(setattr, knobs.compilation, "listener", knobs.compilation.listener)
+        handler = logging.NullHandler(logging.WARNING)
+        handler.handle = note_warning  # type: ignore[method-assign]
         logging.getLogger("fleetfoot").addHandler(handler)
-        self.callback(setattr, knobs.compilation, "listener", knobs.compilation.listener)
-        return self
-
-    def wait(self) -> list[int]:
-        """Until nothing is being compiled: how many kernels failed in each dry pass."""
-        return [compilations.wait() for compilations in self.queued]
+        yield queued
 
 
 def serve(engine: LLMEngine, wave: int) -> dict[str, list[int]]:
@@ -121,25 +116,19 @@ def main() -> None:
     The first requests are served while kernels are compiled for later ones, the others behind that.
     """
     how, settings = sys.argv[1], json.loads(sys.argv[2])
-    with Watch() as watch:
+    report: dict[str, Any] = {}
+    with watch(report) as queued:
         if how == "lazily":
-            watch.enter_context(patch.object(runner_module, "can_compile_ahead", lambda device: False))
+            patch.object(runner_module, "can_compile_ahead", lambda device: False).start()
         engine = make_engine(Path(settings.pop("model")), max_logprobs=300, **settings)
-        late = list(watch.late)
-        tokens = serve(engine, 0)
-        failed = watch.wait()
-        tokens |= serve(engine, 1)
-        report = {
-            "runner": engine.runner_name,
-            **watch.counts,
-            "late": late,
-            "failed": failed,
-            "warnings": [message for message in watch.warnings if "compiled ahead" in message],
-            "tokens": tokens,
-        }
+        late = [*report["late"]]
+        report["runner"] = engine.runner_name
+        report["tokens"] = serve(engine, 0)
+        report["failed"] = [compilations.wait() for compilations in queued]  # until nothing is being compiled
+        report["tokens"] |= serve(engine, 1)
         engine.shutdown()
+    report["late"] = late
     report["threads"] = [thread.name for thread in threading.enumerate() if "compile" in thread.name]
-    report["imports"] = watch.imports
     print(json.dumps(report))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Batch:
-    """Everything that any of the ops reads."""
+    """Everything that any of the ops reads: `RowTables`, the step, and each op's own tensors."""
 
     block_size: int
     num_tokens: int
@@ -56,12 +56,15 @@ class Batch:
     front_size: int
 
     def to(self, device: str) -> Batch:
-        moved = {name: move(tensor, device) for name, tensor in self.tensors().items()}
-        return replace(self, **moved)  # type: ignore[arg-type]
+        """A copy, with strides that `Tensor.to` does not keep."""
+        copies = {
+            name: torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device).copy_(value)
+            for name, value in self.tensors().items()
+        }
+        return replace(self, **copies)  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     @property
     def num_reqs(self) -> int:
@@ -70,18 +73,9 @@ class Batch:
     @property
     def is_uniform(self) -> bool:
         """Whether `prepare_decode` takes it."""
-        query_lens = set(self.query_start_loc.diff().tolist())
-        return (
-            len(query_lens) == 1
-            and self.num_tokens == int(self.query_start_loc[-1])
-            and 1 <= query_lens.pop() <= 1 + self.draft_tokens.shape[1]
-        )
-
-
-def move(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy with the strides of the original, which `Tensor.to` does not keep."""
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    return copy.copy_(tensor)
+        first, *others = self.query_start_loc.diff().tolist()
+        is_full = self.num_tokens == int(self.query_start_loc[-1])
+        return is_full and {first, *others} == {first} and 1 <= first <= 1 + self.draft_tokens.shape[1]
 
 
 def int32(values: Any) -> torch.Tensor:
@@ -111,20 +105,17 @@ def make_batch(
     num_blocks = num_rows * max_blocks
     block_ids = rng.sample(range(num_blocks), num_blocks)
     wide_table = torch.full((num_rows, max_blocks + spare_width), UNUSED_BLOCK, dtype=torch.int32)
-    # rows that nobody uses look like requests that have just ended at the longest length
+    # unused rows look like requests that have just ended at the longest length
     num_computed, prefill_lens = [max_blocks * block_size] * num_rows, [max_blocks * block_size] * num_rows
     limits = [0] * num_rows
     starts, most_blocks = [0], 1
-    for request in requests:
-        starts.append(starts[-1] + request.query_len)
-        if request.row < 0:
-            continue
-        num_computed[request.row], prefill_lens[request.row] = request.num_computed, request.prefill_len
-        limits[request.row] = request.limit
-        used = -(-(request.num_computed + request.query_len) // block_size)
-        most_blocks = max(most_blocks, used)
-        first = request.row * max_blocks
-        wide_table[request.row, :used] = int32(block_ids[first : first + used])
+    for row, computed, query_len, prefill_len, limit in map(astuple, requests):
+        starts.append(starts[-1] + query_len)
+        if row >= 0:
+            num_computed[row], prefill_lens[row], limits[row] = computed, prefill_len, limit
+            used = -(-(computed + query_len) // block_size)
+            most_blocks = max(most_blocks, used)
+            wide_table[row, :used] = int32(block_ids[row * max_blocks : row * max_blocks + used])
 
     sampling = requests[:num_sampling]
     num_sampled = [rng.randint(0, num_drafts + 1) for _ in sampling]
@@ -175,8 +166,7 @@ def decode(row: int, length: int, drafts: int = 0) -> Request:
 
 
 def prefill(row: int, begin: int, query_len: int, prompt_len: int | None = None) -> Request:
-    prompt_len = prompt_len or begin + query_len
-    return Request(row, begin, query_len, prompt_len)
+    return Request(row, begin, query_len, prompt_len or begin + query_len)
 
 
 def padding(query_len: int = 0) -> Request:
@@ -197,20 +187,17 @@ def random_batch(seed: int) -> Batch:
         drafts = rng.randint(0, num_drafts)
         length = rng.randint(0, max_len - 1 - drafts)
         longest = max_len - length
-        requests.append(
-            rng.choice(
-                (
-                    decode(row, length, drafts),
-                    prefill(row, length, rng.randint(1, longest)),
-                    prefill(row, length, rng.randint(1, longest), prompt_len=max_len),
-                    Request(row, length, 0, prefill_len=rng.randint(0, max_len)),
-                    # the known tokens end within the query
-                    Request(row, length, 1 + drafts, prefill_len=length + rng.randint(0, drafts)),
-                    # the request's last positions, and some that it will never have
-                    Request(row, length, 1 + drafts, max(length - 3, 1), length + rng.randint(0, drafts)),
-                )
-            )
+        kinds = (
+            decode(row, length, drafts),
+            prefill(row, length, rng.randint(1, longest)),
+            prefill(row, length, rng.randint(1, longest), prompt_len=max_len),
+            Request(row, length, 0, prefill_len=rng.randint(0, max_len)),
+            # the known tokens end within the query
+            Request(row, length, 1 + drafts, prefill_len=length + rng.randint(0, drafts)),
+            # the request's last positions, and some behind them
+            Request(row, length, 1 + drafts, max(length - 3, 1), length + rng.randint(0, drafts)),
         )
+        requests.append(rng.choice(kinds))
     return make_batch(
         requests,
         seed=seed,

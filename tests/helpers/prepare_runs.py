@@ -15,14 +15,9 @@ import torch
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
-from tests.helpers.prepare_cases import BATCHES, Batch, get_batch, uniform_batches
-from tests.helpers.prepare_reference import (
-    Outputs,
-    expected_accepted,
-    expected_inputs,
-    expected_post_update,
-    expected_writes,
-)
+from tests.helpers.prepare_cases import BATCHES, Batch, get_batch, int32, uniform_batches
+
+Outputs = dict[str, torch.Tensor]
 
 GUARD = 64
 """Elements around each output that must not change."""
@@ -68,16 +63,16 @@ def row_tables(batch: Batch, **updated: torch.Tensor) -> RowTables:
 
 
 def _call_inputs(implementation: Callable[..., None], batch: Batch, out: GuardedOutputs) -> None:
-    int64, int32 = torch.int64, torch.int32
+    tokens, requests = (batch.num_tokens,), (batch.num_reqs,)
     step = StepBuffers(
         batch.idx_mapping,
         batch.query_start_loc,
-        positions=out.add("positions", (batch.num_tokens,), int64),
-        seq_lens=out.add("seq_lens", (batch.num_reqs,), int32),
-        batch_index=out.add("batch_index", (batch.num_tokens,), int32),
-        slots=out.add("slots", (batch.num_tokens,), int64),
-        input_ids=out.add("input_ids", (batch.num_tokens,), int64),
-        block_tables=out.add("block_tables", (batch.num_reqs, batch.table_width), int32, row_gap=3),
+        positions=out.add("positions", tokens, torch.int64),
+        seq_lens=out.add("seq_lens", requests, torch.int32),
+        batch_index=out.add("batch_index", tokens, torch.int32),
+        slots=out.add("slots", tokens, torch.int64),
+        input_ids=out.add("input_ids", tokens, torch.int64),
+        block_tables=out.add("block_tables", (batch.num_reqs, batch.table_width), torch.int32, row_gap=3),
     )
     implementation(step, row_tables(batch, token_pages=out.add_state("token_pages", batch.token_pages)))
     # Entries behind a request's blocks are undefined: make them comparable.
@@ -102,10 +97,89 @@ def _call_writes(implementation: Callable[..., None], batch: Batch, out: Guarded
     implementation(batch.staged, front, out.add_state("target", batch.target), batch.num_writes)
 
 
+# --- what the operations must write, in plain loops -------------------------------------------------------------------
+
+
+def expected_inputs(batch: Batch) -> Outputs:
+    starts, computed, limits = batch.query_start_loc.tolist(), batch.num_computed.tolist(), batch.limits.tolist()
+    prefill_lens, pages = batch.prefill_lens.tolist(), batch.token_pages.tolist()
+    last, drafts = batch.last_sampled.tolist(), batch.draft_tokens.tolist()
+    positions, input_ids, seq_lens = [0] * batch.num_tokens, [0] * batch.num_tokens, [0] * batch.num_reqs
+    batch_index, slots = [-1] * batch.num_tokens, [-1] * batch.num_tokens
+    tables = torch.zeros(batch.num_reqs, batch.table_width, dtype=torch.int32)
+    for request, row in enumerate(batch.idx_mapping.tolist()):
+        if row < 0:
+            continue
+        seq_lens[request] = computed[row] + starts[request + 1] - starts[request]
+        for block in range(-(-seq_lens[request] // batch.block_size)):
+            tables[request, block] = batch.block_table[row, block]
+        for offset, token in enumerate(range(starts[request], starts[request + 1])):
+            positions[token], batch_index[token] = computed[row] + offset, request
+            block, within = divmod(positions[token], batch.block_size)
+            slot = int(batch.block_table[row, block]) * batch.block_size + within
+            if positions[token] < limits[row]:
+                slots[token] = slot
+            if positions[token] < prefill_lens[row]:
+                input_ids[token] = pages[slot]
+                continue
+            input_ids[token] = max(0, last[row] if offset == 0 else drafts[row][offset - 1])
+            if slots[token] >= 0:
+                pages[slot] = input_ids[token]
+    return {
+        "positions": torch.tensor(positions, dtype=torch.int64),
+        "seq_lens": int32(seq_lens),
+        "batch_index": int32(batch_index),
+        "slots": torch.tensor(slots, dtype=torch.int64),
+        "input_ids": torch.tensor(input_ids, dtype=torch.int64),
+        "block_tables": tables,
+        "token_pages": int32(pages),
+    }
+
+
+def expected_accepted(batch: Batch) -> Outputs:
+    computed, limits = batch.num_computed.tolist(), batch.limits.tolist()
+    counts = []
+    for row, sampled, invalid in zip(
+        batch.idx_mapping.tolist(), batch.target_tokens.tolist(), batch.invalid.tolist(), strict=True
+    ):
+        count = 0
+        if row < 0:
+            counts.append((0, 0, 0))
+            continue
+        drafts = batch.draft_tokens[row].tolist()
+        while count < len(drafts) and sampled[count] == drafts[count] and not invalid[count]:
+            count += 1
+        count = min(count + 1, max(0, limits[row] - computed[row]))
+        counts.append((count, len(sampled) - count, sum(draft >= 0 for draft in drafts)))
+    return {"counts": int32(counts).t()}
+
+
+def expected_post_update(batch: Batch) -> Outputs:
+    computed, last = batch.num_computed.tolist(), batch.last_sampled.tolist()
+    query_lens, counts = batch.query_start_loc.diff().tolist(), batch.num_sampled.tolist()
+    for request, row in enumerate(batch.idx_mapping.tolist()):
+        if row < 0:
+            continue
+        computed[row] += query_lens[request]
+        if request < len(counts):
+            computed[row] -= int(batch.num_rejected[request])
+            if counts[request] > 0:
+                last[row] = int(batch.sampled[request, counts[request] - 1])
+    return {"num_computed": int32(computed), "last_sampled": int32(last)}
+
+
+def expected_writes(batch: Batch) -> Outputs:
+    target, staged = batch.target.tolist(), batch.staged.tolist()
+    pairs = staged[batch.front_size :]
+    for write in range(batch.num_writes):
+        target[pairs[2 * write]] = pairs[2 * write + 1]
+    return {"front": int32(staged[: batch.front_size]), "target": int32(target)}
+
+
 @dataclass(frozen=True)
 class Op:
     call: Callable[[Callable[..., None], Batch, GuardedOutputs], None]
-    expected: Callable[[str], Outputs]
+    expected: Callable[[Batch], Outputs]
 
 
 OPS = {

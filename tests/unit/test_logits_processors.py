@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.helpers.interpreter import HAS_INTERPRETER, compiled, interpreted, run_python
+from tests.helpers.interpreter import HAS_INTERPRETER, interpreted
 from tests.helpers.logits_processor_cases import ProcessorCase, processor_case
 from tests.helpers.no_values import NoValues
 
@@ -127,14 +127,6 @@ def test_nan_and_inf_stay_visible() -> None:
         logits = processed_by(process, case)
         assert logits[:, ::4].isnan().all()
         assert not logits[:, 1::4].isneginf().any()
-
-
-@compiled
-def test_kernels_compile_for_a_gpu() -> None:
-    output = run_python("-m", "tests.helpers.compile_sampling_kernels")
-    for name in ("_keep_allowed", "_listed_tokens", "_penalties", "_tile_stats", "_select"):
-        assert f"{name}_kernel: " in output
-    assert output.count("_penalties_kernel") == 3
 
 
 # --- what the cases do not cover --------------------------------------------------------------------------------------

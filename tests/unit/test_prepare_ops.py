@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,27 +18,17 @@ from tests.helpers.prepare_runs import CASES, OPS, assert_same, row_tables, run
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers
-from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2
-
-
-@pytest.mark.parametrize(("op", "batch"), CASES)
-def test_reference_matches_loops(op: str, batch: str) -> None:
-    """Without an operation that would wait for a GPU."""
-    assert_same(run(reference_kernels(), op, batch, mode=NoValues()), OPS[op].expected(batch))
-
-
-@pytest.mark.parametrize(("op", "batch"), [case for case in CASES if cpu_kernels().plan[case[0]] != "torch"])
-def test_what_a_cpu_runs_matches_loops(op: str, batch: str) -> None:
-    assert_same(run(cpu_kernels(), op, batch), OPS[op].expected(batch))
-
-
-@interpreted
-@pytest.mark.parametrize(("op", "batch"), CASES)
-def test_kernel_matches_reference(op: str, batch: str) -> None:
-    assert_same(run(triton_kernels(), op, batch), run(reference_kernels(), op, batch))
-
+from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, upper_bound
 
 KERNELS = [reference_kernels, cpu_kernels, pytest.param(triton_kernels, marks=interpreted)]
+
+
+@pytest.mark.parametrize(("op", "batch"), CASES)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_every_implementation_matches_loops(kernels: Callable[[], Kernels], op: str, batch: str) -> None:
+    """The reference without an operation that would wait for a GPU."""
+    mode = NoValues() if kernels is reference_kernels else None
+    assert_same(run(kernels(), op, batch, mode=mode), OPS[op].expected(get_batch(batch)))
 
 
 @pytest.mark.parametrize("op", ["prepare_inputs", "prepare_decode"])
@@ -93,16 +84,15 @@ print("done")
 
 
 @compiled
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    lines = run_python("-m", "tests.helpers.compile_prepare_kernels", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
-    names = {line.split(":")[0] for line in lines}
-    assert len(names) == len(lines) == len(OPS) + 1  # and the n-gram drafter's
+def test_kernels_of_a_step_compile_for_a_gpu(tmp_path: Path) -> None:
+    """Step preparation, the n-gram drafter, logits processors and logprobs."""
+    lines = run_python("-m", "tests.helpers.compile_step_kernels", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
+    counts = Counter(line.split("_kernel: ")[0].removeprefix("_") for line in lines)
+    sampling = {"keep_allowed": 1, "listed_tokens": 1, "penalties": 3, "tile_stats": 7, "select": 7}
+    assert counts == dict.fromkeys((*OPS, "propose_ngrams"), 1) | sampling
 
 
-@interpreted
 def test_a_device_function_is_not_called_from_python() -> None:
-    from fleetfoot.kernels.runtime.triton_support import upper_bound
-
     with pytest.raises(TypeError, match="upper_bound is called within kernels"):
         upper_bound(None, 0, 0, None)
 
