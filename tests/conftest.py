@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fleetfoot.native.loading import native_problem
+from tests.helpers.commands import CommandRunner
 
 # No test asserts on a duration: a busy machine is no failure.
 settings.register_profile("fleetfoot", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,6 +49,12 @@ def no_warning_of_missing_c_kernels() -> Iterator[None]:
     logger.addFilter(is_expected)
     yield
     logger.removeFilter(is_expected)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> CommandRunner:
+    """Runs commands of the CLI."""
+    return CommandRunner(capsys)
 
 
 @pytest.fixture

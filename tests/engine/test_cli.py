@@ -1,4 +1,4 @@
-"""The commands with the embedded model, in this process: what goes to which stream, and how they end."""
+"""The commands with the embedded model, in this process: their output on each stream, and their exit codes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from tests.helpers.commands import CommandRunner
+from tests.helpers.engines import change_weights
 
 from fleetfoot import LLM, LLMEngine, SamplingParams
 from fleetfoot.assets import embedded_model_path
-from fleetfoot.cli.main import main
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
@@ -27,47 +28,45 @@ TOKENIZER = Tokenizer.from_path(embedded_model_path())
 WORDS = TOKENIZER.encode(" the and was", add_special_tokens=False)
 """Allowed tokens in tests that compare lines: without line breaks, and with a unique encoding."""
 ONLY_WORDS = ["--allowed-token-ids", *map(str, WORDS)]
-
-Streams = pytest.CaptureFixture[str]
-
-
-def generate(*flags: str) -> int:
-    return main(["generate", *SMALL, *flags])
+EAGLE = '{"method": "eagle", "num_speculative_tokens": 3, "adaptive": false}'
+LARGE_BATCH = '{"method": "ngram", "num_speculative_tokens": 2, "adaptive": false, "disable_by_batch_size": 1}'
 
 
-def chat(*flags: str) -> int:
-    return main(["chat", *SMALL, *GREEDY, *ONLY_WORDS, *flags])
+class Command(CommandRunner):
+    def generate(self, *flags: str, code: int = 0) -> str:
+        return self("generate", *flags, code=code)
 
-
-def bench(kind: str, *flags: str) -> int:
-    return main(["bench", kind, *SMALL, *flags])
+    def chat(self, *flags: str, code: int = 0) -> list[str]:
+        """The replies."""
+        return self("chat", *GREEDY, *ONLY_WORDS, *flags, code=code).splitlines()
 
 
 @pytest.fixture
-def stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Set what is piped in."""
-
-    def pipe(text: str) -> None:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-
-    yield pipe
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys, *SMALL)
 
 
 @pytest.fixture
-def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The prompts that reach the engine."""
-    seen: list[Any] = []
+def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets what is piped in."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The prompts that reach the engine as token ids."""
+    seen: list[list[int]] = []
     add_request = LLMEngine.add_request
 
     def spy(self: LLMEngine, request_id: str, prompt: Any, params: SamplingParams, **more: Any) -> None:
         add_request(self, request_id, prompt, params, **more)
-        seen.append(prompt)
+        seen.append(prompt["prompt_token_ids"])
 
     monkeypatch.setattr(LLMEngine, "add_request", spy)
     return seen
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Any, repeat: int = 1) -> None:
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable[[], object], repeat: int = 1) -> None:
     """Call ``do`` inside the engine's step of this number, before it runs, and inside the next ``repeat - 1``."""
     step, count = LLMEngine.step, iter(range(1, 1_000_000))
 
@@ -79,69 +78,65 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Any, repeat: int =
     monkeypatch.setattr(LLMEngine, "step", stepping)
 
 
-def copied_model(folder: Path) -> Path:
-    shutil.copytree(embedded_model_path(), folder)
-    return folder
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
 
 
-# --- generate -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the embedded model."""
+    return Path(shutil.copytree(embedded_model_path(), tmp_path / "model"))
 
 
-def test_json_is_all_that_is_on_stdout_and_says_what_the_library_says(capsys: Streams) -> None:
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_what_the_library_returns(run: Command) -> None:
     texts = ["Once upon a time", "The fox"]
     flags = ["--max-tokens", "6", "--logprobs", "2", "--prompt-logprobs", "1", "--verbose", *GREEDY]
-    assert generate("--prompt", texts[0], "--prompt", texts[1], "--json", *flags) == 0
-    out, err = capsys.readouterr()
-    content = json.loads(out, parse_constant=pytest.fail)
+    content = run.json("generate", "--prompt", texts[0], "--prompt", texts[1], "--json", *flags)
     with LLM(device="cpu", num_gpu_blocks_override=128, max_num_seqs=4) as llm:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6, logprobs=2, prompt_logprobs=1)
         expected = llm.generate(texts, params, use_tqdm=False)
-    assert [entry["prompt"] for entry in content] == texts
-    for entry, output in zip(content, expected, strict=True):
+    for text, entry, output in zip(texts, content, expected, strict=True):
         assert list(entry) == ["prompt", "prompt_token_ids", "outputs", "metrics", "prompt_logprobs"]
-        assert entry["prompt_token_ids"] == output.prompt_token_ids
+        assert (entry["prompt"], entry["prompt_token_ids"]) == (text, output.prompt_token_ids)
         (completion,), wanted = entry["outputs"], output.outputs[0]
-        assert list(completion) == [
-            "index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs", "cumulative_logprob",
+        logprobs = completion.pop("logprobs")
+        assert list(completion.items())[:-1] == [
+            ("index", 0), ("text", wanted.text), ("token_ids", wanted.token_ids), ("finish_reason", "length"),
+            ("stop_reason", None),
         ]  # fmt: skip
-        assert (completion["index"], completion["text"]) == (0, wanted.text)
-        assert completion["token_ids"] == wanted.token_ids
-        assert (completion["finish_reason"], completion["stop_reason"]) == ("length", None)
-        assert [list(map(int, step)) for step in completion["logprobs"]] == [
-            list(step) for step in wanted.logprobs or []
-        ]
+        assert list(completion)[-1] == "cumulative_logprob"
+        assert [list(map(int, step)) for step in logprobs] == [list(step) for step in wanted.logprobs or []]
         assert len(entry["prompt_logprobs"]) == len(output.prompt_token_ids)
         assert entry["metrics"]["num_generation_tokens"] == 6
         assert 0 < entry["metrics"]["ttft_ms"] <= entry["metrics"]["latency_ms"]
-    assert "INFO fleetfoot" in err
-    assert "TTFT" in err and "TPOT" in err and "tokens/s" in err
+    assert all(text in run.err for text in ("INFO fleetfoot", "TTFT", "TPOT", "tokens/s"))
 
 
-def test_streaming_prints_the_same_as_printing_at_the_end(capsys: Streams) -> None:
+def test_streaming_prints_what_is_else_printed_at_the_end(run: Command) -> None:
     flags = ["--prompt", "One day", "--prompt", "The owl", "--n", "2", "--seed", "5", "--max-tokens", "7", *ONLY_WORDS]
-    assert generate(*flags) == 0
-    at_once = capsys.readouterr()
-    assert generate(*flags, "--stream") == 0
-    streamed = capsys.readouterr()
-    assert streamed.out == at_once.out
-    assert streamed.out.count("One day") == streamed.out.count("The owl") == 2
-    assert "--- prompt 2 of 2, output 1 of 2 ---\nThe owl" in streamed.out
-    assert "2 prompts" in streamed.err and "28 out" in streamed.err
+    at_once = run.generate(*flags)
+    assert run.generate(*flags, "--stream") == at_once
+    assert at_once.count("One day") == at_once.count("The owl") == 2
+    assert "--- prompt 2 of 2, output 1 of 2 ---\nThe owl" in at_once
+    assert "2 prompts" in run.err and "28 out" in run.err
 
 
-def test_text_is_written_as_it_is_made(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_written_as_it_is_generated(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    at_step(monkeypatch, 1, lambda: seen.append(capsys.readouterr().out), repeat=99)
-    assert generate("--prompt", "One day", "--stream", "--max-tokens", "5", *GREEDY, *ONLY_WORDS) == 0
+    at_step(monkeypatch, 1, lambda: seen.append(run.capsys.readouterr().out), repeat=99)
+    run.generate("--prompt", "One day", "--stream", "--max-tokens", "5", *GREEDY, *ONLY_WORDS)
     assert seen[0] == ""
     assert seen[1].startswith("One day") and len(seen[1]) > len("One day")
     assert len(seen) == 5 and all(seen[1:])
 
 
-def test_the_seed_is_the_requests(capsys: Streams) -> None:
+def test_the_seed_is_the_requests(run: Command) -> None:
     def texts(*flags: str) -> list[str]:
-        assert generate("--prompt", "a", "--prompt", "a", "--max-tokens", "16", "--json", *flags) == 0
-        return [entry["outputs"][0]["text"] for entry in json.loads(capsys.readouterr().out)]
+        content = run.json("generate", "--prompt", "a", "--prompt", "a", "--max-tokens", "16", "--json", *flags)
+        return [entry["outputs"][0]["text"] for entry in content]
 
     first, second = texts("--seed", "1", "--engine-seed", "5")
     assert first == second  # each request draws from its own seed
@@ -149,18 +144,16 @@ def test_the_seed_is_the_requests(capsys: Streams) -> None:
     assert texts("--engine-seed", "6") == texts("--engine-seed", "6") != texts("--engine-seed", "7")
 
 
-def test_a_piped_prompt_and_a_file_of_tokens(capsys: Streams, stdin: Any, tmp_path: Path) -> None:
-    stdin("A piped prompt\n")
-    assert generate("--max-tokens", "2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)[0]["prompt"] == "A piped prompt"
+def test_a_piped_prompt_and_a_file_of_tokens(run: Command, pipe: Callable[[str], None], tmp_path: Path) -> None:
+    pipe("A piped prompt\n")
+    assert run.json("generate", "--max-tokens", "2", "--json")[0]["prompt"] == "A piped prompt"
     path = tmp_path / "tokens.jsonl"
     path.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [8], "prompt": "shown"}\n')
-    assert generate("--prompts-file", str(path), "--skip-tokenizer-init", "--max-tokens", "2", *GREEDY) == 0
-    plain = capsys.readouterr().out.splitlines()
-    assert plain[0] == "--- prompt 1 of 2 ---" and plain[3] == "--- prompt 2 of 2 ---"
-    words = plain[1].split()
-    assert words[:3] == ["5", "6", "7"] and len(words) == 5
-    assert plain[4].split()[0] == "shown"
+    plain = run.generate("--prompts-file", str(path), "--skip-tokenizer-init", "--max-tokens", "2", *GREEDY)
+    lines = plain.splitlines()
+    assert (lines[0], lines[3]) == ("--- prompt 1 of 2 ---", "--- prompt 2 of 2 ---")
+    assert lines[1].split()[:3] == ["5", "6", "7"] and len(lines[1].split()) == 5
+    assert lines[4].split()[0] == "shown"
 
 
 @pytest.mark.parametrize(
@@ -177,201 +170,185 @@ def test_a_piped_prompt_and_a_file_of_tokens(capsys: Streams, stdin: Any, tmp_pa
         (["--prompt", "a", "--model", str(Path(__file__).parent)], "no config.json"),
     ],
 )
-def test_what_the_engine_refuses_is_a_usage_error(capsys: Streams, flags: list[str], message: str) -> None:
-    assert generate(*flags) == 2
-    out, err = capsys.readouterr()
-    assert "fleetfoot generate: error: " in err and message in err
-    assert out == "" and "Traceback" not in err
+def test_what_the_engine_refuses_is_a_usage_error(run: Command, flags: list[str], message: str) -> None:
+    error = run.refused("generate", *flags)
+    assert "fleetfoot generate: error: " in error and message in error
 
 
-def test_a_request_that_fails_is_reported_and_the_exit_code_says_so(capsys: Streams, tmp_path: Path) -> None:
-    model = copied_model(tmp_path / "nan")
-    weights = load_file(model / "model.safetensors")
-    save_file({name: tensor * float("nan") for name, tensor in weights.items()}, model / "model.safetensors")
-    assert generate("--model", str(model), "--prompt", "a", "--json", "--max-tokens", "3") == 1
-    out, err = capsys.readouterr()
-    (completion,) = json.loads(out, parse_constant=pytest.fail)[0]["outputs"]
+def test_a_request_that_fails_is_reported(run: Command, model: Path) -> None:
+    change_weights(model, lambda weights: weights.update({name: t * torch.nan for name, t in weights.items()}))
+    flags = ["--model", str(model), "--prompt", "a", "--json", "--max-tokens", "3"]
+    (completion,) = run.json("generate", *flags, code=1)[0]["outputs"]
     assert completion["finish_reason"] == "error"
-    assert f"fleetfoot generate: error: prompt 1, output 1: {completion['stop_reason']}\n" in err
+    assert f"fleetfoot generate: error: prompt 1, output 1: {completion['stop_reason']}\n" in run.err
 
 
-@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.parametrize("flags", [[], ["--verbose"]])
 def test_a_failing_engine_ends_the_command_with_its_cause(
-    capsys: Streams, monkeypatch: pytest.MonkeyPatch, verbose: bool
+    run: Command, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    from fleetfoot.engine.core import EngineCore
-
-    def broken(self: EngineCore, *_: object) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("the device fell off")
 
-    monkeypatch.setattr(EngineCore, "step", broken)
-    assert generate("--prompt", "a", *(["--verbose"] if verbose else [])) == 1
-    out, err = capsys.readouterr()
-    assert "fleetfoot generate: error: the engine has failed: RuntimeError: the device fell off" in err
-    assert ("Traceback" in err) == verbose
-    assert out == ""
+    monkeypatch.setattr("fleetfoot.engine.core.EngineCore.step", broken)
+    assert run.generate("--prompt", "a", *flags, code=1) == ""
+    assert "fleetfoot generate: error: the engine has failed: RuntimeError: the device fell off" in run.err
+    assert ("Traceback" in run.err) == bool(flags)
 
 
-def test_ctrl_c_ends_generate_and_gives_memory_back(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_generate_and_gives_memory_back(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[LLMEngine] = []
     monkeypatch.setattr(LLMEngine, "shutdown", lambda self: ended.append(self))
-    at_step(monkeypatch, 2, lambda: signal.raise_signal(signal.SIGINT))
-    assert generate("--prompt", "a", "--stream", "--max-tokens", "9", *GREEDY) == 130
-    assert len(ended) == 1
-    assert "Traceback" not in capsys.readouterr().err
+    at_step(monkeypatch, 2, press_ctrl_c)
+    run.generate("--prompt", "a", "--stream", "--max-tokens", "9", *GREEDY, code=130)
+    assert len(ended) == 1 and "Traceback" not in run.err
 
 
-def test_a_reader_that_leaves_ends_generate_quietly(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_leaves_ends_generate_quietly(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     class LeavingReader(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stdout", LeavingReader())
-    assert generate("--prompt", "a", "--stream", "--max-tokens", "9") == 141
-    assert capsys.readouterr().err == ""
+    run.generate("--prompt", "a", "--stream", "--max-tokens", "9", code=141)
+    assert run.err == ""
 
 
-# --- chat ---------------------------------------------------------------------------------------------------------
+def test_drafts_are_counted_and_change_no_token(run: Command) -> None:
+    # drafts are verified in larger products, which in bfloat16 round the two most probable logits differently
+    flags = ["--prompt", "Once there was a fox named", "--max-tokens", "40", *GREEDY, "--dtype", "float32", "--json"]
+    (content,) = run.json("generate", *flags, "--speculative-config", EAGLE)
+    metrics = content["metrics"]
+    # one token comes from the prompt's step and one from each later step
+    num_steps = metrics["num_drafted_tokens"] // 3
+    assert 40 <= 1 + num_steps + metrics["num_accepted_tokens"] < 44
+    assert 20 < metrics["num_accepted_tokens"] < metrics["num_drafted_tokens"]
+    assert f"drafts: {1 + metrics['num_accepted_tokens'] / num_steps:.2f} tokens a step, " in run.err
+
+    (plain,) = run.json("generate", *flags)
+    assert plain["outputs"] == content["outputs"]
+    assert plain["metrics"]["num_drafted_tokens"] == plain["metrics"]["num_accepted_tokens"] == 0
+    assert "drafts" not in run.err
 
 
-def test_a_piped_chat_prints_replies_alone_and_remembers(capsys: Streams, stdin: Any, prompts: list[Any]) -> None:
-    stdin("Hello!\n\nAnd then?\n/exit\nnot read\n")
-    assert chat("--max-tokens", "4", "--system", "Be kind.") == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == len(prompts) == 2
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_piped_chat_prints_replies_alone_and_remembers(
+    run: Command, pipe: Callable[[str], None], prompts: list[list[int]]
+) -> None:
+    pipe("Hello!\n\nAnd then?\n/exit\nnot read\n")
+    replies = run.chat("--max-tokens", "4", "--system", "Be kind.")
+    assert len(replies) == len(prompts) == 2 and run.err == ""
+    history = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}]
+    assert prompts[0] == TOKENIZER.apply_chat_template_ids(history)
     with LLM(device="cpu", num_gpu_blocks_override=128, max_num_seqs=4) as llm:
-        history = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}]
-        assert prompts[0]["prompt_token_ids"] == TOKENIZER.apply_chat_template_ids(history)
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4, allowed_token_ids=WORDS)
-        reply = llm.chat(history, params, use_tqdm=False)[0].outputs[0].text
-        assert out.startswith(reply + "\n")
-        history += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
-        assert prompts[1]["prompt_token_ids"] == TOKENIZER.apply_chat_template_ids(history)
-    assert err == ""
+        assert llm.chat(history, params, use_tqdm=False)[0].outputs[0].text == replies[0]
+    history += [{"role": "assistant", "content": replies[0]}, {"role": "user", "content": "And then?"}]
+    assert prompts[1] == TOKENIZER.apply_chat_template_ids(history)
 
 
-def test_commands_of_a_chat(capsys: Streams, stdin: Any, prompts: list[Any]) -> None:
-    stdin("/stats\nHi\n/reset\nHi\n/system Be brief.\n/reset\nHi\n/stats\n/help\n/what now\n/system\n")
-    assert chat("--max-tokens", "3") == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 3
-    assert prompts[1] == prompts[0]
-    assert len(prompts[2]["prompt_token_ids"]) > len(prompts[0]["prompt_token_ids"])
-    assert "no reply yet" in err
-    assert "chat: 3 replies, 1 turn remembered" in err and "last reply: TTFT" in err
-    assert "/system TEXT" in err
-    assert "unknown command /what" in err
-    assert "there is no system message now" in err
+def test_commands_of_a_chat(run: Command, pipe: Callable[[str], None], prompts: list[list[int]]) -> None:
+    pipe("/stats\nHi\n/reset\nHi\n/system Be brief.\n/reset\nHi\n/stats\n/help\n/what now\n/system\n")
+    assert len(run.chat("--max-tokens", "3")) == 3
+    assert prompts[1] == prompts[0] and len(prompts[2]) > len(prompts[0])
+    for text in ("no reply yet", "chat: 3 replies, 1 turn remembered", "last reply: TTFT", "/system TEXT"):
+        assert text in run.err
+    assert "unknown command /what" in run.err and "there is no system message now" in run.err
 
 
 def test_ctrl_c_stops_a_reply_and_the_chat_goes_on(
-    capsys: Streams, monkeypatch: pytest.MonkeyPatch, stdin: Any, prompts: list[Any]
+    run: Command, monkeypatch: pytest.MonkeyPatch, pipe: Callable[[str], None], prompts: list[list[int]]
 ) -> None:
-    at_step(monkeypatch, 3, lambda: signal.raise_signal(signal.SIGINT))
-    stdin("Hello!\nGo on.\n")
-    assert chat("--max-tokens", "6") == 0
-    out, err = capsys.readouterr()
-    stopped, second = out.splitlines()
-    assert err == "(stopped)\n"
-    history = [
-        {"role": "user", "content": "Hello!"},
-        {"role": "assistant", "content": stopped},
-        {"role": "user", "content": "Go on."},
-    ]
-    assert prompts[1]["prompt_token_ids"] == TOKENIZER.apply_chat_template_ids(history)
+    at_step(monkeypatch, 3, press_ctrl_c)
+    pipe("Hello!\nGo on.\n")
+    stopped, second = run.chat("--max-tokens", "6")
+    assert run.err == "(stopped)\n"
+    roles = {"Hello!": "user", stopped: "assistant", "Go on.": "user"}
+    history = [{"role": role, "content": text} for text, role in roles.items()]
+    assert prompts[1] == TOKENIZER.apply_chat_template_ids(history)
     assert 0 < len(TOKENIZER.encode(stopped, add_special_tokens=False)) <= 3
     assert second
 
 
-def test_a_second_ctrl_c_ends_the_chat(capsys: Streams, monkeypatch: pytest.MonkeyPatch, stdin: Any) -> None:
-    def twice() -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
+def test_a_second_ctrl_c_ends_the_chat(
+    run: Command, monkeypatch: pytest.MonkeyPatch, pipe: Callable[[str], None]
+) -> None:
     before = signal.getsignal(signal.SIGINT)
-    at_step(monkeypatch, 2, twice)
-    stdin("Hello!\nGo on.\n")
-    assert chat("--max-tokens", "6") == 130
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    at_step(monkeypatch, 2, lambda: (press_ctrl_c(), press_ctrl_c()))
+    pipe("Hello!\nGo on.\n")
+    assert len(run.chat("--max-tokens", "6", code=130)) == 1
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_chat_that_outgrows_the_model_forgets_its_beginning(capsys: Streams, stdin: Any, prompts: list[Any]) -> None:
-    stdin("One day a fox went out.\n" * 5 + "word " * 90 + "\nShort again.\n")
-    assert chat("--max-tokens", "8", "--max-model-len", "64", "--system", "Be kind.") == 1  # a turn was refused
-    out, err = capsys.readouterr()
-    lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-    assert len(out.splitlines()) == len(prompts) == 6
+def test_a_chat_that_outgrows_the_model_forgets_its_beginning(
+    run: Command, pipe: Callable[[str], None], prompts: list[list[int]]
+) -> None:
+    pipe("One day a fox went out.\n" * 5 + "word " * 90 + "\nShort again.\n")
+    flags = ["--max-tokens", "8", "--max-model-len", "64", "--system", "Be kind."]
+    replies = run.chat(*flags, code=1)  # a turn was refused
+    lengths = list(map(len, prompts))
+    assert len(replies) == len(prompts) == 6
     assert max(lengths) + 8 <= 64 and lengths[0] < lengths[1]
-    assert "(the conversation grew too long; forgotten from its beginning: 1 turn)" in err
-    assert "fleetfoot chat: error: the message makes a prompt of" in err
-    assert lengths[5] > lengths[0]  # what came before the refused message is still remembered
-    system = prompts[0]["prompt_token_ids"][:4]
-    assert all(prompt["prompt_token_ids"][:4] == system for prompt in prompts)
+    assert "(the conversation grew too long; forgotten from its beginning: 1 turn)" in run.err
+    assert "fleetfoot chat: error: the message makes a prompt of" in run.err
+    assert lengths[5] > lengths[0]  # turns before the refused message are still remembered
+    assert all(prompt[:4] == prompts[0][:4] for prompt in prompts)  # of the system message
 
 
-def test_a_chat_on_a_terminal(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    lines = iter(["Hello!", EOFError()])
+def test_a_chat_on_a_terminal(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    lines: list[str | BaseException] = ["Hello!", EOFError(), KeyboardInterrupt()]
 
     def answer(prompt: str = "") -> str:
-        line = next(lines)
+        line = lines.pop(0)
         if isinstance(line, BaseException):
             raise line
         return line
 
-    monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr(builtins, "input", answer)
-    assert chat("--max-tokens", "2") == 0
-    out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 1
-    assert err.startswith("story-llama on cpu, runner ") and err.count("> ") == 2
-
-    lines = iter([KeyboardInterrupt()])
-    assert chat() == 130
+    assert len(run.chat("--max-tokens", "2")) == 1
+    assert run.err.startswith("story-llama on cpu, runner ") and run.err.count("> ") == 2
+    run.chat(code=130)
 
 
-def test_a_model_without_a_chat_template_needs_one(
-    capsys: Streams, stdin: Any, prompts: list[Any], tmp_path: Path
+def test_chat_templates(
+    run: Command, pipe: Callable[[str], None], prompts: list[list[int]], model: Path, tmp_path: Path
 ) -> None:
-    model = copied_model(tmp_path / "plain")
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert chat("--model", str(model)) == 2
-    assert "has no chat template" in capsys.readouterr().err
+    run.chat("--model", str(model), code=2)
+    assert "has no chat template" in run.err
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
-    stdin("Hi\n")
-    assert chat("--model", str(model), "--chat-template", str(template), "--max-tokens", "1") == 0
+    pipe("Hi\n")
+    run.chat("--model", str(model), "--chat-template", str(template), "--max-tokens", "1")
     assert len(prompts) == 1
-    assert chat("--chat-template", str(tmp_path / "absent")) == 2
-    assert "neither a readable file" in capsys.readouterr().err
+    run.chat("--chat-template", str(tmp_path / "absent"), code=2)
+    assert "neither a readable file" in run.err
 
 
 def test_a_template_that_refuses_a_message_does_not_end_the_chat(
-    capsys: Streams, stdin: Any, prompts: list[Any], tmp_path: Path
+    run: Command, pipe: Callable[[str], None], prompts: list[list[int]], tmp_path: Path
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}Hi")
-    stdin("Hello\n/system\nHello\n")
-    assert chat("--chat-template", str(template), "--system", "x", "--max-tokens", "2") == 1
-    out, err = capsys.readouterr()
-    assert "fleetfoot chat: error: the chat template refuses these messages: no system" in err
-    assert len(prompts) == len(out.splitlines()) == 1
+    pipe("Hello\n/system\nHello\n")
+    replies = run.chat("--chat-template", str(template), "--system", "x", "--max-tokens", "2", code=1)
+    assert "fleetfoot chat: error: the chat template refuses these messages: no system" in run.err
+    assert len(prompts) == len(replies) == 1
 
 
-# --- bench --------------------------------------------------------------------------------------------------------
+# --- bench ------------------------------------------------------------------------------------------------------------
 
 
-def test_latency(capsys: Streams) -> None:
+def test_latency(run: Command) -> None:
     flags = ["--input-len", "9", "--output-len", "4", "--batch-size", "3", "--num-iters", "2", "--num-warmup", "1"]
-    assert bench("latency", *flags) == 0
-    out, err = capsys.readouterr()
-    content = json.loads(out, parse_constant=pytest.fail)
+    content = run.json("bench", "latency", *flags)
     assert list(content) == ["benchmark", "versions", "machine", "engine", "settings", "results"]
     assert content["settings"]["batch_size"] == 3
     assert content["engine"]["runner"] in ("v1", "v2")
@@ -379,53 +356,75 @@ def test_latency(capsys: Streams) -> None:
     measured = content["results"]
     # the warm-up is in none of these
     assert (measured["num_requests"], measured["num_prompt_tokens"], measured["num_output_tokens"]) == (6, 54, 24)
-    assert measured["ttft_ms"]["count"] == measured["tpot_ms"]["count"] == 6
-    assert measured["itl_ms"]["count"] == 6 * 3
-    assert measured["num_steps"] == measured["host_time_per_step_us"]["count"] == 2 * 4
-    assert measured["batch_latency_ms"]["count"] == 2
-    assert measured["requests_per_step"] == 3.0
+    counts = {"ttft_ms": 6, "tpot_ms": 6, "itl_ms": 6 * 3, "host_time_per_step_us": 2 * 4, "batch_latency_ms": 2}
+    assert {name: measured[name]["count"] for name in counts} == counts
+    assert (measured["num_steps"], measured["requests_per_step"]) == (2 * 4, 3.0)
     assert measured["prefix_cache"] == {"queried_tokens": 54, "hit_tokens": 0, "hit_rate": 0.0}
     assert 0 < measured["ttft_ms"]["p50"] <= measured["ttft_ms"]["max"] < measured["request_latency_ms"]["max"]
-    assert "output tokens/s" in err
+    assert measured["drafts"] is None and "drafts" not in run.err
+    assert "output tokens/s" in run.err
 
 
-def test_throughput_with_ranges_a_common_prefix_and_arrivals(capsys: Streams, tmp_path: Path) -> None:
+def test_throughput_with_ranges_a_common_prefix_and_arrivals(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     flags = ["--num-prompts", "7", "--input-len", "40:50", "--output-len", "2:5", "--prefix-len", "32"]
-    assert bench("throughput", *flags, "--request-rate", "1000", "--output", str(path)) == 0
-    assert capsys.readouterr().out == ""
+    assert run("bench", "throughput", *flags, "--request-rate", "1000", "--output", str(path)) == ""
     content = json.loads(path.read_text())
     measured = content["results"]
     assert content["settings"]["input_len"] == "40:50" and content["settings"]["num_prompts"] == 7
     assert measured["num_requests"] == 7
     assert 7 * 40 <= measured["num_prompt_tokens"] <= 7 * 50
-    assert measured["prefix_cache"]["hit_tokens"] == 6 * 32  # but for the first one, as the warm-up is forgotten
+    assert measured["prefix_cache"]["hit_tokens"] == 6 * 32  # the first has none, as the warm-up is forgotten
     assert "batch_latency_ms" not in measured
 
 
-def test_throughput_of_a_file(capsys: Streams, tmp_path: Path) -> None:
+def test_throughput_of_a_file(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One day"}\n{"prompt_token_ids": [5, 6, 7]}\n{"prompt": "The end"}\n')
-    flags = ["--prompts-file", str(path), "--output-len", "3"]
-    assert bench("throughput", *flags, "--num-prompts", "2") == 0
-    content = json.loads(capsys.readouterr().out)
+    flags = ["bench", "throughput", "--prompts-file", str(path), "--output-len", "3", "--num-prompts"]
+    content = run.json(*flags, "2")
     assert content["results"]["num_requests"] == content["settings"]["num_prompts"] == 2
     assert content["settings"]["input_len"] is None
-    assert bench("throughput", *flags, "--num-prompts", "4") == 2
-    assert "--num-prompts is 4" in capsys.readouterr().err
+    run(*flags, "4", code=2)
+    assert "--num-prompts is 4" in run.err
 
 
-def test_random_weights_need_config_json_alone(capsys: Streams, tmp_path: Path) -> None:
+def test_random_weights_need_config_json_alone(run: Command, tmp_path: Path) -> None:
     shutil.copy(embedded_model_path() / "config.json", tmp_path)
     flags = ["--model", str(tmp_path), "--load-format", "dummy", "--input-len", "4", "--output-len", "2"]
-    assert bench("latency", *flags, "--batch-size", "1", "--num-iters", "1", "--num-warmup", "0") == 0
-    content = json.loads(capsys.readouterr().out)
+    content = run.json("bench", "latency", *flags, "--batch-size", "1", "--num-iters", "1", "--num-warmup", "0")
     assert content["engine"]["config"]["skip_tokenizer_init"] is True
     assert content["results"]["num_output_tokens"] == 2
 
 
 @pytest.mark.parametrize("kind", ["latency", "throughput"])
-def test_lengths_beyond_the_model_are_refused(capsys: Streams, kind: str) -> None:
-    assert bench(kind, "--max-model-len", "64", "--input-len", "60", "--output-len", "5") == 2
-    out, err = capsys.readouterr()
-    assert "60 tokens of prompt and 5 of output are more than the 64" in err and out == ""
+def test_lengths_beyond_the_model_are_refused(run: Command, kind: str) -> None:
+    error = run.refused("bench", kind, "--max-model-len", "64", "--input-len", "60", "--output-len", "5")
+    assert "60 tokens of prompt and 5 of output are more than the 64" in error
+
+
+@pytest.mark.parametrize("kind", ["latency", "throughput"])
+def test_bench_with_drafts(run: Command, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "prompts.txt").write_text("One morning, the little bear\nOnce there was a fox\n", encoding="utf-8")
+    load = {
+        "latency": ["--batch-size", "2", "--input-len", "8", "--num-iters", "2", "--num-warmup", "1"],
+        "throughput": ["--prompts-file", str(tmp_path / "prompts.txt")],
+    }[kind]
+    content = run.json("bench", kind, *load, "--output-len", "20", "--speculative-config", EAGLE)
+    assert content["engine"]["config"]["speculative_config"]["method"] == "eagle"
+    drafts = content["results"]["drafts"]
+    assert 0 < drafts["num_accepted_tokens"] <= drafts["num_drafted_tokens"]
+    assert drafts["num_drafted_tokens"] <= 3 * content["results"]["num_output_tokens"]
+    assert len(drafts["acceptance_rate_at"]) == 3
+    assert drafts["mean_acceptance_length"] == pytest.approx(1 + sum(drafts["acceptance_rate_at"]))
+    assert drafts["off_reason"] is None
+    assert f"\n drafts: {drafts['mean_acceptance_length']:.2f} tokens a step" in run.err
+
+
+def test_bench_of_a_batch_that_is_too_large_for_drafts(run: Command) -> None:
+    load = ["--batch-size", "2", "--input-len", "8", "--output-len", "5", "--num-iters", "1", "--num-warmup", "0"]
+    drafts = run.json("bench", "latency", *load, "--speculative-config", LARGE_BATCH)["results"]["drafts"]
+    assert (drafts["num_steps"], drafts["acceptance_rate"]) == (0, None)
+    assert drafts["off_reason"] == "more than 1 request"
+    assert list(drafts["steps_without"]) == ["more than 1 request"]
+    assert "drafts: none were verified; none in" in run.err

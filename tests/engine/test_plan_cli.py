@@ -11,21 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.commands import CommandRunner
 
 from fleetfoot import LLM
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.cli.arguments import size_in_bytes
-from fleetfoot.cli.main import main
 from fleetfoot.cli.plan import make_report, plan_report, readable
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.env import USE_V2_MODEL_RUNNER
 from fleetfoot.plan.machine import Machine
 
-Streams = pytest.CaptureFixture[str]
-
 GIB = 1 << 30
 CPU = ["--device", "cpu", "--cpu-memory", "64GiB"]
 H100 = ["--device", "cuda", "--gpu-memory", "80GiB", "--gpu-name", "NVIDIA H100"]
+PARTS = (
+    *("weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"),
+    *("driver", "left"),
+)
 KEYS = {"model_runner", "explicit", "reasons", "unsupported", "attention_backend", "kv_layout", "graphs", "memory"}
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,9 +45,24 @@ STRANGER = '{"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_mod
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
-@pytest.fixture(autouse=True)
-def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+class Command(CommandRunner):
+    def plan(self, *flags: str) -> dict[str, Any]:
+        report: dict[str, Any] = self.json("plan", "--json", *flags)
+        assert self.err == ""  # warnings are in the object
+        assert report.keys() >= KEYS
+        assert all(sentence.endswith(".") for sentence in report["reasons"])
+        assert report["runnable"] == (not report["problems"])
+        return report
+
+    def words(self, *flags: str) -> str:
+        """The text, with single spaces."""
+        return " ".join(self("plan", *flags).split())
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     monkeypatch.delenv(USE_V2_MODEL_RUNNER, raising=False)
+    return Command(capsys)
 
 
 def config_folder(folder: Path, **changes: Any) -> str:
@@ -60,98 +77,64 @@ def llama_8b(tmp_path: Path) -> str:
     return config_folder(tmp_path / "llama-8b")
 
 
-def plan(capsys: Streams, *flags: str) -> dict[str, Any]:
-    assert main(["plan", "--json", *flags]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""  # what there is to warn of is in the object
-    report: dict[str, Any] = json.loads(out, parse_constant=pytest.fail)
-    assert report.keys() >= KEYS
-    assert all(sentence.endswith(".") for sentence in report["reasons"])
-    assert report["runnable"] == (not report["problems"])
-    return report
+# --- the decision -----------------------------------------------------------------------------------------------------
 
-
-# --- the decision ---------------------------------------------------------------------------------------------------
-
-DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, bool, list[str], str]] = {
-    "cpu": (CPU, {}, "v2", False, [], "default of LlamaForCausalLM"),
-    "gpu": (H100, {}, "v2", False, [], "default of LlamaForCausalLM"),
-    "gpu-without-triton": ([*H100, "--no-triton"], {}, "v1", False, [], "Triton"),
-    "cpu-without-triton": ([*CPU, "--no-triton"], {}, "v2", False, [], "default of"),
-    "lora-v2": ([*H100, "--enable-lora", "--use-v2-model-runner"], {}, "v2", True, ["LoRA adapters"], "is True"),
-    "stranger": (
-        [*H100, "--kv-transfer-config", STRANGER],
-        {},
-        "v1",
-        False,
-        ["this KV connector"],
-        "Stranger cannot be imported from no.such.module",
-    ),
-    "inactive": ([*H100, "--kv-transfer-config", "{}"], {}, "v2", False, [], "default of"),
-    "quantized": (
-        H100,
-        {"quantization_config": {"quant_method": "fp8"}},
-        "v1",
-        False,
-        ["quantized weights"],
-        "weights are quantized, fp8",
-    ),
-    "experts": (
-        H100,
-        {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
-        "v1",
-        False,
-        ["mixture of experts"],
-        "MixtralForCausalLM is not one of",
-    ),
-    "hybrid": (
-        H100,
-        {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16, "num_experts": 16},
-        "v1",
-        False,
-        ["mixture of experts", "hybrid or state-space layers"],
-        "JambaForCausalLM is not one of",
-    ),
-    "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", False, [], "GPT2LMHeadModel is not one of"),
+V2_DEFAULT = "default of LlamaForCausalLM"
+UNKNOWN = "ForCausalLM is not one of"
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+JAMBA = {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16, "num_experts": 16}
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
+    "cpu": (CPU, {}, "v2", [], V2_DEFAULT),
+    "gpu": (H100, {}, "v2", [], V2_DEFAULT),
+    "gpu-without-triton": ([*H100, "--no-triton"], {}, "v1", [], "Triton"),
+    "cpu-without-triton": ([*CPU, "--no-triton"], {}, "v2", [], V2_DEFAULT),
+    "lora-v2": ([*H100, "--enable-lora", "--use-v2-model-runner"], {}, "v2", ["LoRA adapters"], "is True"),
+    "no-module": ([*H100, "--kv-transfer-config", STRANGER], {}, "v1", ["this KV connector"], "Stranger cannot be"),
+    "inactive": ([*H100, "--kv-transfer-config", "{}"], {}, "v2", [], V2_DEFAULT),
+    "quantized": (H100, FP8, "v1", ["quantized weights"], "weights are quantized, fp8"),
+    "experts": (H100, MIXTRAL, "v1", ["mixture of experts"], f"Mixtral{UNKNOWN}"),
+    "hybrid": (H100, JAMBA, "v1", ["mixture of experts", "hybrid or state-space layers"], f"Jamba{UNKNOWN}"),
+    "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", [], "GPT2LMHeadModel is not one of"),
 }
 
 
 @pytest.mark.parametrize("case", DECISIONS)
-def test_the_decision(case: str, capsys: Streams, tmp_path: Path) -> None:
-    flags, fields, runner, explicit, unsupported, reason = DECISIONS[case]
-    report = plan(capsys, config_folder(tmp_path / "model", **fields), *flags)
-    assert (report["model_runner"], report["explicit"]) == (runner, explicit)
+def test_the_decision(case: str, run: Command, tmp_path: Path) -> None:
+    flags, fields, runner, unsupported, reason = DECISIONS[case]
+    report = run.plan(config_folder(tmp_path / "model", **fields), *flags)
+    assert (report["model_runner"], report["explicit"]) == (runner, "--use-v2-model-runner" in flags)
     assert report["unsupported"] == unsupported
     assert reason in report["reasons"][0]
+    assert case != "no-module" or "Stranger cannot be imported from no.such.module" in report["reasons"][0]
     assert report["runnable"] == (not unsupported and case != "other")
-    can_be_loaded = case not in ("quantized", "experts", "hybrid", "other")
-    assert (report["memory"] is not None) == can_be_loaded
+    assert (report["memory"] is None) == (case in ("quantized", "experts", "hybrid", "other"))  # cannot be loaded
     for name in unsupported:
         assert any(problem.startswith(f"{name} (") for problem in report["problems"])
 
 
-@pytest.mark.parametrize(("value", "runner"), [("0", "v1"), ("1", "v2")])
-def test_the_environment_is_told(value: str, runner: str, capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("value", "runner", "other"), [("0", "v1", "v2"), ("1", "v2", "v1")])
+def test_the_environment_is_reported(
+    value: str, runner: str, other: str, run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(USE_V2_MODEL_RUNNER, value)
-    report = plan(capsys)
+    report = run.plan()
     assert (report["model_runner"], report["explicit"]) == (runner, True)
     assert f"{USE_V2_MODEL_RUNNER} is {value}" in report["reasons"][0]
-    other = "v1" if runner == "v2" else "v2"
-    assert plan(capsys, "--runner", other)["model_runner"] == other
+    assert run.plan("--runner", other)["model_runner"] == other
 
 
-def test_what_the_embedded_model_gets(capsys: Streams) -> None:
-    report = plan(capsys, "--device", "cpu", "--cpu-memory", "16GiB")
+def test_the_plan_of_the_embedded_model(run: Command) -> None:
+    flags = ["--device", "cpu", "--cpu-memory", "16GiB"]
+    report = run.plan(*flags)
     assert (report["architecture"], report["num_parameters"]) == ("LlamaForCausalLM", 3_542_208)
-    assert report["memory"]["total"] == 16 * GIB
-    assert report["graphs"]["num_shapes"] == 0
-    assert report == plan(capsys, "story-llama", "--device", "cpu", "--cpu-memory", "16GiB")
-    assert report == plan(capsys, "--model", "story-llama", "--device", "cpu", "--cpu-memory", "16GiB")
+    assert (report["memory"]["total"], report["graphs"]["num_shapes"]) == (16 * GIB, 0)
+    assert report == run.plan("story-llama", *flags) == run.plan("--model", "story-llama", *flags)
 
 
-def test_a_plan_for_this_machine_is_what_an_engine_does(capsys: Streams) -> None:
+def test_a_plan_for_this_machine_is_what_an_engine_does(run: Command) -> None:
     flags = ["--max-num-seqs", "3", "--max-model-len", "500", "--block-size", "8"]
-    report = plan(capsys, "--device", "cpu", *flags)
+    report = run.plan("--device", "cpu", *flags)
     with LLM(device="cpu", max_num_seqs=3, max_model_len=500, block_size=8, skip_tokenizer_init=True) as llm:
         engine = llm.llm_engine
         assert engine.runner_name == report["model_runner"]
@@ -168,14 +151,12 @@ def test_a_plan_for_this_machine_is_what_an_engine_does(capsys: Streams) -> None
 # --- graphs, layout, memory -----------------------------------------------------------------------------------------
 
 
-def test_the_memory_of_a_gpu(capsys: Streams, llama_8b: str) -> None:
-    report = plan(capsys, llama_8b, *H100)
+def test_the_memory_of_a_gpu(run: Command, llama_8b: str) -> None:
+    report = run.plan(llama_8b, *H100)
     memory = report["memory"]
-    parts = ["weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"]
-    parts += ["driver", "left"]
     assert memory["total"] == 80 * GIB and memory["budget"] == 72 * GIB
-    assert sum(memory[part] for part in parts) == memory["budget"]
-    assert all(isinstance(memory[part], int) and memory[part] > 0 for part in parts)
+    assert sum(memory[part] for part in PARTS) == memory["budget"]
+    assert all(isinstance(memory[part], int) and memory[part] > 0 for part in PARTS)
     assert memory["weights"] == 2 * 8_030_261_248 == 2 * report["num_parameters"]
     assert memory["kv_cache"] == memory["num_blocks"] * report["kv_layout"]["bytes_per_block"]
     assert memory["num_tokens"] == memory["num_blocks"] * 16
@@ -188,29 +169,24 @@ def test_the_memory_of_a_gpu(capsys: Streams, llama_8b: str) -> None:
     assert (report["gpu_name"], report["device"], report["dtype"]) == ("NVIDIA H100", "cuda", "bfloat16")
 
 
-def test_the_capture_table(capsys: Streams, llama_8b: str) -> None:
-    graphs = plan(capsys, llama_8b, *H100, "--max-num-seqs", "24")["graphs"]
+def test_captured_shapes_and_fused_layers(run: Command, llama_8b: str) -> None:
+    graphs = run.plan(llama_8b, *H100, "--max-num-seqs", "24")["graphs"]
     assert graphs["decode"] == [1, 2, 4, 8, 16, 24]
     assert graphs["mixed"] == [16, 32, 64, 128, 256, 512]  # a small model has larger ones
-    assert plan(capsys, str(embedded_model_path()), *H100)["graphs"]["mixed"][-2:] == [1024, 2048]
+    assert run.plan(str(embedded_model_path()), *H100)["graphs"]["mixed"][-2:] == [1024, 2048]
     assert (graphs["uniform"], graphs["num_drafts"], graphs["num_shapes"]) == ([], 0, 12)
     assert graphs["full_step"] is None
-    for flags in (["--enforce-eager"], ["--runner", "v1"]):
-        report = plan(capsys, llama_8b, *H100, *flags)
+    for flags, is_fused in ((["--enforce-eager"], True), (["--runner", "v1"], False)):
+        report = run.plan(llama_8b, *H100, *flags)
         assert report["graphs"]["num_shapes"] == report["memory"]["graphs"] == 0
+        (layers,) = report["layers"]
+        assert (layers["first"], layers["last"], layers["fused"]) == (0, 31, is_fused)
+        assert layers["reason"]
 
 
-QWEN3_06B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
+SMALL_LAYERS = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "max_position_embeddings": 40960}
+QWEN3_06B = {"num_hidden_layers": 28, "tie_word_embeddings": True, **QWEN3, **SMALL_LAYERS}
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
 
 
@@ -228,11 +204,11 @@ LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers":
     ids=str,
 )
 def test_full_steps_are_captured_where_launching_them_shows(
-    model: dict[str, Any], budget: int | None, full_step: int | None, capsys: Streams, tmp_path: Path
+    model: dict[str, Any], budget: int | None, full_step: int | None, run: Command, tmp_path: Path
 ) -> None:
     flags = [config_folder(tmp_path, **model), *H100]
     flags += [] if budget is None else ["--max-num-batched-tokens", str(budget)]
-    report = plan(capsys, *flags)
+    report = run.plan(*flags)
     graphs, memory = report["graphs"], report["memory"]
     assert graphs["full_step"] == full_step
     num_mixed = len(graphs["mixed"]) + (full_step is not None)
@@ -240,32 +216,30 @@ def test_full_steps_are_captured_where_launching_them_shows(
     assert full_step not in graphs["mixed"]
     if full_step is not None:  # the pool is as large as what an eager step computes in
         assert memory["graphs"] > memory["activations"]
-    assert main(["plan", *flags]) == 0
-    line = f"full step: {full_step} tokens, or nearly as many"
-    assert (line in capsys.readouterr().out) == (full_step is not None)
+    assert (f"full step: {full_step} tokens, or nearly as many" in run("plan", *flags)) == (full_step is not None)
 
 
 @pytest.mark.parametrize(
-    ("flags", "change"),
+    ("flag", "value", "part", "expected"),
     [
-        (["--gpu-memory-utilization", "0.5"], lambda before, after: after["budget"] == 40 * GIB),
-        (["--max-num-seqs", "512"], lambda before, after: after["sampling_scratch"] > before["sampling_scratch"]),
-        (["--max-num-batched-tokens", "32768"], lambda before, after: after["activations"] > before["activations"]),
-        (["--block-size", "32"], lambda before, after: after["block_size"] == 32),
-        (["--num-gpu-blocks-override", "77"], lambda before, after: after["num_blocks"] == 77),
-        (["--kv-cache-memory-bytes", str(GIB)], lambda before, after: after["kv_cache"] == GIB),
-        (["--dtype", "float32"], lambda before, after: after["weights"] == 2 * before["weights"]),
-        (["--max-model-len", "4096"], lambda before, after: after["runner_state"] < before["runner_state"]),
+        ("--gpu-memory-utilization", "0.5", "budget", 40 * GIB),
+        ("--max-num-seqs", "512", "sampling_scratch", "more"),
+        ("--max-num-batched-tokens", "32768", "activations", "more"),
+        ("--block-size", "32", "block_size", 32),
+        ("--num-gpu-blocks-override", "77", "num_blocks", 77),
+        ("--kv-cache-memory-bytes", str(GIB), "kv_cache", GIB),
+        ("--dtype", "float32", "weights", 4 * 8_030_261_248),
+        ("--max-model-len", "4096", "runner_state", "less"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_every_flag_counts(flags: list[str], change: Any, capsys: Streams, llama_8b: str) -> None:
-    before = plan(capsys, llama_8b, *H100)["memory"]
-    assert change(before, plan(capsys, llama_8b, *H100, *flags)["memory"])
+def test_every_flag_counts(flag: str, value: str, part: str, expected: int | str, run: Command, llama_8b: str) -> None:
+    before, after = run.plan(llama_8b, *H100)["memory"][part], run.plan(llama_8b, *H100, flag, value)["memory"][part]
+    relation = "more" if after > before else "less"
+    assert before != after and expected in (after, relation)
 
 
-def test_a_default_length_is_limited_to_what_fits(capsys: Streams, llama_8b: str) -> None:
-    report = plan(capsys, llama_8b, "--gpu-memory", "24GiB")
+def test_a_default_length_is_limited_to_what_fits(run: Command, llama_8b: str) -> None:
+    report = run.plan(llama_8b, "--gpu-memory", "24GiB")
     assert 256 < report["max_model_len"] <= report["memory"]["num_tokens"] < 131072
     assert report["capacity"]["longest_context"] == report["max_model_len"]
     assert report["warnings"] == [
@@ -275,34 +249,32 @@ def test_a_default_length_is_limited_to_what_fits(capsys: Streams, llama_8b: str
 
 
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--gpu-name", "H100"], ["--device", "cuda", "--no-triton"]])
-def test_a_gpu_of_unknown_size(
-    flags: list[str], capsys: Streams, llama_8b: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_of_unknown_size(flags: list[str], run: Command, llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Machine, "detect", Machine.without_gpu)
-    report = plan(capsys, llama_8b, *flags)
+    report = run.plan(llama_8b, *flags)
     assert (report["device"], report["memory"]["total"]) == ("cuda", 80 * GIB)
     assert report["warnings"][-1] == "no GPU is here and --gpu-memory is not given: 80GiB is assumed."
 
 
-def test_an_asserted_gpu_has_triton_and_this_machine_has_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_asserted_gpu_has_triton_and_this_machine_has_what_it_has(
+    run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = Machine(GIB, "mine", 10 * GIB, has_triton=False)
     monkeypatch.setattr(Machine, "detect", lambda: here)
     for flags, runner in (([], "v1"), (["--triton"], "v2"), (["--gpu-memory", "9GiB"], "v2")):
         machine = dataclasses.replace(here, has_triton=bool(flags))
         assert make_report(EngineConfig(), machine)["model_runner"] == runner
-        assert main(["plan", "--json", *flags]) == 0
+        assert run.plan(*flags)["model_runner"] == runner
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_text_says_what_the_object_says(capsys: Streams, llama_8b: str) -> None:
-    report = plan(capsys, llama_8b, *H100)
-    assert main(["plan", llama_8b, *H100]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    words = " ".join(out.split())
-    for part in ("weights", "kv_cache", "activations", "runner_state", "sampling_scratch", "driver", "left"):
+def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None:
+    report = run.plan(llama_8b, *H100)
+    words = run.words(llama_8b, *H100)
+    assert run.err == ""
+    for part in PARTS:
         assert f"{report['memory'][part]:,} bytes" in words
     for text in (
         "model runner V2",
@@ -322,24 +294,16 @@ def test_the_text_says_what_the_object_says(capsys: Streams, llama_8b: str) -> N
         assert text in words
 
 
-@pytest.mark.parametrize(("runner", "is_fused"), [("v1", False), ("v2", True)])
-def test_the_layers_that_are_fused(capsys: Streams, llama_8b: str, runner: str, is_fused: bool) -> None:
-    (run,) = plan(capsys, llama_8b, *H100, "--runner", runner)["layers"]
-    assert (run["first"], run["last"], run["fused"]) == (0, 31, is_fused)
-    assert run["reason"]
-
-
-def test_the_text_of_an_engine_that_would_not_start(capsys: Streams, llama_8b: str) -> None:
-    assert main(["plan", llama_8b, *H100, "--enable-lora", "--runner", "v2"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+def test_the_text_of_an_engine_that_would_not_start(run: Command, llama_8b: str) -> None:
+    words = run.words(llama_8b, *H100, "--enable-lora", "--runner", "v2")
     assert "model runner V2 (you chose it)" in words and "V2 lacks LoRA adapters" in words
     assert "NOT RUNNABLE LoRA adapters (enable_lora is on): " in words
     assert "No model runner supports all of it" in words
 
 
-def test_warnings_go_to_stderr(capsys: Streams, llama_8b: str) -> None:
-    assert main(["plan", llama_8b, "--gpu-memory", "24GiB"]) == 0
-    assert "fleetfoot plan: warning: There is no room for KV of the model's 131,072" in capsys.readouterr().err
+def test_warnings_go_to_stderr(run: Command, llama_8b: str) -> None:
+    run("plan", llama_8b, "--gpu-memory", "24GiB")
+    assert "fleetfoot plan: warning: There is no room for KV of the model's 131,072" in run.err
 
 
 # --- what cannot be planned -----------------------------------------------------------------------------------------
@@ -364,41 +328,33 @@ def test_warnings_go_to_stderr(capsys: Streams, llama_8b: str) -> None:
         (["--kv-transfer-config", "{"], ["kv_transfer_config is not JSON"]),
         (["--speculative-config", '{"method": "magic", "num_speculative_tokens": 1}'], ["method is 'magic'"]),
         (["--prompt", "x"], ["unknown argument '--prompt'"]),
+        (["WRONG"], ["hidden_size is 'wide'"]),
     ],
     ids=str,
 )
-def test_what_cannot_be_planned(flags: list[str], messages: list[str], capsys: Streams, llama_8b: str) -> None:
-    assert main(["plan", *[llama_8b if flag == "MODEL" else flag for flag in flags]]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "Traceback" not in err
-    assert "fleetfoot plan: error: " in err
-    for message in messages:
-        assert message in err
+def test_what_cannot_be_planned(
+    flags: list[str], messages: list[str], run: Command, llama_8b: str, tmp_path: Path
+) -> None:
+    models = {"MODEL": llama_8b, "WRONG": config_folder(tmp_path / "wrong", hidden_size="wide")}
+    error = run.refused("plan", *[models.get(flag, flag) for flag in flags])
+    for message in ("fleetfoot plan: error: ", *messages):
+        assert message in error
 
 
-def test_a_gpu_that_is_a_little_too_small_gets_flags_that_would_do(capsys: Streams, llama_8b: str) -> None:
-    assert main(["plan", llama_8b, "--gpu-memory", "10GiB"]) == 2
-    enough = re.search(r"- ([\d.]+) GiB of GPU memory, or more", capsys.readouterr().err)
+def test_a_gpu_that_is_a_little_too_small_gets_flags_that_would_do(run: Command, llama_8b: str) -> None:
+    enough = re.search(r"- ([\d.]+) GiB of GPU memory, or more", run.refused("plan", llama_8b, "--gpu-memory", "10GiB"))
     assert enough is not None
-    assert main(["plan", llama_8b, "--gpu-memory", f"{float(enough[1]) + 0.01}GiB"]) == 0
-    capsys.readouterr()
+    run.plan(llama_8b, "--gpu-memory", f"{float(enough[1]) + 0.01}GiB")
     size = f"{float(enough[1]) - 0.1}GiB"
-    assert main(["plan", llama_8b, "--gpu-memory", size]) == 2
-    advice = re.findall(r"\((--[^)]*)\)$", capsys.readouterr().err, re.MULTILINE)
+    advice = re.findall(r"\((--[^)]*)\)$", run.refused("plan", llama_8b, "--gpu-memory", size), re.MULTILINE)
     assert {flag.split()[0] for flag in advice} >= {"--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"}
     for flag in advice:
-        assert main(["plan", llama_8b, "--gpu-memory", size, *flag.split()]) == 0
+        run.plan(llama_8b, "--gpu-memory", size, *flag.split())
 
 
-def test_a_wrong_variable_is_a_usage_error(capsys: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_is_a_usage_error(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(USE_V2_MODEL_RUNNER, "true")
-    assert main(["plan", "--runner", "v1"]) == 2
-    assert f"{USE_V2_MODEL_RUNNER} is 'true'; it can be 0" in capsys.readouterr().err
-
-
-def test_a_config_that_is_wrong_is_an_error_and_no_decision(capsys: Streams, tmp_path: Path) -> None:
-    assert main(["plan", config_folder(tmp_path / "model", hidden_size="wide")]) == 2
-    assert "hidden_size is 'wide'" in capsys.readouterr().err
+    assert f"{USE_V2_MODEL_RUNNER} is 'true'; it can be 0" in run.refused("plan", "--runner", "v1")
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
@@ -417,7 +373,7 @@ sys.exit(f"{{codes}} {{heavy}}" if codes != [0, 2, 0, 2] or heavy else 0)
     assert done.returncode == 0, done.stderr
 
 
-def test_no_more_than_the_config_is_downloaded(capsys: Streams, llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def download(name: str, **options: Any) -> str:
@@ -425,7 +381,7 @@ def test_no_more_than_the_config_is_downloaded(capsys: Streams, llama_8b: str, m
         return llama_8b
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    report = plan(capsys, "some/model", *H100, "--revision", "main", "--tokenizer", "another/model")
+    report = run.plan("some/model", *H100, "--revision", "main", "--tokenizer", "another/model")
     assert report["num_parameters"] == 8_030_261_248
     (call,) = asked
     assert (call["name"], call["revision"]) == ("some/model", "main")
@@ -435,38 +391,21 @@ def test_no_more_than_the_config_is_downloaded(capsys: Streams, llama_8b: str, m
 # --- sizes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80GiB", 80 * GIB), ("80gb", 80 * 10**9), ("1.5 MiB", 3 << 19), ("2K", 2048), ("12345", 12345), ("7B", 7)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert size_in_bytes(text) == size
+def test_sizes() -> None:
+    sizes = {"80GiB": 80 * GIB, "80gb": 80 * 10**9, "1.5 MiB": 3 << 19, "2K": 2048, "12345": 12345, "7B": 7}
+    assert {text: size_in_bytes(text) for text in sizes} == sizes
+    texts = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 20: "5.0 MiB", 80 * GIB: "80.00 GiB", -GIB: "-1.00 GiB"}
+    assert {size: readable(size) for size in texts} == texts
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (5 << 20, "5.0 MiB"),
-        (80 * GIB, "80.00 GiB"),
-        (-GIB, "-1.00 GiB"),
-    ],
-)
-def test_readable_sizes(size: int, text: str) -> None:
-    assert readable(size) == text
-
-
-def test_who_moves_kv_is_said(capsys: Streams, llama_8b: str) -> None:
-    assert plan(capsys, llama_8b, *H100)["kv_connector"] is None
-    both = plan(capsys, llama_8b, *H100, "--kv-offloading-size", "4", "--kv-transfer-config", NIXL)
+def test_the_kv_connector_is_reported(run: Command, llama_8b: str) -> None:
+    assert run.plan(llama_8b, *H100)["kv_connector"] is None
+    both = run.plan(llama_8b, *H100, "--kv-offloading-size", "4", "--kv-transfer-config", NIXL)
     assert both["kv_connector"] == {
         "name": "MultiConnector",
         "role": "kv_both",
         "connectors": ["OffloadingConnector", "NixlConnector"],
         "load_failure_policy": "recompute",
     }
-    assert main(["plan", llama_8b, *H100, "--kv-offloading-size", "4"]) == 0
     line = "KV connector      OffloadingConnector as kv_both; tokens that cannot be loaded are computed again\n"
-    assert line in capsys.readouterr().out
+    assert line in run("plan", llama_8b, *H100, "--kv-offloading-size", "4")

@@ -8,9 +8,12 @@ import logging
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
+from tests.helpers.commands import CommandRunner
 
+from fleetfoot import __version__
 from fleetfoot.cli import generate
 from fleetfoot.cli.arguments import (
     add_engine_arguments,
@@ -21,7 +24,7 @@ from fleetfoot.cli.arguments import (
     sampling_params,
 )
 from fleetfoot.cli.command import UsageError
-from fleetfoot.cli.main import logs_on_stderr, main
+from fleetfoot.cli.main import logs_on_stderr
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
@@ -36,45 +39,19 @@ def parse(argv: list[str], **defaults: Any) -> argparse.Namespace:
 # --- flags of the engine ------------------------------------------------------------------------------------------
 
 ENGINE_VALUES: dict[str, Any] = {
-    "model": "some/where",
-    "tokenizer": "else/where",
-    "revision": "v1.0",
-    "device": "cpu",
-    "dtype": "float16",
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "trust_remote_code": True,
-    "task": "embed",
-    "quantization": "fp8",
-    "enable_lora": True,
-    "generation_config": "a/folder",
-    "override_generation_config": '{"temperature": 0.5, "max_new_tokens": null}',
-    "enable_prompt_embeds": True,
-    "runner": "v1",
-    "use_v2_model_runner": False,
-    "compilation_config": '{"mode": 1}',
-    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
-    "enforce_eager": True,
-    "seed": 11,
-    "max_model_len": 77,
-    "max_num_seqs": 5,
-    "max_num_batched_tokens": 300,
-    "enable_chunked_prefill": False,
-    "enable_prefix_caching": False,
-    "scheduling_policy": "priority",
-    "async_scheduling": True,
-    "max_logprobs": -1,
-    "block_size": 32,
-    "gpu_memory_utilization": 0.5,
-    "kv_cache_memory_bytes": 12345,
-    "num_gpu_blocks_override": 9,
-    "kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
-    "kv_offloading_size": 1.5,
-    "enable_sleep_mode": True,
-    "tensor_parallel_size": 2,
-    "pipeline_parallel_size": 3,
+    "model": "some/where", "tokenizer": "else/where", "revision": "v1.0", "device": "cpu", "dtype": "float16",
+    "load_format": "dummy", "skip_tokenizer_init": True, "trust_remote_code": True, "task": "embed",
+    "quantization": "fp8", "enable_lora": True, "generation_config": "a/folder", "enable_prompt_embeds": True,
+    "override_generation_config": '{"temperature": 0.5, "max_new_tokens": null}', "runner": "v1",
+    "use_v2_model_runner": False, "compilation_config": '{"mode": 1}', "enforce_eager": True, "seed": 11,
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}', "max_model_len": 77,
+    "max_num_seqs": 5, "max_num_batched_tokens": 300, "enable_chunked_prefill": False,
+    "enable_prefix_caching": False, "scheduling_policy": "priority", "async_scheduling": True, "max_logprobs": -1,
+    "block_size": 32, "gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 12345, "num_gpu_blocks_override": 9,
+    "kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}', "kv_offloading_size": 1.5,
+    "enable_sleep_mode": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 3,
     "prefill_context_parallel_size": 4,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
@@ -95,9 +72,8 @@ def test_what_is_not_given_is_left_to_the_config_and_the_command() -> None:
     assert not engine_config(parse(["--no-skip-tokenizer-init"]), skip_tokenizer_init=True).skip_tokenizer_init
 
 
-def test_help_has_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
+    text = " ".join(run("generate", "--help").split())
     for field in dataclasses.fields(EngineConfig):
         assert field.metadata["help"] in text
     assert "most requests that run at the same time (default: 256)" in text
@@ -107,80 +83,74 @@ def test_help_has_every_setting_with_its_default(capsys: pytest.CaptureFixture[s
 
 # --- flags of sampling --------------------------------------------------------------------------------------------
 
+DELTA = RequestOutputKind.DELTA
+NOT_FLAGS = {"output_kind", "extra_args"}
+"""Set by commands, and for programs only."""
 SAMPLING: dict[str, tuple[list[str], Any]] = {
-    "n": (["2"], 2),
-    "presence_penalty": (["-0.5"], -0.5),
-    "frequency_penalty": (["1.5"], 1.5),
-    "repetition_penalty": (["1.1"], 1.1),
-    "temperature": (["0.7"], 0.7),
-    "top_p": (["0.9"], 0.9),
-    "top_k": (["-1"], -1),
-    "min_p": (["0.05"], 0.05),
-    "seed": (["42"], 42),
-    "stop": (["END", "and then"], ["END", "and then"]),
-    "stop_token_ids": (["7,8", "9"], [7, 8, 9]),
-    "ignore_eos": ([], True),
-    "max_tokens": (["none"], None),
-    "min_tokens": (["3"], 3),
-    "logprobs": (["5"], 5),
-    "prompt_logprobs": (["0"], 0),
-    "detokenize": ([], True),
-    "skip_special_tokens": ([], True),
-    "spaces_between_special_tokens": ([], True),
+    "n": (["2"], 2), "seed": (["42"], 42), "min_tokens": (["3"], 3), "max_tokens": (["none"], None),
+    "presence_penalty": (["-0.5"], -0.5), "frequency_penalty": (["1.5"], 1.5), "repetition_penalty": (["1.1"], 1.1),
+    "temperature": (["0.7"], 0.7), "top_p": (["0.9"], 0.9), "top_k": (["-1"], -1), "min_p": (["0.05"], 0.05),
+    "stop": (["END", "and then"], ["END", "and then"]), "bad_words": (["war", "and peace"], ["war", "and peace"]),
+    "stop_token_ids": (["7,8", "9"], [7, 8, 9]), "allowed_token_ids": (["1", "2"], [1, 2]),
+    "logprobs": (["5"], 5), "prompt_logprobs": (["0"], 0), "truncate_prompt_tokens": (["10"], 10),
+    "logit_bias": (['{"42": -1.5}'], {42: -1.5}), "ignore_eos": ([], True), "detokenize": ([], True),
+    "skip_special_tokens": ([], True), "spaces_between_special_tokens": ([], True),
     "include_stop_str_in_output": ([], True),
-    "logit_bias": (['{"42": -1.5}'], {42: -1.5}),
-    "allowed_token_ids": (["1", "2"], [1, 2]),
-    "bad_words": (["war", "and peace"], ["war", "and peace"]),
-    "truncate_prompt_tokens": (["10"], 10),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda field: field.name)
-def test_every_sampling_parameter_has_a_flag(field: dataclasses.Field[Any]) -> None:
-    if field.name in ("output_kind", "extra_args"):  # set by commands; for programs only
-        return
-    words, value = SAMPLING[field.name]
-    params = sampling_params(parse([flag_of(field.name), *words]), RequestOutputKind.DELTA)
-    assert params == SamplingParams(**{field.name: value}, output_kind=RequestOutputKind.DELTA)
+@pytest.mark.parametrize("name", {field.name for field in dataclasses.fields(SamplingParams)} - NOT_FLAGS)
+def test_every_sampling_parameter_has_a_flag(name: str) -> None:
+    words, value = SAMPLING[name]
+    params = sampling_params(parse([flag_of(name), *words]), DELTA)
+    assert params == SamplingParams(**{name: value}, output_kind=DELTA)
 
 
 def test_lists_can_be_given_in_pieces() -> None:
-    arguments = parse(["--stop", "a", "--stop", "b", "c", "--allowed-token-ids", "1,2", "--allowed-token-ids", "3"])
-    params = sampling_params(arguments, RequestOutputKind.CUMULATIVE)
-    assert params.stop == ["a", "b", "c"]
-    assert params.allowed_token_ids == [1, 2, 3]
+    words = ["--stop", "a", "--stop", "b", "c", "--allowed-token-ids", "1,2", "--allowed-token-ids", "3"]
+    params = sampling_params(parse(words), DELTA)
+    assert (params.stop, params.allowed_token_ids) == (["a", "b", "c"], [1, 2, 3])
 
 
-def test_a_command_has_its_own_defaults() -> None:
-    assert sampling_params(parse([], max_tokens=99), RequestOutputKind.DELTA).max_tokens == 99
-    assert sampling_params(parse([], max_tokens=None), RequestOutputKind.DELTA).max_tokens is None
-    assert sampling_params(parse(["--max-tokens", "4"], max_tokens=99), RequestOutputKind.DELTA).max_tokens == 4
-
-
-def test_what_the_model_says_stands_between_the_user_and_the_command() -> None:
-    model = {"max_tokens": 50, "top_k": 7, "temperature": 0.5}
-    shown = sampling_params(parse(["--top-k", "3"], max_tokens=99, seed=1), RequestOutputKind.DELTA, model)
-    assert (shown.top_k, shown.max_tokens, shown.temperature, shown.seed) == (3, 50, 0.5, 1)
+@pytest.mark.parametrize(
+    ("argv", "command", "model", "expected"),
+    [
+        ([], {"max_tokens": 99}, {}, {"max_tokens": 99}),
+        ([], {"max_tokens": None}, {}, {"max_tokens": None}),
+        (["--max-tokens", "4"], {"max_tokens": 99}, {}, {"max_tokens": 4}),
+        (
+            ["--top-k", "3"],
+            {"max_tokens": 99, "seed": 1},
+            {"max_tokens": 50, "top_k": 7, "temperature": 0.5},
+            {"top_k": 3, "max_tokens": 50, "temperature": 0.5, "seed": 1},
+        ),
+    ],
+)
+def test_the_model_stands_between_the_user_and_the_command(
+    argv: list[str], command: dict[str, Any], model: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert sampling_params(parse(argv, **command), DELTA, model) == SamplingParams(**expected, output_kind=DELTA)
 
 
 def test_the_check_before_the_model_is_known_refuses_nothing_that_its_defaults_may_allow() -> None:
     arguments = parse(["--min-tokens", "50"], max_tokens=20)
     check_sampling_arguments(arguments)
-    assert sampling_params(arguments, RequestOutputKind.DELTA, {"max_tokens": 60}).min_tokens == 50
+    assert sampling_params(arguments, DELTA, {"max_tokens": 60}).min_tokens == 50
     with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=20, got 50"):
-        sampling_params(arguments, RequestOutputKind.DELTA)
+        sampling_params(arguments, DELTA)
     for argv in (["--min-tokens", "5", "--max-tokens", "4"], ["--n", "2", "--temperature", "0"], ["--top-p", "0"]):
         with pytest.raises(ValueError, match="must be"):
             check_sampling_arguments(parse(argv))
 
 
-def test_help_says_where_sampling_defaults_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_the_source_of_sampling_defaults(run: CommandRunner) -> None:
     for command in ("generate", "chat"):
-        assert main([command, "--help"]) == 0
-        text = " ".join(capsys.readouterr().out.split())
+        text = " ".join(run(command, "--help").split())
         assert "What is not given here is as the model's generation_config.json says" in text
         assert "--generation-config NAME" in text and "--override-generation-config JSON" in text
 
+
+OVERRIDE = ["--override-generation-config"]
 
 # --- messages and exit codes --------------------------------------------------------------------------------------
 
@@ -204,14 +174,8 @@ def test_help_says_where_sampling_defaults_come_from(capsys: pytest.CaptureFixtu
         (["generate", "--prompt", "x", "--max-model-len", "0"], "max_model_len is 0; it must be at least 1"),
         (["generate", "--prompt", "x", "--gpu-memory-utilization", "2"], "gpu_memory_utilization is 2.0"),
         (["generate", "--prompt", "x", "--generation-config", ""], "generation_config is an empty string"),
-        (
-            ["generate", "--prompt", "x", "--override-generation-config", "[1]"],
-            "generation_config is [1]; it must be",
-        ),
-        (
-            ["generate", "--prompt", "x", "--override-generation-config", '{"top_q": 1}'],
-            "'top_q'; did you mean 'top_p'",
-        ),
+        (["generate", "--prompt", "x", *OVERRIDE, "[1]"], "generation_config is [1]; it must be"),
+        (["generate", "--prompt", "x", *OVERRIDE, '{"top_q": 1}'], "'top_q'; did you mean 'top_p'"),
         (["generate", "--prompts-file", "/no/such/file"], "--prompts-file /no/such/file: No such file"),
         (["generate", "--stream", "--json"], "--stream and --json do not go together"),
         (["chat", "--n", "2"], "unknown argument '--n'"),
@@ -240,17 +204,13 @@ def test_help_says_where_sampling_defaults_come_from(capsys: pytest.CaptureFixtu
         (["plan", "--kv-offloading-size", "nan"], "kv_offloading_size is nan; it must be a finite number"),
     ],
 )
-def test_a_wrong_call_says_what_is_wrong(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert message in err
-    assert out == ""
-    assert "Traceback" not in err
+def test_a_wrong_call_is_refused(run: CommandRunner, argv: list[str], message: str) -> None:
+    assert message in run.refused(*argv)
 
 
-def test_verbose_shows_the_traceback_of_a_wrong_value(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--temperature", "-1", "--verbose"]) == 2
-    assert "Traceback" in capsys.readouterr().err
+def test_verbose_shows_the_traceback_of_a_wrong_value(run: CommandRunner) -> None:
+    run("generate", "--temperature", "-1", "--verbose", code=2)
+    assert "Traceback" in run.err
 
 
 @pytest.mark.parametrize(
@@ -265,30 +225,18 @@ def test_verbose_shows_the_traceback_of_a_wrong_value(capsys: pytest.CaptureFixt
     ],
 )
 def test_exit_codes(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
-    message: str,
+    monkeypatch: pytest.MonkeyPatch, run: CommandRunner, error: BaseException, code: int, message: str
 ) -> None:
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(generate, "started_engine", fail)
-    assert main(["generate", "--prompt", "x"]) == code
-    err = capsys.readouterr().err
-    assert err.startswith(message)
-    assert "Traceback" not in err
-    assert ("--verbose" in err) == (code == 1)
+    monkeypatch.setattr(generate, "started_engine", mock.Mock(side_effect=error))
+    run("generate", "--prompt", "x", code=code)
+    assert run.err.startswith(message)
+    assert "Traceback" not in run.err
+    assert ("--verbose" in run.err) == (code == 1)
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    from fleetfoot import __version__
-
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"fleetfoot {__version__}\n"
-    assert main(["bench", "throughput", "--help"]) == 0
-    assert "docs/benchmarks.md" in capsys.readouterr().out
+def test_version_and_help(run: CommandRunner) -> None:
+    assert run("--version") == f"fleetfoot {__version__}\n"
+    assert "docs/benchmarks.md" in run("bench", "throughput", "--help")
 
 
 def test_answers_that_need_no_engine_do_not_import_torch() -> None:
@@ -324,8 +272,8 @@ def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[st
 # --- several machines ---------------------------------------------------------------------------------------------
 
 
-def test_a_worker_says_whom_it_waits_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_names_what_it_waits_for(run: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fleetfoot.executor.nodes.run_node", lambda config: None)
     flags = ["--nnodes", "2", "--tensor-parallel-size", "2", "--master-addr", "10.0.0.1"]
-    assert main(["worker", *flags, "--node-rank", "1"]) == 0
-    assert capsys.readouterr().err == "this is node 1 of 2, and waits for node 0 at 10.0.0.1:29500\n"
+    run("worker", *flags, "--node-rank", "1")
+    assert run.err == "this is node 1 of 2, and waits for node 0 at 10.0.0.1:29500\n"

@@ -1,0 +1,36 @@
+"""Runs commands in this process, and reads what they have written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from fleetfoot.cli.main import main
+
+
+class CommandRunner:
+    """Runs commands with ``flags``, which those of a call override."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *flags: str) -> None:
+        self.capsys, self.flags = capsys, flags
+        self.out = self.err = ""
+
+    def __call__(self, *argv: str, code: int = 0) -> str:
+        """Returns what is on standard output; ``err`` has the rest."""
+        words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+        assert main([*words, *self.flags, *argv[len(words) :]]) == code
+        self.out, self.err = self.capsys.readouterr()
+        return self.out
+
+    def json(self, *argv: str, code: int = 0) -> Any:
+        """What is on standard output, which must be JSON."""
+        return json.loads(self(*argv, code=code), parse_constant=pytest.fail)
+
+    def refused(self, *argv: str) -> str:
+        """The message of a usage error, which is all that is written."""
+        assert self(*argv, code=2) == ""
+        assert "Traceback" not in self.err
+        return self.err
