@@ -84,7 +84,7 @@ def test_block_sizes_and_windows(requests: Requests, block_size: int, window: in
 
 @pytest.mark.parametrize("window", [None, 700])
 def test_plain_prefill_kernel_where_hopper_has_its_own(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: None)
+    monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: (None, None))
     for head_dim in (64, 128):
         check(cuda_batch(MIXED, (32, 8), head_dim=head_dim, behind=70), window)
 
@@ -100,7 +100,7 @@ def test_long_chunks_of_small_heads(heads: tuple[int, int], window: int | None) 
 def test_plain_decode_kernel_where_hopper_has_its_own(
     requests: Requests, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: None)
+    monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: (None, None))
     check(cuda_batch(_supported_by_reference(requests), (32, 8), head_dim=head_dim), None)
 
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS = 1 << 22, 1 << 21
 """Elements of K that the torch backend gathers at once for decodes, and of the mask of a chunk of a prefill."""
-_FLOAT32 = 4
 
 
 class AttentionBackend(Protocol):
@@ -56,7 +55,7 @@ class AttentionBackend(Protocol):
         Args:
             prefetch_weight: ``[out, in]`` contiguous, the weight that is read next; the kernel may prefetch it to L2.
         """
-        ...
+        return None
 
 
 class AttentionInputs(NamedTuple):
@@ -81,16 +80,19 @@ class AttentionInputs(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        cls, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
     ) -> AttentionInputs:
         """All requests of a batch."""
         tensors = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables)
         return cls(query, kv_cache, *tensors, scale, window, metadata.max_query_len)
+
+    def requests(self, first: int, last: int | None = None) -> AttentionInputs:
+        """Those from ``first`` on, and before ``last``."""
+        return self._replace(
+            query_start_loc=self.query_start_loc[first : None if last is None else last + 1],
+            seq_lens=self.seq_lens[first:last],
+            block_tables=self.block_tables[first:last],
+        )
 
     @property
     def group(self) -> int:
@@ -104,5 +106,5 @@ def sdpa_workspace_bytes(
     """Bytes of the torch backend's largest step: K and V of one sequence, gathered and repeated for each query head,
     and the scores of a chunk of a prefill in float32 and as probabilities."""
     gathered = 2 * (num_heads + num_kv_heads) * head_dim * max_model_len * element_bytes
-    scores = MAX_MASK_ELEMENTS * num_heads * (_FLOAT32 + element_bytes)
+    scores = MAX_MASK_ELEMENTS * num_heads * (4 + element_bytes)
     return max(gathered + scores, 4 * MAX_GATHERED_ELEMENTS * element_bytes)

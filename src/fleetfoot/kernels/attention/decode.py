@@ -31,13 +31,7 @@ import torch
 
 from fleetfoot.kernels.attention import AttentionInputs
 from fleetfoot.kernels.attention.rope_and_cache import load_cos_sin, norm_and_rotate
-from fleetfoot.kernels.attention.split_kv import (
-    AttentionWorkspace,
-    merge_splits,
-    store_rows,
-    store_split,
-    store_zeros,
-)
+from fleetfoot.kernels.attention.split_kv import AttentionWorkspace, clear_output, store_pair
 from fleetfoot.kernels.runtime.dependent_launch import (
     can_overlap,
     launch_dependents,
@@ -86,11 +80,6 @@ class DecodeTiling:
     num_warps: int
     num_stages: int
 
-    @property
-    def max_registers(self) -> int:
-        """Registers per thread, such that ``programs_per_sm`` fit in 65,536."""
-        return min(255, 65536 // (self.programs_per_sm * self.num_warps * 32) // 8 * 8)
-
 
 def choose_decode_tiling(
     rows: int, padded_dim: int, element_size: int, shared_bytes: int, *, is_fused: bool = False
@@ -112,15 +101,7 @@ def choose_decode_tiling(
     tile_bytes, num_warps, max_programs = (8192, 2 if is_fused else 4, 4) if is_small else (16384, 4, 2)
     tile, num_stages = fit_tile(rows, max(16, min(128, tile_bytes // row_bytes)), row_bytes, shared_bytes)
     programs_per_sm = max(1, min(max_programs, shared_bytes // ((rows + 4 * tile) * row_bytes)))
-    return DecodeTiling(
-        tile,
-        min_tiles=1,
-        full_tiles=4 if is_small else 8,
-        pair_tiles=PAIR_TILES,
-        programs_per_sm=programs_per_sm,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    return DecodeTiling(tile, 1, 4 if is_small else 8, PAIR_TILES, programs_per_sm, num_warps, num_stages)
 
 
 def max_rows(head_dim: int) -> int:
@@ -165,6 +146,9 @@ def paged_attention_decode(
     # Sized for the maximum number of rows, so that no later shape needs more.
     max_floats = num_programs * 2 * MAX_ROWS * (padded_dim + 2)
     splits, arrivals = workspace.reserve(max_floats, max(_MIN_COUNTS, num_reqs * num_kv_heads))
+    # Such that the programs of a multiprocessor fit in its 65,536 registers.
+    max_registers = 65536 // (tiling.programs_per_sm * tiling.num_warps * 32) // 8 * 8
+    limit = {"maxnreg": max_registers} if torch.version.hip is None and max_registers < 255 else {}
     overlap = can_overlap(query.device)
     rope = rotary or RotaryInputs(query, None, None, 0.0)
     _paged_attention_decode_kernel[(num_programs,)](
@@ -180,8 +164,7 @@ def paged_attention_decode(
         has_q_norm=rope.q_norm is not None, has_k_norm=rope.k_norm is not None,
         new_rows=next_power_of_2(max_query_len), programs_per_sm=tiling.programs_per_sm,
         requests_tile=next(size for size in (*_REQUEST_BUCKETS, next_power_of_2(num_reqs)) if size >= num_reqs),
-        overlap=overlap, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
-        **_register_limit(tiling), **launch_options(overlap),
+        overlap=overlap, num_warps=tiling.num_warps, num_stages=tiling.num_stages, **limit, **launch_options(overlap),
     )  # fmt: skip
 
 
@@ -194,10 +177,6 @@ def _prefetch_arguments(prefetch_weight: torch.Tensor | None, num_programs: int)
     if not num_bytes or row_bytes % 16:
         return 0, 0, 0, 0
     return num_rows, cdiv(num_rows, num_programs), row_bytes, num_bytes
-
-
-def _register_limit(tiling: DecodeTiling) -> dict[str, int]:
-    return {"maxnreg": tiling.max_registers} if torch.version.hip is None and tiling.max_registers < 255 else {}
 
 
 @triton_kernel(specialize=False)
@@ -216,25 +195,14 @@ def _count_tiles(seq_len, first_tile, tile: tl.constexpr):
 
 
 @triton_kernel(specialize=False)
-def _paged_attention_decode_kernel(
-    query_ptr, kv_ptr, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr,
-    cos_sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, num_reqs, num_tokens, query_stride, block_stride,
-    table_stride, scale_log2, window, min_tiles, full_tiles, pair_tiles, prefetch_ptr, num_prefetch_rows,
-    prefetch_rows_per_program, prefetch_row_bytes, num_prefetch_bytes,
-    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
-    block_size: tl.constexpr, rows: tl.constexpr, stored_rows: tl.constexpr, merge_tile: tl.constexpr,
-    tile: tl.constexpr, has_window: tl.constexpr, is_fused: tl.constexpr, has_q_norm: tl.constexpr,
-    has_k_norm: tl.constexpr, new_rows: tl.constexpr, programs_per_sm: tl.constexpr, requests_tile: tl.constexpr,
-    overlap: tl.constexpr,
+def _find_range(
+    seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tiles,
+    num_kv_heads: tl.constexpr, max_query_len: tl.constexpr, tile: tl.constexpr, has_window: tl.constexpr,
+    programs_per_sm: tl.constexpr, requests_tile: tl.constexpr,
 ):  # fmt: skip
-    launch_dependents(overlap)
-    program = tl.program_id(0)
-    max_query_len: tl.constexpr = rows // group
-    row_bytes: tl.constexpr = head_dim * (kv_ptr.dtype.element_ty.primitive_bitwidth // 8)
-
-    # Linear tile index space: ordered by request, then by KV head. Compute where requests end and this program's range.
+    """This program's range of the linear tile index space, which is ordered by request, then by KV head, and where the
+    requests and pairs in it begin."""
     index = tl.arange(0, requests_tile)
-    tail_token = tl.load(query_start_loc_ptr + num_reqs) + program  # the first token without a request is program 0's
     lens = tl.load(seq_lens_ptr + index, mask=index < num_reqs, other=0)
     counts = _count_tiles(lens, _first_tile(lens, window, max_query_len, tile, has_window), tile)
     # [requests_tile], per head; a padding request has none, wherever it is in the batch
@@ -255,7 +223,7 @@ def _paged_attention_decode_kernel(
     num_active = tl.minimum(num_sms * tl.maximum(num_waves, 1), tl.num_programs(0))
     balanced_tiles = tl.maximum((total_width + num_active - 1) // num_active, min_tiles)
     program_tiles = tl.where(is_aligned, aligned_tiles, balanced_tiles)
-    cursor = program * program_tiles
+    cursor = tl.program_id(0) * program_tiles
     end = tl.minimum(cursor + program_tiles, total_width)
     request = tl.sum((ends <= cursor).to(tl.int32), 0)
     request_begin = tl.max(tl.where(ends <= cursor, ends, 0), 0)
@@ -263,11 +231,112 @@ def _paged_attention_decode_kernel(
     last_width = tl.max(tl.where((ends >= end) & (ends - widths * num_kv_heads < end), widths, 0), 0)
     last_offset = (end - tl.max(tl.where(ends < end, ends, 0), 0)) % tl.maximum(last_width, 1)
     end = tl.where(last_offset <= pair_cost, end - last_offset, end)
+    return cursor, end, program_tiles, alignment, pair_cost, request, request_begin
 
+
+@triton_kernel(specialize=False)
+def _rotate_and_cache(
+    query_ptr, query_offset, query_stride, head_ptr, value_offset, block_stride, cos_sin_ptr, slot_mapping_ptr,
+    q_norm_ptr, k_norm_ptr, eps, query_begin, query_len, seq_len, kv_head, first_tile, begin, stop, is_row,
+    row_position,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
+    block_size: tl.constexpr, tile: tl.constexpr, new_rows: tl.constexpr, has_q_norm: tl.constexpr,
+    has_k_norm: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """The query of a pair after norm and rotation; K and V of the new tokens in the program's tiles are written."""
+    column = tl.arange(0, padded_dim)
+    new = tl.arange(0, new_rows)
+    new_position = seq_len - query_len + new
+    new_cos, new_sin = load_cos_sin(cos_sin_ptr, new_position, new < query_len, head_dim, padded_dim)
+    slot = tl.load(slot_mapping_ptr + query_begin + new, mask=new < query_len, other=-1)
+    new_tile = new_position // tile - first_tile
+    is_new = (new < query_len) & (new_tile >= begin) & (new_tile < stop) & (slot >= 0)
+    if new_rows == 1:
+        cos, sin = new_cos, new_sin
+    else:
+        cos, sin = load_cos_sin(cos_sin_ptr, row_position, is_row, head_dim, padded_dim)
+    wait_for_inputs(overlap)
+    q = norm_and_rotate(query_ptr + query_offset, is_row, q_norm_ptr, eps, cos, sin, head_dim, padded_dim, has_q_norm)
+    q = q.to(query_ptr.dtype.element_ty)
+    if tl.max(is_new.to(tl.int32), 0) > 0:
+        source = (query_begin + new).to(tl.int64) * query_stride + (num_kv_heads * group + kv_head) * head_dim
+        new_k = norm_and_rotate(
+            query_ptr + source, is_new, k_norm_ptr, eps, new_cos, new_sin, head_dim, padded_dim, has_k_norm
+        )
+        mask = is_new[:, None] & (column < head_dim)[None, :]
+        source_ptrs = query_ptr + source[:, None] + num_kv_heads * head_dim + column[None, :]
+        new_v = tl.load(source_ptrs, mask=mask, other=0.0)
+        target = (slot // block_size) * block_stride + (slot % block_size) * head_dim
+        target_ptrs = head_ptr + target[:, None] + column[None, :]
+        tl.store(target_ptrs, new_k.to(head_ptr.dtype.element_ty), mask=mask)
+        tl.store(target_ptrs + value_offset, new_v.to(head_ptr.dtype.element_ty), mask=mask)
+        tl.debug_barrier()  # other threads of this program read them
+    return q
+
+
+@triton_kernel(specialize=False)
+def _attend(
+    q, head_ptr, value_offset, table_ptr, next_block, block_stride, first_tile, end_tile, seq_len, row_position,
+    scale_log2, window,
+    rows: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr, block_size: tl.constexpr, tile: tl.constexpr,
+    has_window: tl.constexpr,
+):  # fmt: skip
+    """Maximum scores and sums of weights ``[rows]``, and weighted sums of V ``[rows, padded_dim]``, over some tiles."""
+    column = tl.arange(0, padded_dim)
+    position_in_tile = tl.arange(0, tile)
+    row_max = tl.full([rows], -1.0e30, tl.float32)  # finite, so that differences are not NaN
+    weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over a tile's positions at the end
+    acc = tl.zeros([rows, padded_dim], tl.float32)
+    for tile_index in tl.range(first_tile, end_tile):
+        position = tile_index * tile + position_in_tile
+        is_position = position < seq_len
+        block = next_block
+        next_position = position + tile
+        next_block = tl.load(table_ptr + next_position // block_size, mask=next_position < seq_len, other=0)
+        offset = block.to(tl.int64) * block_stride + (position % block_size) * head_dim
+        k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
+        # Positions past the end must be zeroed, not only masked: they may be NaN, and 0 * NaN is NaN.
+        mask = is_position[:, None] & (column < head_dim)[None, :]
+        k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
+        scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        visible = position[None, :] <= row_position[:, None]
+        if has_window:
+            visible &= position[None, :] > row_position[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        p = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        weights = weights * rescale[:, None] + p
+        v_ptrs = tl.multiple_of(k_ptrs + value_offset, (1, 16))
+        v = tl.load(v_ptrs, mask=mask, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    return row_max, tl.sum(weights, 1), acc
+
+
+@triton_kernel(specialize=False)
+def _paged_attention_decode_kernel(
+    query_ptr, kv_ptr, out_ptr, splits_ptr, arrivals_ptr, query_start_loc_ptr, seq_lens_ptr, block_tables_ptr,
+    cos_sin_ptr, slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, num_reqs, num_tokens, query_stride, block_stride,
+    table_stride, scale_log2, window, min_tiles, full_tiles, pair_tiles, prefetch_ptr, num_prefetch_rows,
+    prefetch_rows_per_program, prefetch_row_bytes, num_prefetch_bytes,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
+    block_size: tl.constexpr, rows: tl.constexpr, stored_rows: tl.constexpr, merge_tile: tl.constexpr,
+    tile: tl.constexpr, has_window: tl.constexpr, is_fused: tl.constexpr, has_q_norm: tl.constexpr,
+    has_k_norm: tl.constexpr, new_rows: tl.constexpr, programs_per_sm: tl.constexpr, requests_tile: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(overlap)
+    program = tl.program_id(0)
+    max_query_len: tl.constexpr = rows // group
+    row_bytes: tl.constexpr = head_dim * (kv_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    tail_token = tl.load(query_start_loc_ptr + num_reqs) + program  # the first token without a request is program 0's
+    cursor, end, program_tiles, alignment, pair_cost, request, request_begin = _find_range(
+        seq_lens_ptr, num_reqs, window, min_tiles, full_tiles, pair_tiles, num_kv_heads, max_query_len, tile,
+        has_window, programs_per_sm, requests_tile,
+    )  # fmt: skip
     row = tl.arange(0, rows)
     column = tl.arange(0, padded_dim)
-    is_column = column < head_dim
-    position_in_tile = tl.arange(0, tile)
     query_stride = tl.multiple_of(query_stride, 8)
     block_stride = tl.multiple_of(block_stride, 8)
 
@@ -286,136 +355,53 @@ def _paged_attention_decode_kernel(
         num_taken = tl.minimum(width - pair_offset, end - cursor)
         begin = tl.maximum(pair_offset - pair_cost, 0)
         stop = tl.minimum(pair_offset + num_taken - pair_cost, count)  # > begin: no range ends in cost slots
-
         token = row // group
         is_row = token < query_len
         row_position = seq_len - query_len + token
-        head = kv_head * group + row % group
-        query_offset = (query_begin + token).to(tl.int64) * query_stride + head * head_dim
+        query_offset = (query_begin + token).to(tl.int64) * query_stride + (kv_head * group + row % group) * head_dim
         table_ptr = block_tables_ptr + request.to(tl.int64) * table_stride
         head_ptr = kv_ptr + kv_head * (block_size * head_dim)
         value_offset = num_kv_heads * block_size * head_dim
         # Block ids are loaded one tile ahead, so that the address of K does not wait for them.
-        position = (first_tile + begin) * tile + position_in_tile
+        position = (first_tile + begin) * tile + tl.arange(0, tile)
         next_block = tl.load(table_ptr + position // block_size, mask=position < seq_len, other=0)
         if overlap:
             row_ptrs = head_ptr + next_block.to(tl.int64) * block_stride + (position % block_size) * head_dim
             prefetch(row_ptrs, position < seq_len, row_bytes)
             prefetch(row_ptrs + value_offset, position < seq_len, row_bytes)
         if is_fused:
-            new = tl.arange(0, new_rows)
-            new_position = seq_len - query_len + new
-            new_cos, new_sin = load_cos_sin(cos_sin_ptr, new_position, new < query_len, head_dim, padded_dim)
-            slot = tl.load(slot_mapping_ptr + query_begin + new, mask=new < query_len, other=-1)
-            new_tile = new_position // tile - first_tile
-            is_new = (new < query_len) & (new_tile >= begin) & (new_tile < stop) & (slot >= 0)
-            if new_rows == 1:
-                wait_for_inputs(overlap)
-                q = norm_and_rotate(
-                    query_ptr + query_offset, is_row, q_norm_ptr, eps, new_cos, new_sin, head_dim, padded_dim,
-                    has_q_norm,
-                )  # fmt: skip
-            else:
-                cos, sin = load_cos_sin(cos_sin_ptr, row_position, is_row, head_dim, padded_dim)
-                wait_for_inputs(overlap)
-                q = norm_and_rotate(
-                    query_ptr + query_offset, is_row, q_norm_ptr, eps, cos, sin, head_dim, padded_dim, has_q_norm
-                )
-            q = q.to(query_ptr.dtype.element_ty)
-            if tl.max(is_new.to(tl.int32), 0) > 0:
-                source = (query_begin + new).to(tl.int64) * query_stride + (num_kv_heads * group + kv_head) * head_dim
-                new_k = norm_and_rotate(
-                    query_ptr + source, is_new, k_norm_ptr, eps, new_cos, new_sin, head_dim, padded_dim, has_k_norm
-                )
-                mask = is_new[:, None] & is_column[None, :]
-                source_ptrs = query_ptr + source[:, None] + num_kv_heads * head_dim + column[None, :]
-                new_v = tl.load(source_ptrs, mask=mask, other=0.0)
-                target = (slot // block_size) * block_stride + (slot % block_size) * head_dim
-                target_ptrs = head_ptr + target[:, None] + column[None, :]
-                tl.store(target_ptrs, new_k.to(kv_ptr.dtype.element_ty), mask=mask)
-                tl.store(target_ptrs + value_offset, new_v.to(kv_ptr.dtype.element_ty), mask=mask)
-                tl.debug_barrier()  # other threads of this program read them below
+            q = _rotate_and_cache(
+                query_ptr, query_offset, query_stride, head_ptr, value_offset, block_stride, cos_sin_ptr,
+                slot_mapping_ptr, q_norm_ptr, k_norm_ptr, eps, query_begin, query_len, seq_len, kv_head, first_tile,
+                begin, stop, is_row, row_position, num_kv_heads, group, head_dim, padded_dim, block_size, tile,
+                new_rows, has_q_norm, has_k_norm, overlap,
+            )  # fmt: skip
         else:
             wait_for_inputs(overlap)
             query_ptrs = tl.multiple_of(query_ptr + query_offset[:, None] + column[None, :], (1, 16))
-            q = tl.load(query_ptrs, mask=is_row[:, None] & is_column[None, :], other=0.0)  # [rows, padded_dim]
-
-        row_max = tl.full([rows], -1.0e30, tl.float32)  # finite, so that differences are not NaN
-        weights = tl.zeros([rows, tile], tl.float32)  # summed over tiles here, over a tile's positions at the end
-        acc = tl.zeros([rows, padded_dim], tl.float32)
-        for tile_index in tl.range(first_tile + begin, first_tile + stop):
-            position = tile_index * tile + position_in_tile
-            is_position = position < seq_len
-            block = next_block
-            next_position = position + tile
-            next_block = tl.load(table_ptr + next_position // block_size, mask=next_position < seq_len, other=0)
-            offset = block.to(tl.int64) * block_stride + (position % block_size) * head_dim
-            k_ptrs = tl.multiple_of(head_ptr + offset[:, None] + column[None, :], (1, 16))
-            # Positions past the end must be zeroed, not only masked: they may be NaN, and 0 * NaN is NaN.
-            mask = is_position[:, None] & is_column[None, :]
-            k = tl.load(k_ptrs, mask=mask, other=0.0)  # [tile, padded_dim]
-            scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-            visible = position[None, :] <= row_position[:, None]
-            if has_window:
-                visible &= position[None, :] > row_position[:, None] - window
-            scores = tl.where(visible, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            p = tl.exp2(scores - new_max[:, None])
-            rescale = tl.exp2(row_max - new_max)
-            weights = weights * rescale[:, None] + p
-            v_ptrs = tl.multiple_of(k_ptrs + value_offset, (1, 16))
-            v = tl.load(v_ptrs, mask=mask, other=0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-            row_max = new_max
+            q = tl.load(query_ptrs, mask=is_row[:, None] & (column < head_dim)[None, :], other=0.0)
+        row_max, row_sum, acc = _attend(
+            q, head_ptr, value_offset, table_ptr, next_block, block_stride, first_tile + begin, first_tile + stop,
+            seq_len, row_position, scale_log2, window, rows, head_dim, padded_dim, block_size, tile, has_window,
+        )  # fmt: skip
         if cursor == program * program_tiles:  # once for each program
             first_row = program * prefetch_rows_per_program
             first_prefetch_ptr = prefetch_ptr.to(tl.pointer_type(tl.int8)) + first_row.to(tl.int64) * prefetch_row_bytes
             num_rows = tl.minimum(num_prefetch_rows - first_row, prefetch_rows_per_program)
             prefetch_rows(first_prefetch_ptr, prefetch_row_bytes, num_rows, num_prefetch_bytes, overlap)
-        row_sum = tl.sum(weights, 1)
-
-        if (begin == 0) & (stop == count):
-            result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-            store_rows(
-                out_ptr, result, query_begin, query_len, kv_head, num_kv_heads, group, head_dim, rows, padded_dim
-            )
-        else:
-            # A split of the pair. If it starts the pair it is the program's last split, otherwise its first.
-            stats_ptr = splits_ptr + tl.num_programs(0) * (2 * stored_rows * padded_dim)
-            split = program * 2 + (begin == 0).to(tl.int32)
-            store_split(splits_ptr, stats_ptr, split, row_max, row_sum, acc, is_row, rows, padded_dim, stored_rows)
-            pair_begin = request_begin + kv_head * width
-            first_program = (pair_begin + pair_cost) // program_tiles
-            last_program = (pair_begin + pair_cost + count - 1) // program_tiles
-            arrivals_of_pair = arrivals_ptr + request * num_kv_heads + kv_head
-            tl.debug_barrier()  # all threads have written their part of the split before one signals it
-            if tl.atomic_add(arrivals_of_pair, 1, sem="acq_rel") == last_program - first_program:
-                tl.store(arrivals_of_pair, 0)
-                is_stored_row = tl.arange(0, stored_rows) // group < query_len
-                result = merge_splits(
-                    splits_ptr, stats_ptr, first_program, last_program, is_stored_row, padded_dim, stored_rows,
-                    merge_tile,
-                )  # fmt: skip
-                store_rows(
-                    out_ptr, result, query_begin, query_len, kv_head, num_kv_heads, group, head_dim, stored_rows,
-                    padded_dim,
-                )  # fmt: skip
-
+        arrivals_of_pair = arrivals_ptr + request * num_kv_heads + kv_head
+        store_pair(
+            out_ptr, splits_ptr, arrivals_of_pair, row_max, row_sum, acc, query_begin, query_len, kv_head, begin, stop,
+            count, request_begin + kv_head * width + pair_cost, program_tiles, is_row, num_kv_heads, group, head_dim,
+            padded_dim, rows, stored_rows, merge_tile,
+        )  # fmt: skip
         cursor += num_taken
         if cursor == request_begin + width * num_kv_heads:
             request_begin = cursor
             request += 1
 
     wait_for_inputs(overlap)  # also in programs without work
-    padding = program
-    while padding < num_reqs:
-        if tl.load(seq_lens_ptr + padding) == 0:
-            token = tl.load(query_start_loc_ptr + padding)
-            end_token = tl.load(query_start_loc_ptr + padding + 1)
-            while token < end_token:
-                store_zeros(out_ptr, token, num_kv_heads, group, head_dim, stored_rows, padded_dim)
-                token += 1
-        padding += tl.num_programs(0)
-    while tail_token < num_tokens:
-        store_zeros(out_ptr, tail_token, num_kv_heads, group, head_dim, stored_rows, padded_dim)
-        tail_token += tl.num_programs(0)
+    clear_output(
+        out_ptr, query_start_loc_ptr, seq_lens_ptr, num_reqs, tail_token, num_tokens, num_kv_heads, group, head_dim,
+        stored_rows, padded_dim,
+    )  # fmt: skip

@@ -22,31 +22,34 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fleetfoot.kernels.attention import AttentionInputs
-from fleetfoot.kernels.attention.prefill_hopper_producer import (
-    FIRST_POSITION,
-    FIRST_TILE,
-    FIRST_TOKEN,
-    KV_HEAD,
-    NUM_FIELDS,
-    NUM_TILES,
-    NUM_TOKENS,
-    producer_warp,
-    scheduler_warp,
-)  # fmt: skip
-from fleetfoot.kernels.runtime.gluon_support import get_field
+from fleetfoot.kernels.runtime.gluon_support import block_ids, get_field, put_field
 from fleetfoot.kernels.runtime.gpu_limits import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import launcher
 
-_TILE = 128  # KV positions
-_ROWS = 128  # query tokens times query heads per KV head: 64 for each of two warp groups
+# Fields of a work tile's descriptor, 32-bit words of shared memory that all warps read.
+NUM_TILES = gl.constexpr(0)  # 0: there is no more work
+FIRST_TILE = gl.constexpr(1)
+FIRST_POSITION = gl.constexpr(2)
+KV_END = gl.constexpr(3)
+FIRST_TOKEN = gl.constexpr(4)
+NUM_TOKENS = gl.constexpr(5)
+KV_HEAD = gl.constexpr(6)
+REQUEST = gl.constexpr(7)
+NUM_FIELDS = gl.constexpr(8)
+
+TILE = gl.constexpr(128)  # KV positions
+ROWS = gl.constexpr(128)  # query tokens times query heads per KV head: 64 for each of two warp groups
+STAGES = gl.constexpr(2)  # of K and V
 _PASS_BYTES = 24 << 20  # of K and V that all programs read at the same time: about half of the L2 cache
 _GROUP_OF_64, _TOKENS_OF_64 = 2, 2048
 """Heads of 64: use this kernel up to this group size, or from this number of tokens on. TFLOP/s on an H100 of this
@@ -84,27 +87,243 @@ def paged_attention_prefill_hopper(inputs: AttentionInputs, *, counter: torch.Te
     rows_per_block = kv_cache.stride(0) // head_dim
     num_rows = (num_blocks - 1) * rows_per_block + 2 * num_kv_heads * block_size
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    cache_desc = TensorDescriptor(kv_cache, [num_rows, head_dim], [head_dim, 1], [min(block_size, _TILE), 64], layout)
-    num_work_tiles = (num_tokens // (_ROWS // group) + num_reqs + 1) * num_kv_heads
+    cache_desc = TensorDescriptor(
+        kv_cache, [num_rows, head_dim], [head_dim, 1], [min(block_size, TILE.value), 64], layout
+    )
+    num_work_tiles = (num_tokens // (ROWS.value // group) + num_reqs + 1) * num_kv_heads
     launcher(_paged_attention_prefill_kernel, (gpu_limits(query.device).num_sms,))(
         query, cache_desc, out, query_start_loc, seq_lens, block_tables, counter, num_reqs, num_tokens, num_work_tiles,
         num_rows, rows_per_block, query.stride(0), block_tables.stride(0), scale * math.log2(math.e), window or 0,
         _PASS_BYTES // (4 * head_dim),
-        num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size, rows=_ROWS, tile=_TILE,
-        stages=2, has_window=window is not None, num_warps=4,
+        num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size,
+        has_window=window is not None, num_warps=4,
     )  # fmt: skip
 
 
 @gluon.jit
-def _mask_scores(
-    scores, begin, row_position, first_position, last_position, window, tile: gl.constexpr, has_window: gl.constexpr
-):
+def _find_request(query_start_loc_ptr, num_reqs, slot, tile_tokens: gl.constexpr):
+    """The last request with a first slot <= ``slot``; ``num_reqs`` represents the tokens after the last request."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    width: gl.constexpr = 128
+    first = gl.load(query_start_loc_ptr)
+    count = 0
+    begin = 0
+    while begin <= num_reqs:
+        request = begin + gl.arange(0, width, layout)
+        starts = gl.load(query_start_loc_ptr + request, mask=request <= num_reqs, other=0)
+        first_slot = (starts - first) // tile_tokens + request
+        count += gl.sum(((first_slot <= slot) & (request <= num_reqs)).to(gl.int32), 0)
+        begin += width
+    return count - 1
+
+
+@gluon.jit
+def _find_head(index_in_request, num_slots, seq_len, pass_positions, num_kv_heads: gl.constexpr):
+    """The KV head of a request's work tile, and the index of its tile of query tokens.
+
+    Heads are processed in passes of as many heads as fit L2 with their K and V. Within a pass the last tokens of all
+    heads come first: one head after the other would leave the last head's long work tiles to the end.
+    """
+    pass_heads = gl.minimum(gl.maximum(pass_positions // gl.maximum(seq_len, 1), 1), num_kv_heads)
+    num_passes = (num_kv_heads + pass_heads - 1) // pass_heads
+    pass_heads = (num_kv_heads + num_passes - 1) // num_passes
+    first_head = index_in_request // (pass_heads * num_slots) * pass_heads
+    index_in_request -= first_head * num_slots
+    pass_heads = gl.minimum(pass_heads, num_kv_heads - first_head)
+    return first_head + index_in_request % pass_heads, index_in_request // pass_heads
+
+
+@gluon.jit
+def _scheduler_warp(
+    query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs, num_tokens, num_work_tiles,
+    query_stride, window, pass_positions,
+    num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, has_window: gl.constexpr,
+):  # fmt: skip
+    """Fetch work tiles from the counter, write their descriptors to one of two slots, and load their queries."""
+    work, work_full, query_full, work_empty = slots
+    tile_tokens: gl.constexpr = ROWS // group
+    parts: gl.constexpr = head_dim // 64
+    # A box is 16 rows by 64 columns of a warp group's queries, contiguous in shared memory.
+    box_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    boxes = queries._reinterpret(queries.dtype, [ROWS // 8 * parts, 16, 64], box_layout)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+    query_stride = gl.multiple_of(query_stride, 8)
+    first = gl.load(query_start_loc_ptr)
+    count = 0
+    work_index = gl.program_id(0)  # the first work tile is static
+    while work_index < num_work_tiles:
+        # From the back, where a prompt's tiles attend to the most positions: longest work first.
+        work_tile = num_work_tiles - 1 - work_index
+        request = _find_request(query_start_loc_ptr, num_reqs, work_tile // num_kv_heads, tile_tokens)
+        is_request = request < num_reqs
+        query_begin = gl.load(query_start_loc_ptr + request)
+        query_end = gl.load(query_start_loc_ptr + request + 1, mask=is_request, other=0)
+        seq_len = gl.load(seq_lens_ptr + request, mask=is_request, other=0)
+        query_end = gl.where(is_request, query_end, num_tokens)
+        query_len = query_end - query_begin
+        first_slot = (query_begin - first) // tile_tokens + request
+        end_slot = (query_end - first) // tile_tokens + request + 1
+        num_slots = gl.where(is_request, end_slot, num_work_tiles // num_kv_heads) - first_slot
+        index_in_request = work_tile - first_slot * num_kv_heads
+        kv_head, query_tile = _find_head(index_in_request, num_slots, seq_len, pass_positions, num_kv_heads)
+        first_token = query_tile * tile_tokens
+        if first_token < query_len:
+            slot = count % 2
+            first_position = seq_len - query_len + first_token
+            kv_end = gl.maximum(gl.minimum(first_position + tile_tokens, seq_len), 0)
+            first_tile = 0
+            if has_window:
+                first_tile = gl.maximum(first_position + 1 - window, 0) // TILE
+            mbarrier.wait(work_empty.index(slot), ((count // 2) & 1) ^ 1)
+            put_field(work, slot, NUM_TILES, NUM_FIELDS, gl.maximum((kv_end + TILE - 1) // TILE - first_tile, 1))
+            put_field(work, slot, FIRST_TILE, NUM_FIELDS, first_tile)
+            put_field(work, slot, FIRST_POSITION, NUM_FIELDS, first_position)
+            put_field(work, slot, KV_END, NUM_FIELDS, kv_end)
+            put_field(work, slot, FIRST_TOKEN, NUM_FIELDS, query_begin + first_token)
+            put_field(work, slot, NUM_TOKENS, NUM_FIELDS, query_len - first_token)
+            put_field(work, slot, KV_HEAD, NUM_FIELDS, kv_head)
+            put_field(work, slot, REQUEST, NUM_FIELDS, request)
+            gl.thread_barrier()
+            mbarrier.arrive(work_full.index(slot), count=1)
+            for box in range(ROWS // 16):
+                row = box * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
+                token = first_token + row // group
+                head = kv_head * group + row % group
+                offset = (query_begin + token).to(gl.int64) * query_stride + head * head_dim
+                is_row = gl.expand_dims((token < query_len) & (row < tile_tokens * group), 1)
+                index = slot * (ROWS // 16) * parts + box // 4 * 4 * parts + box % 4
+                for part in gl.static_range(parts):
+                    pointers = query_ptr + gl.expand_dims(offset + part * 64, 1) + column
+                    pointers = gl.multiple_of(pointers, [1, 16])
+                    async_copy.async_copy_global_to_shared(boxes.index(index + part * 4), pointers, mask=is_row)
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(query_full.index(slot), count=1)
+            count += 1
+            # Fetch the next work tile only if a slot is empty: another program may process it sooner.
+            mbarrier.wait(work_empty.index(count % 2), ((count // 2) & 1) ^ 1)
+        work_index = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    # Each work tile increments the counter once. The program that gets the last value resets it.
+    if work_index == gl.num_programs(0) + num_work_tiles - 1:
+        gl.store(counter_ptr, 0)
+    slot = count % 2
+    mbarrier.wait(work_empty.index(slot), ((count // 2) & 1) ^ 1)
+    put_field(work, slot, NUM_TILES, NUM_FIELDS, 0)
+    gl.thread_barrier()
+    mbarrier.arrive(work_full.index(slot), count=1)
+    mbarrier.arrive(query_full.index(slot), count=1)
+
+
+@gluon.jit
+def _copy_tile(
+    cache_desc, boxes, stage, barrier, blocks, begin, kv_end, kind_and_head, num_rows, rows_per_block,
+    parts: gl.constexpr, box_rows: gl.constexpr, block_size: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a tile of K or V. Boxes from ``kv_end`` on are out of bounds, and TMA writes 0."""
+    num_boxes: gl.constexpr = TILE // box_rows
+    for box in gl.static_range(num_boxes):
+        position = begin + box * box_rows
+        row = blocks[box] * rows_per_block + kind_and_head * block_size + position % block_size
+        row = gl.where(position < kv_end, row, num_rows)
+        for part in gl.static_range(parts):
+            target = boxes.index((stage * parts + part) * num_boxes + box)
+            tma.async_copy_global_to_shared(cache_desc, [row, part * 64], barrier, target)
+
+
+@gluon.jit
+def _clear_rows(values, stage, first_row, end_row, head_dim: gl.constexpr):
+    """Zero the rows from ``first_row`` to ``end_row``, a multiple of 8, of a tile of V."""
+    parts: gl.constexpr = head_dim // 64
+    view_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    views = values._reinterpret(values.dtype, [STAGES * parts * (TILE // 8), 8, 64], view_layout)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for eight in range(first_row // 8, end_row // 8):
+        keep = gl.expand_dims(eight * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout)) < first_row, 1)
+        for part in gl.static_range(parts):
+            view = views.index((stage * parts + part) * (TILE // 8) + eight)
+            loaded = view.load(layout)
+            view.store(gl.where(keep, loaded, gl.zeros_like(loaded)))
+
+
+@gluon.jit
+def _producer_warp(
+    cache_desc, block_tables_ptr, slots, key_stages, value_stages, num_rows, rows_per_block, table_stride,
+    num_kv_heads: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
+):  # fmt: skip
+    """Fill the stages with the K and V tiles of the work tiles, as they become empty."""
+    work, work_full, _, work_empty = slots
+    keys, k_full, k_empty = key_stages
+    values, v_full, v_empty = value_stages
+    box_rows: gl.constexpr = min(block_size, TILE)
+    parts: gl.constexpr = head_dim // 64
+    num_boxes: gl.constexpr = STAGES * parts * (TILE // box_rows)
+    box_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    k_boxes = keys._reinterpret(keys.dtype, [num_boxes, box_rows, 64], box_layout)
+    v_boxes = values._reinterpret(keys.dtype, [num_boxes, box_rows, 64], box_layout)
+    count = 0
+    step = 0
+    num_ends = 0
+    mbarrier.wait(work_full.index(0), 0)
+    num_tiles = get_field(work, 0, NUM_TILES, NUM_FIELDS, 1)
+    while num_tiles > 0:
+        slot = count % 2
+        first_tile = get_field(work, slot, FIRST_TILE, NUM_FIELDS, 1)
+        seq_len = get_field(work, slot, FIRST_POSITION, NUM_FIELDS, 1)
+        seq_len += get_field(work, slot, NUM_TOKENS, NUM_FIELDS, 1)
+        kv_end = get_field(work, slot, KV_END, NUM_FIELDS, 1)
+        kv_head = get_field(work, slot, KV_HEAD, NUM_FIELDS, 1)
+        request = get_field(work, slot, REQUEST, NUM_FIELDS, 1)
+        gl.thread_barrier()
+        mbarrier.arrive(work_empty.index(slot), count=1)
+        table_ptr = block_tables_ptr + request.to(gl.int64) * table_stride
+        blocks = block_ids(table_ptr, first_tile * TILE, kv_end, box_rows, TILE, block_size)
+        for index in range(num_tiles):
+            stage = step % STAGES
+            phase = (step // STAGES) & 1
+            begin = (first_tile + index) * TILE
+            next_blocks = block_ids(table_ptr, begin + TILE, kv_end, box_rows, TILE, block_size)
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_full.index(stage), TILE * head_dim * 2)
+            _copy_tile(
+                cache_desc, k_boxes, stage, k_full.index(stage), blocks, begin, kv_end, kv_head, num_rows,
+                rows_per_block, parts, box_rows, block_size,
+            )  # fmt: skip
+            # The box that contains kv_end may extend past the sequence, where V may be NaN, and 0 * NaN is NaN. This
+            # warp waits for such a tile itself, at an extra barrier after those of the stages, and zeroes these rows.
+            box_end = (kv_end + box_rows - 1) // box_rows * box_rows
+            is_end = (begin + TILE > kv_end) & (box_end > seq_len)
+            barrier = v_full.index(gl.where(is_end, STAGES, stage))
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(barrier, TILE * head_dim * 2)
+            _copy_tile(
+                cache_desc, v_boxes, stage, barrier, blocks, begin, kv_end, num_kv_heads + kv_head,
+                num_rows, rows_per_block, parts, box_rows, block_size,
+            )  # fmt: skip
+            if is_end:
+                mbarrier.wait(barrier, num_ends & 1)
+                num_ends += 1
+                _clear_rows(values, stage, kv_end - begin, box_end - begin, head_dim)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(v_full.index(stage), count=1)
+            blocks = next_blocks
+            step += 1
+        count += 1
+        mbarrier.wait(work_full.index(count % 2), (count // 2) & 1)
+        num_tiles = get_field(work, count % 2, NUM_TILES, NUM_FIELDS, 1)
+
+
+@gluon.jit
+def _mask_scores(scores, begin, row_position, first_position, last_position, window, has_window: gl.constexpr):
     """Set the scores of masked positions to -inf. Most tiles need no mask for any row."""
-    needs_mask = begin + tile > first_position + 1
+    needs_mask = begin + TILE > first_position + 1
     if has_window:
         needs_mask = needs_mask | (begin <= last_position - window)
     if needs_mask:
-        position = gl.expand_dims(begin + gl.arange(0, tile, gl.SliceLayout(0, scores.type.layout)), 0)
+        position = gl.expand_dims(begin + gl.arange(0, TILE, gl.SliceLayout(0, scores.type.layout)), 0)
         visible = position <= gl.expand_dims(row_position, 1)
         if has_window:
             visible = visible & (position > gl.expand_dims(row_position, 1) - window)
@@ -125,19 +344,19 @@ def _online_softmax(scores, row_max, row_sum, scale_log2):
 def _consumer_warps(
     out_ptr, queries, slots, key_stages, value_stages, pingpong, scale_log2, window,
     warp_group: gl.constexpr, num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr,
-    rows: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr, has_window: gl.constexpr,
+    has_window: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 rows of each work tile, from row ``64 * warp_group`` on."""
     work, _, query_full, work_empty = slots
     keys, k_full, k_empty = key_stages
     values, v_full, v_empty = value_stages
-    num_groups: gl.constexpr = rows // 64
-    tile_tokens: gl.constexpr = rows // group
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile, 16])
+    num_groups: gl.constexpr = ROWS // 64
+    tile_tokens: gl.constexpr = ROWS // group
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    zeros = gl.zeros([64, tile], gl.float32, scores_layout)
+    zeros = gl.zeros([64, TILE], gl.float32, scores_layout)
     row = warp_group * 64 + gl.arange(0, 64, row_layout)
     count = 0
     step = 0
@@ -150,33 +369,33 @@ def _consumer_warps(
         row_position = tile_position + row // group
         first_position = tile_position + warp_group * 64 // group  # of this warp group's rows
         last_position = tile_position + (warp_group * 64 + 63) // group
-        begin = get_field(work, slot, FIRST_TILE, NUM_FIELDS, 4) * tile
+        begin = get_field(work, slot, FIRST_TILE, NUM_FIELDS, 4) * TILE
         first_token = get_field(work, slot, FIRST_TOKEN, NUM_FIELDS, 4)
         num_tokens = get_field(work, slot, NUM_TOKENS, NUM_FIELDS, 4)
         kv_head = get_field(work, slot, KV_HEAD, NUM_FIELDS, 4)
         q = queries.index(slot * num_groups + warp_group)
 
-        stage = step % stages
-        mbarrier.wait(k_full.index(stage), (step // stages) & 1)
+        stage = step % STAGES
+        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
         mbarrier.wait(pingpong.index(warp_group), (pingpong_count & 1) ^ (1 - warp_group))
         scores = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.arrive(pingpong.index(1 - warp_group), count=1)
         pingpong_count += 1
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        scores = _mask_scores(scores, begin, row_position, first_position, last_position, window, tile, has_window)
+        scores = _mask_scores(scores, begin, row_position, first_position, last_position, window, has_window)
         row_max = gl.full([64], -1.0e30, gl.float32, row_layout)  # finite, so that differences are not NaN
         row_sum = gl.zeros([64], gl.float32, row_layout)
         acc = gl.zeros([64, head_dim], gl.float32, acc_layout)
         weights, row_max, row_sum, rescale = _online_softmax(scores, row_max, row_sum, scale_log2)
         p = gl.convert_layout(weights.to(keys.dtype), weights_layout)
         next_step = step + 1
-        mbarrier.wait(k_full.index(next_step % stages), (next_step // stages) & 1, pred=num_tiles > 1)
+        mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=num_tiles > 1)
         for index in range(1, num_tiles):
-            v_stage = step % stages
-            v_phase = (step // stages) & 1
+            v_stage = step % STAGES
+            v_phase = (step // STAGES) & 1
             step += 1
-            stage = step % stages
+            stage = step % STAGES
             mbarrier.wait(pingpong.index(warp_group), (pingpong_count & 1) ^ (1 - warp_group))
             next_scores = warpgroup_mma(q, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -185,22 +404,22 @@ def _consumer_warps(
             pingpong_count += 1
             scores = warpgroup_mma_wait(1, deps=[next_scores])
             mbarrier.arrive(k_empty.index(stage), count=1)
-            begin += tile
-            scores = _mask_scores(scores, begin, row_position, first_position, last_position, window, tile, has_window)
+            begin += TILE
+            scores = _mask_scores(scores, begin, row_position, first_position, last_position, window, has_window)
             weights, row_max, row_sum, rescale = _online_softmax(scores, row_max, row_sum, scale_log2)
             next_p = gl.convert_layout(weights.to(keys.dtype), weights_layout)
             # Waiting for the next K here, while the matmul with V runs, also prevents the assembler from moving the
             # softmax after the end of that matmul.
             next_step = step + 1
             is_next = index + 1 < num_tiles
-            mbarrier.wait(k_full.index(next_step % stages), (next_step // stages) & 1, pred=is_next)
+            mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=is_next)
             acc, p = warpgroup_mma_wait(0, deps=[next_acc, p])
             mbarrier.arrive(v_empty.index(v_stage), count=1)
             acc = acc * gl.convert_layout(gl.expand_dims(rescale, 1), acc_layout)
             p = next_p
         mbarrier.arrive(work_empty.index(slot), count=1)
-        v_stage = step % stages
-        mbarrier.wait(v_full.index(v_stage), (step // stages) & 1)
+        v_stage = step % STAGES
+        mbarrier.wait(v_full.index(v_stage), (step // STAGES) & 1)
         next_acc = warpgroup_mma(p, values.index(v_stage), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=[next_acc, p])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -233,37 +452,37 @@ def _paged_attention_prefill_kernel(
     num_tokens, num_work_tiles, num_rows, rows_per_block, query_stride, table_stride, scale_log2, window,
     pass_positions,
     num_kv_heads: gl.constexpr, group: gl.constexpr, head_dim: gl.constexpr, block_size: gl.constexpr,
-    rows: gl.constexpr, tile: gl.constexpr, stages: gl.constexpr, has_window: gl.constexpr,
+    has_window: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = cache_desc.dtype
-    num_groups: gl.constexpr = rows // 64
+    num_groups: gl.constexpr = ROWS // 64
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     word_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     queries = gl.allocate_shared_memory(dtype, [2 * num_groups, 64, head_dim], tile_layout)
-    keys = gl.allocate_shared_memory(dtype, [stages, tile, head_dim], tile_layout)
-    values = gl.allocate_shared_memory(dtype, [stages, tile, head_dim], tile_layout)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, head_dim], tile_layout)
+    values = gl.allocate_shared_memory(dtype, [STAGES, TILE, head_dim], tile_layout)
     work = gl.allocate_shared_memory(gl.int32, [2 * NUM_FIELDS, 1], word_layout)
     # Barriers of the two slots: descriptor written, queries loaded as well, slot empty again.
     work_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     query_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     # Barriers of the stages.
-    k_full = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
-    k_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
-    v_full = gl.allocate_shared_memory(gl.int64, [stages + 1, 1], barrier_layout)
-    v_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], barrier_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], barrier_layout)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
     pingpong = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
     for slot in gl.static_range(2):
         mbarrier.init(work_full.index(slot), count=1)
         mbarrier.init(query_full.index(slot), count=1)
         mbarrier.init(work_empty.index(slot), count=num_groups + 1)
-    for stage in gl.static_range(stages):
+    for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=num_groups)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=num_groups)
-    mbarrier.init(v_full.index(stages), count=1)
+    mbarrier.init(v_full.index(STAGES), count=1)
     for part in gl.static_range(2):
         mbarrier.init(pingpong.index(part), count=1)
     fence_async_shared()
@@ -275,13 +494,13 @@ def _paged_attention_prefill_kernel(
     # fmt: off
     gl.warp_specialize([
         (_consumer_warps, (out_ptr, queries, slots, keys, values, pingpong, scale_log2, window, 0, num_kv_heads, group,
-                           head_dim, rows, tile, stages, has_window)),
+                           head_dim, has_window)),
         (_consumer_warps, (out_ptr, queries, slots, keys, values, pingpong, scale_log2, window, 1, num_kv_heads, group,
-                           head_dim, rows, tile, stages, has_window)),
-        (scheduler_warp, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs,
-                          num_tokens, num_work_tiles, query_stride, window, pass_positions, num_kv_heads, group,
-                          head_dim, rows, tile, has_window)),
-        (producer_warp, (cache_desc, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
-                         num_kv_heads, head_dim, block_size, tile, stages)),
+                           head_dim, has_window)),
+        (_scheduler_warp, (query_ptr, query_start_loc_ptr, seq_lens_ptr, counter_ptr, queries, slots, num_reqs,
+                           num_tokens, num_work_tiles, query_stride, window, pass_positions, num_kv_heads, group,
+                           head_dim, has_window)),
+        (_producer_warp, (cache_desc, block_tables_ptr, slots, keys, values, num_rows, rows_per_block, table_stride,
+                          num_kv_heads, head_dim, block_size)),
     ], [4, 1, 1], [232, 40, 40])
     # fmt: on

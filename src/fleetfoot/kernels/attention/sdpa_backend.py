@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fleetfoot.kernels.attention import MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS
-from fleetfoot.records.forward_context import AttentionMetadata, RotaryInputs
+from fleetfoot.kernels.attention import MAX_GATHERED_ELEMENTS, MAX_MASK_ELEMENTS, AttentionBackend
+from fleetfoot.records.forward_context import AttentionMetadata
 
 
-class SDPABackend:
+class SDPABackend(AttentionBackend):
     """Gathers each request's K and V from its blocks and calls `F.scaled_dot_product_attention`.
 
     Prefills run one by one, so that no padding is computed; decodes run in padded groups of bounded size. Positions
@@ -21,32 +21,16 @@ class SDPABackend:
     is_capturable = False
 
     def forward(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero."""
-        starts = metadata.query_start_loc.tolist()
-        seq_lens = metadata.seq_lens.tolist()
-        if starts[-1] == query.shape[0]:
-            output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        else:
-            output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-
+        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        allocate = torch.empty if starts[-1] == query.shape[0] else torch.zeros
+        output = allocate(query.shape, dtype=query.dtype, device=query.device)
         for first, last in _decode_groups(seq_lens[: metadata.num_decodes], kv_cache):
-            tokens = slice(starts[first], starts[last])
-            output[tokens] = _decode(
-                query[tokens],
-                kv_cache,
-                metadata.block_tables[first:last],
-                metadata.seq_lens[first:last],
-                max(seq_lens[first:last]),
-                scale,
-                window,
-            )
+            tokens, rows = slice(starts[first], starts[last]), slice(first, last)
+            tables, lens = metadata.block_tables[rows], metadata.seq_lens[rows]
+            output[tokens] = _decode(query[tokens], kv_cache, tables, lens, max(seq_lens[rows]), scale, window)
         for row in range(metadata.num_decodes, len(seq_lens)):
             tokens = slice(starts[row], starts[row + 1])
             if seq_lens[row] == 0:
@@ -55,20 +39,6 @@ class SDPABackend:
                 keys, values = _gather_one(kv_cache, metadata.block_tables[row], seq_lens[row])
                 _prefill(query[tokens], keys, values, output[tokens], scale, window)
         return output
-
-    def forward_fused(
-        self,
-        qkv: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        num_heads: int,
-        rotary: RotaryInputs,
-        scale: float,
-        window: int | None,
-        prefetch_weight: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """See `AttentionBackend.forward_fused`: this backend has no such kernel."""
-        return None
 
 
 def _decode_groups(seq_lens: list[int], kv_cache: torch.Tensor) -> list[tuple[int, int]]:
@@ -101,41 +71,35 @@ def _decode(
     if max_seq_len == 0:
         return torch.zeros_like(query)
     num_blocks = -(-max_seq_len // block_size)
-    block = torch.arange(num_blocks, device=query.device)
-    has_block = block * block_size < seq_lens[:, None]  # [num_reqs, num_blocks]
+    has_block = torch.arange(num_blocks, device=query.device) * block_size < seq_lens[:, None]  # [num_reqs, num_blocks]
     blocks = block_tables[:, :num_blocks].to(torch.int64).masked_fill(~has_block, 0)
-    heads = torch.arange(num_kv_heads, device=query.device)
     position = torch.arange(num_blocks * block_size, device=query.device)
-    past_end = position >= seq_lens[:, None]  # [num_reqs, positions]
-    keys_values = []
-    for kind in (0, 1):
-        gathered = kv_cache[blocks[:, None, :], kind, heads[None, :, None]]
-        # [num_reqs, num_kv_heads, positions, head_dim]
-        flat = gathered.view(num_reqs, num_kv_heads, num_blocks * block_size, head_dim)
-        keys_values.append(flat.masked_fill_(past_end[:, None, :, None], 0))
-    hidden = past_end
+    hidden = past_end = position >= seq_lens[:, None]  # [num_reqs, positions]
+    keys, values = (_gather(kv_cache, blocks, kind).masked_fill_(past_end[:, None, :, None], 0) for kind in (0, 1))
     if window is not None:
-        hidden = hidden | (position < seq_lens[:, None] - window)
+        hidden = past_end | (position < seq_lens[:, None] - window)
     # The query heads of a KV head are the rows of one matrix, so that K and V are read once for all of them.
     rows = query.reshape(num_reqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     mask = ~hidden[:, None, None, :]  # [num_reqs, 1, 1, positions]
-    attended = F.scaled_dot_product_attention(rows, keys_values[0], keys_values[1], attn_mask=mask, scale=scale)
+    attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
     # For a padding request of length 0 the softmax is over no positions, which is NaN.
     return attended.reshape(query.shape).masked_fill_((seq_lens == 0)[:, None, None], 0)
 
 
+def _gather(kv_cache: torch.Tensor, blocks: torch.Tensor, kind: int) -> torch.Tensor:
+    """K (0) or V (1) of ``blocks [..., num_blocks]``: ``[..., num_kv_heads, positions, head_dim]``."""
+    heads = torch.arange(kv_cache.shape[2], device=kv_cache.device)
+    return kv_cache[blocks[..., None, :], kind, heads[:, None]].flatten(-3, -2)
+
+
 def _gather_one(kv_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one request, each ``[num_kv_heads, seq_len, head_dim]``; a view if the request has a single block."""
-    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    num_blocks = -(-seq_len // block_size)
+    num_blocks = -(-seq_len // kv_cache.shape[3])
     if num_blocks == 1:
-        block = kv_cache[int(block_table[0])]
-        return block[0, :, :seq_len], block[1, :, :seq_len]
-    blocks = block_table[:num_blocks].to(torch.int64)
-    heads = torch.arange(num_kv_heads, device=kv_cache.device)
-    shape = (num_kv_heads, num_blocks * block_size, head_dim)
-    keys = kv_cache[blocks[None, :], 0, heads[:, None]].view(shape)
-    values = kv_cache[blocks[None, :], 1, heads[:, None]].view(shape)
+        keys, values = kv_cache[int(block_table[0])]
+    else:
+        blocks = block_table[:num_blocks].to(torch.int64)
+        keys, values = _gather(kv_cache, blocks, 0), _gather(kv_cache, blocks, 1)
     return keys[:, :seq_len], values[:, :seq_len]
 
 
@@ -160,8 +124,14 @@ def _prefill(
         end = min(begin + step, num_tokens)
         first = 0 if window is None else max(0, context + begin + 1 - window)
         last = context + end
+        mask = None
         is_causal = begin == 0 and context == 0 and (window is None or window >= end)
-        mask = None if is_causal else _causal_mask(context + begin, last, first, last, window, query.device)
+        if not is_causal:
+            row = torch.arange(context + begin, last, device=query.device)[:, None]
+            position = torch.arange(first, last, device=query.device)
+            mask = position <= row  # [rows, positions]
+            if window is not None:
+                mask &= position > row - window
         attended = F.scaled_dot_product_attention(
             query[begin:end].transpose(0, 1).unsqueeze(0),  # [1, num_heads, rows, head_dim]
             keys[:, first:last].unsqueeze(0),  # [1, num_kv_heads, positions, head_dim]
@@ -172,15 +142,3 @@ def _prefill(
             enable_gqa=num_heads != num_kv_heads,
         )
         output[begin:end] = attended.squeeze(0).transpose(0, 1)
-
-
-def _causal_mask(
-    row_begin: int, row_end: int, first: int, last: int, window: int | None, device: torch.device
-) -> torch.Tensor:
-    """``[rows, positions]`` bool: which positions ``first..last`` the tokens at ``row_begin..row_end`` attend to."""
-    row = torch.arange(row_begin, row_end, device=device)[:, None]
-    position = torch.arange(first, last, device=device)
-    visible = position <= row
-    if window is not None:
-        visible &= position > row - window
-    return visible

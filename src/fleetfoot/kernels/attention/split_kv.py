@@ -65,7 +65,39 @@ def _zeros(size: int, like: torch.Tensor) -> torch.Tensor:
 
 
 @triton_kernel(specialize=False)
-def store_split(
+def store_pair(
+    out_ptr, splits_ptr, arrivals_of_pair, row_max, row_sum, acc, query_begin, query_len, kv_head, begin, stop, count,
+    pair_begin, program_tiles, is_row,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, padded_dim: tl.constexpr,
+    rows: tl.constexpr, stored_rows: tl.constexpr, merge_tile: tl.constexpr,
+):  # fmt: skip
+    """Write the result of tiles ``begin`` to ``stop`` of ``count``: to the output if these are all, otherwise as a
+    split; the program that writes the last one merges them. ``pair_begin``: the pair's first tile in the index space.
+    """
+    if (begin == 0) & (stop == count):
+        result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        _store_rows(out_ptr, result, query_begin, query_len, kv_head, num_kv_heads, group, head_dim, rows, padded_dim)
+    else:
+        # If a split starts the pair it is the program's last split, otherwise its first.
+        stats_ptr = splits_ptr + tl.num_programs(0) * (2 * stored_rows * padded_dim)
+        split = tl.program_id(0) * 2 + (begin == 0).to(tl.int32)
+        _store_split(splits_ptr, stats_ptr, split, row_max, row_sum, acc, is_row, rows, padded_dim, stored_rows)
+        first_program = pair_begin // program_tiles
+        last_program = (pair_begin + count - 1) // program_tiles
+        tl.debug_barrier()  # all threads have written their part of the split before one signals it
+        if tl.atomic_add(arrivals_of_pair, 1, sem="acq_rel") == last_program - first_program:
+            tl.store(arrivals_of_pair, 0)
+            is_stored_row = tl.arange(0, stored_rows) // group < query_len
+            result = _merge_splits(
+                splits_ptr, stats_ptr, first_program, last_program, is_stored_row, padded_dim, stored_rows, merge_tile
+            )
+            _store_rows(
+                out_ptr, result, query_begin, query_len, kv_head, num_kv_heads, group, head_dim, stored_rows, padded_dim
+            )
+
+
+@triton_kernel(specialize=False)
+def _store_split(
     splits_ptr, stats_ptr, split, row_max, row_sum, acc, is_row,
     rows: tl.constexpr, padded_dim: tl.constexpr, stored_rows: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +111,7 @@ def store_split(
 
 
 @triton_kernel(specialize=False)
-def merge_splits(
+def _merge_splits(
     splits_ptr, stats_ptr, first_program, last_program, is_row,
     padded_dim: tl.constexpr, stored_rows: tl.constexpr, merge_tile: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +147,7 @@ def merge_splits(
 
 
 @triton_kernel(specialize=False)
-def store_rows(
+def _store_rows(
     out_ptr, result, query_begin, query_len, kv_head,
     num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, num_rows: tl.constexpr,
     padded_dim: tl.constexpr,
@@ -132,7 +164,28 @@ def store_rows(
 
 
 @triton_kernel(specialize=False)
-def store_zeros(
+def clear_output(
+    out_ptr, query_start_loc_ptr, seq_lens_ptr, num_reqs, tail_token, num_tokens,
+    num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, num_rows: tl.constexpr,
+    padded_dim: tl.constexpr,
+):  # fmt: skip
+    """Write zeros for the tokens of padding requests, and for those from ``tail_token`` on."""
+    padding = tl.program_id(0)
+    while padding < num_reqs:
+        if tl.load(seq_lens_ptr + padding) == 0:
+            token = tl.load(query_start_loc_ptr + padding)
+            end_token = tl.load(query_start_loc_ptr + padding + 1)
+            while token < end_token:
+                _store_zeros(out_ptr, token, num_kv_heads, group, head_dim, num_rows, padded_dim)
+                token += 1
+        padding += tl.num_programs(0)
+    while tail_token < num_tokens:
+        _store_zeros(out_ptr, tail_token, num_kv_heads, group, head_dim, num_rows, padded_dim)
+        tail_token += tl.num_programs(0)
+
+
+@triton_kernel(specialize=False)
+def _store_zeros(
     out_ptr, token,
     num_kv_heads: tl.constexpr, group: tl.constexpr, head_dim: tl.constexpr, num_rows: tl.constexpr,
     padded_dim: tl.constexpr,

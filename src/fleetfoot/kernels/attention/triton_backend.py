@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
@@ -49,12 +48,7 @@ class TritonBackend(SDPABackend):
         return is_type and is_head_dim and group <= max_rows(head_dim)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata, scale: float, window: int | None
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`. The output of tokens that belong to no request is zero.
 
@@ -73,24 +67,17 @@ class TritonBackend(SDPABackend):
         rows = metadata.max_query_len * inputs.group
         num_decodes = 0 if metadata.max_query_len == 1 or rows <= MIN_ROWS else metadata.num_decodes
         if num_decodes:
-            decodes = inputs._replace(
-                query=query[:num_decodes],
-                query_start_loc=metadata.query_start_loc[: num_decodes + 1],
-                seq_lens=metadata.seq_lens[:num_decodes],
-                block_tables=metadata.block_tables[:num_decodes],
-                max_query_len=1,
-            )
+            decodes = inputs.requests(0, num_decodes)._replace(query=query[:num_decodes], max_query_len=1)
             _decode(decodes, workspace, out[:num_decodes])
         if query.shape[0] > num_decodes:
-            rest = inputs._replace(
-                query_start_loc=metadata.query_start_loc[num_decodes:],
-                seq_lens=metadata.seq_lens[num_decodes:],
-                block_tables=metadata.block_tables[num_decodes:],
-            )
+            rest = inputs.requests(num_decodes)
+            _, prefill_hopper = _hopper_kernels(query.device)
             if rows <= max_rows(head_dim):
                 _decode(rest, workspace, out)
+            elif prefill_hopper is not None and prefill_hopper.supports(rest):
+                prefill_hopper.paged_attention_prefill_hopper(rest, counter=workspace.counter, out=out)
             else:
-                _prefill(rest, workspace.counter, out)
+                paged_attention_prefill(rest, out=out)
         return out
 
     def forward_fused(
@@ -113,73 +100,48 @@ class TritonBackend(SDPABackend):
             return None
         heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         inputs = AttentionInputs.of(heads[:, :num_heads], kv_cache, metadata, scale, window)
-        hopper = _hopper_kernels(qkv.device)
-        has_hopper_kernel = hopper is not None and hopper.decode.supports(inputs)
-        max_pairs = HOPPER_FUSED_PAIRS_PER_SM if has_hopper_kernel else FUSED_PAIRS_PER_SM
+        decode_hopper, _ = _hopper_kernels(qkv.device)
+        is_hopper = decode_hopper is not None and decode_hopper.supports(inputs)
+        max_pairs = HOPPER_FUSED_PAIRS_PER_SM if is_hopper else FUSED_PAIRS_PER_SM
         if metadata.num_reqs * num_kv_heads > gpu_limits(qkv.device).num_sms * max_pairs:
             return None
         _check(inputs)
         out = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+        inputs, workspace, slots = inputs._replace(query=heads), self._workspace(qkv.device), metadata.slot_mapping
         paged_attention_decode(
-            inputs._replace(query=heads),
-            workspace=self._workspace(qkv.device),
-            out=out,
-            rotary=rotary,
-            slot_mapping=metadata.slot_mapping,
-            prefetch_weight=prefetch_weight,
+            inputs, workspace=workspace, out=out, rotary=rotary, slot_mapping=slots, prefetch_weight=prefetch_weight
         )
         return out
 
     def _workspace(self, device: torch.device) -> AttentionWorkspace:
-        workspace = self._workspaces.get(device)
-        if workspace is None:
-            workspace = self._workspaces[device] = AttentionWorkspace(device)
-        return workspace
+        if device not in self._workspaces:
+            self._workspaces[device] = AttentionWorkspace(device)
+        return self._workspaces[device]
 
 
 def _decode(inputs: AttentionInputs, workspace: AttentionWorkspace, out: torch.Tensor) -> None:
-    hopper = _hopper_kernels(inputs.query.device)
-    if hopper is not None and hopper.decode.supports(inputs):
-        hopper.decode.paged_attention_decode_hopper(inputs, workspace=workspace, out=out)
+    decode_hopper, _ = _hopper_kernels(inputs.query.device)
+    if decode_hopper is not None and decode_hopper.supports(inputs):
+        decode_hopper.paged_attention_decode_hopper(inputs, workspace=workspace, out=out)
     else:
         paged_attention_decode(inputs, workspace=workspace, out=out)
 
 
-def _prefill(inputs: AttentionInputs, counter: torch.Tensor, out: torch.Tensor) -> None:
-    hopper = _hopper_kernels(inputs.query.device)
-    if hopper is not None and hopper.prefill.supports(inputs):
-        hopper.prefill.paged_attention_prefill_hopper(inputs, counter=counter, out=out)
-    else:
-        paged_attention_prefill(inputs, out=out)
-
-
-class _HopperKernels(NamedTuple):
-    """The modules of the kernels in Gluon."""
-
-    decode: ModuleType
-    prefill: ModuleType
-
-
 @cache
-def _hopper_kernels(device: torch.device) -> _HopperKernels | None:
+def _hopper_kernels(device: torch.device) -> tuple[ModuleType | None, ModuleType | None]:
+    """The modules of the decode and the prefill kernel in Gluon, where they can be used."""
     if not has_hopper_kernels(device):
-        return None
+        return None, None
     from fleetfoot.kernels.attention import decode_hopper, prefill_hopper
 
-    return _HopperKernels(decode_hopper, prefill_hopper)
+    return decode_hopper, prefill_hopper
 
 
 def _check(inputs: AttentionInputs) -> None:
     query, kv_cache = inputs.query, inputs.kv_cache
     num_heads, head_dim = query.shape[1:]
     _, kinds, num_kv_heads, block_size, kv_head_dim = kv_cache.shape
-    element_size = query.element_size()
-    addresses = (
-        query.data_ptr(),
-        kv_cache.data_ptr(),
-        query.stride(0) * element_size,
-        kv_cache.stride(0) * element_size,
-    )
+    strides = (tensor.stride(0) * tensor.element_size() for tensor in (query, kv_cache))
     if (
         kv_cache.dtype != query.dtype
         or kinds != 2
@@ -187,7 +149,7 @@ def _check(inputs: AttentionInputs) -> None:
         or num_heads % num_kv_heads
         or query.stride()[1:] != (head_dim, 1)
         or kv_cache.stride()[1:] != (num_kv_heads * block_size * head_dim, block_size * head_dim, head_dim, 1)
-        or any(address % _ALIGNMENT for address in addresses)
+        or any(address % _ALIGNMENT for address in (query.data_ptr(), kv_cache.data_ptr(), *strides))
     ):
         raise ValueError(
             f"query {list(query.shape)} {query.dtype} with strides {query.stride()} does not match the KV cache "
