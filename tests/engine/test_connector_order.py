@@ -28,8 +28,13 @@ from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling.shape import PLAIN
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
 
-KINDS = pytest.mark.parametrize("kind", ["v1", "v2"])
 DRAFTS = pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+
+
+@pytest.fixture(params=["v1", "v2"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
 
 # --- what happens, written down -------------------------------------------------------------------------------------
 
@@ -216,7 +221,6 @@ NOT_LAST = prompt_step("forward"), decode_step("forward")
 IDLE = ["bind idle", "flush", "start", "wait_for_progress", "save", "get_finished r0", "clear"]
 
 
-@KINDS
 @DRAFTS
 @pytest.mark.parametrize("size", [1, 2], ids=["alone", "pipeline"])
 def test_order(kind: str, drafts: bool, size: int) -> None:
@@ -245,7 +249,6 @@ def test_order_where_a_graph_is_replayed(drafts: bool) -> None:
     assert rank.runner.graphs.num_steps["uniform" if drafts else "decode"] == 2
 
 
-@KINDS
 @pytest.mark.parametrize("size", [1, 2], ids=["alone", "pipeline"])
 def test_kv_is_final_when_it_is_saved(kind: str, size: int) -> None:
     """Nothing of a step is in the cache when loads begin, and everything is when it is saved: a drafter's too."""
@@ -271,7 +274,6 @@ FAULTS = [
 ]
 
 
-@KINDS
 @pytest.mark.parametrize(("where", "step", "raising"), FAULTS)
 def test_the_metadata_is_cleared_whatever_raises(kind: str, where: str, step: str, raising: str) -> None:
     events = STEPS[where][step]
@@ -288,7 +290,6 @@ def test_the_metadata_is_cleared_whatever_raises(kind: str, where: str, step: st
     assert rank.connector.metadata is None
 
 
-@KINDS
 @pytest.mark.parametrize(("step", "raising"), [(step, raising) for where, step, raising in FAULTS if where == "alone"])
 def test_clearing_never_hides_the_first_cause(
     kind: str, step: str, raising: str, caplog: pytest.LogCaptureFixture
@@ -303,7 +304,6 @@ def test_clearing_never_hides_the_first_cause(
     assert rank.log.take() == ["shutdown"]
 
 
-@KINDS
 def test_clearing_that_raises_is_itself_a_cause(kind: str) -> None:
     rank = Rank(kind, drafts=False)
     rank.log.raising = {"clear"}
@@ -314,7 +314,6 @@ def test_clearing_that_raises_is_itself_a_cause(kind: str) -> None:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-@KINDS
 def test_an_idle_step_frees_rows(kind: str) -> None:
     rank = Rank(kind, drafts=False)
     output = prefill()

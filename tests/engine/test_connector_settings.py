@@ -211,12 +211,14 @@ def test_another_class_checks_its_settings(capsys: Streams) -> None:
     assert context.fingerprint == ""
 
 
-def test_a_plan_needs_no_torch() -> None:
+def test_a_plan_needs_no_torch_and_imports_connectors_when_they_are_used() -> None:
     settings = transfer(
         MULTI, connectors=[transfer(SHARED, **FILES), transfer(OFFLOAD, num_cpu_blocks=3), transfer(NIXL)]
     )
     code = (
         "import sys; from fleetfoot.cli.main import main; "
+        "import fleetfoot.kv_transfer.blockstore.connector, fleetfoot.kv_transfer.multi, fleetfoot.plan.plan; "
+        "assert 'fleetfoot.kv_transfer.nixl.connector' not in sys.modules; "
         f"code = main(['plan', '--device', 'cpu', '--kv-transfer-config', {json.dumps(settings)!r}]); "
         "sys.exit(code or 'torch' in sys.modules)"
     )

@@ -24,7 +24,7 @@ from tests.helpers.faulty_connector import (
     InjectedError,
     faulty,
 )
-from tests.helpers.prefill_decode import ROOMY, RUNNERS, SIZE, VOCAB, Tokens, settle, tokens_of
+from tests.helpers.prefill_decode import ROOMY, SIZE, VOCAB, Tokens, settle, tokens_of
 
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
 from fleetfoot.cli.main import main
@@ -38,36 +38,45 @@ NUM_CACHED = {"alone": 16, "one": 28, "two": 24, "tiny": 0, "long": 36}
 """Tokens of full blocks without the last token, which an engine that has computed nothing yet can load."""
 
 
+Start = Callable[..., LLMEngine]
+Configs = dict[str, dict[str, Any]]
+
+
 def connector(name: str, module: str | None = None, **extra: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": name,
-        "kv_role": "kv_both",
-        "kv_connector_module_path": module,
-        "kv_connector_extra_config": extra,
-    }
-
-
-def shared(folder: Path) -> dict[str, Any]:
-    return connector("SharedStorageConnector", shared_storage_path=str(folder))
-
-
-def several(folder: Path) -> dict[str, Any]:
-    return connector("MultiConnector", connectors=[connector("OffloadingConnector", num_cpu_blocks=5), shared(folder)])
+    settings = {"kv_connector_module_path": module, "kv_connector_extra_config": extra}
+    return {"kv_connector": name, "kv_role": "kv_both", **settings}
 
 
 OFFLOAD = connector("OffloadingConnector", num_cpu_blocks=200)
-CONNECTORS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "offload": lambda folder: OFFLOAD,
-    "filesystem": shared,
-    "multi": several,
-    "own": lambda folder: connector("DictConnector", "own_connector"),
-}
 
 
 @pytest.fixture(autouse=True)
 def own_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The connector of CONTRIBUTING.md, which keeps blocks in a dictionary."""
     return Page(tmp_path, monkeypatch).add_module("own_connector", "connector")
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Configs:
+    files = connector("SharedStorageConnector", shared_storage_path=str(tmp_path / "kv"))
+    parts = [connector("OffloadingConnector", num_cpu_blocks=5), files]
+    several, own = connector("MultiConnector", connectors=parts), connector("DictConnector", "own_connector")
+    return {"offload": OFFLOAD, "files": files, "multi": several, "own": own}
+
+
+@pytest.fixture(params=["v1", "v2"])
+def runner(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def start(runner: str, text_model: Path) -> Start:
+    """Starts an engine with a connector, and by default with a cache that is too small for all requests."""
+
+    def start_engine(config: dict[str, Any] | None, **settings: Any) -> LLMEngine:
+        return make_engine(text_model, kv_transfer_config=config, **{"runner": runner, **SIZE, **settings})
+
+    return start_engine
 
 
 def close(engine: LLMEngine) -> TransferStats:
@@ -81,47 +90,41 @@ def close(engine: LLMEngine) -> TransferStats:
 # --- the same tokens ------------------------------------------------------------------------------------------------
 
 
-@RUNNERS
-@pytest.mark.parametrize("name", CONNECTORS)
+@pytest.mark.parametrize("name", ["offload", "files", "multi", "own"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_tokens_are_those_without(
-    runner: str, name: str, caching: bool, text_model: Path, tmp_path: Path, no_connector: Tokens
+    runner: str, start: Start, configs: Configs, name: str, caching: bool, no_connector: Tokens
 ) -> None:
-    config = CONNECTORS[name](tmp_path)
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=config, enable_prefix_caching=caching, **SIZE)
+    engine = start(configs[name], enable_prefix_caching=caching)
     assert engine.runner_name == runner
     for _ in range(2):  # the second time much of it is loaded
         assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     stats = close(engine)
     assert stats.loads_failed == 0
-    if not caching and name != "filesystem":  # files may still be on their way when they are looked for
+    if not caching and name != "files":  # they may still be on their way when they are looked for
         assert stats.loads_done > 0 and stats.tokens_loaded > 0
 
 
-@RUNNERS
 @pytest.mark.parametrize("reset_connector", [False, True])
-def test_a_reset_of_the_prefix_cache_reaches_the_connector_if_it_is_to(
-    runner: str, reset_connector: bool, text_model: Path, no_connector: Tokens
+def test_a_reset_of_the_prefix_cache_resets_the_connector_if_it_is_to(
+    start: Start, reset_connector: bool, no_connector: Tokens
 ) -> None:
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=OFFLOAD, **SIZE)
+    engine = start(OFFLOAD)
     for _ in range(2):
         assert tokens_of(run_requests(engine, {"long": REQUESTS["long"]})) == {"long": no_connector["long"]}
         engine.reset_prefix_cache(reset_connector=reset_connector)
     assert close(engine).loads_done == (0 if reset_connector else 1)
 
 
-@RUNNERS
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("name", ["filesystem", "own"])
+@pytest.mark.parametrize("name", ["files", "own"])
 def test_another_engine_finds_what_one_has_computed(
-    runner: str, depth: int, name: str, text_model: Path, tmp_path: Path, no_connector: Tokens
+    start: Start, configs: Configs, depth: int, name: str, no_connector: Tokens
 ) -> None:
-    config = CONNECTORS[name](tmp_path)
-    one = make_engine(text_model, runner="v1", kv_transfer_config=config, **SIZE)
+    one = start(configs[name], runner="v1")
     assert tokens_of(run_requests(one, REQUESTS)) == no_connector
-    assert (close(one).counters.get("blocks_saved", 0) > 0) == (name == "filesystem")
-    settings = {**ROOMY, "async_scheduling": bool(depth)}
-    other = make_engine(text_model, runner=runner, kv_transfer_config=config, **settings)
+    assert (close(one).counters.get("blocks_saved", 0) > 0) == (name == "files")
+    other = start(configs[name], **ROOMY, async_scheduling=bool(depth))
     outputs = run_requests(other, REQUESTS)
     assert tokens_of(outputs) == no_connector
     assert {name: output.num_cached_tokens for name, output in outputs.items()} == NUM_CACHED
@@ -129,17 +132,15 @@ def test_another_engine_finds_what_one_has_computed(
     assert (stats.loads_done, stats.tokens_loaded, stats.loads_failed) == (4, sum(NUM_CACHED.values()), 0)
 
 
-@RUNNERS
 def test_loaded_kv_is_what_is_used(
-    runner: str, text_model: Path, tmp_path: Path, no_connector: Tokens, own_connector: ModuleType
+    start: Start, configs: Configs, no_connector: Tokens, own_connector: ModuleType
 ) -> None:
-    config = CONNECTORS["own"](tmp_path)
-    one = make_engine(text_model, runner=runner, kv_transfer_config=config, **SIZE)
+    one = start(configs["own"])
     run_requests(one, REQUESTS)
     close(one)
     for block_hash, layers in own_connector.STORE.items():
         own_connector.STORE[block_hash] = [-layer for layer in layers]
-    other = make_engine(text_model, runner=runner, kv_transfer_config=config, **SIZE)
+    other = start(configs["own"])
     assert tokens_of(run_requests(other, {"long": REQUESTS["long"]}))["long"] != no_connector["long"]
     other.shutdown()
 
@@ -153,13 +154,11 @@ EXPECTED_CALLS = [
 """Of a request whose KV is loaded in an idle step, up to the end of its first step with a forward pass."""
 
 
-@RUNNERS
-def test_the_order_of_calls(runner: str, text_model: Path, tmp_path: Path) -> None:
+def test_the_order_of_calls(start: Start, configs: Configs) -> None:
     """As in docs/kv_connectors.md."""
     for _ in range(2):  # the second engine loads
         faults = Faults()
-        config = faulty(CONNECTORS["own"](tmp_path), faults)
-        engine = make_engine(text_model, runner=runner, kv_transfer_config=config, async_scheduling=False, **SIZE)
+        engine = start(faulty(configs["own"], faults), async_scheduling=False)
         run_requests(engine, {"alone": REQUESTS["alone"]})
         engine.shutdown()
     calls = faults.calls
@@ -172,12 +171,11 @@ def test_the_order_of_calls(runner: str, text_model: Path, tmp_path: Path) -> No
     assert calls[-2:] == ["shutdown", "shutdown"]  # the worker side first
 
 
-@RUNNERS
-def test_host_memory_holds_what_the_cache_does_not(runner: str, text_model: Path) -> None:
+def test_host_memory_holds_what_the_cache_does_not(start: Start) -> None:
     """Three prompts of which the KV cache holds one, asked in turn."""
     prompts = [prompt_of(40, VOCAB, seed=seed) for seed in range(3)]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    engine = make_engine(text_model, runner=runner, kv_offloading_size=0.01, block_size=4, num_gpu_blocks_override=12)
+    engine = start(None, kv_offloading_size=0.01, num_gpu_blocks_override=12)
     rounds = []
     for _ in range(3):
         outputs = [run_requests(engine, {"r": (prompt, params)})["r"] for prompt in prompts]
@@ -189,41 +187,35 @@ def test_host_memory_holds_what_the_cache_does_not(runner: str, text_model: Path
     assert (stats.loads_done, stats.tokens_loaded, stats.loads_failed) == (6, 6 * 36, 0)
 
 
-@RUNNERS
-def test_a_conversation_goes_on_in_another_engine(runner: str, text_model: Path, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_in_another_engine(start: Start, configs: Configs) -> None:
     """What was generated is saved too, at the latest when its request ends."""
     params = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
-    one = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), block_size=4)
+    one = start(configs["files"])
     said = run_requests(one, {"r": (PROMPTS["alone"], params)})["r"].outputs[0].token_ids
     close(one)
     follow_up = [*PROMPTS["alone"], *said, 17, 18]
-    plain = make_engine(text_model, runner=runner, block_size=4)
-    other = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), block_size=4)
+    plain, other = start(None), start(configs["files"])
     output = run_requests(other, {"r": (follow_up, params)})["r"]
     assert output.num_cached_tokens == 28  # all but the last token of 29 have KV, in seven blocks
     assert output.outputs[0].token_ids == run_requests(plain, {"r": (follow_up, params)})["r"].outputs[0].token_ids
     close(other)
 
 
-@RUNNERS
-@pytest.mark.parametrize("name", ["filesystem", "multi"])
+@pytest.mark.parametrize("name", ["files", "multi"])
 def test_an_engine_that_ends_after_its_last_request_has_saved_all_of_it(
-    runner: str, name: str, text_model: Path, tmp_path: Path
+    start: Start, configs: Configs, name: str, tmp_path: Path
 ) -> None:
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=CONNECTORS[name](tmp_path), **SIZE)
+    engine = start(configs[name])
     run_requests(engine, {"alone": REQUESTS["alone"]})
     engine.shutdown()
     assert len(list(tmp_path.rglob("*.kv"))) == 7  # all but the last of 30 tokens have KV
 
 
-@RUNNERS
-def test_async_engine(runner: str, text_model: Path, tmp_path: Path, no_connector: Tokens) -> None:
+def test_async_engine(runner: str, text_model: Path, configs: Configs, no_connector: Tokens) -> None:
     async def everything() -> None:
         for _ in range(2):
-            config = several(tmp_path)
-            llm = AsyncLLM(
-                str(text_model), device="cpu", max_num_seqs=8, runner=runner, kv_transfer_config=config, **SIZE
-            )
+            settings = {"device": "cpu", "max_num_seqs": 8, "kv_transfer_config": configs["multi"], **SIZE}
+            llm = AsyncLLM(str(text_model), runner=runner, **settings)
             try:
                 outputs = await asyncio.gather(*(last_output(llm, *REQUESTS[name], name) for name in REQUESTS))
                 assert tokens_of(dict(zip(REQUESTS, outputs, strict=True))) == no_connector
@@ -233,21 +225,19 @@ def test_async_engine(runner: str, text_model: Path, tmp_path: Path, no_connecto
     asyncio.run(everything())
 
 
-# --- files that are not what they should be -------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------------------------
 
 
-@RUNNERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_spoiled_files(runner: str, policy: str, text_model: Path, tmp_path: Path, no_connector: Tokens) -> None:
-    one = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **SIZE)
+def test_damaged_files(start: Start, configs: Configs, policy: str, tmp_path: Path, no_connector: Tokens) -> None:
+    one = start(configs["files"])
     run_requests(one, REQUESTS)
     close(one)
     for path in tmp_path.rglob("*.kv"):
         content = bytearray(path.read_bytes())
         content[-7] ^= 16
         path.write_bytes(content)
-    config = {**shared(tmp_path), "kv_load_failure_policy": policy}
-    other = make_engine(text_model, runner=runner, kv_transfer_config=config, **SIZE)
+    other = start({**configs["files"], "kv_load_failure_policy": policy})
     outputs = run_requests(other, REQUESTS)
     for name, output in outputs.items():
         completion = output.outputs[0]
@@ -257,23 +247,17 @@ def test_spoiled_files(runner: str, policy: str, text_model: Path, tmp_path: Pat
             assert (completion.finish_reason, completion.token_ids) == ("error", [])
             assert "checksum is wrong" in str(completion.stop_reason)
     assert close(other).loads_failed >= 4
-    if policy == "recompute":  # what was spoiled has been written anew
-        third = make_engine(text_model, runner=runner, kv_transfer_config=shared(tmp_path), **SIZE)
+    if policy == "recompute":  # the files have been written again
+        third = start(configs["files"])
         assert tokens_of(run_requests(third, REQUESTS)) == no_connector
         assert close(third).loads_done > 0
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------
-
-
-@RUNNERS
 @pytest.mark.parametrize("point", [*SCHEDULER_POINTS, *WORKER_POINTS])
 @pytest.mark.parametrize("on_call", [1, 2])
-def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(
-    runner: str, point: str, on_call: int, text_model: Path
-) -> None:
+def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(start: Start, point: str, on_call: int) -> None:
     faults = Faults(raise_at=point, on_call=on_call)
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **SIZE)
+    engine = start(faulty(OFFLOAD, faults))
     with pytest.raises(EngineDeadError, match=f"injected at {point}") as caught:
         for _ in range(3):
             run_requests(engine, REQUESTS)
@@ -286,15 +270,14 @@ def test_an_error_at_any_point_ends_the_engine_and_nothing_hangs(
     engine.shutdown()
 
 
-@RUNNERS
 @pytest.mark.parametrize("point", ["build_connector_meta", "bind_connector_metadata", "flush", "get_finished"])
 def test_both_sides_are_shut_down_after_an_error_at_the_end(
-    runner: str, point: str, text_model: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults, ended = Faults(), []
     for side in (FaultyScheduler, FaultyWorker):
         monkeypatch.setattr(side, "shutdown", lambda self: ended.append(type(self)))
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **SIZE)
+    engine = start(faulty(OFFLOAD, faults))
     run_requests(engine, {"alone": REQUESTS["alone"]})
     faults.raise_at, faults.on_call = point, faults.calls.count(point) + 1
     with pytest.raises(InjectedError, match=f"injected at {point}"):
@@ -302,21 +285,28 @@ def test_both_sides_are_shut_down_after_an_error_at_the_end(
     assert ended == [FaultyWorker, FaultyScheduler]
 
 
-def saved(model: Path, runner: str, expected: Tokens, *, policy: str = "recompute", **settings: Any) -> Any:
-    """Faults, and an engine that has saved the KV of REQUESTS in host memory alone."""
-    faults = Faults()
-    config = faulty(OFFLOAD, faults, kv_load_failure_policy=policy)
-    settings = {**SIZE, "enable_prefix_caching": False, **settings}
-    engine = make_engine(model, runner=runner, kv_transfer_config=config, **settings)
-    assert tokens_of(run_requests(engine, REQUESTS)) == expected
-    return faults, engine
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
 
 
-@RUNNERS
+@pytest.fixture
+def saved(start: Start, faults: Faults, no_connector: Tokens) -> Start:
+    """Starts an engine with these faults, which has saved the KV of REQUESTS in host memory alone."""
+
+    def start_saved(policy: str = "recompute", **settings: Any) -> LLMEngine:
+        config = faulty(OFFLOAD, faults, kv_load_failure_policy=policy)
+        engine = start(config, enable_prefix_caching=False, **settings)
+        assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
+        return engine
+
+    return start_saved
+
+
 @pytest.mark.parametrize("loads", ["fail", "time_out", "corrupt"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path, no_connector: Tokens) -> None:
-    faults, engine = saved(text_model, runner, no_connector, policy=policy)
+def test_loads_that_fail(saved: Start, faults: Faults, loads: str, policy: str, no_connector: Tokens) -> None:
+    engine = saved(policy)
     before = engine.stats().transfers
     faults.loads = loads
     outputs = run_requests(engine, REQUESTS)
@@ -335,13 +325,11 @@ def test_loads_that_fail(runner: str, loads: str, policy: str, text_model: Path,
     assert bool(stats.loads_timed_out) == (loads == "time_out")
 
 
-@RUNNERS
-def test_a_slow_load_delays_no_other_request(runner: str, text_model: Path, no_connector: Tokens) -> None:
-    faults, engine = saved(text_model, runner, no_connector, num_gpu_blocks_override=100)
+def test_a_slow_load_delays_no_other_request(saved: Start, faults: Faults, no_connector: Tokens) -> None:
+    engine = saved(**ROOMY)
     faults.loads = "hold"
     engine.add_request("alone", *REQUESTS["alone"])
-    new_prompt = prompt_of(30, VOCAB, seed=99)
-    engine.add_request("new", new_prompt, PARAMS["alone"])
+    engine.add_request("new", prompt_of(30, VOCAB, seed=99), PARAMS["alone"])
     finished = []
     for _ in range(60):
         finished += [output.request_id for output in engine.step() if output.finished]
@@ -352,9 +340,8 @@ def test_a_slow_load_delays_no_other_request(runner: str, text_model: Path, no_c
     close(engine)
 
 
-@RUNNERS
-def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path, no_connector: Tokens) -> None:
-    faults, engine = saved(text_model, runner, no_connector)
+def test_a_request_that_is_aborted_while_it_loads(saved: Start, faults: Faults) -> None:
+    engine = saved()
     faults.loads = "hold"
     engine.add_request("long", *REQUESTS["long"])
     for _ in range(3):
@@ -371,10 +358,9 @@ def test_a_request_that_is_aborted_while_it_loads(runner: str, text_model: Path,
     close(engine)
 
 
-@RUNNERS
-def test_held_blocks_are_released(runner: str, text_model: Path, no_connector: Tokens) -> None:
+def test_held_blocks_are_released(start: Start, no_connector: Tokens) -> None:
     faults = Faults(holds=True)
-    engine = make_engine(text_model, runner=runner, kv_transfer_config=faulty(OFFLOAD, faults), **ROOMY)
+    engine = start(faulty(OFFLOAD, faults), **ROOMY)
     assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     assert not engine.has_unfinished_requests() and engine.has_transfers()
     assert engine.stats().transfers.num_held_blocks > 30
@@ -385,13 +371,13 @@ def test_held_blocks_are_released(runner: str, text_model: Path, no_connector: T
 # --- what is counted ------------------------------------------------------------------------------------------------
 
 
-def test_bench_shows_what_was_loaded(text_model: Path, tmp_path: Path) -> None:
+def test_bench_shows_what_was_loaded(text_model: Path, configs: Configs, tmp_path: Path) -> None:
     """From files of an earlier run, which a run without a warm-up may find."""
     results = []
     for number in range(2):
         output = tmp_path / f"{number}.json"
         flags = ["--num-prompts", "3", "--input-len", "40", "--output-len", "4", "--num-warmup", "0", "--device", "cpu"]
-        config = json.dumps(shared(tmp_path / "kv"))
+        config = json.dumps(configs["files"])
         arguments = ["--model", str(text_model), *flags, "--block-size", "4", "--kv-transfer-config", config]
         assert main(["bench", "throughput", *arguments, "--max-num-seqs", "8", "--output", str(output)]) == 0
         results.append(json.loads(output.read_text())["results"]["kv_transfer"])

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +18,7 @@ from fleetfoot.kv_transfer.nixl.transfer_agent import TcpAgent, TransferAgent, m
 from fleetfoot.kv_transfer.nixl.worker import NixlWorker
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import KVConnectorOutput, NewRequest, SchedulerOutput
-from tests.helpers.kv_bench import Bench, transfer_config
-
-TOKENS = list(range(17))
-"""Four full blocks, and a last token, which is always computed."""
+from tests.helpers.kv_bench import BLOCKS, PLACES, TOKENS, Bench, transfer_config
 
 
 def skip_without(backend: str) -> None:
@@ -43,9 +40,9 @@ def flip_at(place: int) -> Callable[[bytes, int], bytes]:
 
     def flip(content: bytes, offset: int) -> bytes:
         index = place - offset
-        if not 0 <= index < len(content):
-            return content
-        return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
+        if 0 <= index < len(content):
+            content = content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
+        return content
 
     return flip
 
@@ -56,11 +53,7 @@ def cut_at(place: int) -> Callable[[bytes, int], bytes]:
 
 
 class Gate:
-    """Holds bytes back until it is opened.
-
-    Args:
-        at: only those in which these bytes are, and all behind them.
-    """
+    """Holds bytes back until it is opened: those that contain ``at``, and all after them."""
 
     def __init__(self, at: bytes = b"") -> None:
         self._at = at
@@ -73,7 +66,7 @@ class Gate:
         return content
 
 
-class Line:
+class Line(contextlib.AbstractContextManager["Line"]):
     """A relay between consumers and one producer.
 
     Attributes:
@@ -91,9 +84,6 @@ class Line:
 
     def close(self) -> None:
         self._server.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -130,11 +120,8 @@ def _cut(connection: socket.socket) -> None:
 
 
 class EngineLine(Line):
-    """A relay for the side channel of an engine with a TCP agent. Its consumers are sent to `data` for the KV itself.
-
-    Args:
-        address: of the side channel, one of ``remote_addresses``.
-    """
+    """A relay for the side channel of an engine with a TCP agent: one of its ``remote_addresses``. Consumers read the
+    KV itself through `data`."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -172,24 +159,14 @@ class LineAgent(TcpAgent):
 
 
 class Engine(Bench):
-    """One of the pair.
-
-    Args:
-        line: consumers reach its memory through a `Line`: attribute ``lines``, of each rank.
-    """
+    """One of the pair. ``line``: consumers reach its memory through a `Line` for each rank, see ``lines``."""
 
     def __init__(
-        self,
-        *,
-        role: str = "kv_both",
-        backend: str = "tcp",
-        timeout: float = 60.0,
-        line: bool = False,
-        extra: dict[str, Any] | None = None,
-        jobs: Any = None,
-        **options: Any,
-    ) -> None:
+        self, *, role: str = "kv_both", backend: str = "tcp", timeout: float = 60.0, line: bool = False,
+        extra: dict[str, Any] | None = None, jobs: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
         self.lines: list[Line] = []
+        self.sent: set[str] = set()
 
         def make(backend: str, name: str, host: str) -> TransferAgent:
             if not line:
@@ -203,29 +180,18 @@ class Engine(Bench):
 
         config = transfer_config("NixlConnector", role=role, timeout=timeout, backend=backend, **(extra or {}))
         super().__init__(config, make_worker=worker, **options)
-        self.sent: set[str] = set()
         self.step(idle=True)  # reports the addresses of its ranks
 
     def step(self, *arguments: Any, **options: Any) -> KVConnectorOutput:
         output = super().step(*arguments, **options)
-        if hasattr(self, "sent"):
-            self.sent |= output.sent
+        self.sent |= output.sent
         return output
 
     def hold(
-        self,
-        request_id: str,
-        tokens: Sequence[int] = TOKENS,
-        block_ids: Sequence[int] = (3, 7, 1, 12, 5),
-        *,
-        step: bool = True,
+        self, request_id: str, tokens: Sequence[int] = TOKENS, blocks: Sequence[int] = BLOCKS, *, step: bool = True
     ) -> Any:
-        """The ``kv_transfer_params`` of a finished prefill.
-
-        Args:
-            step: take a step, in which the workers get the lease.
-        """
-        request = self.request(request_id, tokens, block_ids)
+        """The ``kv_transfer_params`` of a finished prefill. ``step``: take a step, in which the workers get it."""
+        request = self.request(request_id, tokens, blocks)
         request.kv_transfer_params = {"do_remote_decode": True}
         self.scheduler.check_request(request)
         request.output_token_ids.append(99)
@@ -237,11 +203,7 @@ class Engine(Bench):
         return params
 
     def remote(
-        self,
-        params: Any,
-        request_id: str = "r",
-        tokens: Sequence[int] = TOKENS,
-        blocks: Sequence[int] = (9, 8, 2, 0, 4),
+        self, params: Any, request_id: str = "r", tokens: Sequence[int] = TOKENS, blocks: Sequence[int] = PLACES
     ) -> Request:
         """A request with these ``kv_transfer_params``."""
         request = self.request(request_id, tokens, blocks)

@@ -39,8 +39,12 @@ from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
 
 OTHERS = list(range(100, 117))
 BLOCK_BYTES = LAYOUT.bytes_per_block
-STORES = pytest.mark.parametrize("store", ["files", "host"])
 MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture(params=["files", "host"])
+def store(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
@@ -92,7 +96,6 @@ def files(folder: Path) -> list[Path]:
 # --- both stores ----------------------------------------------------------------------------------------------------
 
 
-@STORES
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_saved_blocks_are_loaded(make: MakeBench, store: str, num_ranks: int, tmp_path: Path) -> None:
     bench = make(store, num_ranks=num_ranks)
@@ -120,7 +123,6 @@ def test_saved_blocks_are_loaded(make: MakeBench, store: str, num_ranks: int, tm
     assert {path: path.stat().st_mtime_ns for path in files(tmp_path)} == times
 
 
-@STORES
 def test_cached_blocks_are_not_loaded(make: MakeBench, store: str) -> None:
     bench = make(store)
     contents = saved(bench)
@@ -131,7 +133,6 @@ def test_cached_blocks_are_not_loaded(make: MakeBench, store: str) -> None:
     assert same(bench.contents(PLACES[2:4]), [[layer[2:] for layer in layers] for layers in contents])
 
 
-@STORES
 def test_a_token_is_always_left_to_compute(make: MakeBench, store: str) -> None:
     bench = make(store)
     saved(bench)
@@ -141,7 +142,6 @@ def test_a_token_is_always_left_to_compute(make: MakeBench, store: str) -> None:
     assert bench.matched(bench.request("another end", [*TOKENS[:8], *range(50, 59)])) == 8
 
 
-@STORES
 def test_roles(make: MakeBench, store: str, tmp_path: Path) -> None:
     for role, num_saved in (("kv_consumer", 0), ("kv_producer", 4)):
         bench = make(store, role=role)
@@ -153,7 +153,6 @@ def test_roles(make: MakeBench, store: str, tmp_path: Path) -> None:
         assert consumer.load(consumer.request("again", TOKENS, PLACES)).loaded == {"again"}
 
 
-@STORES
 def test_freed_blocks_are_flushed_before_they_are_overwritten(make: MakeBench, store: str) -> None:
     bench = make(store)
     request = bench.request("r", TOKENS, BLOCKS)
@@ -168,7 +167,6 @@ def test_freed_blocks_are_flushed_before_they_are_overwritten(make: MakeBench, s
     assert same(bench.contents(PLACES[:4]), contents)
 
 
-@STORES
 def test_a_flush_comes_before_a_load_into_the_same_blocks(make: MakeBench, store: str) -> None:
     bench = make(store)
     first, second = bench.request("first", OTHERS, BLOCKS), bench.request("second", TOKENS, BLOCKS)
@@ -181,7 +179,6 @@ def test_a_flush_comes_before_a_load_into_the_same_blocks(make: MakeBench, store
     assert same(bench.contents(PLACES[:4]), of_first)
 
 
-@STORES
 def test_reset_cache(make: MakeBench, store: str) -> None:
     bench = make(store)
     request = bench.request("r", TOKENS, BLOCKS)

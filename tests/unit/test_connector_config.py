@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,13 +70,11 @@ def layout_of(plan: EnginePlan) -> KVLayout:
 
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_connectors_accept_the_layout_of_v2(name: str) -> None:
-    connector = find_connector(KVTransferConfig(kv_connector=name, kv_role="kv_both"))
-    assert connector.accepted_kv_layouts == {V2_LAYOUT}
+    assert find_connector(KVTransferConfig(name, "kv_both")).accepted_kv_layouts == {V2_LAYOUT}
 
 
 def test_connector_of_another_module() -> None:
-    module = "fleetfoot.kv_transfer.blockstore.connector"
-    config = KVTransferConfig(kv_connector="SharedStorageConnector", kv_role="kv_both", kv_connector_module_path=module)
+    config = KVTransferConfig("SharedStorageConnector", "kv_both", "fleetfoot.kv_transfer.blockstore.connector")
     assert find_connector(config) is SharedStorageConnector
     assert connector_layouts(config).accepted == SharedStorageConnector.accepted_kv_layouts
 
@@ -95,19 +91,8 @@ def test_connector_of_another_module() -> None:
     ],
 )
 def test_invalid_names(name: str, module_path: str | None, message: str) -> None:
-    config = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_module_path=module_path)
     with pytest.raises(ValueError, match=message):
-        find_connector(config)
-
-
-def test_nothing_is_imported_before_it_is_used() -> None:
-    code = (
-        "import sys; import fleetfoot.kv_transfer.base.registry, fleetfoot.plan.oracle, "
-        "fleetfoot.kv_transfer.blockstore.connector, fleetfoot.kv_transfer.multi, fleetfoot.plan.plan; "
-        "assert 'torch' not in sys.modules, 'torch'; "
-        "assert 'fleetfoot.kv_transfer.nixl.connector' not in sys.modules, 'nixl'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        find_connector(KVTransferConfig(name, "kv_both", module_path))
 
 
 # --- roles and sizes ------------------------------------------------------------------------------------------------
@@ -118,7 +103,7 @@ def test_nothing_is_imported_before_it_is_used() -> None:
     [("kv_both", True, True), ("kv_producer", False, True), ("kv_consumer", True, False), (None, False, False)],
 )
 def test_roles(role: str | None, can_load: bool, can_save: bool) -> None:
-    config = KVTransferConfig(kv_connector="SharedStorageConnector", kv_role=role)
+    config = KVTransferConfig("SharedStorageConnector", role)
     assert (config.can_load, config.can_save, config.is_active) == (can_load, can_save, role is not None)
 
 
@@ -203,14 +188,13 @@ def test_offloading_beside_another_connector(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 3), (4, 1)])
-def test_the_context_of_both_sides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tensor: int, pipeline: int) -> None:
+def test_the_context_of_both_sides(monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int) -> None:
     contexts: list[TransferContext] = []
     monkeypatch.setattr(OffloadingConnector, "scheduler_side", staticmethod(contexts.append))
     monkeypatch.setattr(OffloadingConnector, "worker_side", staticmethod(contexts.append))
     plan = plan_of()
-    config = dataclasses.replace(
-        plan.config, kv_offloading_size=1, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline
-    )
+    parallel = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    config = dataclasses.replace(plan.config, kv_offloading_size=1, **parallel)
     plan = dataclasses.replace(plan, config=config, connector=resolve_connector(config))
     scheduler_connector(plan)
     for rank in range(tensor * pipeline):
@@ -297,47 +281,38 @@ def test_settings_in_the_fingerprint() -> None:
     assert len({engine_fingerprint(plan_of(**settings)) for settings in different}) == len(different)
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["architecture", "num_layers", "num_kv_heads", "head_dim", "rms_norm_eps", "layer_windows", "qk_norm", "rope"],
-)
-def test_model_fields_in_the_fingerprint(field: str) -> None:
+def test_model_fields_in_the_fingerprint() -> None:
     plan = plan_of()
-    value = getattr(plan.model, field)
-    changes: dict[str, Any] = {
-        "architecture": "Other",
-        "layer_windows": (8,) * plan.model.num_layers,
-        "rope": dataclasses.replace(plan.model.rope, theta=3.0),
-    }
-    changed = {field: changes.get(field, not value if isinstance(value, bool) else value)}
-    if changed[field] == value:
-        changed[field] = value + 1
-    if field == "num_layers":
-        changed["layer_windows"] = ()
-    model = dataclasses.replace(plan.model, **changed)
-    assert engine_fingerprint(dataclasses.replace(plan, model=model)) != engine_fingerprint(plan)
+    model = plan.model
+    changes: list[dict[str, Any]] = [
+        {"architecture": "Other"},
+        {"num_layers": model.num_layers + 1, "layer_windows": ()},
+        {"num_kv_heads": model.num_kv_heads + 1},
+        {"head_dim": model.head_dim + 1},
+        {"rms_norm_eps": 1.0},
+        {"layer_windows": (8,) * model.num_layers},
+        {"qk_norm": not model.qk_norm},
+        {"rope": dataclasses.replace(model.rope, theta=3.0)},
+    ]
+    plans = [dataclasses.replace(plan, model=dataclasses.replace(model, **change)) for change in ({}, *changes)]
+    assert len({engine_fingerprint(plan) for plan in plans}) == len(plans)
 
 
-def change_one_value(path: Path) -> None:
-    """The last one of a tensor, without a change of size."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def change_every_tensor(path: Path) -> None:
+def flip_tensors(path: Path) -> None:
     """Other weights of the same shapes."""
-    content = bytearray(path.read_bytes())
-    header = 8 + int.from_bytes(content[:8], "little")
-    content[header:] = bytes(byte ^ 1 for byte in content[header:])
-    path.write_bytes(content)
+    flip(path, 8 + int.from_bytes(path.read_bytes()[:8], "little"))
+
+
+def flip(path: Path, begin: int = -1) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:begin] + bytes(byte ^ 1 for byte in content[begin:]))
 
 
 def truncate(path: Path) -> None:
     os.truncate(path, 4)
 
 
-@pytest.mark.parametrize("change", [change_one_value, change_every_tensor, truncate, os.unlink])
+@pytest.mark.parametrize("change", [flip, flip_tensors, truncate, os.unlink])
 def test_weights_in_the_fingerprint(tmp_path: Path, change: Callable[[Path], None]) -> None:
     file = tmp_path / "model.safetensors"
     shutil.copy2(embedded_model_path() / file.name, file)
