@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -35,73 +36,57 @@ def longest_held_back(text: str, stop: list[str]) -> str:
     return next((suffix for suffix in suffixes if any(s.startswith(suffix) for s in stop)), "")
 
 
-@settings(max_examples=400, deadline=None)
-@given(chunks=CHUNKS, stop=STOPS, include=st.booleans())
-def test_checker_agrees_with_the_oracle(chunks: list[tuple[str, bool]], stop: list[str], include: bool) -> None:
+@settings(max_examples=400)
+@given(chunks=CHUNKS, stop=STOPS, include=st.booleans(), cuts=st.lists(st.integers(0, 60)))
+def test_checker_agrees_with_the_oracle(
+    chunks: list[tuple[str, bool]], stop: list[str], include: bool, cuts: list[int]
+) -> None:
     checker = StopStringChecker(stop, include)
     match = first_match(chunks, stop)
-    text = "".join(chunk for chunk, _ in chunks)
+    whole = text = "".join(chunk for chunk, _ in chunks)
     if match is not None:
         end, expected_stop = match
         text = text[: end if include else end - len(expected_stop)]
     released, seen, found = "", "", None
+    can_always_stop = all(can_stop for _, can_stop in chunks)
     for chunk, can_stop in chunks:
-        piece, found = checker.feed(chunk, can_stop)
-        released += piece
+        part, found = checker.feed(chunk, can_stop)
+        released += part
         seen += chunk
         assert text.startswith(released)
         if found is not None:
+            assert checker.feed("after " + stop[0]) == ("", found)
             break
-        if all(can_stop for _, can_stop in chunks):
-            # Exactly the longest possible beginning of a stop string waits, no more.
+        if can_always_stop:  # exactly the longest possible beginning of a stop string waits
             assert released + longest_held_back(seen, stop) == seen
     released += checker.finish()
     assert (found, released) == (match[1] if match else None, text)
+    if can_always_stop:  # any other cut into chunks gives the same
+        bounds = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+        other = StopStringChecker(stop, include)
+        fed = [other.feed(whole[a:b]) for a, b in itertools.pairwise(bounds)]
+        assert ("".join(part for part, _ in fed) + other.finish(), fed[-1][1]) == (released, found)
 
 
-@settings(max_examples=100, deadline=None)
-@given(text=LETTERS, pieces=st.lists(st.integers(0, 5)), stop=STOPS)
-def test_the_cut_into_pieces_does_not_matter(text: str, pieces: list[int], stop: list[str]) -> None:
-    def run(chunks: list[str]) -> tuple[str, str | None]:
-        checker, released, found = StopStringChecker(stop), "", None
-        for chunk in chunks:
-            piece, found = checker.feed(chunk)
-            released += piece
-        return released + checker.finish(), found
-
-    bounds = [0, *sorted(min(cut, len(text)) for cut in pieces), len(text)]
-    assert run([text]) == run([text[a:b] for a, b in itertools.pairwise(bounds)])
+@pytest.mark.parametrize(
+    ("stop", "result"),
+    [
+        (["bcd", "c"], ("ab", "c")),  # the match that ends first
+        (["c", "bc"], ("a", "bc")),  # of those the one that begins first
+        (["abx", "b"], ("a", "b")),  # a match within a longer attempt
+    ],
+)
+def test_which_of_two_matches_wins(stop: list[str], result: tuple[str, str]) -> None:
+    assert StopStringChecker(stop).feed("abcd") == result
 
 
-def test_what_is_fed_after_a_match_is_dropped() -> None:
-    checker = StopStringChecker(["END"])
-    assert checker.feed("one EN") == ("one ", None)
-    assert checker.feed("D two") == ("", "END")
-    assert checker.feed("three END") == ("", "END")
-    assert checker.finish() == ""
-
-
-def test_which_of_two_matches_wins() -> None:
-    assert StopStringChecker(["bcd", "c"]).feed("abcd") == ("ab", "c"), "the match that ends first"
-    assert StopStringChecker(["c", "bc"]).feed("abcd") == ("a", "bc"), "of those the one that begins first"
-    assert StopStringChecker(["abx", "b"]).feed("ab") == ("a", "b"), "a match within a longer attempt"
-
-
-def test_no_work_is_repeated_on_a_long_text() -> None:
+def test_no_work_is_repeated_on_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
     checker = StopStringChecker(["a" * 50 + "b"])
-    steps = 0
-    next_state = checker._next_state
-
-    def count(state: int, character: str) -> int:
-        nonlocal steps
-        steps += 1
-        return next_state(state, character)
-
-    checker._next_state = count  # type: ignore[method-assign]
+    next_state = mock.Mock(wraps=checker._next_state)
+    monkeypatch.setattr(checker, "_next_state", next_state)
     released = [checker.feed("a")[0] for _ in range(2000)]
-    assert steps == 2000
+    assert next_state.call_count == 2000
     assert "".join(released) == "a" * 1950
-    assert StopStringChecker(["zz"]).feed("x" * 100 + "z") == ("x" * 100, None)
 
 
 @pytest.mark.parametrize("stop", [[], [""], ["a", ""]])
@@ -144,12 +129,6 @@ def test_without_stop_strings_text_is_released_at_once() -> None:
         assert stream.take_delta() == character
 
 
-def test_a_match_at_a_pushs_last_token_keeps_all() -> None:
-    stream = TextStream(tokenizer(), stop=["!"], include_stop_str_in_output=True)
-    assert stream.push(ids_of("go!")) == "!"
-    assert (stream.num_tokens_kept, stream.text) == (3, "go!")
-
-
 @pytest.mark.parametrize(
     ("min_tokens", "kept", "text", "found"),
     [(0, 2, "a", "."), (1, 2, "a", "."), (2, 4, "a.b", "."), (3, 4, "a.b", "."), (4, 5, "a.b.c", None)],
@@ -160,12 +139,12 @@ def test_min_tokens_delays_stop_strings(min_tokens: int, kept: int, text: str, f
     assert (stream.num_tokens_kept, stream.text) == (kept, text)
 
 
-def test_a_match_may_begin_within_min_tokens() -> None:
-    stream = TextStream(tokenizer(), stop=["ab"], min_tokens=1)
-    assert stream.push(ids_of("a")) is None
-    assert stream.take_delta() == ""
+@pytest.mark.parametrize(("include", "text"), [(False, ""), (True, "ab")])
+def test_a_match_may_begin_within_min_tokens(include: bool, text: str) -> None:
+    stream = TextStream(tokenizer(), stop=["ab"], min_tokens=1, include_stop_str_in_output=include)
+    assert (stream.push(ids_of("a")), stream.take_delta()) == (None, "")
     assert stream.push(ids_of("b")) == "ab"
-    assert stream.text == ""
+    assert (stream.num_tokens_kept, stream.text) == (1, text)
 
 
 def test_deltas_add_up_to_the_text() -> None:
@@ -184,15 +163,14 @@ def test_deltas_add_up_to_the_text() -> None:
 
 def test_finish_releases_unfinished_bytes() -> None:
     stream = TextStream(tokenizer(), stop=["\ufffd"])
-    face = tokenizer().encode("😀", add_special_tokens=False)
-    stream.push([*ids_of("a"), *face[:-1]])
+    stream.push([*ids_of("a"), *tokenizer().encode("😀", add_special_tokens=False)[:-1]])
     assert stream.text == "a"
     stream.finish()
     assert (stream.text, stream.stop_string) == ("a\ufffd", None)
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "hi"), (True, "hi<|end|>")])
-def test_the_stop_tokens_text_is_left_out(include: bool, text: str) -> None:
+def test_the_text_of_a_stop_token_is_left_out(include: bool, text: str) -> None:
     stream = TextStream(tokenizer(), skip_special_tokens=False, include_stop_str_in_output=include)
     ids = [*ids_of("hi"), tokenizer().backend.token_to_id("<|end|>")]
     assert stream.push(ids, ends_with_stop_token=True) is None
@@ -200,13 +178,12 @@ def test_the_stop_tokens_text_is_left_out(include: bool, text: str) -> None:
     assert (stream.num_tokens_kept, stream.text) == (3, text)
 
 
-def test_the_prompts_tail_keeps_a_leading_space() -> None:
+def test_a_leading_space_behind_a_prompt() -> None:
     fallback = Tokenizer(byte_fallback_backend())
-    ids = fallback.encode("the fox", add_special_tokens=False)
-    alone, behind = TextStream(fallback), TextStream(fallback, fallback.encode("run"))
-    alone.push(ids)
-    behind.push(ids)
-    assert (alone.text, behind.text) == ("the fox", " the fox")
+    for prompt, text in (([], "the fox"), (fallback.encode("run"), " the fox")):
+        stream = TextStream(fallback, prompt)
+        stream.push(fallback.encode("the fox", add_special_tokens=False))
+        assert stream.text == text
 
 
 @pytest.mark.parametrize("stream", [TextStream(None), TextStream(tokenizer(), detokenize=False)])
