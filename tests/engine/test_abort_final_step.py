@@ -1,7 +1,6 @@
-"""An abort wins: a request that is aborted before the engine takes in its last token ends as aborted, once.
+"""An abort wins: a request that is aborted before the engine is updated with its last token ends as aborted, once.
 
-After vLLM's test of an abort in the final step. The test holds the executor's clock: it stops a step where it blocks,
-lets the abort arrive, and lets the step go on.
+After vLLM's test of an abort in the final step. The executor stops a step where it blocks until the abort has arrived.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ class CountingConnector(NoSchedulerConnector):
 
 
 class HeldExecutor(ScriptedExecutor):
-    """Stops at chosen places of chosen steps until the test lets it go on.
+    """Stops at a place of a step until the test sets ``go_on``.
 
     Args:
         place: ``execute`` (in `execute_model`) or ``result`` (in the output's ``get``).
@@ -55,7 +55,7 @@ class HeldExecutor(ScriptedExecutor):
 
     def __init__(self, script: dict[str, list[int]], place: str, step: int) -> None:
         super().__init__(script)
-        self.hold_at = (place, step)
+        self.hold_at: tuple[str, int] | None = (place, step)
         self.is_held = threading.Event()
         self.go_on = threading.Event()
         self.reported: Counter[str] = Counter()
@@ -69,45 +69,41 @@ class HeldExecutor(ScriptedExecutor):
         self._hold("execute", self._number)
 
     def sample_tokens(self, grammar_output: object | None) -> Any:
-        return _Output(self, self._number, super().sample_tokens(grammar_output))
+        number, output = self._number, super().sample_tokens(grammar_output)
+
+        def get() -> ModelRunnerOutput:
+            self._hold("result", number)
+            return output
+
+        return SimpleNamespace(get=get)
 
     def _hold(self, place: str, number: int) -> None:
         if (place, number) == self.hold_at:
-            self.hold_at = ("", -1)
+            self.hold_at = None
             self.is_held.set()
             assert self.go_on.wait(HANG)
 
 
-class _Output:
-    def __init__(self, executor: HeldExecutor, number: int, output: ModelRunnerOutput) -> None:
-        self._executor = executor
-        self._number = number
-        self._output = output
-
-    def get(self) -> ModelRunnerOutput:
-        self._executor._hold("result", self._number)
-        return self._output
-
-
 TOKENIZER = Tokenizer.from_path(embedded_model_path())
 WORD = TOKENIZER.encode(" the", add_special_tokens=False)[-1]
-TOKENS = {"length": [10, 11, 12], "stop token": [10, 11, EOS], "stop string": [10, 11, WORD]}
-PARAMS = {
-    "length": SamplingParams(max_tokens=NUM_TOKENS),
-    "stop token": SamplingParams(max_tokens=9),
-    "stop string": SamplingParams(max_tokens=9, stop=[TOKENIZER.decode([WORD]).strip()]),
+ENDINGS = {
+    "length": ([10, 11, 12], SamplingParams(max_tokens=NUM_TOKENS)),
+    "stop token": ([10, 11, EOS], SamplingParams(max_tokens=9)),
+    "stop string": ([10, 11, WORD], SamplingParams(max_tokens=9, stop=[TOKENIZER.decode([WORD]).strip()])),
 }
 
 
 class World:
     """An asynchronous engine around a held executor."""
 
-    def __init__(self, ending: str, place: str, step: int, depth: int, connector: CountingConnector | None) -> None:
-        self.executor = HeldExecutor({"r": TOKENS[ending]}, place, step)
+    def __init__(
+        self, place: str, step: int, depth: int, ending: str = "length", connector: CountingConnector | None = None
+    ) -> None:
+        self.tokens, self.params = ENDINGS[ending]
+        self.executor = HeldExecutor({"r": self.tokens}, place, step)
         self.connector = connector
-        self.engine = scripted_engine(self.executor, tokenizer=TOKENIZER, depth=depth, connector=connector)
-        self.llm = AsyncLLM.from_engine(self.engine)
-        self.params = PARAMS[ending]
+        engine = scripted_engine(self.executor, tokenizer=TOKENIZER, depth=depth, connector=connector)
+        self.llm = AsyncLLM.from_engine(engine)
 
     def submit(self) -> asyncio.Task[list[RequestOutput]]:
         return submit(self.llm, {"prompt_token_ids": PROMPT}, self.params, "r")
@@ -129,83 +125,72 @@ class World:
             assert self.executor.reported == {"r": 1}
 
 
-CASES = list(itertools.product(TOKENS, ("execute", "result"), (0, 1), (False, True)))
-
-
-@pytest.mark.parametrize(("ending", "place", "depth", "has_connector"), CASES)
+@pytest.mark.parametrize("has_connector", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("step", range(NUM_TOKENS))
+@pytest.mark.parametrize("place", ["execute", "result"])
+@pytest.mark.parametrize("ending", ENDINGS)
 @async_test
-async def test_aborted_in_its_final_step(ending: str, place: str, depth: int, has_connector: bool) -> None:
-    world = World(ending, place, NUM_TOKENS - 1, depth, CountingConnector() if has_connector else None)
-    outputs = await world.outputs(lambda _: world.llm.abort("r"))
+async def test_aborted_in_any_step(ending: str, place: str, step: int, depth: int, has_connector: bool) -> None:
+    world = World(place, step, depth, ending, CountingConnector() if has_connector else None)
+    outputs = await world.outputs(lambda _: world.llm.abort(["unknown", "r"]))
     assert [output.finished for output in outputs].count(True) == 1
     final = outputs[-1].outputs[0]
     assert (final.finish_reason, final.stop_reason) == ("abort", None)
-    num_known = NUM_TOKENS - 1 - (depth if place == "execute" else 0)
-    assert final.token_ids == TOKENS[ending][:num_known]
+    num_known = max(0, step - depth) if place == "execute" else step
+    assert final.token_ids == world.tokens[:num_known]
     assert world.llm.stats().num_finished == {"abort": 1}
     await world.check_end()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("place", ["execute", "result"])
-@pytest.mark.parametrize("step", range(NUM_TOKENS))
 @async_test
-async def test_aborted_in_any_step(place: str, step: int, depth: int) -> None:
-    world = World("length", place, step, depth, CountingConnector())
-    outputs = await world.outputs(lambda _: world.llm.abort(["unknown", "r"]))
-    assert outputs[-1].outputs[0].finish_reason == "abort"
-    assert len(outputs[-1].outputs[0].token_ids) <= step
-    await world.check_end()
+async def test_a_client_that_disconnects_in_the_final_step(place: str, depth: int) -> None:
+    world = World(place, NUM_TOKENS - 1, depth, connector=CountingConnector())
 
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("place", ["execute", "result"])
-@async_test
-async def test_a_client_that_leaves_in_the_final_step(place: str, depth: int) -> None:
-    world = World("length", place, NUM_TOKENS - 1, depth, CountingConnector())
-
-    async def leave(task: asyncio.Task[list[RequestOutput]]) -> None:
+    async def disconnect(task: asyncio.Task[list[RequestOutput]]) -> None:
         task.cancel()
         await asyncio.wait([task])
 
     with pytest.raises(asyncio.CancelledError):
-        await world.outputs(leave)
+        await world.outputs(disconnect)
     await world.check_end()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @async_test
-async def test_aborted_and_asked_again_under_the_same_id_within_one_step(depth: int) -> None:
-    world = World("length", "result", NUM_TOKENS - 1, depth, CountingConnector())
+async def test_aborted_and_submitted_again_under_the_same_id_within_one_step(depth: int) -> None:
+    world = World("result", NUM_TOKENS - 1, depth)
     second: list[asyncio.Task[list[RequestOutput]]] = []
 
-    async def abort_and_ask(_: object) -> None:
+    async def abort_and_submit(_: object) -> None:
         await world.llm.abort("r")
         second.append(world.submit())
         await asyncio.sleep(0)  # the generator submits its request
 
-    first, again = await world.outputs(abort_and_ask), await second[0]
+    first, again = await world.outputs(abort_and_submit), await second[0]
     assert (first[-1].outputs[0].finish_reason, again[-1].outputs[0].finish_reason) == ("abort", "length")
-    assert again[-1].outputs[0].token_ids == TOKENS["length"]
+    assert again[-1].outputs[0].token_ids == world.tokens
     await asyncio.to_thread(world.llm.shutdown)
 
 
 @async_test
-async def test_a_connector_that_raises_when_an_abort_reaches_it_ends_the_engine_with_that() -> None:
+async def test_a_connector_that_raises_at_an_abort_ends_the_engine() -> None:
     class Broken(CountingConnector):
         def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
             raise OSError("the store is gone")
 
-    world = World("length", "result", 1, 0, Broken())
-    with pytest.raises(EngineDeadError, match="the store is gone"):
+    world = World("result", 1, 0, connector=Broken())
+    with pytest.raises(EngineDeadError, match=r"^the engine has failed: OSError: the store is gone$"):
         await world.outputs(lambda _: world.llm.abort("r"))
     await asyncio.to_thread(world.llm.shutdown)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_synchronous_engine_takes_aborts_before_it_takes_in_a_result(depth: int) -> None:
+def test_aborts_of_the_synchronous_engine_before_an_update(depth: int) -> None:
     connector = CountingConnector()
-    engine = scripted_engine(ScriptedExecutor({"r": TOKENS["length"]}), depth=depth, connector=connector)
+    engine = scripted_engine(ScriptedExecutor(), depth=depth, connector=connector)
     engine.add_request("r", PROMPT, SamplingParams(max_tokens=NUM_TOKENS, detokenize=False))
     results = itertools.count(1)
     outputs: list[RequestOutput] = []
