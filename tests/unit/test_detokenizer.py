@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_builders import (
-    CORPUS,
-    byte_fallback_backend,
-    byte_level_backend,
-    metaspace_backend,
-    word_level_backend,
-)
+from tokenizer_builders import BACKENDS as TOKENIZERS
+from tokenizer_builders import CORPUS, byte_fallback_backend, byte_level_backend
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
@@ -41,11 +36,8 @@ def with_decoder(backend: Backend, *steps: Any) -> Backend:
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    "byte_level": byte_level_backend,
-    "byte_fallback": byte_fallback_backend,
+    **TOKENIZERS,
     "byte_fallback_without_strip": lambda: byte_fallback_backend(strip_left=False),
-    "metaspace": metaspace_backend,
-    "word_level": word_level_backend,
     # the same texts by decoders that are not recognised
     "byte_level_in_window": lambda: with_decoder(byte_level_backend(), decoders.ByteLevel(), decoders.Fuse()),
     "byte_fallback_in_window": lambda: with_decoder(

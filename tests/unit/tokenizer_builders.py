@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,14 @@ def word_level_backend() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["<unk>", "<a>", "<b>"])
     return tokenizer
+
+
+BACKENDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": byte_level_backend,
+    "byte_fallback": byte_fallback_backend,
+    "metaspace": metaspace_backend,
+    "word_level": word_level_backend,
+}
 
 
 def save(backend: Tokenizer, folder: Path, **config: Any) -> Path:
