@@ -84,6 +84,9 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {"b": 1, "a": None}}}]
 
 
+USER = [{"role": "user", "content": "hi"}]
+
+
 @functools.cache
 def both() -> tuple[Tokenizer, Any]:
     from transformers import AutoTokenizer
@@ -133,21 +136,23 @@ def test_continue_final_message_matches_transformers(template: str, content: Any
     messages = [*CONVERSATIONS["long"], {"role": "assistant", "content": content}]
     arguments: dict[str, Any] = {"chat_template": template, "add_generation_prompt": False}
     text = ours.apply_chat_template(messages, continue_final_message=True, **arguments)
-    # A template argument by name is not looked into there, so the source is passed.
+    # transformers looks up no template by name here, so the source is passed
     arguments["chat_template"] = TEMPLATES[template]
     assert text == theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False, **arguments)
     assert messages[-1]["content"] is content
 
 
-def test_continue_final_message_needs_a_message_to_continue() -> None:
-    chat = [{"role": "user", "content": "a"}]
-    with pytest.raises(ValueError, match="pass add_generation_prompt=False"):
-        ChatTemplate(CHATML).render(chat, add_generation_prompt=True, continue_final_message=True)
-    calls = [{"role": "assistant", "tool_calls": [{}]}]
-    with pytest.raises(ValueError, match="text to continue"):
-        ChatTemplate("{{ messages }}").render(calls, add_generation_prompt=False, continue_final_message=True)
-    with pytest.raises(ValueError, match="does not render the last message"):
-        ChatTemplate("nothing").render(chat, add_generation_prompt=False, continue_final_message=True)
+@pytest.mark.parametrize(
+    ("source", "messages", "adds_prompt", "message"),
+    [
+        (CHATML, USER, True, "pass add_generation_prompt=False"),
+        ("{{ messages }}", [{"role": "assistant", "tool_calls": [{}]}], False, "text to continue"),
+        ("nothing", USER, False, "does not render the last message"),
+    ],
+)
+def test_no_message_to_continue(source: str, messages: Any, adds_prompt: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ChatTemplate(source).render(messages, add_generation_prompt=adds_prompt, continue_final_message=True)
 
 
 @pytest.mark.parametrize("separate_files", [False, True])
@@ -160,22 +165,23 @@ def test_which_template_is_used(tmp_path: Path, separate_files: bool) -> None:
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
         config = "the files outrank this"
     tokenizer = Tokenizer.from_path(save(byte_level_backend(), tmp_path, chat_template=config))
-    messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages) == "plain hi"
-    assert tokenizer.apply_chat_template(messages, tools=TOOLS) == "tools function"
-    assert tokenizer.apply_chat_template(messages, tools=TOOLS, chat_template="default") == "plain hi"
-    assert tokenizer.apply_chat_template(messages, chat_template="mine {{ messages[0].role }}") == "mine user"
+    assert tokenizer.apply_chat_template(USER) == "plain hi"
+    assert tokenizer.apply_chat_template(USER, tools=TOOLS) == "tools function"
+    assert tokenizer.apply_chat_template(USER, tools=TOOLS, chat_template="default") == "plain hi"
+    assert tokenizer.apply_chat_template(USER, chat_template="mine {{ messages[0].role }}") == "mine user"
 
 
-def test_no_template_says_what_to_pass() -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    with pytest.raises(ValueError, match=r"no default chat template \(the tokenizer has none\). Pass chat_template="):
-        Tokenizer(byte_level_backend()).apply_chat_template(messages)
-    tokenizer = Tokenizer(byte_level_backend(), chat_templates={"rag": "x"})
-    with pytest.raises(ValueError, match=r"the tokenizer has \['rag'\]"):
-        tokenizer.apply_chat_template(messages)
-    with pytest.raises(ValueError, match=r"chat_template='tool_use' is neither .* \['rag'\]"):
-        tokenizer.apply_chat_template(messages, chat_template="tool_use")
+@pytest.mark.parametrize(
+    ("templates", "chat_template", "message"),
+    [
+        ({}, None, r"no default chat template \(the tokenizer has none\). Pass chat_template="),
+        ({"rag": "x"}, None, r"the tokenizer has \['rag'\]"),
+        ({"rag": "x"}, "tool_use", r"chat_template='tool_use' is neither .* \['rag'\]"),
+    ],
+)
+def test_an_unknown_template(templates: dict[str, str], chat_template: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(byte_level_backend(), chat_templates=templates).apply_chat_template(USER, chat_template=chat_template)
 
 
 @pytest.mark.parametrize(
@@ -188,16 +194,12 @@ def test_no_template_says_what_to_pass() -> None:
         ("{{ ''.__class__.__mro__ }}", "fails on these messages: SecurityError"),
         ("{% set ns = namespace() %}{% set ns._x = 1 %}", "fails on these messages: SecurityError"),
         ("{{ namespace(__call__=raise_exception)() }}", "fails on these messages: SecurityError"),
+        ("fine\n{% for %}", "not valid Jinja, line 2: "),
     ],
 )
 def test_a_template_that_fails_gives_its_reason(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ChatTemplate(source).render([{"role": "user", "content": "hi"}])
-
-
-def test_broken_template_names_the_line() -> None:
-    with pytest.raises(ValueError, match="not valid Jinja, line 2: "):
-        ChatTemplate("fine\n{% for %}")
+        ChatTemplate(source).render(USER)
 
 
 @pytest.mark.parametrize(
@@ -223,15 +225,16 @@ def test_malformed_messages_are_refused(messages: Any, message: str) -> None:
         ChatTemplate(CHATML).render(messages)
 
 
-def test_malformed_tools_and_documents_are_refused() -> None:
-    chat = [{"role": "user", "content": "hi"}]
-    with pytest.raises(ValueError, match="tools must be a list of dicts"):
-        ChatTemplate(CHATML).render(chat, tools=[print])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="documents must be a list of dicts"):
-        ChatTemplate(CHATML).render(chat, documents="text")  # type: ignore[arg-type]
+@pytest.mark.parametrize(("name", "value"), [("tools", [print]), ("documents", "text")])
+def test_malformed_tools_and_documents_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a list of dicts"):
+        ChatTemplate(CHATML).render(USER, **{name: value})
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+
+
+SHOW = "{% for p in x %}<{{ p.text }}>{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -240,12 +243,8 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": 
         ("{{ messages[0]['content'] | trim }}", False, "one\ntwo"),
         ("{% for line in messages[0].content.split('\\n') %}<{{ line }}>{% endfor %}", False, "<one><two>"),
         ("{% for part in messages[0]['content'] %}<{{ part.text }}>{% endfor %}", True, "<one><two>"),
-        ("{% set x = messages[0].content %}{% for part in x %}<{{ part.text }}>{% endfor %}", True, "<one><two>"),
-        (
-            "{% set x = messages[0].content if true else [] %}{% for p in x %}<{{ p.text }}>{% endfor %}",
-            True,
-            "<one><two>",
-        ),
+        ("{% set x = messages[0].content %}" + SHOW, True, "<one><two>"),
+        ("{% set x = messages[0].content if true else [] %}" + SHOW, True, "<one><two>"),
         (
             "{% macro show(content) %}{% for p in content | list %}<{{ p.text }}>{% endfor %}{% endmacro %}"
             "{{ show(messages[0].content) }}",
@@ -254,20 +253,16 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": 
         ),
     ],
 )
-def test_text_parts_are_joined_for_templates_that_know_strings_only(source: str, takes_parts: bool, text: str) -> None:
+def test_text_parts_are_joined_for_templates_that_take_strings_only(source: str, takes_parts: bool, text: str) -> None:
     template = ChatTemplate(source)
     assert template.takes_content_parts is takes_parts
     assert template.render(PARTS) == text
 
 
-def test_strftime_now_reads_the_clock() -> None:
+def test_strftime_now_and_tojson_options() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2024, 7, 26))
-    assert template.render([{"role": "user", "content": "hi"}]) == "26 Jul 2024"
-
-
-def test_tojson_options_match_python() -> None:
+    assert template.render(USER) == "26 Jul 2024"
     value = {"b": "<é>", "a": [1, None, True]}
-    options = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": True}
     template = ChatTemplate("{{ v | tojson(sort_keys=true, separators=(',', ':'), ensure_ascii=true) }}")
-    rendered = template.render([{"role": "user", "content": "hi"}], variables={"v": value})
-    assert rendered == json.dumps(value, **options)  # type: ignore[arg-type]
+    expected = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    assert template.render(USER, variables={"v": value}) == expected
