@@ -1,9 +1,9 @@
-"""Random lives of requests: arrivals, parameters, aborts; all from one seed, so that a failure can be played again."""
+"""Random requests, with arrivals and aborts; all from one seed, so that a failure can be repeated."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fleetfoot.engine.engine import LLMEngine
@@ -25,15 +25,18 @@ class Life:
 def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     """Any mix of parameters; about half of the requests are plain."""
     max_tokens = rng.randint(1, 24)
-    wishes: dict[str, Any] = {"max_tokens": max_tokens, "detokenize": False}
-    wishes["temperature"] = rng.choice([0.0, 0.0, 0.7, 1.0, 1.5])
-    wishes["seed"] = rng.randrange(2**63)
+    params: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "detokenize": False,
+        "temperature": rng.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
+        "seed": rng.randrange(2**63),
+    }
     if rng.random() < 0.5:
-        return SamplingParams(**wishes)
+        return SamplingParams(**params)
 
     def some(probability: float, **values: Any) -> None:
         if rng.random() < probability:
-            wishes.update(values)
+            params.update(values)
 
     def tokens(most: int) -> list[int]:
         return [rng.randrange(vocab_size) for _ in range(rng.randint(1, most))]
@@ -50,7 +53,7 @@ def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     some(0.3, ignore_eos=True)
     some(0.4, logprobs=rng.randint(0, 5))
     some(0.2, prompt_logprobs=rng.randint(0, 3))
-    return SamplingParams(**wishes)
+    return SamplingParams(**params)
 
 
 def random_lives(seed: int, vocab_size: int, *, most: int = 10, longest: int = 40) -> list[Life]:
@@ -70,14 +73,14 @@ def random_lives(seed: int, vocab_size: int, *, most: int = 10, longest: int = 4
 
 
 def live(engine: LLMEngine, lives: list[Life]) -> dict[str, RequestOutput]:
-    """Run them; the last output of each, aborted ones too. The books are checked after each step."""
-    waiting = sorted(lives, key=lambda life: life.arrival)
+    """Run them, checking integrity after each step; the last output of each, aborted ones too."""
+    arriving = sorted(lives, key=lambda life: life.arrival)
     by_id = {life.request_id: life for life in lives}
     last: dict[str, RequestOutput] = {}
     step = 0
-    while waiting or engine.has_unfinished_requests():
-        while waiting and waiting[0].arrival <= step:
-            life = waiting.pop(0)
+    while arriving or engine.has_unfinished_requests():
+        while arriving and arriving[0].arrival <= step:
+            life = arriving.pop(0)
             engine.add_request(life.request_id, life.prompt, life.params)
             if life.abort_at == 0:
                 engine.abort_request(life.request_id)
@@ -92,14 +95,8 @@ def live(engine: LLMEngine, lives: list[Life]) -> dict[str, RequestOutput]:
 
 
 def live_alone(engine: LLMEngine, lives: list[Life]) -> dict[str, RequestOutput]:
-    """Run each by itself to its end, nothing aborted: what every other way must agree with."""
-    last = {}
-    for life in lives:
-        engine.add_request(life.request_id, life.prompt, life.params)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                last[output.request_id] = output
-    return last
+    """Run each alone to its end: the reference of every schedule."""
+    return {life.request_id: live(engine, [replace(life, arrival=0, abort_at=None)])[life.request_id] for life in lives}
 
 
 def assert_agree(got: RequestOutput, expected: RequestOutput, *, tolerance: float = 1e-5) -> None:
@@ -121,9 +118,8 @@ def assert_agree(got: RequestOutput, expected: RequestOutput, *, tolerance: floa
 
 
 def _assert_close(here: dict[int, Any], there: dict[int, Any], tolerance: float) -> None:
-    """Two entries of logprobs. Tokens that tie within the tolerance may stand in either's list."""
+    """Two entries of logprobs. Tokens that tie within the tolerance may be in either's list."""
     for token in here.keys() & there.keys():
         assert abs(here[token].logprob - there[token].logprob) <= tolerance
-    values = sorted(entry.logprob for entry in here.values()), sorted(entry.logprob for entry in there.values())
-    for one, another in zip(*values, strict=True):
-        assert abs(one - another) <= tolerance
+    values = (sorted(entry.logprob for entry in entries.values()) for entries in (here, there))
+    assert all(abs(one - other) <= tolerance for one, other in zip(*values, strict=True))

@@ -176,12 +176,13 @@ def test_a_request_that_has_certainly_ended_is_not_scheduled() -> None:
 
 def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
     scheduler = scheduler_of(3)
-    requests = [request_of("a", stop_token_ids=[3]), request_of("b", stop_token_ids=[3], min_tokens=4), request_of("c")]
+    stop: dict[str, Any] = {"stop_token_ids": [3]}
+    requests = [request_of("a", **stop), request_of("b", **stop, min_tokens=4), request_of("c"), request_of("d", 5, 3)]
     begin(scheduler, *requests)
-    results = update(scheduler, schedule(scheduler), [1, 3, 5, 6], [1, 3, 3, 6], [3, 3, 3, 3])
-    assert [result.new_token_ids for result in results] == [[1, 3], [1, 3, 3], [3, 3, 3, 3]]
-    assert [request.finish_reason for request in requests] == ["stop", "stop", None]
-    assert [request.stop_reason for request in requests] == [3, 3, None]
+    results = update(scheduler, schedule(scheduler), [1, 3, 5, 6], [1, 3, 3, 6], [3, 3, 3, 3], [1, 2, 3, 4])
+    assert [result.new_token_ids for result in results] == [[1, 3], [1, 3, 3], [3, 3, 3, 3], [1, 2]]
+    assert [request.finish_reason for request in requests] == ["stop", "stop", None, "length"]
+    assert [request.stop_reason for request in requests] == [3, 3, None, None]
 
 
 def test_only_known_tokens_with_kv_are_published() -> None:
