@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
@@ -21,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from triton import knobs
-from triton.runtime.driver import driver
 
 from fleetfoot.kernels.runtime import dependent_launch, gpu_limits
 
@@ -54,7 +52,7 @@ from fleetfoot.weights.loading import ModelLoader  # noqa: E402
 from tests.helpers.kernels import triton_kernels  # noqa: E402
 from tests.helpers.local_pipeline import MAX_NUM_TOKENS, local_pipeline  # noqa: E402
 from tests.helpers.recording_device import RecordingDevice  # noqa: E402
-from tests.helpers.warm_up_without_gpu import FakeDriver, launch_nothing  # noqa: E402
+from tests.helpers.warm_up_without_gpu import launch_nothing, use_fake_driver  # noqa: E402
 
 CPU = torch.device("cpu")
 MAX_NUM_SEQS, MAX_MODEL_LEN, NUM_DRAFTS = 32, 256, 3
@@ -64,7 +62,7 @@ GARBAGE = 2**30 + 12345
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of engine."""
+    """A kind of engine."""
 
     method: str | None = None
     """Of drafting."""
@@ -239,18 +237,9 @@ class Requested:
         return True  # it need not be compiled
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
 def try_kind(kind: Kind) -> dict[str, Any]:
     """``missing``: kernels that are launched, and were not requested by the dry pass; ``needless``: the opposite;
-    ``changed``: tensors that it wrote; ``kept``: tensors of it that are left; ``warnings``; its ``seconds``."""
+    ``changed``: tensors that it wrote; ``kept``: tensors of it that are left; ``warnings``."""
     runner = make_runner(kind)
     tensors = dict(tensors_of(runner))
     fill_with_garbage(tensors)
@@ -259,13 +248,14 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     later = runner._later_shapes()
     compiler = KernelCompiler(runner._step, runner._shortened)
     knobs.runtime.jit_cache_hook = requested = Requested()
-    logging.getLogger("fleetfoot").addHandler(warnings := Warnings())
-    begin = time.perf_counter()
+    warnings: list[str] = []
+    handler = logging.NullHandler(logging.WARNING)
+    handler.handle = lambda record: not warnings.append(record.getMessage())  # type: ignore[method-assign, func-returns-value]
+    logging.getLogger("fleetfoot").addHandler(handler)
     compiler.compile_first(first)
-    seconds = time.perf_counter() - begin
     compiler._queue(later, 1)
     compiler.close()
-    logging.getLogger("fleetfoot").removeHandler(warnings)
+    logging.getLogger("fleetfoot").removeHandler(handler)
     own = runner._state.staging._padding  # the host's, and written anew before it is read
     changed = [
         path
@@ -277,24 +267,20 @@ def try_kind(kind: Kind) -> dict[str, Any]:
     launch(runner, [*first, *later])
     return {
         "requested": len(requested.kernels),
-        "shapes": [len(first), len(later)],
         "missing": sorted(launched.kernels - requested.kernels),
         "needless": sorted(requested.kernels - launched.kernels),
         "changed": changed,
         "kept": kept,
-        "warnings": warnings.messages,
-        "seconds": round(seconds, 3),
+        "warnings": warnings,
     }
 
 
 def launch(runner: ModelRunnerV2, shapes: list[GraphKey]) -> None:
     """Steps of all layers, up to each launch, in real memory."""
-    fake_collectives = (
-        patch.object(torch_groups, "_all_gather", lambda *_, **__: None),
-        patch.object(torch_groups.dist, "all_reduce", lambda *_, **__: None),
-    )
     instead = instead_of_launching.set(launch_nothing)
-    with torch.inference_mode(), ZeroedTorch(), fake_collectives[0], fake_collectives[1]:
+    no_gather = patch.object(torch_groups, "_all_gather", lambda *_, **__: None)
+    no_reduce = patch.object(torch_groups.dist, "all_reduce", lambda *_, **__: None)
+    with torch.inference_mode(), ZeroedTorch(), no_gather, no_reduce:
         for _, tensor in tensors_of(runner):
             tensor.zero_()
         for shape in shapes:
@@ -304,10 +290,7 @@ def launch(runner: ModelRunnerV2, shapes: list[GraphKey]) -> None:
 
 def main() -> None:
     """Prints `try_kind` of every kind, and ``imports``: modules that take long to import."""
-    driver.set_active(FakeDriver())
-    torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
-    torch.cuda.is_current_stream_capturing = lambda: False
-    torch.set_num_threads(1)
+    use_fake_driver()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     report: dict[str, Any] = {}
     for name in sys.argv[1:] or KINDS:

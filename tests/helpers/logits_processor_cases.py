@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from array import array
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from fleetfoot.kernels.sampling.logits_processors import (
-    BIASES,
-    PREFIX_ENDS,
-    PREFIX_TOKENS,
-    TOKENS,
-    ListedTokens,
-    LogitsProcessorTables,
-    TokenHistory,
-)
-from fleetfoot.sampling.shape import NUM_PLANES
+from fleetfoot.kernels.sampling.logits_processors import LogitsProcessorTables
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import NewRequest
+from fleetfoot.runner.v2.device import CpuDevice
+from fleetfoot.runner.v2.state import DeviceState
 
-BLOCK_SIZE, CAPACITY = 4, 160
-
-
-@dataclass
-class RowParams:
-    """The parameters of one row."""
-
-    prompt_len: int = 0
-    biases: dict[int, float] = field(default_factory=dict)
-    words: list[list[int]] = field(default_factory=list)
-    stops: list[int] = field(default_factory=list)
-    min_tokens: int = 0
-    allowed: list[int] | None = None
-    repetition: float = 1.0
-    frequency: float = 0.0
-    presence: float = 0.0
+BLOCK_SIZE, MAX_LEN = 4, 48
 
 
 @dataclass(frozen=True)
@@ -46,8 +27,8 @@ class ProcessorCase:
     rows: torch.Tensor
     seq_lens: torch.Tensor
     tables: LogitsProcessorTables
-    params: list[RowParams]
-    sequences: list[list[int]]
+    requests: list[NewRequest]
+    """By row."""
 
     def to(self, device: str) -> ProcessorCase:
         """The same on another device."""
@@ -65,7 +46,7 @@ def _moved(record: Any, device: str) -> Any:
 def processor_case(
     seed: int, logits: torch.Tensor | None = None, vocab_size: int = 64, num_rows: int = 6
 ) -> ProcessorCase:
-    """Random parameters and sequences.
+    """Random parameters and sequences, in the tables that the runner's state has.
 
     Args:
         logits: the same for every row; None: random ones in bfloat16.
@@ -73,86 +54,58 @@ def processor_case(
     rng = random.Random(seed)
     if logits is not None:
         vocab_size = logits.shape[1]
-    small = min(vocab_size, 12)  # few distinct tokens are generated, so that they repeat
-    sequences = [[rng.randrange(small) for _ in range(rng.randint(5, 40))] for _ in range(num_rows)]
-    params = [_row_params(rng, sequence, vocab_size) for sequence in sequences]
+    num_blocks = MAX_LEN // BLOCK_SIZE
+    sizes = {"max_num_seqs": num_rows, "max_model_len": MAX_LEN, "max_num_batched_tokens": MAX_LEN * num_rows}
+    state = DeviceState(
+        CpuDevice(), num_blocks=num_rows * num_blocks, block_size=BLOCK_SIZE, vocab_size=vocab_size, **sizes
+    )
+    state.sampling.logits_processors.listed.planes.random_(0, 5)  # unused entries are random
+    blocks = rng.sample(range(num_rows * num_blocks), num_rows * num_blocks)
+    requests = [_request(rng, row, blocks[row::num_rows], vocab_size) for row in range(num_rows)]
+    state.staging.begin()
+    for request in requests:
+        state.stage_request(request)
+    state.staging.apply_staged_writes([], np.zeros(1, dtype=np.int32), 0)
+    lengths = [len(request.token_ids) for request in requests]
     rows = [rng.choice([-1, *range(num_rows)]) for _ in range(3)] + [*range(num_rows), -1]
-    seq_lens = [rng.randint(max(1, params[row].prompt_len), len(sequences[row])) if row >= 0 else 0 for row in rows]
-    seq_lens[3:-1] = [len(sequence) for sequence in sequences]
+    seq_lens = [rng.randint(requests[row].num_prompt_tokens, lengths[row]) if row >= 0 else 0 for row in rows]
+    seq_lens[3:-1] = lengths
     if logits is None:
         generator = torch.Generator().manual_seed(seed)
         logits = (torch.randn(len(rows), vocab_size, generator=generator) * 3).to(torch.bfloat16)
     else:
         logits = logits.expand(len(rows), -1).contiguous()
-
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    sizes = (ints([len(getattr(row, name)) for row in params]) for name in ("biases", "words", "stops"))
-    names = ("repetition", "frequency", "presence")
-    return ProcessorCase(
-        logits,
-        ints(rows),
-        ints(seq_lens),
-        LogitsProcessorTables(
-            *_allowed(params, vocab_size),
-            ListedTokens(_planes(params), *sizes, ints([row.min_tokens for row in params])),
-            *(torch.tensor([getattr(row, name) for row in params]) for name in names),
-            history=_history(rng, sequences, ints([row.prompt_len for row in params])),
-        ),
-        params,
-        sequences,
-    )
+    numbers = torch.tensor([rows, seq_lens], dtype=torch.int32)
+    return ProcessorCase(logits, *numbers, state.sampling.logits_processors, requests)
 
 
-def _row_params(rng: random.Random, sequence: list[int], vocab_size: int) -> RowParams:
-    params = RowParams(prompt_len=rng.randint(1, len(sequence)))
+def _request(rng: random.Random, row: int, block_ids: list[int], vocab_size: int) -> NewRequest:
+    # few distinct tokens are generated, so that they repeat
+    tokens = [rng.randrange(min(vocab_size, 12)) for _ in range(rng.randint(5, 40))]
+    params: dict[str, Any] = {}
+    words: list[list[int]] = []
     if rng.random() < 0.5:
-        params.biases = {token: rng.uniform(-5, 5) for token in rng.sample(range(vocab_size), vocab_size // 2)}
+        biased = rng.sample(range(vocab_size), vocab_size // 2)
+        params["logit_bias"] = {token: rng.uniform(-5, 5) for token in biased}
     if rng.random() < 0.6:  # the prefixes of some are the end of the sequence
-        params.words = [[*sequence[-size:], rng.randrange(vocab_size)] for size in (1, 2, 3, 30)]
-        params.words += [[rng.randrange(vocab_size) for _ in range(size)] for size in (1, 1, 2, 4)]
+        words = [[*tokens[-size:], rng.randrange(vocab_size)] for size in (1, 2, 3, 30)]
+        words += [[rng.randrange(vocab_size) for _ in range(size)] for size in (1, 1, 2, 4)]
     if rng.random() < 0.6:
-        params.stops, params.min_tokens = rng.sample(range(vocab_size), 3), rng.randint(1, 40)
+        params["min_tokens"] = rng.randint(1, 40)
     if rng.random() < 0.4:
-        params.allowed = [rng.randrange(vocab_size) for _ in range(vocab_size // 3)]
+        params["allowed_token_ids"] = [rng.randrange(vocab_size) for _ in range(vocab_size // 3)]
     for name, low, high in (("repetition", 0.5, 2), ("frequency", -2, 2), ("presence", -2, 2)):
         if rng.random() < 0.5:
-            setattr(params, name, rng.uniform(low, high))
-    return params
-
-
-def _history(rng: random.Random, sequences: list[list[int]], prompt_lens: torch.Tensor) -> TokenHistory:
-    num_blocks = [-(-len(sequence) // BLOCK_SIZE) for sequence in sequences]
-    blocks = rng.sample(range(sum(num_blocks) + 5), sum(num_blocks))
-    tables = torch.full((len(sequences), max(num_blocks) + 1), -1, dtype=torch.int32)
-    pages = torch.zeros((sum(num_blocks) + 5) * BLOCK_SIZE, dtype=torch.int32)
-    for row, sequence in enumerate(sequences):
-        own = [blocks.pop() for _ in range(num_blocks[row])]
-        tables[row, : len(own)] = torch.tensor(own)
-        for position, token in enumerate(sequence):
-            pages[own[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE] = token
-    return TokenHistory(tables, pages, prompt_lens, BLOCK_SIZE)
-
-
-def _allowed(params: list[RowParams], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    bits = np.zeros((len(params), -(-vocab_size // 32) * 32), dtype=np.uint8)
-    for row, one in enumerate(params):
-        bits[row, one.allowed or []] = 1
-    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-    is_limited = torch.tensor([one.allowed is not None for one in params], dtype=torch.int32)
-    return is_limited, torch.from_numpy(masks)
-
-
-def _planes(params: list[RowParams]) -> torch.Tensor:
-    planes = torch.randint(0, 5, (len(params), NUM_PLANES, CAPACITY), dtype=torch.int32)  # unused entries are random
-    for row, one in enumerate(params):
-        entries = [*one.biases, *(word[-1] for word in one.words), *one.stops]
-        prefixes = [[] for _ in one.biases] + [word[:-1] for word in one.words] + [[] for _ in one.stops]
-        flat = [token for prefix in prefixes for token in prefix]
-        planes[row, TOKENS, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
-        planes[row, PREFIX_ENDS, : len(entries)] = torch.tensor([len(p) for p in prefixes]).cumsum(0).to(torch.int32)
-        planes[row, PREFIX_TOKENS, : len(flat)] = torch.tensor(flat, dtype=torch.int32)
-        biases = torch.tensor(list(one.biases.values()))
-        planes[row, BIASES, : len(biases)] = biases.view(torch.int32)
-    return planes
+            params[f"{name}_penalty"] = rng.uniform(low, high)
+    return NewRequest(
+        str(row),
+        row,
+        array("i", tokens),
+        num_prompt_tokens=rng.randint(1, len(tokens)),
+        num_computed_tokens=0,
+        block_ids=block_ids,
+        params=SamplingParams(max_tokens=None, **params),
+        seed=0,
+        stop_token_ids=frozenset(rng.sample(range(vocab_size), 3)),
+        bad_words_token_ids=words,
+    )

@@ -7,13 +7,13 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.runtime.driver import driver
 
 from fleetfoot.assets import embedded_model_path
@@ -35,33 +35,19 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-class FakeDriver(DriverBase):
-    """A driver with the properties that a compilation reads."""
-
-    def __init__(self) -> None:
-        pass
-
-    @staticmethod
-    def is_active() -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+def use_fake_driver() -> None:
+    """Triton's driver and torch with the properties of an H100 that a compilation reads."""
+    properties = {
+        "get_active_torch_device": lambda: torch.device("cpu"),
+        "get_current_target": lambda: GPUTarget("cuda", 90, 32),
+        "get_current_device": lambda: 0,
+        "get_current_stream": lambda device: 0,
+        "map_python_to_cpp_type": str,
+    }
+    driver.set_active(SimpleNamespace(**properties))
+    torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.set_num_threads(1)
 
 
 @triton_kernel()
@@ -83,16 +69,9 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
     ``compiled_later``, ``found_later``: by this process behind the warm-up, where others compile for it;
     ``failed_later``."""
     config = load_model_config(embedded_model_path())
-    context = ModelContext(
-        ops=triton_kernels(),
-        attention=TritonBackend(),
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        max_positions=256,
-    )
-    loader = ModelLoader(config, context, None, "dummy")
+    context = ModelContext(triton_kernels(), TritonBackend(), torch.bfloat16, torch.device("cpu"), max_positions=256)
     runner = ModelRunnerV2(
-        loader,
+        ModelLoader(config, context, None, "dummy"),
         max_num_seqs=32,
         max_num_batched_tokens=128,
         max_model_len=256,
@@ -103,30 +82,29 @@ def warm_up(table: CaptureTable) -> dict[str, Any]:
     runner.initialize_kv_cache(KVLayout.of(config, 16, 16, "bfloat16"))
     late: list[str] = []
     counts: dict[str, int] = {}
-
-    compile_first, compile_later = KernelCompiler.compile_first, KernelCompiler.compile_later
+    compile_first, compile_later, queue = (
+        KernelCompiler.compile_first,
+        KernelCompiler.compile_later,
+        KernelCompiler._queue,
+    )
 
     def compile_and_listen(compiler: KernelCompiler, shapes: list[GraphKey]) -> None:
         compile_first(compiler, shapes)
         counts.update(compiled=compiler.ahead.num_compiled, found=compiler.ahead.num_found)
         knobs.compilation.listener = lambda *, src, **_: late.append(src.name)
 
-    def listen_no_more(compiler: KernelCompiler, shapes: list[GraphKey]) -> None:
-        knobs.compilation.listener = compiler.ahead._tally
-        counts.update(later=len(shapes))
-        before = compiler.ahead.num_compiled, compiler.ahead.num_found
-        with patch.object(KernelCompiler, "_queue", queue_and_wait):  # while the tally still counts
-            compile_later(compiler, shapes[:1])
-        counts.update(failed_later=compiler.later.wait())
-        counts.update(compiled_later=compiler.ahead.num_compiled - before[0])
-        counts.update(found_later=compiler.ahead.num_found - before[1])
-
-    queue = KernelCompiler._queue
-
     def queue_and_wait(compiler: KernelCompiler, shapes: list[GraphKey], at_once: int) -> Compilations:
         compilations = queue(compiler, shapes, at_once)
         compilations.wait()
         return compilations
+
+    def listen_no_more(compiler: KernelCompiler, shapes: list[GraphKey]) -> None:
+        knobs.compilation.listener = compiler.ahead._tally
+        with patch.object(KernelCompiler, "_queue", queue_and_wait):  # while the tally still counts
+            compile_later(compiler, shapes[:1])
+        counts.update(later=len(shapes), failed_later=compiler.later.wait())
+        counts.update(compiled_later=compiler.ahead.num_compiled - counts["compiled"])
+        counts.update(found_later=compiler.ahead.num_found - counts["found"])
 
     with (
         patch.object(KernelCompiler, "compile_first", compile_and_listen),
@@ -142,24 +120,20 @@ def fail() -> dict[str, Any]:
     """What becomes of a kernel that does not compile, in a dry pass and behind it."""
     ahead = CompileAhead(2)
     numbers = torch.zeros(4)
-    compilations = ahead.queue(lambda: cannot_be_compiled[(1,)](numbers, 3))
-    num_failed = compilations.wait()
+    report: dict[str, Any] = {"failed": ahead.queue(lambda: cannot_be_compiled[(1,)](numbers, 3)).wait()}
     ahead.close()
     try:
         cannot_be_compiled[(1,)](numbers, 3)
     except Exception as error:
-        return {"failed": num_failed, "raised": type(error).__name__}
-    return {"failed": num_failed, "raised": None}
+        report["raised"] = type(error).__name__
+    return report
 
 
 def main() -> None:
     """Prints what starts with graphs and without find, what becomes of a kernel that fails, and threads left."""
-    driver.set_active(FakeDriver())
-    torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
-    torch.cuda.is_current_stream_capturing = lambda: False
+    use_fake_driver()
     runner_module.can_compile_ahead = lambda device: True
     instead_of_launching.set(launch_nothing)
-    torch.set_num_threads(1)
     table = CaptureTable(decode=(1, 32), mixed=(16,), max_num_seqs=32, eager_capture=1)
     report: dict[str, Any] = {"start": warm_up(table), "eager": warm_up(CaptureTable()), "fail": fail()}
     report["threads"] = [thread.name for thread in threading.enumerate() if "compile" in thread.name]

@@ -19,35 +19,33 @@ from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_t
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.sampler_v1 import SamplingMetadata, SamplingRow, banned_tokens, process_logits
 
-SEEDS = pytest.mark.parametrize("seed", range(4))
 float32 = np.float32
 
 
 def by_loops(case: ProcessorCase, index: int) -> list[float]:
     """A row of logits after all logits processors, token by token."""
+    request, length = case.requests[int(case.rows[index])], int(case.seq_lens[index])
+    params, biases = request.params, request.params.logit_bias or {}
+    prompt, output = np.split(request.token_ids[:length], [request.num_prompt_tokens])
+    banned = banned_tokens(output, request.bad_words_token_ids, params.min_tokens, request.stop_token_ids)
+    counts = Counter(output.tolist())
     values = [float32(value) for value in case.logits[index].float().tolist()]
-    row = int(case.rows[index])
-    params, length = case.params[row], int(case.seq_lens[index])
-    tokens = case.sequences[row][:length]
-    prompt, output = tokens[: params.prompt_len], tokens[params.prompt_len :]
-    banned = banned_tokens(output, params.words, params.min_tokens, params.stops)
-    counts = Counter(output)
     for token, value in enumerate(values):
-        if params.allowed is not None and token not in params.allowed:
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             value = value - float32("inf")
-        value = value + float32(params.biases.get(token, 0.0)) + float32(-np.inf if token in banned else 0.0)
-        if token in counts or (token in prompt and params.repetition != 1):
-            rate = float32(params.repetition)
+        value = value + float32(biases.get(token, 0.0)) + float32(-np.inf if token in banned else 0.0)
+        if token in counts or (token in prompt and params.repetition_penalty != 1):
+            rate = float32(params.repetition_penalty)
             value = value / rate if value > 0 else value * rate
-            value = value - float32(params.frequency) * float32(counts[token])
-            value = value - float32(params.presence) * float32(token in counts)
+            value = value - float32(params.frequency_penalty) * float32(counts[token])
+            value = value - float32(params.presence_penalty) * float32(token in counts)
         values[token] = value
     return [float(value) for value in values]
 
 
-def processed_by(process: Callable[..., torch.Tensor], case: ProcessorCase) -> torch.Tensor:
+def processed_by(process: Callable[..., torch.Tensor], case: ProcessorCase, *long_lists: Any) -> torch.Tensor:
     """Without padding rows."""
-    return process(case.logits, case.rows, case.seq_lens, case.tables)[case.rows >= 0]
+    return process(case.logits, case.rows, case.seq_lens, case.tables, *long_lists)[case.rows >= 0]
 
 
 def processed_by_v1(case: ProcessorCase) -> torch.Tensor:
@@ -55,18 +53,9 @@ def processed_by_v1(case: ProcessorCase) -> torch.Tensor:
     rows = []
     for number, length in zip(case.rows.tolist(), case.seq_lens.tolist(), strict=True):
         if number >= 0:
-            one = case.params[number]
-            params = SamplingParams(
-                max_tokens=None,
-                min_tokens=one.min_tokens,
-                logit_bias=one.biases,
-                allowed_token_ids=one.allowed,
-                repetition_penalty=one.repetition,
-                frequency_penalty=one.frequency,
-                presence_penalty=one.presence,
-            )
-            tokens = case.sequences[number][:length]
-            rows.append(SamplingRow(params, 0, tokens, one.prompt_len, frozenset(one.stops), one.words))
+            one = case.requests[number]
+            lists = (one.stop_token_ids, one.bad_words_token_ids)
+            rows.append(SamplingRow(one.params, 0, one.token_ids[:length], one.num_prompt_tokens, *lists))
     return processed(case.logits[case.rows >= 0], *rows)
 
 
@@ -82,15 +71,16 @@ def test_both_runners_equal_loops(seed: int) -> None:
 
 
 def test_the_cases_have_every_processor() -> None:
-    params = [one for seed in range(4) for one in processor_case(seed).params]
-    for name in ("biases", "words", "stops", "allowed", "frequency", "presence", "min_tokens"):
-        assert 0 < sum(bool(getattr(one, name)) for one in params) < len(params), name
-    assert any(len(word) == 1 for one in params for word in one.words)
-    assert any(len(word) > 2 for one in params for word in one.words)
+    requests = [one for seed in range(4) for one in processor_case(seed).requests]
+    off = SamplingParams()
+    for name in ("logit_bias", "min_tokens", "allowed_token_ids", "frequency_penalty", "presence_penalty"):
+        assert {getattr(one.params, name) == getattr(off, name) for one in requests} == {True, False}, name
+    lengths = {len(word) for one in requests for word in one.bad_words_token_ids}
+    assert lengths >= {1, 2, 3} and not all(one.bad_words_token_ids for one in requests)
 
 
 @interpreted
-@SEEDS
+@pytest.mark.parametrize("seed", range(4))
 def test_kernels_equal_the_cpu(seed: int) -> None:
     case = processor_case(seed)
     assert torch.equal(processed_by(process_logits_triton, case), processed_by(process_logits_cpu, case))
@@ -102,14 +92,13 @@ def test_kernels_equal_the_cpu(seed: int) -> None:
 def test_long_lists(process: Callable[..., torch.Tensor]) -> None:
     """A list outside the table has the effect of one inside."""
     case = processor_case(1)
-    row = next(row for row, one in enumerate(case.params) if one.biases)
-    listed = case.tables.listed
+    row = next(row for row, one in enumerate(case.requests) if one.params.logit_bias)
+    listed, expected = case.tables.listed, processed_by(process, case)
     without = {name: getattr(listed, name).clone() for name in ("num_biases", "num_words", "num_stops")}
     for counts in without.values():
         counts[row] = 0
-    tables = replace(case.tables, listed=replace(listed, **without))
-    found = process(case.logits, case.rows, case.seq_lens, tables, {row: listed})
-    assert torch.equal(found[case.rows >= 0], processed_by(process, case))
+    short = replace(case, tables=replace(case.tables, listed=replace(listed, **without)))
+    assert torch.equal(processed_by(process, short, {row: listed}), expected)
 
 
 @interpreted
@@ -122,8 +111,7 @@ def test_no_rows() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_nan_and_inf_stay_visible() -> None:
     case = processor_case(0, logits=torch.tensor([[float("nan"), float("inf"), 1.0, -float("inf")] * 16]))
-    processes = [process_logits_torch, process_logits_cpu, *([process_logits_triton] if HAS_INTERPRETER else [])]
-    for process in processes:
+    for process in (process_logits_torch, process_logits_cpu, *([process_logits_triton] if HAS_INTERPRETER else [])):
         logits = processed_by(process, case)
         assert logits[:, ::4].isnan().all()
         assert not logits[:, 1::4].isneginf().any()
@@ -154,14 +142,6 @@ def test_only_the_repetition_penalty_includes_the_prompt() -> None:
     logits = torch.ones(1, 5)
     assert torch.equal(processed(logits, row([1, 2], frequency_penalty=2.0, presence_penalty=2.0)), logits)
     assert processed(logits, row([1, 2], repetition_penalty=2.0)).tolist() == [[1.0, 0.5, 0.5, 1.0, 1.0]]
-
-
-def test_refresh_sees_new_tokens() -> None:
-    logits, tokens = torch.zeros(1, 23), [1, 1]
-    metadata = SamplingMetadata.build([row(tokens, presence_penalty=1.0)], logits.device)
-    assert process_logits(logits, metadata).count_nonzero() == 0
-    tokens.append(9)
-    assert process_logits(logits, metadata.refresh())[0, 9].item() == -1.0
 
 
 def test_excluded_tokens_stay_excluded() -> None:

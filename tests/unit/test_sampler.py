@@ -49,14 +49,9 @@ def draw(logits, count, **params):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_takes_the_highest_and_the_lowest_id_among_equals(dtype):
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [7.0, 1.0, 0.0, 7.0]], dtype=dtype)
-    output = run(logits, row(temperature=0), row(temperature=0))
+    output = run(logits, row(temperature=0), row(temperature=0, top_k=1, top_p=0.1, min_p=1.0))
     assert output.token_ids.tolist() == [1, 0] and output.token_ids.dtype == torch.int64
     assert output.logprobs is None and not output.invalid.any()
-
-
-def test_greedy_ignores_filters():
-    logits = torch.tensor([[1.0, 5.0, 4.9]])
-    assert run(logits, row(temperature=0, top_k=1, top_p=0.1, min_p=1.0)).token_ids.tolist() == [1]
 
 
 # -- logits processors -----------------------------------------------------------------------------------------------
@@ -92,17 +87,17 @@ def test_draws_are_limited_to_allowed_tokens():
 
 
 def test_refresh_follows_the_tokens():
-    logits = torch.tensor([[0.0, 5.0, 4.0, 3.0]] * 2)
+    logits = torch.tensor([[0.0, 5.0, 4.0, 3.0]] * 3)
     rows = [row([7], 1, temperature=0, min_tokens=1, stop=(1,)), row([7, 7], 2, seed=3)]
+    rows.append(row([1, 1], 2, temperature=0, presence_penalty=1.5))
     metadata = SamplingMetadata.build(rows, CPU)
-    assert sample(logits, metadata).token_ids[0].item() == 2
+    assert sample(logits, metadata).token_ids[[0, 2]].tolist() == [2, 1]
     for one in rows:
-        one.token_ids.append(0)
-    fresh = metadata.refresh()
-    again = SamplingMetadata.build(rows, CPU)
+        one.token_ids.append(1)
+    fresh, again = metadata.refresh(), SamplingMetadata.build(rows, CPU)
     assert sample(logits, fresh).token_ids.tolist() == sample(logits, again).token_ids.tolist()
-    assert sample(logits, fresh).token_ids[0].item() == 1
-    assert fresh.random.positions.tolist() == [2, 3]
+    assert sample(logits, fresh).token_ids[[0, 2]].tolist() == [1, 2]
+    assert fresh.random.positions.tolist() == [2, 3, 3]
 
 
 # -- random rows -----------------------------------------------------------------------------------------------------
@@ -133,9 +128,8 @@ def fits(observed, expected):
     small = [(o, e) for o, e in zip(observed, expected, strict=True) if 0 < e < 5]
     if small:
         cells.append((sum(o for o, _ in small), max(sum(e for _, e in small), 1.0)))
-    chi_square = sum((o - e) ** 2 / e for o, e in cells)
     freedom = len(cells) - 1
-    return chi_square < freedom + 4 * math.sqrt(2 * freedom)
+    return sum((o - e) ** 2 / e for o, e in cells) < freedom + 4 * math.sqrt(2 * freedom)
 
 
 def test_the_test_of_fit_refuses_another_distribution():
@@ -254,16 +248,15 @@ def test_invalid_rows_are_flagged_and_do_not_affect_others(temperature, value):
 
 
 @pytest.mark.parametrize("params", [{}, {"allowed_token_ids": [3]}, {"logit_bias": {1: -5.0}}, {"top_k": 2}], ids=str)
-def test_one_nan_is_enough(params):
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_one_nan_is_enough(temperature, params):
     logits = torch.randn(1, 40)
     logits[0, 17] = math.nan
-    for temperature in (0, 1.0):
-        assert run(logits, row(temperature=temperature, **params)).invalid.tolist() == [True]
+    assert run(logits, row(temperature=temperature, **params)).invalid.tolist() == [True]
 
 
-def test_nothing_left_to_choose_is_flagged():
-    output = run(torch.zeros(1, 4), row(allowed_token_ids=[2], bad_words=[[2]]))
-    assert output.invalid.tolist() == [True]
+def test_a_row_without_allowed_tokens_is_flagged():
+    assert run(torch.zeros(1, 4), row(allowed_token_ids=[2], bad_words=[[2]])).invalid.tolist() == [True]
 
 
 def test_wrong_number_of_rows():
@@ -301,28 +294,23 @@ def test_the_reference_equals_the_cpu_without_host_synchronisation(filtered):
 # -- logprobs --------------------------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_the_models_own_and_only_for_rows_that_asked():
+def test_logprobs_are_the_models_own_and_only_of_rows_with_logprobs():
     logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [3.0, 2.0, 1.0]])
     rows = [row(temperature=0, logprobs=1, logit_bias={0: 50}), row(), row(temperature=0, logprobs=0)]
     metadata = SamplingMetadata.build(rows, CPU)
-    output = sample(logits, metadata)
     assert metadata.logprobs == {0: 1, 2: 0}
-    first, second = output.logprobs.to_rows(list(metadata.logprobs.values()))
-    expected = logits.log_softmax(dim=-1)
-    assert first.token_ids == [0, 2] and first.rank == 3
-    assert first.logprobs == pytest.approx(expected[0, [0, 2]].tolist())
-    assert second.token_ids == [0] and second.rank == 1
+    first, second = sample(logits, metadata).logprobs.to_rows([1, 0])
+    assert (first.token_ids, first.rank, second.token_ids, second.rank) == ([0, 2], 3, [0], 1)
+    assert first.logprobs == pytest.approx(logits.log_softmax(dim=-1)[0, [0, 2]].tolist())
 
 
-def test_metadata_of_plain_batches_is_empty():
+def test_plain_batches_skip_processors_and_filters():
     greedy = SamplingMetadata.build([row(temperature=0), row(temperature=0, top_p=0.5)], CPU)
+    plain = SamplingMetadata.build([row(), row(temperature=0, top_k=2)], CPU)
     assert greedy.random is None and not greedy.logprobs
-    plain = SamplingMetadata.build([row(), row(temperature=0)], CPU)
+    assert plain.random.temperatures.tolist() == [1, 0] and plain.random.filters is None
     logits = torch.zeros(2, 3)
     assert process_logits(logits, greedy) is process_logits(logits, plain) is logits
-    assert plain.random.temperatures.tolist() == [1, 0]
-    assert plain.random.filters is None
-    assert SamplingMetadata.build([row(), row(temperature=0, top_k=2)], CPU).random.filters is None
 
 
 # -- independence ----------------------------------------------------------------------------------------------------
@@ -331,32 +319,32 @@ VOCAB = 37
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
 
 
+SEQUENCES = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2), max_size=3)
+PARAMS = {
+    "temperature": st.sampled_from([0.0, 0.01, 0.7, 1.0, 5.0]),
+    "top_k": st.just(0) | st.integers(1, 50),
+    "top_p": st.just(1.0) | st.floats(0.01, 1.0),
+    "min_p": st.just(0.0) | st.floats(0.0, 1.0),
+    "repetition_penalty": st.just(1.0) | st.floats(0.5, 2.0),
+    "frequency_penalty": st.just(0.0) | st.floats(-2.0, 2.0),
+    "presence_penalty": st.just(0.0) | st.floats(-2.0, 2.0),
+    "logit_bias": st.none() | st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=4),
+    "allowed_token_ids": st.none() | TOKENS,
+    "logprobs": st.none() | st.integers(-1, 5),
+    "min_tokens": st.integers(0, 3),
+}
+
+
 @st.composite
 def sampling_rows(draw_from):
-    maybe = lambda strategy, off: draw_from(st.one_of(st.just(off), strategy))  # noqa: E731
     tokens = draw_from(TOKENS)
-    params = SamplingParams(
-        temperature=draw_from(st.sampled_from([0.0, 0.01, 0.7, 1.0, 5.0])),
-        top_k=maybe(st.integers(1, 50), 0),
-        top_p=maybe(st.floats(0.01, 1.0), 1.0),
-        min_p=maybe(st.floats(0.0, 1.0), 0.0),
-        repetition_penalty=maybe(st.floats(0.5, 2.0), 1.0),
-        frequency_penalty=maybe(st.floats(-2.0, 2.0), 0.0),
-        presence_penalty=maybe(st.floats(-2.0, 2.0), 0.0),
-        logit_bias=maybe(st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=4), None),
-        allowed_token_ids=maybe(TOKENS, None),
-        logprobs=maybe(st.integers(-1, 5), None),
-        min_tokens=draw_from(st.integers(0, 3)),
-    )
     return SamplingRow(
-        params,
+        SamplingParams(**draw_from(st.fixed_dictionaries(PARAMS))),
         seed=draw_from(st.integers(0, 2**64 - 1)),
         token_ids=tokens,
         num_prompt_tokens=draw_from(st.integers(1, len(tokens))),
         stop_token_ids=frozenset(draw_from(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
-        bad_words_token_ids=maybe(
-            st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2), max_size=3), ()
-        ),
+        bad_words_token_ids=draw_from(st.just(()) | SEQUENCES),
     )
 
 
@@ -369,18 +357,20 @@ def sampling_rows(draw_from):
 )
 def test_a_row_is_the_same_alone_and_among_any_neighbours(rows, seed, dtype, chunk):
     logits = (torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
+
+    def outcome(rows, logits):
+        """Of each row: token, flag, processed logits, logprobs."""
+        metadata = SamplingMetadata.build(rows, CPU)
+        output = sample(logits, metadata)
+        counts = metadata.logprobs
+        logprobs = dict(zip(counts, output.logprobs.to_rows(list(counts.values())), strict=True)) if counts else {}
+        columns = (output.token_ids.tolist(), output.invalid.tolist(), process_logits(logits, metadata))
+        return [(*entry, logprobs.get(i)) for i, entry in enumerate(zip(*columns, strict=True))]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sampling.MAX_ELEMENTS, "cpu", chunk)
-        metadata = SamplingMetadata.build(rows, CPU)
-        together = sample(logits, metadata)
-    processed = process_logits(logits, metadata)
-    asked = list(metadata.logprobs)
-    together_logprobs = together.logprobs.to_rows(list(metadata.logprobs.values())) if asked else []
-    for i, one in enumerate(rows):
-        alone_metadata = SamplingMetadata.build([one], CPU)
-        alone = sample(logits[i : i + 1], alone_metadata)
-        assert torch.equal(process_logits(logits[i : i + 1], alone_metadata)[0], processed[i])
-        assert alone.token_ids[0] == together.token_ids[i] and alone.invalid[0] == together.invalid[i]
-        if i in asked:
-            (expected,) = alone.logprobs.to_rows(list(alone_metadata.logprobs.values()))
-            assert together_logprobs[asked.index(i)] == expected
+        together = outcome(rows, logits)
+    for i, (token, flag, processed, logprobs) in enumerate(together):
+        ((alone_token, alone_flag, alone_processed, alone_logprobs),) = outcome([rows[i]], logits[i : i + 1])
+        assert (token, flag, logprobs) == (alone_token, alone_flag, alone_logprobs)
+        assert torch.equal(processed, alone_processed)

@@ -88,13 +88,13 @@ ACCEPTED = [
     ("temperature", 1e-8), ("temperature", 100), ("top_k", -1), ("top_k", 10**9), ("top_p", 1e-9), ("min_p", 1),
     ("seed", 2**64 - 1), ("seed", -(2**63)), ("presence_penalty", -2), ("repetition_penalty", 0.01),
     ("logprobs", 0), ("logprobs", -1), ("prompt_logprobs", -1), ("max_tokens", None), ("n", 16384),
-    ("truncate_prompt_tokens", -1),
+    ("truncate_prompt_tokens", -1), ("min_tokens", 500),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), ACCEPTED, ids=lambda value: repr(value)[:30])
 def test_accepted_values_are_kept_as_they_are(name, value):
-    assert getattr(SamplingParams(**{name: value}), name) == value
+    assert getattr(SamplingParams(**{"max_tokens": None, name: value}), name) == value
 
 
 def test_normalisation():
@@ -111,14 +111,17 @@ def test_normalisation():
     assert params.stop_token_ids == [3, 1], "the caller's list is copied"
 
 
-def test_fields_that_must_agree():
-    with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=4, got 5"):
-        SamplingParams(max_tokens=4, min_tokens=5)
-    assert SamplingParams(max_tokens=None, min_tokens=500).min_tokens == 500
-    with pytest.raises(ValueError, match=r"stop=\['x'\] needs detokenize=True"):
-        SamplingParams(stop="x", detokenize=False)
-    with pytest.raises(ValueError, match=r"n must be 1 with greedy sampling \(temperature=0\), got 2"):
-        SamplingParams(n=2, temperature=0)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens must be at most max_tokens=4, got 5"),
+        ({"stop": "x", "detokenize": False}, r"stop=\['x'\] needs detokenize=True"),
+        ({"n": 2, "temperature": 0}, r"n must be 1 with greedy sampling \(temperature=0\), got 2"),
+    ],
+)
+def test_fields_that_must_agree(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
 
 
 def test_unknown_keyword_lists_near_matches():
