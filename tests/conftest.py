@@ -51,6 +51,15 @@ def no_warning_of_missing_c_kernels() -> Iterator[None]:
     logger.removeFilter(is_expected)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tensors so small that threads cost more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> CommandRunner:
     """Runs commands of the CLI."""

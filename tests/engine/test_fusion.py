@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.helpers.paged_models import MODELS, PagedCache, assert_close, context
 from torch import nn
 
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.executor.protocol import WorkerBuild
 from fleetfoot.fusion import LayerFusion, plan_fusion
 from fleetfoot.fusion.decoder import FusedDecoder, fuse
 from fleetfoot.kernels.elementwise import DeferredRMSNorm
@@ -35,27 +38,22 @@ from fleetfoot.quantization.base import LinearWeight
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, IntermediateTensors, LogitsMetadata
 from fleetfoot.weights.loading import ModelLoader
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALL = (True, True, True)
 MIXES = [ALL, (False, True, True), (True, False, True), (True, True, False), (False, True, False)]
 FAMILIES = ["llama", "llama-biases", "llama-tied", "mistral-window", "qwen2-tied-window", "qwen3-layer-types"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """On tensors this small, threads cost more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- a chain of linear layers in torch --------------------------------------------------------------------------------
 
 
 class ChainedTorch(PlainLinear):
-    """A linear layer of a chain that reads deferred norms of at most 8 rows, and counts what it does."""
+    """A linear layer of a chain that reads deferred norms of few rows, and counts what it does."""
 
     num_added = num_deferred = num_read = 0
+    most_deferred = 8
+    has_gate = False
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias)
@@ -65,25 +63,19 @@ class ChainedTorch(PlainLinear):
             assert self.reads_deferred_norm(len(x.weighted))
             ChainedTorch.num_read += 1
             x = x.finished()
-        return super().__call__(x)
+        product = super().__call__(x)
+        return reference_kernels().silu_and_mul(product) if self.has_gate else product
 
     def reads_deferred_norm(self, num_rows: int) -> bool:
-        return num_rows <= 8
-
-
-class ReadsNoDeferredNorm(ChainedTorch):
-    def reads_deferred_norm(self, num_rows: int) -> bool:
-        return False
+        return num_rows <= self.most_deferred
 
 
 class ChainedTorchGateUp(ChainedTorch):
-    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
-        return reference_kernels().silu_and_mul(super().__call__(x))
+    has_gate = True
 
 
-class PlainGateUp(ReadsNoDeferredNorm):
-    def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
-        return reference_kernels().silu_and_mul(super().__call__(x))
+class PlainGateUp(ChainedTorchGateUp):
+    most_deferred = 0
 
 
 class ChainedTorchResidual(ChainedTorch):
@@ -258,35 +250,27 @@ def test_the_triton_chain_in_bfloat16(
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
-def test_layers_that_add_to_the_residual_in_place(case: str, tmp_path: Path) -> None:
-    reference = checkpoint(tmp_path, case)
-    config, model_context, tokens = load_model_config(tmp_path), context(ops=chain_ops()), prompt(60)
-    expected = reference_logits(reference, tokens)
-    model, cache = make(tmp_path, model_context, ALL), PagedCache(config, 16)
-    before = counts()
-    logits = [run(model, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 32), (32, 60))]
-    # Two of three chunks have more than 16 tokens; the other is of partial sums.
-    assert counts() == (before[0] + 2 * 2 * config.num_layers, before[1], before[2])
-    assert_close(torch.cat(logits), expected)
-    assert_close(run_in_parts(tmp_path, model_context, tokens), expected)
-
-
-@pytest.mark.parametrize("defers_in_mlp", [False, True])
-@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
-def test_norms_that_are_deferred(case: str, defers_in_mlp: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "defers_in_mlp"), [((20, 32, 60), True), ((20, 24, 25, 40), False), ((20, 24, 25, 40), True)]
+)
+def test_residual_sums_within_a_chain(case: str, ends: tuple[int, ...], defers_in_mlp: bool, tmp_path: Path) -> None:
+    """Chunks of more than 16 tokens are added in place, and few tokens' norms deferred; the others are partial sums."""
     reference = checkpoint(tmp_path, case)
     config, model_context = load_model_config(tmp_path), context(ops=chain_ops(defers_in_mlp=defers_in_mlp))
-    tokens = prompt(40)
+    tokens, sizes = prompt(ends[-1]), [end - begin for begin, end in pairwise((0, *ends))]
     expected = reference_logits(reference, tokens)
     model, cache = make(tmp_path, model_context, ALL), PagedCache(config, 16)
     before = counts()
-    logits = [run(model, cache, {0: tokens[begin:end]})[0] for begin, end in ((0, 20), (20, 24), (24, 25), (25, 40))]
-    # Two steps of few tokens: behind each layer but the last, and between attention and MLP if that reads it. At the
-    # end of the run the sum alone is read.
-    norms = 2 * (config.num_layers - 1 + (config.num_layers if defers_in_mlp else 0))
-    assert counts()[1:] == (before[1] + norms + 2, before[2] + norms)
+    logits = [run(model, cache, {0: tokens[end - size : end]})[0] for end, size in zip(ends, sizes, strict=True)]
+    # Norms are deferred behind each layer but the last, and between attention and MLP if that reads it. At the end of
+    # the run the sum alone is read.
+    num_added, num_few = sum(size > 16 for size in sizes), sum(size <= 8 for size in sizes)
+    num_read = num_few * (config.num_layers - 1 + (config.num_layers if defers_in_mlp else 0))
+    changes = [after - was for after, was in zip(counts(), before, strict=True)]
+    assert changes == [2 * num_added * config.num_layers, num_read + num_few, num_read]
     assert_close(torch.cat(logits), expected)
-    assert_close(run_in_parts(tmp_path, model_context, tokens[:7]), expected[:7])
+    for length in (7, len(tokens)):
+        assert_close(run_in_parts(tmp_path, model_context, tokens[:length]), expected[:length])
 
 
 def run_in_parts(folder: Path, model_context: ModelContext, tokens: list[int]) -> torch.Tensor:
@@ -375,9 +359,8 @@ def test_a_quantized_model_runs_fused_and_plain(case: str, fused: tuple[bool, ..
     checkpoint(tmp_path / "whole", case)
     quantized, rounded = quantize(load_file(tmp_path / "whole" / "model.safetensors"))
     for name, tensors in (("int8", quantized), ("rounded", rounded)):
-        (folder := tmp_path / name).mkdir()
-        (folder / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
-        save_file(tensors, folder / "model.safetensors")
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        save_file(tensors, tmp_path / name / "model.safetensors")
     config = load_model_config(tmp_path / "int8")
     model = make(tmp_path / "int8", context(ops=chain_ops(), linear_method=Int8()), fused)
     assert not list(dense_tensors(model))
@@ -387,8 +370,7 @@ def test_a_quantized_model_runs_fused_and_plain(case: str, fused: tuple[bool, ..
     expected = outputs(make(tmp_path / "rounded", context()), PagedCache(config, 4), SCHEDULE)
     for one, other in zip(actual, expected, strict=True):
         assert_near(one, other, 1e-5)
-    names = {spec.name for spec in model.weight_specs()}
-    assert names == quantized.keys()
+    assert {spec.name for spec in model.weight_specs()} == quantized.keys()
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -406,7 +388,7 @@ def kinds(stack: DecoderStack) -> list[Any]:
     ]
 
 
-SLIDING = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"]
+SLIDING = ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]
 
 
 @pytest.mark.parametrize(
@@ -417,11 +399,12 @@ SLIDING = ["full_attention", "sliding_attention", "sliding_attention", "full_att
         ("-#####", [0, [1, 2, 3, 4, 5]], [0, [1, 3, 5]]),
         ("###-##", [[0, 1, 2], 3, [4, 5]], [[0, 1, 2], 3, [4, 5]]),
         ("#####-", [[0, 1, 2, 3, 4], 5], [[0, 1, 4], 5]),
+        ("#", [[0]], [[0]]),
     ],
 )
 def test_a_shortened_model(fused: str, whole: list[Any], short: list[Any], tmp_path: Path) -> None:
-    fields = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 6}
-    make_checkpoint(tmp_path, "qwen3", **fields, layer_types=[*SLIDING, "full_attention"])
+    fields = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": len(fused)}
+    make_checkpoint(tmp_path, "qwen3", **fields, layer_types=SLIDING[: len(fused)])
     model = make(tmp_path, context(ops=chain_ops()), [kind == "#" for kind in fused])
     config = model.config
     assert kinds(model.model.layers) == whole
@@ -437,36 +420,32 @@ def test_a_shortened_model(fused: str, whole: list[Any], short: list[Any], tmp_p
         assert torch.equal(one, other)
 
 
-def test_a_run_of_one_layer_is_its_own_shortened(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
-    model = make(tmp_path, context(), [True])
-    assert kinds(model.shortened().model.layers) == [[0]]
-
-
-def test_model_runner_v1_never_fuses() -> None:
-    engine = make_engine(STORY, use_v2_model_runner=False)
-    worker = engine.core.executor._worker  # type: ignore[attr-defined]
-    assert [layer.is_fused for layer in worker.plan.fusion] == [False] * worker.plan.model.num_layers
-    assert {layer.reason for layer in worker.plan.fusion} == {"Model Runner V1 runs plain layers"}
-    assert kinds(worker.runner._model.model.layers) == list(range(worker.plan.model.num_layers))
-    engine.shutdown()
-
-
-@pytest.mark.parametrize("plain", [(), (2,), (0, 7)])
-def test_model_runner_v2_fuses_what_the_plan_names(plain: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("runner", "plain", "built"),
+    [
+        ("v1", (), list(range(8))),
+        ("v2", (), [list(range(8))]),
+        ("v2", (2,), [[0, 1], 2, [3, 4, 5, 6, 7]]),
+        ("v2", (0, 7), [0, [1, 2, 3, 4, 5, 6], 7]),
+    ],
+)
+def test_workers_fuse_the_layers_that_the_plan_names(
+    runner: str, plain: tuple[int, ...], built: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def plan_some(config: Any, runner: str) -> tuple[LayerFusion, ...]:
-        return tuple(
-            LayerFusion(False, "a test") if layer in plain else fusion
-            for layer, fusion in enumerate(plan_fusion(config, runner))
-        )
+        planned = enumerate(plan_fusion(config, runner))
+        return tuple(LayerFusion(False, "a test") if layer in plain else fusion for layer, fusion in planned)
 
     monkeypatch.setattr("fleetfoot.plan.resolve.plan_fusion", plan_some)
-    engine = make_engine(STORY, use_v2_model_runner=True)
+    eagle = {"method": "eagle", "num_speculative_tokens": 2}
+    engine = make_engine(STORY, runner=runner, speculative_config=eagle)
     worker = engine.core.executor._worker  # type: ignore[attr-defined]
-    built = kinds(worker.runner._model.model.layers)
-    assert (
-        built == {(): [list(range(8))], (2,): [[0, 1], 2, [3, 4, 5, 6, 7]], (0, 7): [0, [1, 2, 3, 4, 5, 6], 7]}[plain]
-    )
-    is_fused = {layer: isinstance(run, list) for run in built for layer in (run if isinstance(run, list) else [run])}
-    assert [is_fused[layer] for layer in range(8)] == [layer.is_fused for layer in worker.plan.fusion]
+    assert kinds(worker.runner._model.model.layers) == built
+    fused = [layer for run in built if isinstance(run, list) for layer in run]
+    assert list(worker.build.fused_layers) == fused
+    assert worker.build.fused_drafter_layers == ((0,) if runner == "v2" and 0 not in plain else ())
+    assert worker.build == WorkerBuild.planned(engine.plan, 0)
+    for layer, fusion in enumerate(engine.plan.fusion):
+        assert fusion.is_fused == (layer in fused)
+        assert runner == "v2" or fusion.reason == "Model Runner V1 runs plain layers"
     engine.shutdown()

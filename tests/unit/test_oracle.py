@@ -1,8 +1,11 @@
-"""The oracle: the order in which it decides, what it says, and what it makes of settings and environment."""
+"""The oracle: the order of its decisions, its reasons, and what follows from settings and the environment."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Iterable
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.registry import V2_LAYOUT, connector_layouts
+from fleetfoot.kv_transfer.base.registry import CONNECTORS, V2_LAYOUT, connector_layouts
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.oracle import (
     DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES,
@@ -36,8 +39,6 @@ VARIABLE = env.USE_V2_MODEL_RUNNER
 
 
 class DeclaresLayout:
-    """A connector of somebody else's."""
-
     accepted_kv_layouts: ClassVar = (V2_LAYOUT, "another")
 
 
@@ -59,40 +60,36 @@ def ask(
     return decide(EngineConfig(**settings), model, machine, environ or {})
 
 
-# --- what was said explicitly ---------------------------------------------------------------------------------------
+def declare(
+    monkeypatch: pytest.MonkeyPatch, runners: Iterable[str], features: Iterable[Feature], support: Support
+) -> None:
+    for runner, feature in product(runners, features):
+        monkeypatch.setitem(CAPABILITIES[runner], feature, support)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("value", "meaning"), [(None, None), ("0", False), ("1", True)])
-def test_the_environment_has_three_states(value: str | None, meaning: bool | None) -> None:
-    environ = {} if value is None else {VARIABLE: value}
-    assert env.use_v2_model_runner(environ) is meaning
+# --- explicit choices -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", ["", "true", "True", "2", "v2", " 1", "01", "no"])
 @pytest.mark.parametrize("settings", [{}, {"runner": "v1"}])
-def test_anything_else_is_an_error_that_says_so(value: str, settings: dict[str, str]) -> None:
+def test_other_values_of_the_variable_are_refused(value: str, settings: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=rf"{VARIABLE} is '{value}'; it can be 0 .*, 1 .* or unset"):
         ask(environ={VARIABLE: value}, **settings)
 
 
-@pytest.mark.parametrize("value", [None, "0", "1"])
-@pytest.mark.parametrize("settings", [{"runner": "v1"}, {"runner": "v2"}, {"use_v2_model_runner": True},
-                                      {"use_v2_model_runner": False}])  # fmt: skip
-def test_a_setting_beats_the_environment(value: str | None, settings: dict[str, Any]) -> None:
-    decision = ask(environ={} if value is None else {VARIABLE: value}, **settings)
-    wanted = settings.get("runner") or ("v2" if settings["use_v2_model_runner"] else "v1")
-    assert (decision.runner, decision.explicit) == (wanted, True)
-    assert next(iter(settings)) in decision.reasons[0]
-
-
-@pytest.mark.parametrize("value", ["0", "1"])
-@pytest.mark.parametrize("model", [LLAMA, QWEN2])
-@pytest.mark.parametrize("machine", [CPU, GPU])
-def test_the_environment_beats_the_oracle(value: str, model: ModelFeatures, machine: Machine) -> None:
-    decision = ask(model, machine, {VARIABLE: value})
-    assert (decision.runner, decision.explicit) == (f"v{int(value) + 1}", True)
-    assert decision.reasons[0].endswith(f"{VARIABLE} is {value}.")
-    assert not decision.missing
+@pytest.mark.parametrize("environ", [{}, {VARIABLE: "0"}, {VARIABLE: "1"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"runner": "v1"}, {"runner": "v2"}, {"use_v2_model_runner": True},
+                                      {"use_v2_model_runner": False}], ids=str)  # fmt: skip
+def test_a_setting_beats_the_environment_and_both_the_oracle(environ: dict[str, str], settings: dict[str, Any]) -> None:
+    runners = {"v1": "v1", "v2": "v2", "0": "v1", "1": "v2", False: "v1", True: "v2"}
+    for model, machine in product((LLAMA, QWEN2), (CPU, GPU)):
+        decision = ask(model, machine, environ, **settings)
+        explicit = settings or environ
+        assert decision.explicit == bool(explicit)
+        for name, value in explicit.items():
+            assert decision.runner == runners[value]
+            assert f"{name} is {value!r}." in decision.reasons[0] or f"{name} is {value}." in decision.reasons[0]
+            assert not decision.missing
 
 
 @pytest.mark.parametrize(("runner", "use_v2"), [("v1", True), ("v2", False)])
@@ -102,21 +99,23 @@ def test_settings_that_contradict_each_other(runner: Any, use_v2: bool) -> None:
     EngineConfig(runner=runner, use_v2_model_runner=not use_v2)
 
 
-def test_what_was_asked_for_is_never_overridden() -> None:
+def test_an_explicit_choice_is_never_overridden() -> None:
     decision = ask(runner="v2", enable_lora=True, prefill_context_parallel_size=4)
     assert (decision.runner, decision.explicit) == ("v2", True)
     assert [feature.name for feature in decision.missing] == ["prefill context parallelism", "LoRA adapters"]
     with pytest.raises(UnsupportedFeatureError) as caught:
         decision.check()
-    message = str(caught.value)
-    assert "Model Runner V2 is to run (runner is 'v2')" in message
-    assert "prefill context parallelism (prefill_context_parallel_size is 4): " in message
-    assert "LoRA adapters (enable_lora is on): " in message
-    assert "No model runner supports all of it" in message
+    for part in (
+        "Model Runner V2 is to run (runner is 'v2')",
+        "prefill context parallelism (prefill_context_parallel_size is 4): ",
+        "LoRA adapters (enable_lora is on): ",
+        "No model runner supports all of it",
+    ):
+        assert part in str(caught.value)
 
 
 def test_v1_is_named_where_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CAPABILITIES["v2"], Feature.PREFIX_CACHING, Support("Not in this test."))  # type: ignore[arg-type]
+    declare(monkeypatch, ("v2",), (Feature.PREFIX_CACHING,), Support("Not in this test."))
     with pytest.raises(UnsupportedFeatureError, match=r"Not in this test\.\nModel Runner V1 supports all of it"):
         ask(environ={VARIABLE: "1"}).check()
     ask(environ={VARIABLE: "0"}).check()
@@ -135,44 +134,34 @@ def test_v2_on_a_gpu_needs_triton() -> None:
 
 LORA: dict[str, Any] = {"enable_lora": True}
 STRANGER = connector("DeclaresNothing")
-ORDER: dict[str, tuple[dict[str, Any], str, str]] = {
-    "v2": ({}, "v2", "default of LlamaForCausalLM, and nothing is on"),
-    "cpu": ({"machine": CPU}, "v2", "default of LlamaForCausalLM, and nothing is on"),
-    "cpu-asked-for": ({"machine": NO_TRITON, "device": "cpu"}, "v2", "nothing is on"),
-    "connector": (STRANGER, "v1", "the KV connector DeclaresNothing does not say which KV layouts it accepts"),
-    "connector-first": (
-        {**STRANGER, **LORA, "model": QWEN2, "machine": NO_TRITON, "task": "embed"},
-        "v1",
-        "KV connector DeclaresNothing",
-    ),
-    "architecture": ({"model": QWEN2}, "v1", "Qwen2ForCausalLM is not one of the architectures"),
-    "architecture-second": (
-        {**LORA, "model": QWEN2, "machine": NO_TRITON, "task": "embed"},
-        "v1",
-        "Qwen2ForCausalLM is not one of",
-    ),
-    "task": ({"task": "embed"}, "v1", "the task is embed"),
-    "task-before-triton": ({**LORA, "machine": NO_TRITON, "task": "score"}, "v1", "the task is score"),
-    "triton": ({"machine": NO_TRITON}, "v1", "written in Triton"),
-    "triton-before-features": ({**LORA, "machine": NO_TRITON}, "v1", "written in Triton"),
-    "features": ({**LORA}, "v1", "Model Runner V2 does not support LoRA adapters (enable_lora is on)"),
-    "offloading": ({"kv_offloading_size": 2}, "v2", "nothing is on that it does not support"),
-    "offloading-beside-a-connector": ({"kv_offloading_size": 2, **STRANGER}, "v1", "KV connector DeclaresNothing"),
-}
+NOTHING = "default of LlamaForCausalLM, and nothing is on that it does not support"
+ORDER: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "v2", NOTHING),
+    ({"machine": CPU}, "v2", NOTHING),
+    ({"machine": NO_TRITON, "device": "cpu"}, "v2", NOTHING),
+    (STRANGER, "v1", "the KV connector DeclaresNothing does not say which KV layouts it accepts"),
+    ({**STRANGER, **LORA, "model": QWEN2, "machine": NO_TRITON, "task": "embed"}, "v1", "connector DeclaresNothing"),
+    ({"model": QWEN2}, "v1", "Qwen2ForCausalLM is not one of the architectures"),
+    ({**LORA, "model": QWEN2, "machine": NO_TRITON, "task": "embed"}, "v1", "Qwen2ForCausalLM is not one of"),
+    ({"task": "embed"}, "v1", "the task is embed"),
+    ({**LORA, "machine": NO_TRITON, "task": "score"}, "v1", "the task is score"),
+    ({"machine": NO_TRITON}, "v1", "written in Triton"),
+    ({**LORA, "machine": NO_TRITON}, "v1", "written in Triton"),
+    (LORA, "v1", "Model Runner V2 does not support LoRA adapters (enable_lora is on)"),
+    ({"kv_offloading_size": 2}, "v2", NOTHING),
+    ({"kv_offloading_size": 2, **STRANGER}, "v1", "KV connector DeclaresNothing"),
+]
 
 
 @pytest.fixture
 def runners_that_call_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the runners can do: these tests are about what the oracle makes of it."""
-    for runner in ("v1", "v2"):
-        for feature in (Feature.KV_CONNECTOR, Feature.KV_OFFLOADING):
-            monkeypatch.setitem(CAPABILITIES[runner], feature, Support())  # type: ignore[arg-type]
+    """These tests do not depend on what the runners support."""
+    declare(monkeypatch, ("v1", "v2"), (Feature.KV_CONNECTOR, Feature.KV_OFFLOADING), Support())
 
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
-@pytest.mark.parametrize("case", ORDER)
-def test_the_order_of_decisions(case: str) -> None:
-    settings, runner, reason = ORDER[case]
+@pytest.mark.parametrize(("settings", "runner", "reason"), ORDER)
+def test_the_order_of_decisions(settings: dict[str, Any], runner: str, reason: str) -> None:
     decision = ask(**settings)
     assert (decision.runner, decision.explicit) == (runner, False)
     assert decision.reasons[0].startswith(f"Model Runner {runner.upper()} runs: ")
@@ -180,14 +169,13 @@ def test_the_order_of_decisions(case: str) -> None:
     assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in decision.reasons)
 
 
-def test_the_architectures_that_run_on_v2_unasked() -> None:
+def test_default_architectures_of_v2() -> None:
     assert DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES == ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
-    for architecture in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES:
-        assert ask(ModelFeatures(architecture)).runner == "v2"
+    assert {ask(ModelFeatures(name)).runner for name in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES} == {"v2"}
     assert ask(QWEN2, runner="v2").runner == "v2"
 
 
-def test_a_cpu_is_told_how_v2_runs_there() -> None:
+def test_reasons_on_a_cpu() -> None:
     assert "torch twins" in ask(machine=CPU).reasons[1]
     assert len(ask(machine=GPU).reasons) == len(ask(machine=CPU, runner="v1").reasons) == 1
 
@@ -196,8 +184,7 @@ def test_one_warning_names_every_feature_that_v2_lacks() -> None:
     decision = ask(machine=CPU, enable_lora=True, quantization="fp8", enable_prompt_embeds=True)
     assert decision.warnings == decision.reasons
     (warning,) = decision.warnings
-    for name in ("quantized weights", "LoRA adapters", "prompt embeddings"):
-        assert name in warning
+    assert all(name in warning for name in ("quantized weights", "LoRA adapters", "prompt embeddings"))
     assert ask(machine=NO_TRITON).warnings == ask(machine=NO_TRITON).reasons
     for quiet in (ask(), ask(QWEN2), ask(**STRANGER), ask(runner="v2", enable_lora=True)):
         assert quiet.warnings == ()
@@ -210,14 +197,9 @@ def test_one_warning_names_every_feature_that_v2_lacks() -> None:
 @pytest.mark.parametrize(
     ("name", "path", "accepts"),
     [
-        ("NixlConnector", None, True),
-        ("OffloadingConnector", None, True),
-        ("SharedStorageConnector", None, True),
-        ("FilesystemConnector", None, True),
+        *((name, None, True) for name in CONNECTORS if name != "MultiConnector"),
         ("DeclaresLayout", __name__, True),
-        ("DeclaresOther", __name__, False),
-        ("DeclaresNothing", __name__, False),
-        ("NoSuchClass", __name__, False),
+        *((name, __name__, False) for name in ("DeclaresOther", "DeclaresNothing", "NoSuchClass")),
         ("DeclaresLayout", "no.such.module", False),
         ("SomebodysConnector", None, False),
     ],
@@ -232,12 +214,11 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
     exists = name in ("DeclaresOther", "DeclaresNothing")
     lacking = "Model Runner V2's KV layout" if exists else "this KV connector"
     assert [feature.name for feature in decision.unsupported] == [lacking] * (not accepts)
-    assert bool(decision.missing) == (not accepts and not exists)  # what nobody can import, V1 cannot run either
+    assert bool(decision.missing) == (not accepts and not exists)  # V1 cannot run a class without a module either
 
 
-def test_a_runner_that_calls_no_connectors_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for runner in ("v1", "v2"):
-        monkeypatch.setitem(CAPABILITIES[runner], Feature.KV_CONNECTOR, Support("Not in this test."))  # type: ignore[arg-type]
+def test_a_runner_without_connectors_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(monkeypatch, ("v1", "v2"), (Feature.KV_CONNECTOR,), Support("Not in this test."))
     decision = ask(**connector("SharedStorageConnector", None))
     assert decision.runner == "v1" and "Model Runner V2 does not support KV connectors" in decision.reasons[0]
     assert [feature.name for feature in decision.missing] == ["KV connectors"]
@@ -256,39 +237,36 @@ def test_of_several_connectors_one_that_refuses_decides() -> None:
         ask(kv_transfer_config=settings)
 
 
-ROLES = "kv_producer, kv_consumer, kv_both"
-KNOWN = "OffloadingConnector, NixlConnector, SharedStorageConnector, FilesystemConnector, MultiConnector"
+ROLES = "kv_role (kv_producer, kv_consumer, kv_both)"
+KNOWN = f"kv_connector ({', '.join(CONNECTORS)})"
+EXTRA = {"kv_connector_extra_config": {"a": 1}, "kv_port": 5}
 
 
 @pytest.mark.parametrize(
-    ("settings", "remark"),
+    ("settings", "absent", "given", "needed"),
     [
-        ({}, None),
-        ({"kv_load_failure_policy": "recompute"}, None),  # which says nothing new
+        ({}, None, None, None),
+        ({"kv_load_failure_policy": "recompute"}, None, None, None),  # the default
         (
-            {"kv_connector_extra_config": {"a": 1}, "kv_port": 5},
-            "it has no kv_connector and no kv_role: nothing comes of kv_connector_extra_config {'a': 1}, kv_port 5. "
-            f"Set kv_connector ({KNOWN}) and kv_role ({ROLES}), or leave kv_transfer_config out.",
+            EXTRA,
+            "kv_connector and no kv_role",
+            "kv_connector_extra_config {'a': 1}, kv_port 5",
+            f"{KNOWN} and {ROLES}",
         ),
-        (
-            {"kv_connector": "DeclaresNothing", "kv_connector_module_path": __name__},
-            f"it has no kv_role: nothing comes of kv_connector 'DeclaresNothing', kv_connector_module_path "
-            f"{__name__!r}. Set kv_role ({ROLES}), or leave kv_transfer_config out.",
-        ),
-        (
-            {"kv_role": "kv_producer"},
-            f"it has no kv_connector: nothing comes of kv_role 'kv_producer'. Set kv_connector ({KNOWN}), or leave",
-        ),
+        ({"kv_connector": "Mine"}, "kv_role", "kv_connector 'Mine'", ROLES),
+        ({"kv_role": "kv_producer"}, "kv_connector", "kv_role 'kv_producer'", KNOWN),
     ],
 )
-def test_a_connector_without_name_or_role_is_not_active(settings: dict[str, Any], remark: str | None) -> None:
+def test_a_connector_without_name_or_role_is_not_active(
+    settings: dict[str, Any], absent: str | None, given: str | None, needed: str | None
+) -> None:
     decision = ask(kv_transfer_config=settings)
     assert (decision.runner, decision.unsupported) == ("v2", ())
-    assert len(decision.warnings) == (remark is not None)
-    assert remark is None or remark in decision.warnings[0]
+    expected = f"it has no {absent}: nothing comes of {given}. Set {needed}, or leave kv_transfer_config out."
+    assert [warning.endswith(expected) for warning in decision.warnings] == [True] * (absent is not None)
 
 
-def test_what_v2_lacks_is_listed_when_it_was_asked_for() -> None:
+def test_a_layout_that_the_connector_refuses_is_listed() -> None:
     decision = ask(runner="v2", **STRANGER)
     assert decision.runner == "v2"
     with pytest.raises(UnsupportedFeatureError, match="does not say which KV layouts it accepts"):
@@ -298,7 +276,7 @@ def test_what_v2_lacks_is_listed_when_it_was_asked_for() -> None:
 # --- features -------------------------------------------------------------------------------------------------------
 
 DRAFT = {"num_speculative_tokens": 3, "model": "a/draft"}
-WANTED: dict[Feature, dict[str, Any]] = {
+REQUIRING: dict[Feature, dict[str, Any]] = {
     Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},
     Feature.MIXTURE_OF_EXPERTS: {"model": ModelFeatures("MixtralForCausalLM", has_experts=True)},
     Feature.HYBRID_LAYERS: {"model": ModelFeatures("JambaForCausalLM", is_hybrid=True)},
@@ -325,23 +303,22 @@ WANTED: dict[Feature, dict[str, Any]] = {
 PLAIN: dict[str, Any] = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
 
 
-@pytest.mark.parametrize("feature", WANTED, ids=lambda feature: feature.name)
-def test_what_a_configuration_wants(feature: Feature) -> None:
-    settings = {**PLAIN, **WANTED[feature]}
+@pytest.mark.parametrize("feature", REQUIRING, ids=lambda feature: feature.name)
+def test_required_features(feature: Feature) -> None:
+    settings = {**PLAIN, **REQUIRING[feature]}
     model = settings.pop("model", LLAMA)
-    wanted = required_features(EngineConfig(**settings), model)
-    assert set(wanted) == {feature, Feature.PREEMPTION}
-    assert wanted[feature]
+    required = required_features(EngineConfig(**settings), model)
+    assert set(required) == {feature, Feature.PREEMPTION}
+    assert required[feature]
     for runner in ("v1", "v2"):
-        lacking = unsupported_features(runner, wanted)
         support = CAPABILITIES[runner][feature]
-        assert [entry.name for entry in lacking] == ([] if support.is_supported else [feature.value])
-        assert [entry.why_not for entry in lacking] == ([] if support.is_supported else [support.why_not])
+        lacking = [(entry.name, entry.why_not) for entry in unsupported_features(runner, required)]
+        assert lacking == ([] if support.is_supported else [(feature.value, support.why_not)])
 
 
-def test_a_quantized_checkpoint_is_told_by_itself() -> None:
-    wanted = required_features(EngineConfig(), ModelFeatures("LlamaForCausalLM", quantization="awq"))
-    assert wanted[Feature.QUANTIZED_WEIGHTS] == "the checkpoint's weights are quantized, awq"
+def test_a_quantized_checkpoint_requires_a_feature() -> None:
+    required = required_features(EngineConfig(), ModelFeatures("LlamaForCausalLM", quantization="awq"))
+    assert required[Feature.QUANTIZED_WEIGHTS] == "the checkpoint's weights are quantized, awq"
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -352,31 +329,29 @@ def test_every_feature_is_declared_in_sentences(runner: str) -> None:
         assert support.is_supported or (support.why_not[0].isupper() and support.why_not.endswith(".")), feature
 
 
-SETTINGS = [{}, *({**settings} for settings in WANTED.values() if "model" not in settings), STRANGER]
+SETTINGS = [{}, *({**settings} for settings in REQUIRING.values() if "model" not in settings), STRANGER]
 
 
 @given(
     chosen=st.lists(st.sampled_from(SETTINGS), max_size=4),
     model=st.sampled_from([LLAMA, QWEN2, ModelFeatures("MixtralForCausalLM", has_experts=True)]),
     machine=st.sampled_from([CPU, GPU, NO_TRITON]),
-    value=st.sampled_from([None, "0", "1"]),
+    environ=st.sampled_from([{}, {VARIABLE: "0"}, {VARIABLE: "1"}]),
     runner=st.sampled_from(["auto", "v1", "v2"]),
 )
-def test_whatever_is_asked(
-    chosen: list[dict[str, Any]], model: ModelFeatures, machine: Machine, value: str | None, runner: str
+def test_any_combination(
+    chosen: list[dict[str, Any]], model: ModelFeatures, machine: Machine, environ: dict[str, str], runner: str
 ) -> None:
     settings: dict[str, Any] = {"runner": runner}
     for part in chosen:
         settings |= part
-    decision = ask(model, machine, {} if value is None else {VARIABLE: value}, **settings)
-    assert decision.explicit == (runner != "auto" or value is not None)
-    if runner != "auto":
-        assert decision.runner == runner
-    elif value is not None:
-        assert decision.runner == f"v{int(value) + 1}"
-    else:  # the oracle itself never chooses a V2 that could not run
+    decision = ask(model, machine, environ, **settings)
+    assert decision.explicit == (runner != "auto" or bool(environ))
+    if runner == "auto" and not environ:  # the oracle itself never chooses a V2 that could not run
         assert decision.runner == "v1" or not decision.missing
         assert decision.runner == "v2" or decision.unsupported or machine is NO_TRITON or model is not LLAMA
+    else:
+        assert decision.runner == (f"v{int(environ[VARIABLE]) + 1}" if runner == "auto" else runner)
     lacking = unsupported_features(decision.runner, required_features(EngineConfig(**settings), model))
     assert set(lacking) <= set(decision.missing)
     assert len(decision.warnings) <= 1
@@ -412,52 +387,44 @@ def test_what_depends_on_the_runner_follows_the_plan() -> None:
 
 def test_settings_may_be_json_or_a_dictionary() -> None:
     settings = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"a": [1]}}
-    text = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"a": [1]}}'
-    made = [EngineConfig(kv_transfer_config=value) for value in (settings, text, KVTransferConfig(**settings))]  # type: ignore[arg-type]
-    assert made[0] == made[1] == made[2]
-    assert made[0].kv_transfer_config is not None and made[0].kv_transfer_config.is_active
-    assert dataclasses.replace(made[0], seed=1).kv_transfer_config == made[0].kv_transfer_config
-    hash(made[0])
+    forms: tuple[Any, ...] = (settings, json.dumps(settings), KVTransferConfig(**settings))  # type: ignore[arg-type]
+    first, *others = (EngineConfig(kv_transfer_config=form) for form in forms)
+    assert others == [first, first]
+    assert first.kv_transfer_config is not None and first.kv_transfer_config.is_active
+    assert dataclasses.replace(first, seed=1).kv_transfer_config == first.kv_transfer_config
+    hash(first)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"kv_transfer_config": "{"}, ValueError, "kv_transfer_config is not JSON"),
-        ({"kv_transfer_config": "[1]"}, TypeError, r"kv_transfer_config is \[1\]; it must be a JSON object"),
-        ({"kv_transfer_config": 5}, TypeError, "kv_transfer_config is 5"),
-        ({"kv_transfer_config": {"kv_rol": "x"}}, TypeError, "unknown keyword 'kv_rol'; did you mean 'kv_role'"),
-        ({"kv_transfer_config": {"kv_role": "both"}}, ValueError, "kv_role is 'both'; it can be kv_producer"),
-        ({"kv_transfer_config": {"kv_connector": ""}}, TypeError, "kv_connector is ''"),
-        ({"kv_transfer_config": {"kv_port": -1}}, ValueError, "kv_port is -1"),
-        ({"kv_transfer_config": {"kv_connector_extra_config": 1}}, TypeError, "must be an object"),
-        ({"kv_transfer_config": '{"kv_role": "a", "kv_role": "b"}'}, ValueError, "has the key 'kv_role' twice"),
-        (
-            {"kv_transfer_config": '{"kv_connector_extra_config": {"a": 1, "a": 2}}'},
-            ValueError,
-            "kv_transfer_config has the key 'a' twice; leave one out",
-        ),
-        ({"kv_transfer_config": {5: 6}}, TypeError, "kv_transfer_config has the key 5, a int; keys must be strings"),
-        (
-            {"kv_transfer_config": {"kv_connector_module_path": "..x"}},
-            ValueError,
-            "it must be the whole name of a module",
-        ),
-        ({"kv_transfer_config": {"kv_connector_module_path": "a/b.py"}}, ValueError, "such as 'my_package.connector'"),
-        ({"override_generation_config": {5: 6}}, TypeError, "override_generation_config has the key 5"),
-        ({"kv_offloading_size": 0}, ValueError, "kv_offloading_size is 0; it must be above 0, in GiB"),
-        ({"kv_offloading_size": 1e300}, ValueError, r"kv_offloading_size is 1e\+300; .* \(less than 8,589,934,592\)"),
-        ({"kv_offloading_size": float("inf")}, TypeError, "kv_offloading_size is inf; it must be a finite number"),
-        ({"master_addr": "10.0.0.1:29500"}, ValueError, "IPv4 address of node 0 and nothing else"),
-        ({"speculative_config": {**DRAFT, "model": ""}}, TypeError, "model is ''"),
-        ({"compilation_config": {"mode": 3}}, ValueError, "mode is 3; it can be 0 or NONE, 1 or STOCK_TORCH_COMPILE"),
-        ({"compilation_config": {"mode": True}}, ValueError, "mode is True"),
-        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size is 0"),
-        ({"task": "translate"}, ValueError, "task is 'translate'; it can be generate, embed"),
-        ({"quantization": ""}, ValueError, "quantization is an empty string"),
-    ],
-    ids=str,
-)
-def test_settings_that_mean_nothing(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+KV = "kv_transfer_config"
+INVALID: list[tuple[str, Any, type[Exception], str]] = [
+    (KV, "{", ValueError, "kv_transfer_config is not JSON"),
+    (KV, "[1]", TypeError, r"kv_transfer_config is \[1\]; it must be a JSON object"),
+    (KV, 5, TypeError, "kv_transfer_config is 5"),
+    (KV, {"kv_rol": "x"}, TypeError, "unknown keyword 'kv_rol'; did you mean 'kv_role'"),
+    (KV, {"kv_role": "both"}, ValueError, "kv_role is 'both'; it can be kv_producer"),
+    (KV, {"kv_connector": ""}, TypeError, "kv_connector is ''"),
+    (KV, {"kv_port": -1}, ValueError, "kv_port is -1"),
+    (KV, {"kv_connector_extra_config": 1}, TypeError, "must be an object"),
+    (KV, '{"kv_role": "a", "kv_role": "b"}', ValueError, "has the key 'kv_role' twice"),
+    (KV, '{"kv_connector_extra_config": {"a": 1, "a": 2}}', ValueError, f"{KV} has the key 'a' twice; leave one out"),
+    (KV, {5: 6}, TypeError, "kv_transfer_config has the key 5, a int; keys must be strings"),
+    (KV, {"kv_connector_module_path": "..x"}, ValueError, "it must be the whole name of a module"),
+    (KV, {"kv_connector_module_path": "a/b.py"}, ValueError, "such as 'my_package.connector'"),
+    ("override_generation_config", {5: 6}, TypeError, "override_generation_config has the key 5"),
+    ("kv_offloading_size", 0, ValueError, "kv_offloading_size is 0; it must be above 0, in GiB"),
+    ("kv_offloading_size", 1e300, ValueError, r"kv_offloading_size is 1e\+300; .* \(less than 8,589,934,592\)"),
+    ("kv_offloading_size", float("inf"), TypeError, "kv_offloading_size is inf; it must be a finite number"),
+    ("master_addr", "10.0.0.1:29500", ValueError, "IPv4 address of node 0 and nothing else"),
+    ("speculative_config", {**DRAFT, "model": ""}, TypeError, "model is ''"),
+    ("compilation_config", {"mode": 3}, ValueError, "mode is 3; it can be 0 or NONE, 1 or STOCK_TORCH_COMPILE"),
+    ("compilation_config", {"mode": True}, ValueError, "mode is True"),
+    ("tensor_parallel_size", 0, ValueError, "tensor_parallel_size is 0"),
+    ("task", "translate", ValueError, "task is 'translate'; it can be generate, embed"),
+    ("quantization", "", ValueError, "quantization is an empty string"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "message"), INVALID, ids=str)
+def test_invalid_settings(name: str, value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        EngineConfig(**settings)
+        EngineConfig(**{name: value})

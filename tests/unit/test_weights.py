@@ -1,12 +1,13 @@
-"""Checkpoints on disk: every layout that is read, and a complaint that names what does not fit."""
+"""Checkpoints on disk: every layout that is read, a rank's part of one, dummy weights, and finding the folder."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
+import re
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -20,25 +21,21 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.weights import WeightError, WeightSpec
-from fleetfoot.weights.checkpoint import Checkpoint
+from fleetfoot.weights.checkpoint import Checkpoint, load_safetensors
 from fleetfoot.weights.dummy import fill_dummy
 from fleetfoot.weights.hub import ModelNotFoundError, resolve_model
 from fleetfoot.weights.loading import ModelLoader, reload_weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tensors = dict[str, torch.Tensor]
 
 CONTEXT = ModelContext(reference_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """On tensors this small, threads do nothing but wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+UP = "model.layers.2.mlp.up_proj.weight"
+"""Beyond the last layer."""
+ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def config(*, tied: bool = False) -> ModelConfig:
@@ -46,7 +43,7 @@ def config(*, tied: bool = False) -> ModelConfig:
 
 
 def weights(model: CausalLM) -> Tensors:
-    """A copy of what the specs hold."""
+    """A copy of the specs' tensors."""
     values = {spec.name: spec.destination().clone() for spec in model.weight_specs()}
     model.process_weights_after_loading()
     return values
@@ -56,7 +53,7 @@ def random_tensors(*, tied: bool = False, seed: int = 0) -> Tensors:
     return weights(ModelLoader(config(tied=tied), CONTEXT, None, "dummy", seed).load())
 
 
-def save(folder: Path, tensors: Tensors, file: str = "model.safetensors") -> None:
+def save(folder: Path, tensors: Tensors, file: str = ONE) -> None:
     # Each tensor in memory of its own: safetensors refuses those that share.
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / file)
 
@@ -71,18 +68,11 @@ def assert_same(actual: Tensors, expected: Tensors) -> None:
         torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0)
 
 
-def test_a_single_file(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    save(tmp_path, tensors)
-    save(tmp_path, {"other": torch.ones(1)}, "consolidated.safetensors")  # a layout that is not for us
-    assert_same(load(tmp_path), tensors)
+def without_prefix(tensors: Tensors) -> Tensors:
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
-def test_a_file_of_another_name(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    save(tmp_path, tensors, "weights.safetensors")
-    save(tmp_path, {"other": torch.ones(1)}, "consolidated.safetensors")
-    assert_same(load(tmp_path), tensors)
+# --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 def save_sharded(folder: Path, tensors: Tensors, *, index: bool = True) -> None:
@@ -92,13 +82,17 @@ def save_sharded(folder: Path, tensors: Tensors, *, index: bool = True) -> None:
         save(folder, {name: tensors[name] for name in members}, file)
     if index:
         weight_map = {name: file for file, members in shards.items() for name in members}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-@pytest.mark.parametrize("index", [True, False])
-def test_shards(index: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [ONE, "weights.safetensors", "index", "no index"])
+def test_files(layout: str, tmp_path: Path) -> None:
     tensors = random_tensors()
-    save_sharded(tmp_path, tensors, index=index)
+    save(tmp_path, {"other": torch.ones(1)}, "consolidated.safetensors")  # another layout of the same weights
+    if layout.endswith("index"):
+        save_sharded(tmp_path, tensors, index=layout == "index")
+    else:
+        save(tmp_path, tensors, layout)
     assert_same(load(tmp_path), tensors)
 
 
@@ -109,152 +103,40 @@ def test_values_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_same(load(tmp_path), {name: tensor.float() for name, tensor in tensors.items()})
 
 
-def test_missing_misshapen_and_unexpected_tensors_are_all_named(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    del tensors[Q], tensors[NORM]
-    tensors[K] = torch.zeros(4, 7)
-    tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
-    save(tmp_path, tensors)
-    with pytest.raises(WeightError) as caught:
-        load(tmp_path)
-    assert str(caught.value).splitlines() == [
-        f"the tensors in {tmp_path} do not fit its config.json: 2 missing, 1 misshapen, 1 unexpected",
-        f"  missing {Q}: expected [8, 8]",
-        f"  misshapen {K}: found [4, 7], expected [4, 8]",
-        f"  missing {NORM}: expected [8]",
-        "  unexpected model.layers.7.mlp.up_proj.weight: found [2], expected nothing of that name",
-    ]
-
-
-def test_ten_are_listed_and_all_counted(tmp_path: Path) -> None:
-    save(tmp_path, {EMBEDDING: random_tensors()[EMBEDDING]})
-    with pytest.raises(WeightError, match="20 missing") as caught:
-        load(tmp_path)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 12
-    assert lines[-1] == "  and 10 more"
-
-
-def test_quantized_tensors_are_refused(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    tensors[Q] = tensors[Q].to(torch.int8)
-    save(tmp_path, tensors)
-    with pytest.raises(
-        WeightError, match=rf"1 quantized\n  quantized {Q}: found I8, expected one of BF16, F16, F32, F64"
-    ):
-        load(tmp_path)
-
-
-def test_a_truncated_file_is_named(tmp_path: Path) -> None:
-    save_sharded(tmp_path, random_tensors())
-    path = tmp_path / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(
-        WeightError, match=r"00002-of-00003.safetensors is not a whole safetensors file \(\d+ bytes; an"
-    ):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"model.safetensors is not a whole safetensors file \(0 bytes"),
-        (b"\xff" * 100, r"model.safetensors is not a whole safetensors file \(100 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 3\n", "a Git LFS pointer .run git lfs pull"),
-    ],
-)
-def test_garbage_is_named(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(WeightError, match=message):
-        load(tmp_path)
-
-
-def test_folders_without_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(WeightError, match=r"no \*.safetensors in .*; use load_format dummy"):
-        load(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(
-        WeightError, match=r"holds pytorch_model.bin but no \*.safetensors, the only format that is read"
-    ):
-        load(tmp_path)
-
-
-def test_a_bad_index(tmp_path: Path) -> None:
-    save_sharded(tmp_path, random_tensors())
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(WeightError, match=r"names 1 of 3 files that are absent: model-00002-of-00003.safetensors"):
-        load(tmp_path)
-    for content in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
-        (tmp_path / "model.safetensors.index.json").write_text(content)
-        with pytest.raises(WeightError, match=r"model.safetensors.index.json has no weight_map from tensor to file"):
-            load(tmp_path)
-
-
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, random_tensors(), "a.safetensors")
-    save(tmp_path, {Q: torch.zeros(8, 8)}, "b.safetensors")
-    with pytest.raises(WeightError, match=rf"tensor {Q} is in .*b.safetensors and in another file"):
-        load(tmp_path)
-
-
-def test_rotary_frequencies_are_redundant(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    save(tmp_path, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
-    assert_same(load(tmp_path), tensors)
-
-
 def test_a_tied_matrix_under_either_name_or_both(tmp_path: Path) -> None:
     tensors = random_tensors(tied=True)
     assert HEAD not in tensors
-    save(tmp_path, {**tensors, HEAD: tensors[EMBEDDING]})
-    assert_same(load(tmp_path, tied=True), tensors)
-
-    save(tmp_path, {HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()})
-    assert_same(load(tmp_path, tied=True), tensors)
-
+    renamed = {HEAD if name == EMBEDDING else name: tensor for name, tensor in tensors.items()}
+    for saved in ({**tensors, HEAD: tensors[EMBEDDING]}, renamed):
+        save(tmp_path, saved)
+        assert_same(load(tmp_path, tied=True), tensors)
     save(tmp_path, {**tensors, HEAD: tensors[EMBEDDING] + 1})
     with pytest.raises(WeightError, match=f"{HEAD} differs from {EMBEDDING}, although tie_word_embeddings is true"):
         load(tmp_path, tied=True)
-
-
-def test_a_nan_does_not_make_tied_copies_differ(tmp_path: Path) -> None:
-    tensors = random_tensors(tied=True)
-    tensors[EMBEDDING][0, 0] = float("nan")
+    tensors[EMBEDDING][0, 0] = float("nan")  # which equals a NaN in the copy
     save(tmp_path, {**tensors, HEAD: tensors[EMBEDDING]})
     assert load(tmp_path, tied=True)[EMBEDDING].isnan().sum() == 1
 
 
 def test_an_export_of_the_base_model(tmp_path: Path) -> None:
-    tensors = random_tensors(tied=True)
-    save(tmp_path, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
-    assert_same(load(tmp_path, tied=True), tensors)
+    for tied in (False, True):
+        tensors = random_tensors(tied=tied)
+        save(tmp_path, without_prefix(tensors))
+        assert_same(load(tmp_path, tied=tied), tensors)
     with pytest.raises(WeightError, match=rf"1 missing\n  missing {HEAD}: expected \[11, 8\]\n\(no output head"):
-        load(tmp_path)
-
-    with_head = random_tensors()
-    save(tmp_path, {name.removeprefix("model."): tensor for name, tensor in with_head.items()})
-    assert_same(load(tmp_path), with_head)
-
-
-def test_a_half_prefixed_checkpoint_is_refused(tmp_path: Path) -> None:
-    tensors = random_tensors()
-    tensors["norm.weight"] = tensors.pop(NORM)
-    save(tmp_path, tensors)
-    with pytest.raises(WeightError, match=rf"missing {NORM}: expected \[8\]\n  unexpected norm.weight"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_part_of_a_model_takes_its_own_tensors(tied: bool, tmp_path: Path) -> None:
     tensors = random_tensors(tied=tied)
-    save(tmp_path, tensors)
-    first = load(tmp_path, tied=tied, layers=range(1))
-    last = load(tmp_path, tied=tied, layers=range(1, 2))
+    save(tmp_path, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})  # redundant
+    assert_same(load(tmp_path, tied=tied), tensors)
+    first, last = (load(tmp_path, tied=tied, layers=layers) for layers in (range(1), range(1, 2)))
     assert (NORM in first, NORM in last) == (False, True)
     assert (EMBEDDING in first, EMBEDDING in last) == (True, tied)
     assert_same({**first, **last}, tensors)
-
-    save(tmp_path, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.ones(1)})
+    save(tmp_path, {**tensors, UP: torch.ones(1)})
     with pytest.raises(WeightError, match="1 unexpected"):
         load(tmp_path, tied=tied, layers=range(1))
 
@@ -272,7 +154,113 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_old_weights(tmp_path: Path) -
     assert_same(weights(model), new)
 
 
-# --- a rank's part --------------------------------------------------------------------------------------------------
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_missing_misshapen_and_unexpected_tensors_are_all_named(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    del tensors[Q], tensors[NORM]
+    tensors |= {K: torch.zeros(4, 7), UP: torch.zeros(2)}
+    save(tmp_path, tensors)
+    with pytest.raises(WeightError) as caught:
+        load(tmp_path)
+    assert str(caught.value).splitlines() == [
+        f"the tensors in {tmp_path} do not fit its config.json: 2 missing, 1 misshapen, 1 unexpected",
+        f"  missing {Q}: expected [8, 8]",
+        f"  misshapen {K}: found [4, 7], expected [4, 8]",
+        f"  missing {NORM}: expected [8]",
+        f"  unexpected {UP}: found [2], expected nothing of that name",
+    ]
+
+
+def test_ten_are_listed_and_all_counted(tmp_path: Path) -> None:
+    save(tmp_path, {EMBEDDING: random_tensors()[EMBEDDING]})
+    with pytest.raises(WeightError, match="20 missing") as caught:
+        load(tmp_path)
+    lines = str(caught.value).splitlines()
+    assert (len(lines), lines[-1]) == (12, "  and 10 more")
+
+
+def test_integers_and_floats_are_not_mixed_up(tmp_path: Path) -> None:
+    packed = torch.arange(-4, 4, dtype=torch.int32)
+    save(tmp_path, {"packed": packed, "scale": torch.ones(2)})
+    for is_integer, scale_is_integer, message in (
+        (True, False, ""),
+        (False, False, r"1 quantized\n  quantized packed: found I32, expected one of BF16, F16, F32, F64"),
+        (True, True, r"1 unquantized\n  unquantized scale: found F32, expected one of I8, U8"),
+    ):
+        held, scale = torch.zeros(8, dtype=torch.int32), torch.zeros(2)
+        specs = [
+            WeightSpec("packed", (8,), lambda held=held: held, is_integer=is_integer),
+            WeightSpec("scale", (2,), lambda scale=scale: scale, is_integer=scale_is_integer),
+        ]
+        if message:
+            with pytest.raises(WeightError, match=message):
+                load_safetensors(specs, tmp_path)
+        else:
+            load_safetensors(specs, tmp_path)
+        assert torch.equal(held, packed) != bool(message)
+
+
+NOT_WHOLE = r"model.safetensors is not a whole safetensors file"
+BROKEN: dict[str, tuple[dict[str, bytes | Tensors], str]] = {
+    "empty": ({ONE: b""}, rf"{NOT_WHOLE} \(0 bytes"),
+    "garbage": ({ONE: b"\xff" * 100}, rf"{NOT_WHOLE} \(100 bytes; an interrupted download"),
+    "pointer": ({ONE: b"version https://git-lfs.github.com/spec/v1\n"}, "a Git LFS pointer .run git lfs pull"),
+    "nothing": ({}, r"no \*.safetensors in .*; use load_format dummy"),
+    "pickles": ({"model.bin": b""}, r"holds model.bin but no \*.safetensors, the only format that is read"),
+    "absent": (
+        {INDEX: b'{"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}', "a.safetensors": {}},
+        "names 1 of 2 files that are absent: b.safetensors",
+    ),
+    **{
+        f"index {content!r}": ({INDEX: content}, f"{INDEX} has no weight_map from tensor to file")
+        for content in (b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}')
+    },
+    "twice": (
+        {"a.safetensors": {Q: torch.zeros(8, 8)}, "b.safetensors": {Q: torch.zeros(8, 8)}},
+        rf"tensor {Q} is in .*b.safetensors and in another file",
+    ),
+    "int8": ({ONE: {Q: torch.ones(8, 8, dtype=torch.int8)}}, f"quantized {Q}: found I8, expected one of BF16"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_checkpoints(case: str, tmp_path: Path) -> None:
+    files, message = BROKEN[case]
+    for file, content in files.items():
+        if isinstance(content, bytes):
+            (tmp_path / file).write_bytes(content)
+        else:
+            save(tmp_path, content, file)
+    with pytest.raises(WeightError, match=message):
+        load(tmp_path)
+
+
+def test_a_half_prefixed_checkpoint_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    tensors["norm.weight"] = tensors.pop(NORM)
+    save(tmp_path, tensors)
+    with pytest.raises(WeightError, match=rf"missing {NORM}: expected \[8\]\n  unexpected norm.weight"):
+        load(tmp_path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    save_sharded(tmp_path, random_tensors())
+    path = tmp_path / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(WeightError, match=r"00002-of-00003.safetensors is not a whole safetensors file \(\d+ bytes;"):
+        load(tmp_path)
+
+
+def test_load_formats(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="load_format is 'gguf'; expected one of auto, safetensors, dummy"):
+        ModelLoader(config(), CONTEXT, tmp_path, "gguf").load()
+    with pytest.raises(ValueError, match="'auto' reads a folder and none was given; use dummy"):
+        ModelLoader(config(), CONTEXT, None).load()
+
+
+# --- a rank's part ----------------------------------------------------------------------------------------------------
 
 SHARED = ModelConfig("LlamaForCausalLM", 40, 16, 24, 2, 4, 2, 4, 32, qkv_bias=True, o_bias=True, mlp_bias=True)
 
@@ -284,8 +272,12 @@ class Rank(TensorGroup):
         self.rank, self.size = rank, size
 
 
-def rank_context(rank: int, size: int) -> ModelContext:
-    return dataclasses.replace(CONTEXT, tensor_group=Rank(rank, size))
+def load_rank(config: ModelConfig, folder: Path | None, rank: int, size: int, *more: Any) -> CausalLM:
+    return ModelLoader(config, dataclasses.replace(CONTEXT, tensor_group=Rank(rank, size)), folder, *more).load()
+
+
+def part_of(tensors: Tensors, spec: WeightSpec) -> torch.Tensor:
+    return tensors[spec.name][spec.part] if spec.part else tensors[spec.name]
 
 
 def save_shared(folder: Path, *, tied: bool) -> tuple[ModelConfig, Tensors]:
@@ -304,16 +296,14 @@ def test_ranks_hold_their_parts_and_together_all(tied: bool, size: int, tmp_path
     shared, tensors = save_shared(tmp_path, tied=tied)
     found = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
     for rank in range(size):
-        model = ModelLoader(shared, rank_context(rank, size), tmp_path).load()
-        for spec in model.weight_specs():
+        specs = list(load_rank(shared, tmp_path, rank, size).weight_specs())
+        for spec in specs:
             held = spec.destination()
-            assert torch.equal(held, tensors[spec.name][spec.part] if spec.part else tensors[spec.name])
+            assert torch.equal(held, part_of(tensors, spec))
             assert spec.shape == tensors[spec.name].shape
             found[spec.name][spec.part] = held
-        names = {spec.name for spec in model.weight_specs()}
-        assert {name for name in tensors.keys() - names} == (
-            set() if rank == 0 else {name for name in tensors if name.endswith(("o_proj.bias", "down_proj.bias"))}
-        )
+        absent = tensors.keys() - {spec.name for spec in specs}
+        assert absent == {name for name in tensors if rank and name.endswith(("o_proj.bias", "down_proj.bias"))}
     assert_same(found, tensors)
 
 
@@ -332,20 +322,18 @@ def test_a_rank_reads_only_its_bytes(
         return tensor
 
     monkeypatch.setattr(Checkpoint, "tensor", counted)
-    totals = []
+    total, everything = 0, sum(tensor.nbytes for tensor in tensors.values())
     for rank in range(size):
         read.clear()
-        model = ModelLoader(shared, rank_context(rank, size), tmp_path, layers=layers).load()
+        model = load_rank(shared, tmp_path, rank, size, "auto", 0, layers)
         assert read == {spec.name: spec.destination().nbytes for spec in model.weight_specs()}
         numbers = {int(name.split(".")[2]) for name in read if name.startswith("model.layers.")}
         assert numbers == set(layers or range(2))
-        totals.append(sum(read.values()))
-    everything = sum(tensor.nbytes for tensor in tensors.values())
-    if layers is None:
-        # norms are read by every rank, and a KV head by every rank that has it
-        assert everything <= sum(totals) < everything * 1.25
+        total += sum(read.values())
+    if layers is None:  # norms are read by every rank, and a KV head by every rank that has it
+        assert everything <= total < everything * 1.25
     else:
-        assert sum(totals) < everything * 0.8
+        assert total < everything * 0.8
 
 
 def test_a_part_is_a_view_of_the_file(tmp_path: Path) -> None:
@@ -355,35 +343,33 @@ def test_a_part_is_a_view_of_the_file(tmp_path: Path) -> None:
     with Checkpoint(tmp_path) as checkpoint:
         rows = checkpoint.tensor("matrix", (slice(2, 4), slice(0, 10)))
         columns = checkpoint.tensor("matrix", (slice(0, 6), slice(5, 10)))
-        nothing = checkpoint.tensor("matrix", (slice(6, 6), slice(0, 10)))
         assert torch.equal(rows, matrix[2:4]) and torch.equal(columns, matrix[:, 5:])
         assert columns.stride() == (10, 1)
-        assert nothing.shape == (0, 10)
+        assert checkpoint.tensor("matrix", (slice(6, 6), slice(0, 10))).shape == (0, 10)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_padding_of_the_vocabulary_is_zero(tied: bool, tmp_path: Path) -> None:
     shared, tensors = save_shared(tmp_path, tied=tied)
-    sizes = []
-    for rank in range(4):
-        model = ModelLoader(shared, rank_context(rank, 4), tmp_path).load()
+    for rank, size in enumerate((16, 16, 8, 0)):
+        model = load_rank(shared, tmp_path, rank, 4)
         (embedding,) = [spec for spec in model.weight_specs() if spec.name == EMBEDDING]
-        sizes.append(len(embedding.destination()))
-        logits = model.lm_head._prepared if tied else model.lm_head.weight._prepared  # type: ignore[union-attr]
-        assert logits.weight().shape == (16, 16)
-        assert not logits.weight()[sizes[-1] :].any()
-        assert torch.equal(logits.weight()[: sizes[-1]], tensors[EMBEDDING if tied else HEAD][16 * rank :][:16])
-    assert sizes == [16, 16, 8, 0]
+        assert len(embedding.destination()) == size
+        head: Any = model.lm_head
+        logits = (head if tied else head.weight)._prepared.weight()
+        assert logits.shape == (16, 16)
+        assert not logits[size:].any()
+        assert torch.equal(logits[:size], tensors[EMBEDDING if tied else HEAD][16 * rank :][:16])
 
 
 def test_a_rank_finds_what_does_not_fit(tmp_path: Path) -> None:
     shared, tensors = save_shared(tmp_path, tied=False)
     tensors["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)  # rank 1 has none, and expects that
     tensors[K] = torch.zeros(4, 16)  # the size of rank 1's part of 8 rows
-    save(tmp_path, {**tensors, "model.layers.2.mlp.up_proj.weight": torch.ones(1)})
+    save(tmp_path, {**tensors, UP: torch.ones(1)})
     message = rf"1 misshapen, 1 unexpected\n  misshapen {K}: found \[4, 16\], expected \[8,"
     with pytest.raises(WeightError, match=message):
-        ModelLoader(shared, rank_context(1, 2), tmp_path).load()
+        load_rank(shared, tmp_path, 1, 2)
 
 
 def test_a_rank_compares_tied_copies_within_its_part(tmp_path: Path) -> None:
@@ -392,27 +378,34 @@ def test_a_rank_compares_tied_copies_within_its_part(tmp_path: Path) -> None:
     copy[39] += 1
     save(tmp_path, {**tensors, HEAD: copy})
     for rank in (0, 1, 3):  # the last has no tokens at all
-        ModelLoader(shared, rank_context(rank, 4), tmp_path).load()
+        load_rank(shared, tmp_path, rank, 4)
     with pytest.raises(WeightError, match=f"{HEAD} differs from {EMBEDDING}"):
-        ModelLoader(shared, rank_context(2, 4), tmp_path).load()
+        load_rank(shared, tmp_path, 2, 4)
+
+
+# --- dummy weights ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_share_the_dummy_weights_of_the_whole(size: int) -> None:
     whole = weights(ModelLoader(SHARED, CONTEXT, None, "dummy", 3).load())
     for rank in range(size):
-        model = ModelLoader(SHARED, rank_context(rank, size), None, "dummy", 3).load()
-        for spec in model.weight_specs():
-            assert torch.equal(spec.destination(), whole[spec.name][spec.part] if spec.part else whole[spec.name])
+        for spec in load_rank(SHARED, None, rank, size, "dummy", 3).weight_specs():
+            assert torch.equal(spec.destination(), part_of(whole, spec))
 
 
 @pytest.mark.parametrize("part", [(slice(100, 1100), slice(0, 1024)), (slice(0, 1200), slice(512, 768))])
-def test_parts_of_large_dummy_weights(part: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_dummy_weights_repeat_no_row_in_no_part(
+    part: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fleetfoot.weights.dummy._MAX_COPIED", 100_000)
     whole, held = torch.empty(1200, 1024), torch.empty(1200, 1024)[part]
     fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: whole)], seed=0)
     fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: held, part=part)], seed=0)
     assert torch.equal(held, whole[part])
+    assert torch.equal(whole.view(-1)[1048573:], whole.view(-1)[: 1200 * 1024 - 1048573])
+    assert len(whole.unique(dim=0)) == 1200
+    assert whole.std().item() == pytest.approx(0.02, rel=0.01)
 
 
 def test_dummy_weights() -> None:
@@ -421,32 +414,19 @@ def test_dummy_weights() -> None:
     def dummy(seed: int, layers: range | None = None) -> Tensors:
         return weights(ModelLoader(big, CONTEXT, None, "dummy", seed, layers).load())
 
-    whole = dummy(0)
+    whole, other = dummy(0), dummy(1)
     assert_same(dummy(0), whole)
     assert_same({**dummy(0, range(1)), **dummy(0, range(1, 2))}, whole)
-    other = dummy(1)
     for name, tensor in whole.items():
-        if "norm" in name:
-            assert torch.equal(tensor, torch.ones_like(tensor))
-        else:
-            assert not torch.equal(tensor, other[name])
+        assert bool((tensor == 1).all()) if "norm" in name else not torch.equal(tensor, other[name])
     assert whole[EMBEDDING].std().item() == pytest.approx(0.02, rel=0.05)
     assert not torch.equal(whole["model.layers.0.mlp.up_proj.weight"], whole["model.layers.1.mlp.up_proj.weight"])
+    integers = torch.zeros(100, dtype=torch.int8)
+    fill_dummy([WeightSpec("packed", (100,), lambda: integers, is_integer=True)], seed=0)
+    assert len(integers.unique()) > 10
 
 
-def test_large_dummy_weights_repeat_no_row() -> None:
-    matrix = torch.empty(1200, 1024)
-    fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: matrix)], seed=0)
-    assert torch.equal(matrix.view(-1)[1048573:], matrix.view(-1)[: 1200 * 1024 - 1048573])
-    assert len(matrix.unique(dim=0)) == 1200
-    assert matrix.std().item() == pytest.approx(0.02, rel=0.01)
-
-
-def test_load_formats(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="load_format is 'gguf'; expected one of auto, safetensors, dummy"):
-        ModelLoader(config(), CONTEXT, tmp_path, "gguf").load()
-    with pytest.raises(ValueError, match="'auto' reads a folder and none was given; use dummy"):
-        ModelLoader(config(), CONTEXT, None).load()
+# --- folders ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_local_folder_is_taken_as_it_is(
@@ -467,43 +447,37 @@ def test_a_path_that_is_absent_never_goes_to_the_hub(tmp_path: Path, monkeypatch
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was called"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    for name in (str(tmp_path / "gone"), "./gone", "../gone", "~/gone", "~nobody-at-all/gone", "models/gone", "a/b/c"):
-        with pytest.raises(ModelNotFoundError, match=f"model '{name}': no such folder"):
-            resolve_model(name)
-    with pytest.raises(ModelNotFoundError, match="no such folder"):
-        resolve_model(Path("owner/name"))
-    with pytest.raises(ModelNotFoundError, match="model '': give a folder or a Hugging Face hub id"):
-        resolve_model("")
     (tmp_path / "file").touch()
-    with pytest.raises(ModelNotFoundError, match="'file' is a file; give the folder"):
-        resolve_model("file")
+    gone = (str(tmp_path / "gone"), "./gone", "../gone", "~/gone", "~nobody-at-all/gone", "models/gone", "a/b/c")
+    messages: dict[str | Path, str] = {name: f"model '{name}': no such folder" for name in gone}
+    messages[Path("owner/name")] = "no such folder"
+    messages[""] = "model '': give a folder or a Hugging Face hub id"
+    messages["file"] = "'file' is a file; give the folder"
+    for name, message in messages.items():
+        with pytest.raises(ModelNotFoundError, match=re.escape(message)):
+            resolve_model(name)
 
 
-def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_downloaded_or_the_error_lists_what_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
-    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]):
+    def download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         calls.append((name, revision))
         assert {"*.json", "*.safetensors", "*.jinja"} <= set(allow_patterns)
+        if revision == "main":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("outgoing traffic has been disabled")
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_model("owner/name") == tmp_path
-    assert resolve_model("name", revision="v2") == tmp_path
-    assert calls == [("owner/name", None), ("name", "v2")]
-
-
-def test_a_failed_download_lists_what_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(*_: object, **__: object) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("outgoing traffic has been disabled")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
+    assert resolve_model("owner/name") == resolve_model("name", revision="v2") == tmp_path
+    assert calls == [("owner/name", None), ("name", "v2")]
     with pytest.raises(ModelNotFoundError) as caught:
         resolve_model("owner/nmae", revision="main")
-    message = str(caught.value)
     for part in (f"no folder {tmp_path}/owner/nmae", "'owner/nmae' at revision 'main'", "traffic", "HF_HUB_OFFLINE"):
-        assert part in message
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["own er/na me", "owner/--x..y"])
