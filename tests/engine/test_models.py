@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,27 +20,34 @@ from fleetfoot.models.interface import CausalLM, model_class
 from fleetfoot.records.forward_context import IntermediateTensors
 from fleetfoot.weights.loading import ModelLoader, reload_weights
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """On tensors this small, threads do nothing but wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def checkpoint(folder: Path, case: str, **more: Any) -> PreTrainedModel:
+    model_type, fields = MODELS[case]
+    return make_checkpoint(folder, model_type, **{**fields, **more})
+
+
+def load(folder: Path, layers: range | None = None, **changes: Any) -> CausalLM:
+    return ModelLoader(load_model_config(folder), context(**changes), folder, layers=layers).load()
+
+
+def assert_logits(model: CausalLM, reference: PreTrainedModel) -> None:
+    assert_close(run(model, PagedCache(model.config, 16), {0: prompt(30)})[0], reference_logits(reference, prompt(30)))
 
 
 @pytest.mark.parametrize("case", MODELS)
 def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
-    model_type, fields = MODELS[case]
-    reference = make_checkpoint(tmp_path, model_type, **fields)
-    config = load_model_config(tmp_path)
-    model = ModelLoader(config, context(), tmp_path).load()
-    tokens = prompt(70)
+    reference, tokens = checkpoint(tmp_path, case), prompt(70)
+    model = load(tmp_path)
     expected = reference_logits(reference, tokens)
 
     for block_size in (4, 16):
-        cache = PagedCache(config, block_size)
+        cache = PagedCache(model.config, block_size)
         assert_close(run(model, cache, {0: tokens})[0], expected)  # at once
 
         chunks = [run(model, cache, {1: tokens[begin:end]})[1] for begin, end in ((0, 1), (1, 30), (30, 35), (35, 60))]
@@ -78,22 +84,12 @@ def test_rotary_angles_equal_those_of_transformers(rope: dict[str, Any], tmp_pat
 @pytest.mark.parametrize("case", ["llama", "llama-biases", "mistral-window", "qwen2", "qwen3-layer-types"])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_ragged_batches_equal_single_requests(case: str, block_size: int, tmp_path: Path) -> None:
-    model_type, fields = MODELS[case]
-    reference = make_checkpoint(tmp_path, model_type, **fields)
-    config = load_model_config(tmp_path)
-    model = ModelLoader(config, context(ops=cpu_kernels()), tmp_path).load()
-    cache = PagedCache(config, block_size)
+    reference = checkpoint(tmp_path, case)
+    model = load(tmp_path, ops=cpu_kernels())
+    cache = PagedCache(model.config, block_size)
     tokens = {request: prompt(length, seed=request) for request, length in enumerate((40, 9, 25, 33))}
     # Requests join, prefill in chunks and decode in the same steps; single tokens stand first in each.
-    schedule = [
-        {0: 20, 1: 8},
-        {1: 1, 0: 13, 2: 4},
-        {0: 1, 2: 21, 3: 30},
-        {3: 1, 0: 1},
-        {0: 1, 3: 1},
-        {0: 4},
-        {3: 1},
-    ]
+    schedule = [{0: 20, 1: 8}, {1: 1, 0: 13, 2: 4}, {0: 1, 2: 21, 3: 30}, {3: 1, 0: 1}, {0: 1, 3: 1}, {0: 4}, {3: 1}]
     logits: dict[int, list[torch.Tensor]] = {request: [] for request in tokens}
     done = dict.fromkeys(tokens, 0)
     for step in schedule:
@@ -106,22 +102,15 @@ def test_ragged_batches_equal_single_requests(case: str, block_size: int, tmp_pa
         assert_close(torch.cat(logits[request]), reference_logits(reference, ids))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_a_bfloat16_checkpoint_in_float32(model_type: str, tmp_path: Path) -> None:
-    reference = make_checkpoint(tmp_path, model_type, dtype=torch.bfloat16)
-    config = load_model_config(tmp_path)
-    assert config.dtype == "bfloat16"
-    model = ModelLoader(config, context(), tmp_path).load()
-    assert_close(run(model, PagedCache(config, 16), {0: prompt(30)})[0], reference_logits(reference, prompt(30)))
-
-
-def test_the_model_computes_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    reference = make_checkpoint(tmp_path, "llama")
-    config = load_model_config(tmp_path)
-    model = ModelLoader(config, context(dtype=torch.bfloat16), tmp_path).load()
-    cache = PagedCache(config, 16)
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_dtypes(case: str, tmp_path: Path) -> None:
+    reference = checkpoint(tmp_path, case, dtype=torch.bfloat16)
+    model = load(tmp_path)
+    assert model.config.dtype == "bfloat16"
+    assert_logits(model, reference)
+    cache = PagedCache(model.config, 16)
     cache.kv_caches = [kv_cache.to(torch.bfloat16) for kv_cache in cache.kv_caches]
-    logits = run(model, cache, {0: prompt(30)})[0]
+    logits = run(load(tmp_path, dtype=torch.bfloat16), cache, {0: prompt(30)})[0]
     expected = reference_logits(reference, prompt(30))
     assert logits.dtype == torch.bfloat16
     assert (logits.float() - expected).abs().max() < 0.1 * expected.abs().max()
@@ -130,11 +119,9 @@ def test_the_model_computes_in_the_dtype_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_model_in_two_parts_gives_the_same_logits(tied: bool, cut: int, tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=tied)
-    config = load_model_config(tmp_path)
-    whole = ModelLoader(config, context(), tmp_path).load()
-    first = ModelLoader(config, context(), tmp_path, layers=range(cut)).load()
-    last = ModelLoader(config, context(), tmp_path, layers=range(cut, config.num_layers)).load()
+    checkpoint(tmp_path, "qwen3", tie_word_embeddings=tied)
+    whole, first, last = (load(tmp_path, layers) for layers in (None, range(cut), range(cut, 3)))
+    config = whole.config
     assert (first.is_first, first.is_last, last.is_first, last.is_last) == (True, False, False, True)
 
     cache = PagedCache(config, 4)
@@ -163,34 +150,27 @@ def test_impossible_parts_are_refused(layers: range) -> None:
 
 
 def test_the_rotary_table_can_be_shorter_than_the_models_limit(tmp_path: Path) -> None:
-    reference = make_checkpoint(tmp_path, "llama")
-    config = load_model_config(tmp_path)
-    model = ModelLoader(config, context(max_positions=30), tmp_path).load()
-    assert_close(run(model, PagedCache(config, 16), {0: prompt(30)})[0], reference_logits(reference, prompt(30)))
+    reference = checkpoint(tmp_path, "llama")
+    model = load(tmp_path, max_positions=30)
+    assert_logits(model, reference)
     with pytest.raises(IndexError):
-        run(model, PagedCache(config, 16), {0: prompt(31)})
+        run(model, PagedCache(model.config, 16), {0: prompt(31)})
 
 
 @pytest.mark.parametrize("case", ["llama-tied", "llama-biases", "qwen3"])
 def test_reloaded_weights_take_effect(case: str, tmp_path: Path) -> None:
-    model_type, fields = MODELS[case]
-    make_checkpoint(tmp_path / "old", model_type, seed=1, **fields)
-    reference = make_checkpoint(tmp_path / "new", model_type, seed=2, **fields)
-    config = load_model_config(tmp_path / "old")
-    run_context = context(ops=cpu_kernels())
-    model = ModelLoader(config, run_context, tmp_path / "old").load()
-    before = run(model, PagedCache(config, 16), {0: prompt(30)})[0]
-    reload_weights(model, run_context, tmp_path / "new")
-    after = run(model, PagedCache(config, 16), {0: prompt(30)})[0]
-    expected = reference_logits(reference, prompt(30))
-    assert_close(after, expected)
-    assert not torch.allclose(before, expected, rtol=0.01)
+    checkpoint(tmp_path / "old", case, seed=1)
+    reference = checkpoint(tmp_path / "new", case, seed=2)
+    model = load(tmp_path / "old", ops=cpu_kernels())
+    before = run(model, PagedCache(model.config, 16), {0: prompt(30)})[0]
+    reload_weights(model, context(ops=cpu_kernels()), tmp_path / "new")
+    assert_logits(model, reference)
+    assert not torch.allclose(before, reference_logits(reference, prompt(30)), rtol=0.01)
 
 
 def test_one_reopened_weight_changes_that_tensor_alone(tmp_path: Path) -> None:
-    reference = make_checkpoint(tmp_path, "llama", attention_bias=True)
-    config = load_model_config(tmp_path)
-    model = ModelLoader(config, context(ops=cpu_kernels()), tmp_path).load()
+    reference = checkpoint(tmp_path, "llama", attention_bias=True)
+    model = load(tmp_path, ops=cpu_kernels())
     changed = ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.bias")
     with torch.no_grad():
         for spec in model.weight_specs():
@@ -199,8 +179,7 @@ def test_one_reopened_weight_changes_that_tensor_alone(tmp_path: Path) -> None:
                 spec.destination().mul_(-2.0)
                 reference.get_parameter(spec.name).mul_(-2.0)
     model.process_weights_after_loading()
-    logits = run(model, PagedCache(config, 16), {0: prompt(30)})[0]
-    assert_close(logits, reference_logits(reference, prompt(30)))
+    assert_logits(model, reference)
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -230,20 +209,27 @@ def test_a_model_that_is_not_loaded_says_so() -> None:
         run(model, PagedCache(config, 4), {0: [1, 2]})
 
 
-def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
-    sliding = {"use_sliding_window": True, "sliding_window": 5, "num_hidden_layers": 6}
-    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"]
-    for name, fields, layers, kept in (
-        ("alike", {"num_hidden_layers": 6}, None, [0, 5]),
-        ("one", {"num_hidden_layers": 1}, None, [0]),
-        ("two", {"num_hidden_layers": 2}, None, [0, 1]),
-        ("kinds", {**sliding, "layer_types": [*kinds, "full_attention"]}, None, [0, 1, 5]),
-        ("last", {**sliding, "layer_types": [*kinds, "sliding_attention"]}, None, [0, 1, 5]),
-        ("part", {**sliding, "layer_types": [*kinds, "full_attention"]}, range(2, 6), [0, 1, 3]),
-    ):
-        make_checkpoint(tmp_path / name, "qwen3", **fields)
-        model = ModelLoader(load_model_config(tmp_path / name), context(), tmp_path / name, layers=layers).load()
-        short = model.shortened()
-        runs, kept_layers = short.model.layers._runs, [list(model.model.layers.values())[index] for index in kept]
-        assert len(runs) == len(kept) and all(a is b for a, b in zip(runs, kept_layers, strict=True)), name
-        assert len(model.model.layers._runs) == len(model.layers), name
+FULL, SLIDING = "full_attention", "sliding_attention"
+KINDS = [FULL, SLIDING, SLIDING, FULL, FULL]
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "layers", "kept"),
+    [
+        ([FULL] * 6, None, [0, 5]),
+        ([FULL], None, [0]),
+        ([FULL] * 2, None, [0, 1]),
+        ([*KINDS, FULL], None, [0, 1, 5]),
+        ([*KINDS, SLIDING], None, [0, 1, 5]),
+        ([*KINDS, FULL], range(2, 6), [0, 1, 3]),
+    ],
+)
+def test_a_shortened_model_has_a_layer_of_each_kind(
+    layer_types: list[str], layers: range | None, kept: list[int], tmp_path: Path
+) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 5, "layer_types": layer_types}
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=len(layer_types), **sliding)
+    model = load(tmp_path, layers)
+    runs, modules = model.shortened().model.layers._runs, list(model.model.layers.values())
+    assert [modules.index(run) for run in runs] == kept
+    assert len(model.model.layers._runs) == len(model.layers)

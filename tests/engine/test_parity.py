@@ -10,32 +10,21 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import drain, prompt_of
+from tests.helpers.paged_models import LLAMA3
 
 from fleetfoot import LLM, SamplingParams
 from fleetfoot.native.loading import native_problem
 
 NUM_TOKENS = 200
 VOCAB = 211
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"head_dim": 16, "max_position_embeddings": 512}
+EARLIER = {"original_max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-llama3-tied": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-llama3-tied": (
+        "llama",
+        {"rope_parameters": {**LLAMA3, **EARLIER}, "tie_word_embeddings": True},
+    ),
     "llama-biases-untied": ("llama", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 3}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {"hidden_size": 48, "head_dim": 12, "seed": 2}),  # no native kernel
@@ -105,36 +94,33 @@ def test_alone_then_batched_with_prefix_hits(case: Case) -> None:
         assert output.outputs[0].token_ids[:100] == case.expected[1][100:]
 
 
-def test_batched_without_a_prefix_cache(case: Case) -> None:
-    with _start(case, enable_prefix_caching=False, max_num_seqs=3, block_size=5) as llm:
-        assert _tokens(llm, PROMPTS) == case.expected  # the fourth waits for a row
-        assert _tokens(llm, PROMPTS[::-1]) == case.expected[::-1]
-        assert llm.stats().scheduler.prefix_cache_hits == 0
-
-
-@pytest.mark.parametrize("budget", [4, 11])
-def test_chunked_prefill(case: Case, budget: int) -> None:
-    with _start(case, max_num_batched_tokens=budget) as llm:
-        assert _tokens(llm, PROMPTS) == case.expected
-        most = max(step.num_tokens for step in llm.llm_engine.stats_collector.steps)
-        assert most == budget  # the prompts were cut, and steps were full
-        assert _tokens(llm, PROMPTS) == case.expected  # hits, and what is left of the prompts in chunks
-
-
-def test_whole_prefill(case: Case) -> None:
-    with _start(case, enable_chunked_prefill=False, max_model_len=300) as llm:
-        assert _tokens(llm, PROMPTS) == case.expected
-        assert len(llm.llm_engine.stats_collector.steps) == NUM_TOKENS  # every prompt in the first step
-
-
-@pytest.mark.parametrize(("caching", "budget"), [(True, None), (True, 16), (False, 16)])
-def test_preempted(case: Case, caching: bool, budget: int | None) -> None:
+WAYS: dict[str, dict[str, Any]] = {
+    "uncached": {"enable_prefix_caching": False, "max_num_seqs": 3, "block_size": 5},  # the fourth waits for a row
+    "chunks of 4": {"max_num_batched_tokens": 4},
+    "chunks of 11": {"max_num_batched_tokens": 11},
+    "whole prompts": {"enable_chunked_prefill": False, "max_model_len": 300},
     # the longest needs 34 blocks of 8, all four together 114
-    with _start(
-        case, num_gpu_blocks_override=60, block_size=8, enable_prefix_caching=caching, max_num_batched_tokens=budget
-    ) as llm:
+    "preempted": {"num_gpu_blocks_override": 60, "block_size": 8},
+    "preempted, chunks": {"num_gpu_blocks_override": 60, "block_size": 8, "max_num_batched_tokens": 16},
+    "preempted, chunks, uncached": {"num_gpu_blocks_override": 60, "block_size": 8, "max_num_batched_tokens": 16}
+    | {"enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_batched(case: Case, way: str) -> None:
+    settings = WAYS[way]
+    with _start(case, **settings) as llm:
         assert _tokens(llm, PROMPTS) == case.expected
-        assert llm.stats().scheduler.num_preemptions > 0
+        steps, stats = list(llm.llm_engine.stats_collector.steps), llm.stats().scheduler
+        assert (stats.num_preemptions > 0) == ("num_gpu_blocks_override" in settings)
+        if way.startswith("chunks"):  # the prompts were cut, and steps were full
+            assert max(step.num_tokens for step in steps) == settings["max_num_batched_tokens"]
+        if way == "whole prompts":  # every prompt in the first step
+            assert len(steps) == NUM_TOKENS
+        assert _tokens(llm, PROMPTS[::-1]) == case.expected[::-1]  # with hits, unless there is no cache
+        if way == "uncached":
+            assert llm.stats().scheduler.prefix_cache_hits == 0
 
 
 def test_requests_that_join_and_leave(case: Case) -> None:

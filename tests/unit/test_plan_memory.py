@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.int8_method import Int8
 from tests.helpers.kernels import cpu_kernels
 
 from fleetfoot.cli.plan import plan_report, plan_text
@@ -38,6 +39,7 @@ from fleetfoot.plan.memory import (
     weight_bytes,
 )
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.runner.v2.device import CpuDevice
 from fleetfoot.runner.v2.input_batch import InputBuffers
@@ -47,10 +49,8 @@ from fleetfoot.speculative.find import DrafterShape
 SMALL = ModelConfig("LlamaForCausalLM", 101, 48, 80, 3, 4, 2, 12, 256)
 LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
 TINYLLAMA = ModelConfig("LlamaForCausalLM", 32000, 2048, 5632, 22, 32, 4, 64, 2048, dtype="bfloat16")
-PARTS = (
-    *("weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"),
-    *("communication", "driver"),
-)
+PARTS = ["weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"]
+PARTS += ["communication", "driver"]
 
 
 def shape_of(
@@ -81,40 +81,12 @@ def fitted(total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", **se
 # --- the bytes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
-        {"architecture": "Qwen3ForCausalLM", "qk_norm": True, "dtype": "bfloat16"},
-    ],
-    ids=str,
-)
-def test_weights_are_what_the_model_holds(changes: dict[str, Any], device: str) -> None:
-    model = dataclasses.replace(SMALL, **changes)
-    context = ModelContext(cpu_kernels(), cpu_kernels().attention, getattr(torch, model.dtype), torch.device("meta"))
-    specs = list(model_class(model.architecture)(model, context).weight_specs())
-    held = sum(spec.destination().nbytes for spec in specs)
-    packed_again = SMALL.vocab_size * SMALL.hidden_size * DTYPE_BYTES[model.dtype] * model.tie_word_embeddings
-    expected = held + (packed_again if device == "cpu" else 0)
-    assert weight_bytes(shape_of(model, device)) == expected
-
-
 @pytest.mark.parametrize(("seqs", "tokens", "length", "block_size"), [(3, 16, 40, 8), (64, 512, 256, 16)])
 def test_the_state_of_v2_is_what_it_allocates(seqs: int, tokens: int, length: int, block_size: int) -> None:
-    config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length, block_size=block_size)
-    shape, num_blocks = shape_of(SMALL, "cpu", config), 10
-    state = DeviceState(
-        CpuDevice(),
-        max_num_seqs=seqs,
-        max_model_len=length,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_batched_tokens=tokens,
-        vocab_size=SMALL.vocab_size,
-    )
+    sizes: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "max_model_len": length}
+    shape, num_blocks = shape_of(SMALL, "cpu", EngineConfig(block_size=block_size, **sizes)), 10
+    vocab_size = SMALL.vocab_size
+    state = DeviceState(CpuDevice(), num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, **sizes)
     buffers = InputBuffers(state, cpu_kernels(), seqs, tokens, length)
     tensors = [state.arena.flat, state.tables.last_sampled, state.tables.draft_tokens, state.staging.on_device]
     tensors += [value for value in vars(buffers).values() if isinstance(value, torch.Tensor)]
@@ -128,19 +100,15 @@ def test_the_kv_cache_is_what_its_layout_takes(dtype: str) -> None:
     model = dataclasses.replace(SMALL, dtype=dtype)
     plan = fitted(GIB, model, "cpu", block_size=4)
     layout = KVLayout.of(model, plan.num_blocks, 4, dtype)
-    assert plan.kv_cache == layout.num_bytes
-    assert (
-        plan.bytes_per_block
-        == layout.bytes_per_block
-        == kv_block_bytes(shape_of(model, "cpu", EngineConfig(block_size=4)))
-    )
+    assert (plan.kv_cache, plan.bytes_per_block) == (layout.num_bytes, layout.bytes_per_block)
+    assert kv_block_bytes(shape_of(model, "cpu", EngineConfig(block_size=4))) == layout.bytes_per_block
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_parts_add_up(device: str, runner: str) -> None:
     plan = fitted_engine(80 * GIB, LLAMA_8B, device, runner)[1]
-    assert tuple(plan.parts()) == PARTS
+    assert list(plan.parts()) == PARTS
     assert sum(plan.parts().values()) + plan.left == plan.budget
     assert plan.budget == (80 * GIB if device == "cpu" else int(80 * GIB * 0.9))
     assert all(size >= 0 for size in plan.parts().values()) and plan.left >= 0
@@ -168,34 +136,43 @@ def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.Monk
 
 
 class Rank(TensorGroup):
-    """One of several, with nobody there to talk to."""
+    """The first of several, without its peers."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+
+BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+RANKS = [("cpu", 1, 1), ("cuda", 1, 1), ("cuda", 2, 1), ("cuda", 4, 1), ("cuda", 1, 2), ("cuda", 1, 3), ("cuda", 2, 2)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("tensor_size", "pipeline_size"), [(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)])
-def test_weights_of_a_rank_are_what_it_holds(tensor_size: int, pipeline_size: int, tied: bool) -> None:
-    model = dataclasses.replace(SMALL, tie_word_embeddings=tied, qkv_bias=True, o_bias=True, mlp_bias=True)
+@pytest.mark.parametrize("changes", [{}, BIASES, {"qk_norm": True, "dtype": "bfloat16"}, {"method": Int8()}], ids=str)
+@pytest.mark.parametrize(("device", "tensor_size", "pipeline_size"), RANKS)
+def test_weights_of_a_rank_are_what_it_holds(
+    device: str, tensor_size: int, pipeline_size: int, changes: dict[str, Any], tied: bool
+) -> None:
+    changes = dict(changes)
+    method = changes.pop("method", UNQUANTIZED)
+    model = dataclasses.replace(SMALL, tie_word_embeddings=tied, **changes)
     settings = EngineConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=pipeline_size)
-    for stage in shape_of(model, "cuda", settings).stages():
-        context = ModelContext(
-            cpu_kernels(),
-            cpu_kernels().attention,
-            torch.float32,
-            torch.device("meta"),
-            tensor_group=Rank(0, tensor_size),
-        )
+    dtype, size, hidden = getattr(torch, model.dtype), DTYPE_BYTES[model.dtype], model.hidden_size
+    ops, meta, group = cpu_kernels(), torch.device("meta"), Rank(tensor_size)
+    context = ModelContext(ops, ops.attention, dtype, meta, tensor_group=group, linear_method=method)
+    rows = vocab_rows(model.vocab_size, tensor_size)
+    padding = max(0, rows - model.vocab_size)
+    for stage in dataclasses.replace(shape_of(model, device, settings), linear_method=method).stages():
         part = model_class(model.architecture)(model, context, stage.layers)
         assert (part.is_first, part.is_last) == (stage.is_first, stage.is_last)
         held = sum(spec.destination().nbytes for spec in part.weight_specs())
-        rows = min(vocab_rows(model.vocab_size, tensor_size), model.vocab_size)
-        padding = (vocab_rows(model.vocab_size, tensor_size) - rows) * model.hidden_size * 4
-        has_embedding = stage.is_first or (stage.is_last and tied)
-        lookup = (model.hidden_size * 4 + model.vocab_size * 8) * (tensor_size > 1 and has_embedding)
-        assert weight_bytes(stage) == held + padding + lookup
-        layout = KVLayout.of(model, 1, 16, "float32", tensor_parallel_size=tensor_size, layers=stage.layers)
+        if stage.is_first or (stage.is_last and tied):  # rows of padding, one of zeros, and the table of rows
+            held += padding * hidden * size + (hidden * size + model.vocab_size * 8) * (tensor_size > 1)
+        if stage.is_last and not tied:
+            held += method.num_bytes(rows, hidden, model.dtype) - method.num_bytes(rows - padding, hidden, model.dtype)
+        if stage.is_last and tied and device == "cpu":
+            held += rows * hidden * size  # packed again
+        assert weight_bytes(stage) == held
+        layout = KVLayout.of(model, 1, 16, model.dtype, tensor_parallel_size=tensor_size, layers=stage.layers)
         heads = [layer.self_attn.num_kv_heads for layer in part.model.layers.values()]
         assert layout.layers == tuple(KVCacheSpec(num_heads, model.head_dim) for num_heads in heads)
         assert kv_block_bytes(stage) == layout.bytes_per_block
@@ -252,26 +229,6 @@ def test_all_pipeline_ranks_have_as_many_blocks(device: str, settings: dict[str,
     assert plan.left == min(first.left, last.left)
     if "kv_cache_memory_bytes" in settings:
         assert plan.num_blocks == GIB // first.bytes_per_block
-
-
-@pytest.mark.parametrize(
-    ("total", "device", "settings"),
-    [
-        (9, "cuda", {"pipeline_parallel_size": 2}),
-        (9, "cuda", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_model_len": 131072}),
-        (4, "cuda", {"tensor_parallel_size": 4}),
-        (16, "cpu", {"pipeline_parallel_size": 2, "kv_cache_memory_bytes": 10**12}),
-        (40, "cuda", {"pipeline_parallel_size": 4, "kv_cache_memory_bytes": 10}),
-        (40, "cuda", {"pipeline_parallel_size": 4, "num_gpu_blocks_override": 10**6}),
-    ],
-    ids=str,
-)
-def test_advice_for_ranks_works_too(total: int, device: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(MemoryPlanError) as caught:
-        fitted(total * GIB, LLAMA_8B, device, **settings)
-    assert str(caught.value).startswith("on pipeline rank ") == (settings.get("pipeline_parallel_size", 1) > 1)
-    assert remedies_of(caught.value)
-    assert_each_works(caught.value, LLAMA_8B, device, total * GIB, **settings)
 
 
 def test_ranks_that_cannot_share_a_model_are_refused() -> None:
@@ -342,11 +299,10 @@ def test_the_models_own_length_need_not_fit_but_one_that_was_asked_for_must() ->
 
 def test_blocks_that_fit_after_loading() -> None:
     plan = fitted(80 * GIB)
-    assert plan.fitting_blocks(plan.taken_by_loading) == plan.num_blocks
-    assert plan.fitting_blocks(plan.taken_by_loading - GIB) > plan.num_blocks  # the worker keeps to the plan
-    assert plan.fitting_blocks(plan.taken_by_loading + GIB) == plan.num_blocks - round(
-        GIB / (plan.bytes_per_block + plan.state_bytes_per_block) + 0.5
-    )
+    taken, block = plan.taken_by_loading, plan.bytes_per_block + plan.state_bytes_per_block
+    assert plan.fitting_blocks(taken) == plan.num_blocks
+    assert plan.fitting_blocks(taken - GIB) > plan.num_blocks  # the worker keeps to the plan
+    assert plan.fitting_blocks(taken + GIB) == plan.num_blocks - round(GIB / block + 0.5)
     assert plan.fitting_blocks(plan.budget) < 1
 
 
@@ -384,6 +340,7 @@ def assert_each_works(error: MemoryPlanError, model: ModelConfig, device: str, t
         fitted(total, model, device, **changed)
 
 
+FOUR_RANKS = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
 ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enforce_eager"}
 
 
@@ -402,6 +359,17 @@ ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enfo
         (80, "cuda", {"kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
         (80, "cuda", {"kv_cache_memory_bytes": 10}, {"kv_cache_memory_bytes"}),
         (64, "cpu", {"kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
+        (9, "cuda", {"pipeline_parallel_size": 2}, set()),
+        (
+            9,
+            "cuda",
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_model_len": 131072},
+            {"max_model_len"},
+        ),
+        (4, "cuda", {"tensor_parallel_size": 4}, set()),
+        (16, "cpu", {"pipeline_parallel_size": 2, "kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
+        (40, "cuda", {"pipeline_parallel_size": 4, "kv_cache_memory_bytes": 10}, {"kv_cache_memory_bytes"}),
+        (40, "cuda", {"pipeline_parallel_size": 4, "num_gpu_blocks_override": 10**6}, {"num_gpu_blocks_override"}),
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
@@ -412,6 +380,8 @@ def test_a_plan_that_does_not_fit_says_what_would(
     num_bytes = int((total if total > 0 else least_gib(**settings) + total) * GIB)
     with pytest.raises(MemoryPlanError) as caught:
         fitted(num_bytes, LLAMA_8B, device, **settings)
+    assert str(caught.value).startswith("on pipeline rank ") == ("pipeline_parallel_size" in settings)
+    assert remedies_of(caught.value)
     named = {name for line in remedies_of(caught.value) for name, _, _ in SETTING.findall(line)}
     assert advised <= named and bool(advised) == bool(named)
     assert_each_works(caught.value, LLAMA_8B, device, num_bytes, **settings)

@@ -29,31 +29,24 @@ def parse(**settings: Any) -> SpeculativeConfig:
     return SpeculativeConfig.parse({"num_speculative_tokens": 3, **settings})
 
 
-def test_the_method_follows_from_the_model() -> None:
-    assert parse().method == "ngram"
-    assert parse(model="a/draft").method == "draft_model"
-    assert parse(method="eagle").model is None
-    assert SpeculativeConfig.parse('{"method": "eagle", "num_speculative_tokens": 2}').num_speculative_tokens == 2
-
-
 @pytest.mark.parametrize(
-    ("settings", "longest", "shortest"),
+    ("settings", "method", "longest", "shortest"),
     [
-        ({}, 5, 1),
-        ({"prompt_lookup_max": 3}, 3, 1),
-        ({"prompt_lookup_min": 2}, 5, 2),
-        ({"prompt_lookup_min": 8}, 8, 8),
-        ({"prompt_lookup_max": 4, "prompt_lookup_min": 4}, 4, 4),
+        ({}, "ngram", 5, 1),
+        ({"prompt_lookup_max": 3}, "ngram", 3, 1),
+        ({"prompt_lookup_min": 2}, "ngram", 5, 2),
+        ({"prompt_lookup_min": 8}, "ngram", 8, 8),
+        ({"prompt_lookup_max": 4, "prompt_lookup_min": 4}, "ngram", 4, 4),
+        ({"method": "eagle"}, "eagle", None, None),
+        ({"model": "a/draft"}, "draft_model", None, None),
+        ({"model": "./ngram"}, "draft_model", None, None),
     ],
 )
-def test_bounds_of_n_grams_are_filled_in(settings: dict[str, int], longest: int, shortest: int) -> None:
+def test_defaults(settings: dict[str, Any], method: str, longest: int | None, shortest: int | None) -> None:
     config = parse(**settings)
-    assert (config.prompt_lookup_max, config.prompt_lookup_min) == (longest, shortest)
-
-
-def test_bounds_of_n_grams_stay_empty_elsewhere() -> None:
-    assert parse(method="eagle").prompt_lookup_max is None
-    assert parse(model="a/draft").prompt_lookup_min is None
+    assert (config.method, config.prompt_lookup_max, config.prompt_lookup_min) == (method, longest, shortest)
+    assert config.model == settings.get("model")
+    assert SpeculativeConfig.parse(json.dumps({"num_speculative_tokens": 3, **settings})) == config
 
 
 @pytest.mark.parametrize(
@@ -82,31 +75,19 @@ def test_bounds_of_n_grams_stay_empty_elsewhere() -> None:
     ],
     ids=str,
 )
-def test_what_means_nothing_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(**settings)
 
 
-def test_num_speculative_tokens_cannot_be_left_out() -> None:
+def test_invalid_keys() -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens is missing or 0"):
         EngineConfig(speculative_config={"method": "eagle"})  # type: ignore[arg-type]
-
-
-def test_unknown_keys_are_refused_with_the_near_one() -> None:
     with pytest.raises(TypeError, match="did you mean 'disable_by_batch_size'"):
         parse(disable_by_batchsize=8)
-
-
-def test_keys_of_vllm_are_refused_with_what_to_do() -> None:
-    with pytest.raises(
-        TypeError, match=r"'draft_tensor_parallel_size'; leave it out: .* each rank runs the whole drafter"
-    ):
+    with pytest.raises(TypeError, match=r"'draft_tensor_parallel_size'; leave it out: .* each rank runs the"):
         parse(draft_tensor_parallel_size=1)
-
-
-def test_a_path_may_name_the_model() -> None:
     assert parse(model=Path("a") / "draft").model == "a/draft"
-    assert parse(model="./ngram").method == "draft_model"
 
 
 def drafting(k: int, **settings: Any) -> EngineConfig:
@@ -135,11 +116,9 @@ DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 TARGET = load_model_config(embedded_model_path())
 
 
-def wish(model: str | Path | None = None, method: str = "", engine: dict[str, Any] | None = None) -> EngineConfig:
-    settings: dict[str, Any] = {"num_speculative_tokens": 3, "method": method}
-    if model is not None:
-        settings["model"] = str(model)
-    return EngineConfig(speculative_config=settings, **(engine or {}))  # type: ignore[arg-type]
+def wish(drafter: str | Path | None = None, method: str = "", **engine: Any) -> EngineConfig:
+    settings = {"num_speculative_tokens": 3, "method": method, **({} if drafter is None else {"model": str(drafter)})}
+    return EngineConfig(speculative_config=settings, **engine)  # type: ignore[arg-type]
 
 
 def find(config: EngineConfig) -> DrafterModel:
@@ -159,33 +138,11 @@ def changed_head(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_embedded_names() -> None:
+def test_models_are_found() -> None:
     assert find(wish("story-llama")).folder == embedded_model_path()
-    assert find(wish(method="eagle")).folder == embedded_eagle_path()
-    assert find(wish("story-llama-eagle", "eagle")).folder == embedded_eagle_path()
+    assert find(wish(method="eagle")).folder == find(wish("story-llama-eagle", "eagle")).folder == embedded_eagle_path()
     assert find(wish(DRAFT)).folder == DRAFT
-
-
-def test_nothing_to_find() -> None:
-    assert find_drafter(EngineConfig(), TARGET) is None
-    assert find_drafter(wish(method="ngram"), TARGET) is None
-
-
-def test_other_models_have_no_head_of_their_own() -> None:
-    with pytest.raises(
-        ValueError, match=r"'eagle' needs a model, and none is given; .* 'story-llama', and for no other"
-    ):
-        find(wish(method="eagle", engine={"model": "a/model"}))
-
-
-def test_a_head_is_no_draft_model() -> None:
-    with pytest.raises(ValueError, match=r"an EAGLE head, .* set method to 'eagle'"):
-        find(wish("story-llama-eagle"))
-
-
-def test_eagle_3_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="EAGLE-3 heads are not supported"):
-        find(wish(changed_head(tmp_path, architectures=["LlamaForCausalLMEagle3"]), "eagle"))
+    assert find_drafter(EngineConfig(), TARGET) is find_drafter(wish(method="ngram"), TARGET) is None
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"])
@@ -194,21 +151,36 @@ def test_names_that_heads_have(tmp_path: Path, name: str) -> None:
     assert found.config.architecture == "LlamaForCausalLM"
 
 
-def test_sizes_that_do_not_fit_are_both_named(tmp_path: Path) -> None:
-    head = changed_head(tmp_path, vocab_size=4096)
-    with pytest.raises(ValueError, match="vocabulary of 4,096 tokens and the model one of 2,048"):
-        find(wish(head, "eagle"))
-    head = changed_head(tmp_path, hidden_size=96)
-    with pytest.raises(ValueError, match="hidden_size 96 and the model has 192"):
-        find(wish(head, "eagle"))
-    head = changed_head(tmp_path, max_position_embeddings=512)
-    with pytest.raises(ValueError, match=r"has 512 positions .* max_model_len 513; set max_model_len to at most 512"):
-        find(wish(head, "eagle", {"max_model_len": 513}))
-    find(wish(head, "eagle", {"max_model_len": 512})).check_length(512)
+EAGLE_3 = {"architectures": ["LlamaForCausalLMEagle3"]}
+SHORT = {"max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "message"),
+    [
+        (EAGLE_3, {}, "EAGLE-3 heads are not supported"),
+        ({"vocab_size": 4096}, {}, "vocabulary of 4,096 tokens and the model one of 2,048"),
+        ({"hidden_size": 96}, {}, "hidden_size 96 and the model has 192"),
+        (SHORT, {"max_model_len": 513}, r"has 512 positions .* max_model_len 513; set max_model_len to at most 512"),
+        (None, {"model": "a/model"}, r"'eagle' needs a model, and none is given; .* 'story-llama', and for no other"),
+    ],
+)
+def test_heads_that_do_not_fit(
+    fields: dict[str, Any] | None, engine: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    head = None if fields is None else changed_head(tmp_path, **fields)
+    with pytest.raises(ValueError, match=message):
+        find(wish(head, "eagle", **engine))
+
+
+def test_a_head_has_its_own_method_and_length(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"an EAGLE head, .* set method to 'eagle'"):
+        find(wish("story-llama-eagle"))
+    find(wish(changed_head(tmp_path, **SHORT), "eagle", max_model_len=512)).check_length(512)
 
 
 def test_a_heads_memory() -> None:
-    config = wish(method="eagle", engine={"max_model_len": 256})
+    config = wish(method="eagle", max_model_len=256)
     shape = shape_of(config, TARGET, "bfloat16", "cuda")
     with Checkpoint(embedded_eagle_path()) as checkpoint:
         values = sum(checkpoint.tensor(name).numel() for name in checkpoint.names())
@@ -219,7 +191,7 @@ def test_a_heads_memory() -> None:
 
 
 def test_a_draft_models_memory() -> None:
-    config = wish(DRAFT, engine={"max_model_len": 256})
+    config = wish(DRAFT, max_model_len=256)
     shape = shape_of(config, TARGET, "float32", "cuda")
     draft = load_model_config(DRAFT)
     assert shape.weight_bytes == 4 * draft.num_parameters + (256 + 3) * 32 * 4
@@ -233,7 +205,7 @@ def test_a_draft_models_memory() -> None:
 def test_a_head_far_from_the_embedding_has_its_own() -> None:
     untied = dataclasses.replace(TARGET, tie_word_embeddings=False)
     near = shape_of(wish(method="eagle"), untied, "float32", "cuda")
-    far = shape_of(wish(method="eagle", engine={"pipeline_parallel_size": 2}), untied, "float32", "cuda")
+    far = shape_of(wish(method="eagle", pipeline_parallel_size=2), untied, "float32", "cuda")
     assert far.weight_bytes - near.weight_bytes == 4 * 2048 * 192
 
 
