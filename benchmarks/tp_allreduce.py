@@ -34,8 +34,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.multiprocessing as mp
 
 from fleetfoot.config import env
+from fleetfoot.distributed.groups import CudaTensorGroup, StepShape, TorchPipelineGroup, make_groups
 from fleetfoot.distributed.peer_memory import NO_MULTICAST
-from fleetfoot.distributed.torch_groups import CudaTensorGroup, StepShape, TorchPipelineGroup, make_groups
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedResidual
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
 from fleetfoot.records.forward_context import IntermediateTensors

@@ -12,7 +12,7 @@ from tests.distributed.world import run_world
 from tests.helpers.interpreter import HAS_TRITON, compiled, run_python  # also the ranks' interpreter
 
 from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
-from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP
+from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP, StepShape, make_groups
 from fleetfoot.distributed.peer_memory import (
     CustomAllReduce,
     P2PChannel,
@@ -21,7 +21,6 @@ from fleetfoot.distributed.peer_memory import (
     can_send,
     p2p_channel_words,
 )
-from fleetfoot.distributed.torch_groups import StepShape, make_groups
 from fleetfoot.kernels.elementwise import add_rms_norm_torch
 from fleetfoot.records.forward_context import IntermediateTensors
 

@@ -19,8 +19,7 @@ from tests.helpers.kernels import cpu_kernels
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
-from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, TensorGroup
-from fleetfoot.distributed.torch_groups import StepShape, TorchTensorGroup, make_groups
+from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, StepShape, TensorGroup, TorchTensorGroup, make_groups
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM

@@ -31,7 +31,7 @@ from fleetfoot.assets import embedded_model_path  # noqa: E402
 from fleetfoot.config.model import ModelConfig  # noqa: E402
 from fleetfoot.config.parsing import load_model_config  # noqa: E402
 from fleetfoot.config.sharding import pipeline_layers  # noqa: E402
-from fleetfoot.distributed import all_reduce_words, torch_groups  # noqa: E402
+from fleetfoot.distributed import all_reduce_words, groups  # noqa: E402
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP  # noqa: E402
 from fleetfoot.distributed.peer_memory import CustomAllReduce, PeerMemory  # noqa: E402
 from fleetfoot.fusion import plan_fusion  # noqa: E402
@@ -180,14 +180,14 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
     return DraftSettings(NUM_DRAFTS, drafter=DraftModel(ModelLoader(small, alone, None, "dummy"), NUM_DRAFTS, fusion))
 
 
-def make_tensor_group(kind: Kind, config: ModelConfig) -> torch_groups.CudaTensorGroup:
+def make_tensor_group(kind: Kind, config: ModelConfig) -> groups.CudaTensorGroup:
     """A rank without its peers: gathering with them is an error."""
     size, custom_all_reduce = kind.tensor_size, None
     if kind.has_peer_memory:
         num_words = all_reduce_words(size, config.hidden_size * kind.dtype.itemsize)
         memory = PeerMemory(torch.zeros(num_words, dtype=torch.int64), torch.zeros(size, dtype=torch.int64))
         custom_all_reduce = CustomAllReduce(memory, 0, size, config.hidden_size, kind.dtype, CPU)
-    group = torch_groups.CudaTensorGroup(dist.group.WORLD, custom_all_reduce)
+    group = groups.CudaTensorGroup(dist.group.WORLD, custom_all_reduce)
     group.size = size
     return group
 
@@ -278,8 +278,8 @@ def try_kind(kind: Kind) -> dict[str, Any]:
 def launch(runner: ModelRunnerV2, shapes: list[GraphKey]) -> None:
     """Steps of all layers, up to each launch, in real memory."""
     instead = instead_of_launching.set(launch_nothing)
-    no_gather = patch.object(torch_groups, "_all_gather", lambda *_, **__: None)
-    no_reduce = patch.object(torch_groups.dist, "all_reduce", lambda *_, **__: None)
+    no_gather = patch.object(groups, "_all_gather", lambda *_, **__: None)
+    no_reduce = patch.object(groups.dist, "all_reduce", lambda *_, **__: None)
     with torch.inference_mode(), ZeroedTorch(), no_gather, no_reduce:
         for _, tensor in tensors_of(runner):
             tensor.zero_()

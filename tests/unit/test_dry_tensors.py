@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fleetfoot.distributed.torch_groups import _all_gather
+from fleetfoot.distributed.groups import _all_gather
 from fleetfoot.kernels.runtime.dry_tensors import DryPassError, DryTensor, dry_torch, real_memory
 
 OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {

@@ -1,18 +1,31 @@
 """The tensor group and the pipeline group of a worker.
 
-A single worker has groups of size 1, whose operations are identities, so that no caller checks for parallelism.
-`fleetfoot.distributed.torch_groups` has the groups that communicate.
+A single worker has groups of size 1, whose operations are identities, so that no caller checks for parallelism. Others
+communicate through torch.distributed: NCCL between GPUs, gloo between CPUs.
+
+The world has ``T * P`` ranks. Pipeline rank p and tensor rank t have rank ``p * T + t``, so that the ranks of a tensor
+group, which communicate twice per layer, are adjacent.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from fleetfoot.config import env
 from fleetfoot.kernels.elementwise import sum_parts
 from fleetfoot.kernels.interface import AddRMSNorm
 from fleetfoot.records.forward_context import IntermediateTensors
+
+if TYPE_CHECKING:  # it has Triton kernels
+    from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
 
 
 class _Ranks:
@@ -102,3 +115,254 @@ class WorkerGroups:
 
     tensor: TensorGroup = SINGLE_TENSOR_GROUP
     pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP
+
+
+# --- groups that communicate ----------------------------------------------------------------------------------------
+
+
+class TorchTensorGroup(TensorGroup):
+    """A tensor group on any backend. Bitwise reproducible: on a CPU that matters more than the cost of messages.
+
+    Each rank gathers all parts and adds them in rank order. The bits of a sum do not depend on the number of tokens or
+    on the backend's algorithm, and are the same on all ranks.
+    """
+
+    bitwise_reproducible = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.process_group = group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._gather(x)  # [size, *x.shape]
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
+        num_rows, width = x.shape
+        wanted = self.size * width if num_columns is None else num_columns
+        parts = self._gather(x)  # [size, num_rows, width]
+        if num_rows == 1:  # already in order
+            return parts.view(1, -1)[:, :wanted]
+        kept = [min(width, max(0, wanted - rank * width)) for rank in range(self.size)]
+        return torch.cat([part[:, :columns] for part, columns in zip(parts, kept, strict=True)], dim=1)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[size, *x.shape]``, in rank order."""
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel() > 0:
+            # as bytes: not every backend supports every dtype
+            own = x.contiguous().view(-1).view(torch.uint8)
+            _all_gather(gathered.view(-1).view(torch.uint8), own, group=self.process_group)
+        return gathered
+
+
+class CudaTensorGroup(TorchTensorGroup):
+    """A tensor group of GPUs: NCCL, and `CustomAllReduce` for small sums if the GPUs can access each other's memory.
+
+    NCCL computes each element of a sum once and copies it, so its sums have the same bits on all ranks too.
+    """
+
+    bitwise_reproducible = False
+
+    def __init__(self, group: dist.ProcessGroup, custom_all_reduce: CustomAllReduce | None) -> None:
+        super().__init__(group)
+        self._custom_all_reduce = custom_all_reduce
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self._custom_all_reduce is not None and self._custom_all_reduce.fits(x):
+            return self._custom_all_reduce.all_reduce(x)
+        if x.numel() > 0:
+            x = x.contiguous()
+            dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:
+        custom, separately = self._custom_all_reduce, super().reducing(add_rms_norm)
+        if custom is None:
+            return separately
+
+        def reduce_add_rms_norm(
+            x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            operation = custom.add_rms_norm if custom.fits(residual) else separately
+            return operation(x, residual, weight, eps)
+
+        return reduce_add_rms_norm
+
+
+class TorchPipelineGroup(PipelineGroup):
+    """A pipeline: each rank sends hidden states to the next, and the last one sends sampled tokens to all others.
+
+    Hidden states are copied before the next step can overwrite them, so a step can be in transit while both neighbours
+    compute others. A rank that is a step ahead waits: on a GPU the device, not the host.
+
+    Args:
+        activations, token_group: groups of the same ranks, in pipeline order.
+        shape: of a step.
+        channel: between GPUs that access each other's memory; None: hidden states go through ``activations``.
+    """
+
+    def __init__(
+        self,
+        activations: dist.ProcessGroup,
+        token_group: dist.ProcessGroup,
+        shape: StepShape,
+        channel: P2PChannel | None = None,
+    ) -> None:
+        self.rank = dist.get_rank(activations)
+        self.size = dist.get_world_size(activations)
+        self._activations = activations
+        self._token_group = token_group
+        self._channel = channel
+        self._max_num_tokens = shape.max_num_tokens
+        buffer = partial(torch.zeros, (shape.max_num_tokens, shape.hidden_size), dtype=shape.dtype, device=shape.device)
+        self._outgoing = None if self.is_last_rank or channel is not None else buffer()  # on its way to the next rank
+        self._received = None if self.is_first_rank else buffer()  # what this rank's step reads
+        self._sending: list[Any] = []
+        self._packets_in_flight: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        self._connect(shape.device)
+
+    def receive(self, num_tokens: int) -> IntermediateTensors | None:
+        """See `PipelineGroup.receive`; raises ValueError if there is no room for so many tokens."""
+        tensors = self.buffers(num_tokens)
+        if tensors is None:
+            return None
+        if self._channel is not None:
+            self._channel.receive(tensors)
+        else:
+            # waits until the device reaches this step: a pending receive would slow down the previous step's kernels
+            dist.recv(tensors.hidden_states, group=self._activations, group_src=self.rank - 1)
+        return tensors
+
+    def buffers(self, num_tokens: int) -> IntermediateTensors | None:
+        if self._received is None:
+            return None
+        self._check_num_tokens(num_tokens)
+        return IntermediateTensors(self._received[:num_tokens])
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        if self.is_last_rank:
+            super().send(tensors)  # raises
+        num_tokens = tensors.hidden_states.shape[0]
+        self._check_num_tokens(num_tokens)
+        if self._channel is not None:
+            self._channel.send(tensors)
+            return
+        assert self._outgoing is not None
+        for work in self._sending:
+            work.wait()  # until then the buffer belongs to the previous step
+        outgoing = self._outgoing[:num_tokens].copy_(tensors.hidden_states)
+        self._sending = [dist.isend(outgoing, group=self._activations, group_dst=self.rank + 1)]
+
+    def send_sampled_tokens(self, packet: torch.Tensor) -> None:
+        """See `PipelineGroup.send_sampled_tokens`. Never waits; earlier ranks receive packets when they need them."""
+        _check_packet(packet)
+        while self._packets_in_flight and all(work.is_completed() for work in self._packets_in_flight[0][1]):
+            self._packets_in_flight.popleft()
+        if packet.numel() == 0:
+            return
+        own = packet.clone(memory_format=torch.contiguous_format)
+        works = [dist.isend(own, group=self._token_group, group_dst=rank) for rank in range(self.size - 1)]
+        self._packets_in_flight.append((own, works))
+
+    def receive_sampled_tokens(self, packet: torch.Tensor) -> None:
+        """See `PipelineGroup.receive_sampled_tokens`. ``packet`` must be contiguous and have the shape of the sent
+        one."""
+        _check_packet(packet)
+        if not packet.is_contiguous():
+            raise ValueError(f"a packet of strides {packet.stride()} cannot be received into; it must be contiguous")
+        if packet.numel() > 0:
+            dist.recv(packet, group=self._token_group, group_src=self.size - 1)
+
+    def _check_num_tokens(self, num_tokens: int) -> None:
+        if num_tokens > self._max_num_tokens:
+            raise ValueError(
+                f"a step of {num_tokens} tokens does not fit in a pipeline's buffers, which are made for "
+                f"max_num_batched_tokens {self._max_num_tokens}"
+            )
+
+    def _connect(self, device: torch.device) -> None:
+        """Use every connection once, so that none is made later."""
+        token = torch.zeros(1, dtype=torch.int32, device=device)
+        if not self.is_first_rank:
+            dist.recv(token, group=self._activations, group_src=self.rank - 1)
+        if not self.is_last_rank:
+            dist.send(token, group=self._activations, group_dst=self.rank + 1)
+            dist.recv(token, group=self._token_group, group_src=self.size - 1)
+        else:
+            for rank in range(self.size - 1):
+                dist.send(token, group=self._token_group, group_dst=rank)
+
+
+def _check_packet(packet: torch.Tensor) -> None:
+    if packet.dtype is not torch.int32:
+        raise ValueError(f"a packet is of {packet.dtype}; it must be of int32")
+
+
+# --- making groups --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of a step's hidden states."""
+
+    max_num_tokens: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    """Of this rank; the current device if it is a GPU."""
+
+
+def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> WorkerGroups:
+    """Make this rank's groups. A collective call, after ``torch.distributed.init_process_group``.
+
+    Connections are made here: their first use could be during a graph capture, or while the peer waits for something
+    else.
+
+    Raises:
+        ValueError: the size of the world is not ``tensor_size * pipeline_size``.
+    """
+    world = dist.get_world_size()
+    if world != tensor_size * pipeline_size:
+        raise ValueError(
+            f"{world} processes are in the world, and tensor_parallel_size {tensor_size} times pipeline_parallel_size "
+            f"{pipeline_size} is {tensor_size * pipeline_size}"
+        )
+    by_pipeline_rank = torch.arange(world).view(pipeline_size, tensor_size)
+    with env.variable("NCCL_NVLS_ENABLE", "0"):  # see `fleetfoot.distributed.peer_memory.NO_MULTICAST`
+        tensor = SINGLE_TENSOR_GROUP
+        if tensor_size > 1:
+            tensor = _tensor_group(_own_group(by_pipeline_rank.tolist(), shape.device), shape)
+        pipeline = SINGLE_PIPELINE_GROUP
+        if pipeline_size > 1:
+            columns = by_pipeline_rank.t().tolist()
+            activations, token_group = _own_group(columns, shape.device), _own_group(columns, shape.device)
+            pipeline = TorchPipelineGroup(activations, token_group, shape, _channel(activations, shape))
+    return WorkerGroups(tensor, pipeline)
+
+
+def _own_group(members: list[list[int]], device: torch.device) -> dist.ProcessGroup:
+    """Make a group of each list of ranks, and return the one with this rank."""
+    own, _ = dist.new_subgroups_by_enumeration(members, backend="nccl" if device.type == "cuda" else "gloo")
+    return own
+
+
+def _tensor_group(group: dist.ProcessGroup, shape: StepShape) -> TensorGroup:
+    if shape.device.type != "cuda":
+        return TorchTensorGroup(group)
+    from fleetfoot.distributed.peer_memory import make_custom_all_reduce
+
+    dist.all_reduce(torch.zeros(1, device=shape.device), group=group)
+    return CudaTensorGroup(group, make_custom_all_reduce(group, shape.hidden_size, shape.dtype, shape.device))
+
+
+def _channel(group: dist.ProcessGroup, shape: StepShape) -> P2PChannel | None:
+    if shape.device.type != "cuda":
+        return None
+    from fleetfoot.distributed.peer_memory import make_channel
+
+    return make_channel(group, shape.max_num_tokens, shape.hidden_size, shape.dtype, shape.device)

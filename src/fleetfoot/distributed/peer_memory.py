@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.config import env
-from fleetfoot.distributed import ALL_REDUCE_ROWS
+from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import cdiv, next_power_of_2, triton_kernel
 from fleetfoot.records.forward_context import IntermediateTensors
@@ -100,6 +100,17 @@ _MAX_TILE = 16384
 def can_all_reduce(hidden_size: int, dtype: torch.dtype) -> bool:
     """Whether such rows consist of whole words and fit in one program."""
     return hidden_size * dtype.itemsize % 4 == 0 and hidden_size <= _MAX_TILE and dtype.itemsize in (2, 4)
+
+
+def make_custom_all_reduce(
+    group: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> CustomAllReduce | None:
+    """The custom all-reduce of an NCCL group, if it supports such rows and memory can be shared. A collective call."""
+    if not can_all_reduce(hidden_size, dtype):
+        return None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    memory = share_memory(group, all_reduce_words(size, hidden_size * dtype.itemsize), device, "small sums take")
+    return None if memory is None else CustomAllReduce(memory, rank, size, hidden_size, dtype, device)
 
 
 class CustomAllReduce:
@@ -297,6 +308,17 @@ def p2p_channel_words(max_num_tokens: int, hidden_size: int, dtype: torch.dtype)
 def can_send(hidden_size: int, dtype: torch.dtype) -> bool:
     """Whether rows of hidden states consist of whole words."""
     return hidden_size * dtype.itemsize % 8 == 0
+
+
+def make_channel(
+    group: dist.ProcessGroup, max_num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> P2PChannel | None:
+    """The channel of an NCCL group, if it supports such rows and memory can be shared. A collective call."""
+    if not can_send(hidden_size, dtype):
+        return None
+    num_words = p2p_channel_words(max_num_tokens, hidden_size, dtype)
+    memory = share_memory(group, num_words, device, "what a pipeline passes on takes")
+    return None if memory is None else P2PChannel(memory, dist.get_rank(group))
 
 
 class P2PChannel:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.distributed.groups import WorkerGroups
@@ -44,7 +45,6 @@ class Worker:
     def __init__(self, plan: EnginePlan, rank: int = 0, groups: WorkerGroups | None = None) -> None:
         self.plan = plan
         self.rank = rank
-        self._is_alone = groups is None
         self.groups = groups or WorkerGroups()
         self.device = torch.device(plan.device)
         if self.device.type == "cuda" and groups is not None:
@@ -136,10 +136,10 @@ class Worker:
         """Of this rank's layers, with as many blocks as fit on all ranks; the last stage has a drafter's layers too."""
         plan = self.plan
         num_blocks = self._fitting_blocks()
-        if not self._is_alone:
-            from fleetfoot.distributed.torch_groups import smallest_in_world
-
-            num_blocks = smallest_in_world(num_blocks)
+        if self.build.num_ranks > 1:
+            smallest = torch.tensor([num_blocks])
+            dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+            num_blocks = int(smallest.item())
         size = self.groups.tensor.size
         layout = KVLayout.of(
             plan.model, num_blocks, plan.config.block_size, plan.dtype, tensor_parallel_size=size, layers=self._layers

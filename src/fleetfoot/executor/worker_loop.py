@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
-from fleetfoot.distributed.torch_groups import StepShape, make_groups
+from fleetfoot.distributed.groups import StepShape, make_groups
 from fleetfoot.executor.messages import Failure, Ready, StepOutput, WorkerChannel, WorkerSpec, decode_call, encode_reply
 from fleetfoot.executor.worker import Worker
 from fleetfoot.records.step import PendingOutput
