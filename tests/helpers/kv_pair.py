@@ -148,10 +148,7 @@ class LineAgent(TcpAgent):
     def __init__(self, name: str, host: str) -> None:
         super().__init__(name, host)
         self.line = Line(self._server.address)
-
-    @property
-    def metadata(self) -> bytes:
-        return msgspec.msgpack.encode({"name": self.name, "address": self.line.address})
+        self.metadata = msgspec.msgpack.encode({"name": name, "address": self.line.address})
 
     def close(self) -> None:
         self.line.close()

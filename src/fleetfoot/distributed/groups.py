@@ -64,8 +64,7 @@ class TensorGroup(_Ranks):
         """`Kernels.add_rms_norm` for an ``x`` that is still to be summed over the ranks.
 
         Layers that are split by their inputs leave that sum to the norm behind them, where it can be one kernel with
-        the residual sum and the norm. Alone there is nothing to sum, nor where it was gathered: it is the operation
-        itself.
+        the residual sum and the norm. A group of size 1, or one that gathers, returns the operation itself.
         """
         if self.size == 1 or self.bitwise_reproducible:
             return add_rms_norm
@@ -142,13 +141,12 @@ class TorchTensorGroup(TensorGroup):
         return total.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
-        num_rows, width = x.shape
-        wanted = self.size * width if num_columns is None else num_columns
         parts = self._gather(x)  # [size, num_rows, width]
-        if num_rows == 1:  # already in order
-            return parts.view(1, -1)[:, :wanted]
-        kept = [min(width, max(0, wanted - rank * width)) for rank in range(self.size)]
-        return torch.cat([part[:, :columns] for part, columns in zip(parts, kept, strict=True)], dim=1)
+        if x.shape[0] == 1:  # already in order
+            return parts.view(1, -1)[:, :num_columns]
+        width = x.shape[1]
+        most = self.size * width if num_columns is None else num_columns
+        return torch.cat([part[:, : max(0, most - rank * width)] for rank, part in enumerate(parts)], dim=1)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """``[size, *x.shape]``, in rank order."""

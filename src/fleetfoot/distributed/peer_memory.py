@@ -367,14 +367,7 @@ class P2PChannel:
 
 @triton_kernel(unspecialized=("number", "num_words"))
 def _push_kernel(
-    hidden_ptr,
-    local_ptr,
-    address_ptr,
-    number,
-    num_words,
-    taken: tl.constexpr,
-    data: tl.constexpr,
-    tile: tl.constexpr,
+    hidden_ptr, local_ptr, address_ptr, number, num_words, taken: tl.constexpr, data: tl.constexpr, tile: tl.constexpr
 ):
     place = wait_for_number(local_ptr + taken, number)
     peer_ptr = tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(tl.int64)), 16) + data + place
@@ -386,13 +379,7 @@ def _push_kernel(
 
 @triton_kernel(unspecialized=("number", "num_words"))
 def _pull_kernel(
-    hidden_ptr,
-    local_ptr,
-    number,
-    num_words,
-    arrived: tl.constexpr,
-    data: tl.constexpr,
-    tile: tl.constexpr,
+    hidden_ptr, local_ptr, number, num_words, arrived: tl.constexpr, data: tl.constexpr, tile: tl.constexpr
 ):
     place = wait_for_number(local_ptr + arrived, number)
     data_ptr = local_ptr + data + place

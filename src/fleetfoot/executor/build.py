@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fleetfoot.config.engine import EngineConfig
-from fleetfoot.executor.protocol import check_builds
+from fleetfoot.executor.protocol import Executor, check_builds
 from fleetfoot.executor.worker import Worker
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import PendingOutput, SchedulerOutput
-
-if TYPE_CHECKING:
-    from fleetfoot.executor.protocol import Executor
 
 
 class InProcessExecutor:
@@ -21,15 +15,13 @@ class InProcessExecutor:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.runner_name = worker.runner.name
+        self.shutdown = worker.runner.shutdown
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._worker.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
         return self._worker.runner.sample_tokens(grammar_output)
-
-    def shutdown(self) -> None:
-        self._worker.shutdown()
 
 
 def start_executor(plan: EnginePlan) -> tuple[Executor, KVLayout]:
@@ -44,21 +36,16 @@ def start_executor(plan: EnginePlan) -> tuple[Executor, KVLayout]:
         KernelUnavailableError: kernels that the plan names cannot be used.
         PlanMismatchError: a worker has built something else than the plan names.
     """
-    if not needs_processes(plan.config):
-        worker = Worker(plan)
-        layout = worker.start()
-        try:
-            check_builds(plan, {0: worker.build})
-        except BaseException:
-            worker.shutdown()
-            raise
-        return InProcessExecutor(worker), layout
-    from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq
+    if plan.config.world_size > 1 or plan.config.distributed_executor_backend == "mp":
+        from fleetfoot.executor.multiprocess import MultiprocessExecutor  # it needs zmq
 
-    executor = MultiprocessExecutor(plan)
-    return executor, executor.layout
-
-
-def needs_processes(config: EngineConfig) -> bool:
-    """Whether workers run in processes of their own."""
-    return config.world_size > 1 or config.distributed_executor_backend == "mp"
+        executor = MultiprocessExecutor(plan)
+        return executor, executor.layout
+    worker = Worker(plan)
+    layout = worker.start()
+    try:
+        check_builds(plan, {0: worker.build})
+    except BaseException:
+        worker.runner.shutdown()
+        raise
+    return InProcessExecutor(worker), layout

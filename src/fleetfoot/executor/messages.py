@@ -22,7 +22,6 @@ import msgspec
 import zmq
 
 from fleetfoot.executor.protocol import WorkerBuild
-from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 
@@ -115,6 +114,10 @@ decode_reply = msgspec.msgpack.Decoder(Ready | StepOutput | Failure).decode
 
 
 # --- sockets --------------------------------------------------------------------------------------------------------
+
+
+Store = str | tuple[str, int]
+"""Where torch.distributed finds the ranks: a file on one machine, or the address and port of node 0's store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,26 +222,3 @@ class WorkerChannel:
     def close(self) -> None:
         """Deliver what is queued and close. No other thread may use its socket any more."""
         self._context.destroy(_LINGER_MS)
-
-
-# --- the start ------------------------------------------------------------------------------------------------------
-
-
-Store = str | tuple[str, int]
-"""Where torch.distributed finds the ranks: a file on one machine, or the address and port of node 0's store."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """The arguments of a worker process."""
-
-    plan: EnginePlan
-    rank: int
-    """Among all ranks of the engine."""
-    addresses: WorkerAddresses
-    store: Store
-    parent: int
-    """Process id."""
-    ends_with_thread: bool
-    """Whether the thread that starts the process lives as long as its own process."""
-    log_level: int

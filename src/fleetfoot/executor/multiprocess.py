@@ -12,6 +12,7 @@ import pickle
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import zmq
 
@@ -215,20 +216,18 @@ class MultiprocessExecutor:
         self._channel.close()
 
 
+@dataclass(slots=True)
 class _PendingStep:
     """Implements `PendingOutput`."""
 
-    __slots__ = ("_executor", "_number", "_output")
-
-    def __init__(self, executor: MultiprocessExecutor, number: int) -> None:
-        self._executor = executor
-        self._number = number
-        self._output: ModelRunnerOutput | None = None
+    executor: MultiprocessExecutor
+    number: int
+    output: ModelRunnerOutput | None = None
 
     def get(self) -> ModelRunnerOutput:
-        if self._output is None:
-            self._output = self._executor.wait_for(self._number)
-        return self._output
+        if self.output is None:
+            self.output = self.executor.wait_for(self.number)
+        return self.output
 
 
 def _abandon(processes: WorkerProcesses, rendezvous: RendezvousDir | EngineNodes) -> None:

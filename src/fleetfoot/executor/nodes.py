@@ -44,6 +44,8 @@ _LOCAL_SETTINGS = (
     *("generation_config", "override_generation_config"),
 )
 """Settings that nodes need not share. A model may lie at another path on each node; its content must be the same."""
+_SHARED_DECISIONS = ("device", "dtype", "runner", "kernels", "kv_layout", "max_model_len", "max_num_batched_tokens")
+"""Fields of the plan that must be equal on all nodes."""
 
 _T = TypeVar("_T")
 _NOT_A_NODE = (ConnectionLostError, StoppedError, OSError, ValueError)
@@ -66,13 +68,7 @@ def shared_facts(plan: EnginePlan) -> dict[str, str]:
         "fleetfoot": __version__,
         "torch": str(torch.__version__),
         "weights (names and sizes of files)": weights,
-        "device": plan.device,
-        "dtype": plan.dtype,
-        "runner": plan.runner,
-        "kernels": str(plan.kernels),
-        "kv_layout": plan.kv_layout,
-        "max_model_len": str(plan.max_model_len),
-        "max_num_batched_tokens": str(plan.max_num_batched_tokens),
+        **{name: str(getattr(plan, name)) for name in _SHARED_DECISIONS},
     }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fleetfoot.config import env
-from fleetfoot.executor.messages import Store, WorkerAddresses, WorkerSpec
+from fleetfoot.executor.messages import Store, WorkerAddresses
 from fleetfoot.executor.protocol import WorkerError
 from fleetfoot.plan.plan import EnginePlan
 
@@ -54,19 +54,14 @@ class WorkerProcesses:
             addresses: of all ranks, those of other machines too.
         """
         size = plan.config.local_world_size
+        # the parent, if it lives as long as the thread that starts the processes
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        log_level = logging.getLogger("fleetfoot").getEffectiveLevel()
         with self._reader, env.defaults(_variables(plan, size)), _without_main_module():
             for rank in range(plan.config.node_rank * size, (plan.config.node_rank + 1) * size):
-                spec = WorkerSpec(
-                    plan=plan,
-                    rank=rank,
-                    addresses=addresses[rank],
-                    store=store,
-                    parent=os.getpid(),
-                    ends_with_thread=threading.current_thread() is threading.main_thread(),
-                    log_level=logging.getLogger("fleetfoot").getEffectiveLevel(),
-                )
+                arguments = (plan, rank, addresses[rank], store, self._reader, parent, log_level)
                 name = f"fleetfoot-worker-{rank}"
-                process = self._context.Process(target=run_worker, args=(spec, self._reader), name=name, daemon=True)
+                process = self._context.Process(target=run_worker, args=arguments, name=name, daemon=True)
                 process.start()
                 self._by_rank[rank] = process
 
@@ -157,24 +152,34 @@ def _variables(plan: EnginePlan, num_processes: int) -> dict[str, str]:
 # --- in the worker's process ----------------------------------------------------------------------------------------
 
 
-def run_worker(spec: WorkerSpec, lifeline: Connection) -> None:
+def run_worker(
+    plan: EnginePlan,
+    rank: int,
+    addresses: WorkerAddresses,
+    store: Store,
+    lifeline: Connection,
+    parent: int | None,
+    log_level: int,
+) -> None:
     """The main function of a worker process. Torch is imported after the process is certain to end with its parent.
 
     Args:
+        rank: among all ranks of the engine.
         lifeline: the reading end of a pipe that is closed, by whatever means, when the parent ends.
+        parent: its process id; None: the thread that started this process may end before it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the engine decides
-    _end_with_parent(spec, lifeline)
+    _end_with_parent(lifeline, parent)
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s (worker {spec.rank}): %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(levelname)s %(name)s (worker {rank}): %(message)s"))
     logger = logging.getLogger("fleetfoot")
     logger.addHandler(handler)
-    logger.setLevel(spec.log_level)
+    logger.setLevel(log_level)
     from fleetfoot.executor.worker_loop import run_worker_loop
 
     exit_code = 0
     try:
-        run_worker_loop(spec)
+        run_worker_loop(plan, rank, addresses, store)
     except BaseException:
         logger.exception("the worker could not shut down cleanly")
         exit_code = 1
@@ -185,11 +190,10 @@ def run_worker(spec: WorkerSpec, lifeline: Connection) -> None:
     os._exit(exit_code)
 
 
-def _end_with_parent(spec: WorkerSpec, lifeline: Connection) -> None:
+def _end_with_parent(lifeline: Connection, parent: int | None) -> None:
     """By a thread that waits for the end of the pipe, and by a signal of the kernel, which also ends a stuck process.
 
-    The kernel sends the signal when the thread ends that has started this process, so it is requested only if that
-    thread lives as long as the parent.
+    The kernel sends the signal when the thread ends that has started this process.
     """
 
     def wait_for_end() -> None:
@@ -198,9 +202,9 @@ def _end_with_parent(spec: WorkerSpec, lifeline: Connection) -> None:
         os._exit(1)
 
     threading.Thread(target=wait_for_end, name="fleetfoot-lifeline", daemon=True).start()
-    if spec.ends_with_thread and sys.platform == "linux":
+    if parent is not None and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != spec.parent:  # it ended before the request
+        if os.getppid() != parent:  # it ended before the request
             os._exit(1)
 
 
@@ -225,10 +229,10 @@ class RendezvousDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
-        """There are no other nodes to wait for."""
+        """There are no other nodes."""
 
     def find_loss(self, wait_ms: int = 0) -> str:
-        """Nor to lose."""
+        """Empty."""
         return ""
 
     def close(self, reason: str = "") -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.plan.plan import EnginePlan
-from fleetfoot.records.step import SchedulerOutput
-
-if TYPE_CHECKING:  # it imports torch, which a worker process does later
-    from fleetfoot.records.step import PendingOutput
+from fleetfoot.records.step import PendingOutput, SchedulerOutput
 
 
 class WorkerError(RuntimeError):

@@ -171,9 +171,6 @@ class Worker:
         )
         return fitting
 
-    def shutdown(self) -> None:
-        self.runner.shutdown()
-
 
 def make_connector(plan: EnginePlan, rank: int) -> StepConnector:
     """The worker's side of the plan's KV connector.

@@ -13,8 +13,18 @@ import torch
 import torch.distributed as dist
 
 from fleetfoot.distributed.groups import StepShape, make_groups
-from fleetfoot.executor.messages import Failure, Ready, StepOutput, WorkerChannel, WorkerSpec, decode_call, encode_reply
+from fleetfoot.executor.messages import (
+    Failure,
+    Ready,
+    StepOutput,
+    Store,
+    WorkerAddresses,
+    WorkerChannel,
+    decode_call,
+    encode_reply,
+)
 from fleetfoot.executor.worker import Worker
+from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.records.step import PendingOutput
 from fleetfoot.utils.process import short_collections
 
@@ -23,51 +33,51 @@ _SWITCH_INTERVAL_S = 0.0005
 as a step."""
 
 
-def run_worker_loop(spec: WorkerSpec) -> None:
-    """Return when the engine ends the worker.
+def run_worker_loop(plan: EnginePlan, rank: int, addresses: WorkerAddresses, store: Store) -> None:
+    """Return when the engine ends the worker; arguments as of `fleetfoot.executor.processes.run_worker`.
 
     A worker that raises reports it, and then keeps all its connections until the engine ends it: closing them would
     make other ranks raise as well, and hide the cause. What it raised, or raises after the engine's last message, is
     raised here.
     """
-    channel = WorkerChannel(spec.addresses)
+    channel = WorkerChannel(addresses)
     try:
-        worker = _start(spec)
+        worker = _start(plan, rank, store)
         with channel.open_replies() as replies:
-            replies.send(encode_reply(Ready(worker.rank, worker.layout, worker.build)))
+            replies.send(encode_reply(Ready(rank, worker.layout, worker.build)))
         with _reply_sender(worker, channel) as send, short_collections():
             while message := channel.receive():
                 number, scheduler_output, grammar_output = decode_call(message)
                 worker.runner.execute_model(scheduler_output)
                 send(number, worker.runner.sample_tokens(grammar_output))
     except BaseException as error:
-        channel.open_replies().send(encode_reply(Failure.of(spec.rank, error, traceback.format_exc())))
+        channel.open_replies().send(encode_reply(Failure.of(rank, error, traceback.format_exc())))
         while channel.receive():
             pass
         raise
-    worker.shutdown()
+    worker.runner.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
     channel.close()
 
 
-def _start(spec: WorkerSpec) -> Worker:
-    plan, config = spec.plan, spec.plan.config
-    device = torch.device(plan.device)
+def _start(plan: EnginePlan, rank: int, store: Store) -> Worker:
+    config, device = plan.config, torch.device(plan.device)
     if plan.device == "cuda":
-        device = torch.device("cuda", spec.rank % config.local_world_size)
+        device = torch.device("cuda", rank % config.local_world_size)
         torch.cuda.set_device(device)
     groups = None
     if config.world_size > 1:
-        if isinstance(spec.store, str):
-            store: dist.Store = dist.FileStore(spec.store, config.world_size)
+        ranks: dist.Store
+        if isinstance(store, str):
+            ranks = dist.FileStore(store, config.world_size)
         else:
-            store = dist.PrefixStore("workers", dist.TCPStore(*spec.store, is_master=False))
+            ranks = dist.PrefixStore("workers", dist.TCPStore(*store, is_master=False))
         backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=config.world_size)
+        dist.init_process_group(backend, store=ranks, rank=rank, world_size=config.world_size)
         shape = StepShape(plan.max_num_batched_tokens, plan.model.hidden_size, getattr(torch, plan.dtype), device)
         groups = make_groups(config.tensor_parallel_size, config.pipeline_parallel_size, shape)
-    worker = Worker(plan, spec.rank, groups)
+    worker = Worker(plan, rank, groups)
     worker.start()
     return worker
 

@@ -100,9 +100,8 @@ class NixlScheduler(SchedulerConnector):
         remote = self._remote.pop(request.request_id)
         first = num_computed_tokens // self._context.block_size
         last = first + num_external_tokens // self._context.block_size
-        refusal = self._refusal(remote, request)
-        load = LoadSpec(request.request_id, remote, first, request.block_ids[first:last], refusal)
-        self._metadata.loads.append(load)
+        block_ids, refusal = request.block_ids[first:last], self._refusal(remote, request)
+        self._metadata.loads.append(LoadSpec(request.request_id, remote, first, block_ids, refusal))
 
     def blocks_filled(self, request: Request, first: int, last: int, *, by_this_step: bool) -> None:
         """Nothing is copied: blocks are held when their request has ended."""
@@ -142,14 +141,14 @@ class NixlScheduler(SchedulerConnector):
         for request in scheduler_output.new_requests:  # scheduled without a load: everything was cached
             self._decline(request.request_id)
         metadata, self._metadata = self._metadata, NixlMetadata()
-        return None if metadata.is_empty else metadata
+        return None if metadata == NixlMetadata() else metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._addresses.update(output.addresses)
 
     @property
     def has_pending(self) -> bool:
-        return not self._metadata.is_empty
+        return self._metadata != NixlMetadata()
 
     def reset_cache(self) -> None:
         """No other engine has the new weights."""
@@ -169,16 +168,12 @@ class NixlScheduler(SchedulerConnector):
             return f"{offer} that is incompatible: {found}"
         if len(remote.remote_addresses) != self._context.num_ranks:
             return f"{offer} of {len(remote.remote_addresses)} ranks, and this engine has {self._context.num_ranks}"
-        num_blocks, rest = divmod(remote.remote_num_tokens, self._context.block_size)
+        num_tokens, block_size = remote.remote_num_tokens, self._context.block_size
+        num_blocks, rest = divmod(num_tokens, block_size)
         if rest or num_blocks > len(request.block_hashes):
-            return (
-                f"{offer} of {remote.remote_num_tokens} tokens, and the request has {request.num_tokens}, in blocks of "
-                f"{self._context.block_size}, the last token left out"
-            )
-        expected = request.block_hashes[num_blocks - 1].hex()
-        if remote.remote_prefix_hash != expected:
-            return (
-                f"{offer} of other tokens or another cache_salt: its prefix hash is {remote.remote_prefix_hash}, and "
-                f"{expected} here"
-            )
+            sizes = f"of {num_tokens} tokens, and the request has {request.num_tokens}, in blocks of {block_size}"
+            return f"{offer} {sizes}, the last token left out"
+        theirs, ours = remote.remote_prefix_hash, request.block_hashes[num_blocks - 1].hex()
+        if theirs != ours:
+            return f"{offer} of other tokens or another cache_salt: its prefix hash is {theirs}, and {ours} here"
         return ""

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,17 +22,10 @@ import torch
 from fleetfoot.kv_transfer.base.block_copies import LayerRows
 from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounters
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, drain
-from fleetfoot.kv_transfer.base.sockets import StoppedError
+from fleetfoot.kv_transfer.base.sockets import StoppedError, connect
+from fleetfoot.kv_transfer.nixl import side_channel
 from fleetfoot.kv_transfer.nixl.params import LoadSpec, RemotePrefill
-from fleetfoot.kv_transfer.nixl.side_channel import (
-    Accepted,
-    Acquire,
-    Finish,
-    Granted,
-    RefusedError,
-    SideChannel,
-    decline,
-)
+from fleetfoot.kv_transfer.nixl.side_channel import Accepted, Acquire, Finish, Granted, RefusedError
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
@@ -44,61 +36,9 @@ _READ_POLL_SECONDS = 0.02
 _BUFFER_POLL_SECONDS = 0.05
 
 
-# --- receive buffers ------------------------------------------------------------------------------------------------
-
-
-class ReceiveBuffer:
-    """Rows for the blocks of one read.
-
-    Args:
-        memory: uint8 ``[num_rows, bytes_per_block]``; a row is a block of all layers, concatenated.
-    """
-
-    def __init__(self, memory: torch.Tensor, rows: LayerRows, layout: KVLayout, device: torch.device) -> None:
-        self.memory = memory
-        self._rows = rows
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type != "cpu" else None
-        sizes = layout.layer_block_bytes
-        self._offsets = np.array([0, *accumulate(sizes[:-1])], dtype=np.int64)
-        self._sizes = np.array(sizes, dtype=np.int64)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.memory)
-
-    def local_regions(self, count: int) -> np.ndarray:
-        """Address and length of each layer's part of the first ``count`` rows, row by row: ``[count * layers, 2]``."""
-        rows = self.memory.data_ptr() + np.arange(count, dtype=np.int64) * self.memory.shape[1]
-        return _regions(rows[:, None] + self._offsets, self._sizes)
-
-    def remote_regions(self, layers: Sequence[int], block_ids: Sequence[int]) -> np.ndarray:
-        """The same for blocks of the producer, given the addresses of its layers' caches."""
-        blocks = np.array(block_ids, dtype=np.int64)[:, None] * self._sizes
-        return _regions(np.array(layers, dtype=np.int64) + blocks, self._sizes)
-
-    @torch.inference_mode()
-    def scatter(self, block_ids: Sequence[int], after: torch.cuda.Event | None) -> None:
-        """Copy the first rows to these blocks, after the device's work up to ``after``; waits for the copy."""
-        rows = self.memory[: len(block_ids)].view(self._rows.word)
-        if self._stream is None:
-            self._rows.scatter(rows, torch.tensor(block_ids))
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            self._rows.scatter(rows.to(self._device), torch.tensor(block_ids).to(self._device))
-        self._stream.synchronize()
-
-
-def _regions(addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """``[n, 2]`` int64 of addresses ``[blocks, layers]`` and the layers' sizes."""
-    lengths = np.broadcast_to(sizes, addresses.shape)
-    return np.stack((addresses, lengths), axis=-1).reshape(-1, 2)
-
-
 class ReceiveBuffers:
-    """A buffer for each concurrent load of a worker.
+    """A buffer for each concurrent load of a worker: uint8 ``[num_rows, bytes_per_block]``; a row is a block of all
+    layers, concatenated.
 
     Args:
         num_bytes: of all buffers together; each has room for one block at least.
@@ -117,8 +57,8 @@ class ReceiveBuffers:
         num_bytes: int,
         device: torch.device,
     ) -> None:
-        cache_device = kv_caches[0].device
-        rows = LayerRows(kv_caches, layout, use_triton=cache_device.type != "cpu")
+        self._device = kv_caches[0].device
+        self._rows = LayerRows(kv_caches, layout, use_triton=self._device.type != "cpu")
         num_rows = max(1, num_bytes // num_buffers // layout.bytes_per_block)
         shape = num_buffers * num_rows, layout.bytes_per_block
         try:
@@ -128,13 +68,17 @@ class ReceiveBuffers:
                 f"no memory on {device} for {num_buffers} concurrent loads of {num_rows:,} KV blocks of "
                 f"{layout.bytes_per_block:,} bytes each ({error}); lower buffer_bytes or num_threads"
             ) from error
-        if cache_device.type != "cpu":
-            rows.warm_up()
+        self._stream = None
+        if self._device.type != "cpu":
+            self._stream = torch.cuda.Stream(self._device)
+            self._rows.warm_up()
+        self._sizes = np.array(layout.layer_block_bytes, dtype=np.int64)
+        self._offsets = self._sizes.cumsum() - self._sizes
         self._changed = threading.Condition()
-        self._free = [ReceiveBuffer(memory, rows, layout, cache_device) for memory in self.memory.split(num_rows)]
-        self._blocked: list[tuple[ReceiveBuffer, Transfer]] = []
+        self._free = list(self.memory.split(num_rows))
+        self._blocked: list[tuple[torch.Tensor, Transfer | None]] = []
 
-    def acquire(self, should_stop: Callable[[], bool]) -> ReceiveBuffer:
+    def acquire(self, should_stop: Callable[[], bool]) -> torch.Tensor:
         """A free buffer.
 
         Raises:
@@ -142,31 +86,59 @@ class ReceiveBuffers:
         """
         with self._changed:
             while True:
-                for blocked in list(self._blocked):
-                    buffer, transfer = blocked
-                    if transfer.release():
-                        self._blocked.remove(blocked)
-                        self._free.append(buffer)
+                blocked, self._blocked = self._blocked, []
+                for buffer, transfer in blocked:
+                    self._put_back(buffer, transfer)
                 if self._free:
                     return self._free.pop()
                 if should_stop():
                     raise StoppedError("all receive buffers are in use by other loads")
                 self._changed.wait(_BUFFER_POLL_SECONDS)
 
-    def release(self, buffer: ReceiveBuffer, transfer: Transfer | None) -> None:
+    def release(self, buffer: torch.Tensor, transfer: Transfer | None) -> None:
         """
         Args:
             transfer: a read into the buffer that may not have ended.
         """
         with self._changed:
-            if transfer is None or transfer.release():
-                self._free.append(buffer)
-            else:
-                logger.warning(
-                    "a read of KV cannot be stopped: a buffer of %d bytes waits for its end", buffer.memory.nbytes
-                )
-                self._blocked.append((buffer, transfer))
+            if not self._put_back(buffer, transfer):
+                logger.warning("a read of KV cannot be stopped: a buffer of %d bytes waits for its end", buffer.nbytes)
             self._changed.notify()
+
+    def _put_back(self, buffer: torch.Tensor, transfer: Transfer | None) -> bool:
+        is_free = transfer is None or transfer.release()
+        if is_free:
+            self._free.append(buffer)
+        else:
+            self._blocked.append((buffer, transfer))
+        return is_free
+
+    def local_regions(self, buffer: torch.Tensor, count: int) -> np.ndarray:
+        """Address and length of each layer's part of the first ``count`` rows, row by row: ``[count * layers, 2]``."""
+        rows = buffer.data_ptr() + np.arange(count, dtype=np.int64) * buffer.shape[1]
+        return self._regions(rows[:, None] + self._offsets)
+
+    def remote_regions(self, layers: Sequence[int], block_ids: Sequence[int]) -> np.ndarray:
+        """The same for blocks of the producer, given the addresses of its layers' caches."""
+        blocks = np.array(block_ids, dtype=np.int64)[:, None] * self._sizes
+        return self._regions(np.array(layers, dtype=np.int64) + blocks)
+
+    def _regions(self, addresses: np.ndarray) -> np.ndarray:
+        """``[n, 2]`` of addresses ``[blocks, layers]``."""
+        return np.stack((addresses, np.broadcast_to(self._sizes, addresses.shape)), axis=-1).reshape(-1, 2)
+
+    @torch.inference_mode()
+    def scatter(self, buffer: torch.Tensor, block_ids: Sequence[int], after: torch.cuda.Event | None) -> None:
+        """Copy the first rows to these blocks, after the device's work up to ``after``; waits for the copy."""
+        rows = buffer[: len(block_ids)].view(self._rows.word)
+        if self._stream is None:
+            self._rows.scatter(rows, torch.tensor(block_ids))
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            self._rows.scatter(rows.to(self._device), torch.tensor(block_ids).to(self._device))
+        self._stream.synchronize()
 
 
 # --- loads ----------------------------------------------------------------------------------------------------------
@@ -288,7 +260,7 @@ class Loads:
     def decline(self, remote: RemotePrefill) -> None:
         """Tell the producer's rank of the same number, and every ``num_ranks``-th after it."""
         addresses = remote.remote_addresses[self._rank :: self._num_ranks]
-        self._decline_jobs.submit(partial(decline, addresses, remote.remote_lease))
+        self._decline_jobs.submit(partial(side_channel.decline, addresses, remote.remote_lease))
 
     def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Add the loads that have ended to ``output``."""
@@ -353,9 +325,10 @@ class Loads:
     def _read(self, load: Load) -> None:
         """Read all blocks, and check that they were held until the last was read."""
         spec, remote = load.spec, load.spec.remote
-        with contextlib.closing(SideChannel(remote.remote_addresses[self._rank], load.should_stop)) as channel:
-            request = Acquire(remote.remote_engine_id, self._description, remote.remote_lease)
-            granted = channel.call(request, Granted)
+        address = remote.remote_addresses[self._rank]
+        with contextlib.closing(connect(address, side_channel.CONNECT_SECONDS)) as connection:
+            ask = partial(side_channel.call, connection, address, load.should_stop)
+            granted = ask(Acquire(remote.remote_engine_id, self._description, remote.remote_lease), Granted)
             load.has_acquired = True
             last = spec.first + len(spec.block_ids) - 1
             if last >= len(granted.block_ids):
@@ -363,7 +336,7 @@ class Loads:
             if not all(0 <= block_id < granted.num_blocks for block_id in granted.block_ids):
                 raise RefusedError(f"block ids beyond the producer's {granted.num_blocks} blocks are held")
             self._read_blocks(granted, load)
-            channel.call(Finish(), Accepted)
+            ask(Finish(), Accepted)
 
     def _read_blocks(self, granted: Granted, load: Load) -> None:
         spec = load.spec
@@ -371,11 +344,12 @@ class Loads:
         transfer, peer, is_broken = None, None, True
         try:
             peer = self._peers.acquire(granted.agent)
-            for begin in range(0, len(spec.block_ids), buffer.num_rows):
-                block_ids = spec.block_ids[begin : begin + buffer.num_rows]
+            for begin in range(0, len(spec.block_ids), len(buffer)):
+                block_ids = spec.block_ids[begin : begin + len(buffer)]
                 first = spec.first + begin
-                remote = buffer.remote_regions(granted.layers, granted.block_ids[first : first + len(block_ids)])
-                local = buffer.local_regions(len(block_ids))
+                held = granted.block_ids[first : first + len(block_ids)]
+                remote = self._buffers.remote_regions(granted.layers, held)
+                local = self._buffers.local_regions(buffer, len(block_ids))
                 transfer = self._agent.read(peer, remote, local, granted.device)
                 while not transfer.poll():
                     if load.should_stop():
@@ -386,7 +360,7 @@ class Loads:
                 with load.lock:
                     if load.is_cancelled:
                         raise StoppedError("the load was given up")
-                    buffer.scatter(block_ids, load.after)
+                    self._buffers.scatter(buffer, block_ids, load.after)
                     load.num_arrived += len(block_ids)
             is_broken = False
         except StoppedError:

@@ -1,16 +1,8 @@
 """The NIXL connector's settings, the ``kv_transfer_params`` of requests and outputs, and a step's metadata. No torch.
 
-A request for the prefill engine has ``{"do_remote_decode": True}``. The ``kv_transfer_params`` of its output go
-unchanged into the request for the decode engine; names are vLLM's where the meaning is the same:
-
-    do_remote_prefill   True
-    remote_engine_id    the engine that holds the KV
-    remote_request_id   its request
-    remote_addresses    host:port of the side channel of each of its ranks
-    remote_lease        a secret name for the held blocks
-    remote_num_tokens   how many tokens of the prompt's beginning
-    remote_prefix_hash  the chain hash of their last block
-    remote_engine       what must be equal on both engines: fingerprint, dtype, block_size, tp_size, pp_size
+A request for the prefill engine has ``{"do_remote_decode": True}``. The ``kv_transfer_params`` of its output, the
+fields of `RemotePrefill` with ``do_remote_prefill`` True, go unchanged into the request for the decode engine. Names
+are vLLM's where the meaning is the same.
 """
 
 from __future__ import annotations
@@ -70,12 +62,8 @@ class NixlSettings:
             raise settings.error("backend", backend, " or ".join(BACKENDS))
         host = settings.text("side_channel_host") or DEFAULT_HOST
         if host == "0.0.0.0" or not is_host(host):  # other engines connect to this very address
-            raise settings.error(
-                "side_channel_host",
-                host,
-                "an address of this machine that other engines reach it by, a name or an IPv4 address; the port is "
-                "side_channel_port",
-            )
+            expected = "an address of this machine that other engines reach it by, a name or an IPv4 address"
+            raise settings.error("side_channel_host", host, f"{expected}; the port is side_channel_port")
         port = settings.integer("side_channel_port", 0, minimum=0, maximum=MAX_PORT)
         if port > MAX_PORT + 1 - num_ranks:
             expected = f"at most {MAX_PORT + 1 - num_ranks}: rank r of {num_ranks} takes this plus r"
@@ -92,15 +80,20 @@ class NixlSettings:
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """The ``kv_transfer_params`` of a request for the decode engine."""
+    """The ``kv_transfer_params`` of a request for the decode engine: KV that an engine holds for it."""
 
     remote_engine_id: str
     remote_request_id: str
     remote_addresses: list[str]
+    """``host:port`` of the side channel of each rank."""
     remote_lease: str
+    """A secret name for the held blocks."""
     remote_num_tokens: int
+    """From the beginning of the prompt."""
     remote_prefix_hash: str
-    remote_engine: dict[str, Any] = field(default_factory=dict)
+    """The chain hash of the last block."""
+    remote_engine: dict[str, Any]
+    """`engine_description`."""
 
     def as_params(self) -> dict[str, Any]:
         """The ``kv_transfer_params`` of the prefill engine's output."""
@@ -108,7 +101,7 @@ class RemotePrefill:
 
 
 def engine_description(context: TransferContext) -> dict[str, Any]:
-    """``remote_engine``."""
+    """What must be equal on both engines."""
     return {
         "tp_size": context.tensor_parallel_size,
         "pp_size": context.pipeline_parallel_size,
@@ -206,13 +199,9 @@ class LoadSpec:
 
 @dataclass(slots=True)
 class NixlMetadata:
-    """The metadata of a step."""
+    """The transfers of a step."""
 
     holds: list[Hold] = field(default_factory=list)
     loads: list[LoadSpec] = field(default_factory=list)
     declines: list[RemotePrefill] = field(default_factory=list)
     """Leases that will not be read."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.holds or self.loads or self.declines)

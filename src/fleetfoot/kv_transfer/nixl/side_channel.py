@@ -95,40 +95,31 @@ class RefusedError(RuntimeError):
     """The producer has refused a request, or sent an invalid reply."""
 
 
-class SideChannel:
-    """The consumer's end of a connection.
+def call(
+    connection: socket.socket, address: str, should_stop: Callable[[], bool], request: Acquire | Finish, kind: type[_R]
+) -> _R:
+    """Send a request to a producer, and wait for its reply.
 
     Args:
-        address: ``host:port`` of the producer's rank.
+        address: of the producer, for messages.
         should_stop: polled while waiting for a reply; True raises StoppedError.
+        kind: of the expected reply.
 
     Raises:
         ConnectionLostError: the producer cannot be reached.
+        RefusedError, StoppedError
     """
-
-    def __init__(self, address: str, should_stop: Callable[[], bool]) -> None:
-        self._address = address
-        self._should_stop = should_stop
-        self._connection = connect(address, CONNECT_SECONDS)
-        self.close = self._connection.close
-
-    def call(self, request: Request, kind: type[_R]) -> _R:
-        """Send a request, and wait for its reply.
-
-        Raises:
-            ConnectionLostError, RefusedError, StoppedError
-        """
-        send_message(self._connection, msgspec.msgpack.encode(request))
-        body = receive_message(self._connection, self._should_stop)
-        try:
-            reply = _DECODE_REPLY.decode(body)
-        except msgspec.DecodeError as error:
-            raise RefusedError(f"{self._address} does not speak {PROTOCOL} ({error})") from error
-        if isinstance(reply, Refusal):
-            raise RefusedError(f"{self._address} refuses: {reply.reason}")
-        if not isinstance(reply, kind):
-            raise RefusedError(f"{self._address} replied to {type(request).__name__} with {type(reply).__name__}")
-        return reply
+    send_message(connection, msgspec.msgpack.encode(request))
+    body = receive_message(connection, should_stop)
+    try:
+        reply = _DECODE_REPLY.decode(body)
+    except msgspec.DecodeError as error:
+        raise RefusedError(f"{address} does not speak {PROTOCOL} ({error})") from error
+    if isinstance(reply, Refusal):
+        raise RefusedError(f"{address} refuses: {reply.reason}")
+    if not isinstance(reply, kind):
+        raise RefusedError(f"{address} replied to {type(request).__name__} with {type(reply).__name__}")
+    return reply
 
 
 def decline(addresses: Iterable[str], lease: str) -> None:

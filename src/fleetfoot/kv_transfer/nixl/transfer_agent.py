@@ -67,14 +67,10 @@ class Transfer(ABC):
 
 
 class TransferAgent(ABC):
-    """One end of transfers. After `register`, methods may be called by any thread.
+    """One end of transfers. After `register`, methods may be called by any thread."""
 
-    Args:
-        name: unique among all agents.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    metadata: bytes
+    """The argument of a peer's `connect`; valid after the last `register`."""
 
     @abstractmethod
     def local_device(self, device: torch.device) -> torch.device:
@@ -83,11 +79,6 @@ class TransferAgent(ABC):
     @abstractmethod
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register contiguous tensors that peers may read, or that reads may write; they are kept alive."""
-
-    @property
-    @abstractmethod
-    def metadata(self) -> bytes:
-        """The argument of a peer's `connect`; valid after the last `register`."""
 
     @abstractmethod
     def connect(self, metadata: bytes) -> str:
@@ -135,16 +126,17 @@ class TcpAgent(TransferAgent):
     reach its port can read the KV cache, so use it in a trusted network only.
 
     Args:
+        name: unique among all agents.
         host: the address of this machine for peers.
     """
 
     def __init__(self, name: str, host: str) -> None:
-        super().__init__(name)
         self._lock = threading.Lock()
         self._memory: list[tuple[int, int, torch.Tensor]] = []  # begin, end, uint8 [bytes]
         self._peers: dict[str, str] = {}  # name -> address
         self._idle: dict[str, list[socket.socket]] = {}  # name -> connections without a read under way
         self._server = SocketServer(host, 0, self._serve, "kv-tcp-agent")
+        self.metadata = msgspec.msgpack.encode(_Metadata(name, self._server.address))
 
     def local_device(self, device: torch.device) -> torch.device:
         return torch.device("cpu")
@@ -153,10 +145,6 @@ class TcpAgent(TransferAgent):
         for tensor in tensors:
             begin = tensor.data_ptr()
             self._memory.append((begin, begin + tensor.nbytes, tensor.view(-1).view(torch.uint8)))
-
-    @property
-    def metadata(self) -> bytes:
-        return msgspec.msgpack.encode(_Metadata(self.name, self._server.address))
 
     def connect(self, metadata: bytes) -> str:
         try:
@@ -339,7 +327,6 @@ class NixlAgent(TransferAgent):
     variables (``UCX_TLS``) configure it."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
         api = nixl_api()
         logging.getLogger("nixl").setLevel(logging.WARNING)  # the import resets it
         config = api.nixl_agent_config(backends=[_UCX], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
@@ -352,7 +339,6 @@ class NixlAgent(TransferAgent):
         self._registered: list[Any] = []
         self._memory = "DRAM"
         self._device = 0
-        self._metadata = b""
 
     def local_device(self, device: torch.device) -> torch.device:
         return device
@@ -363,18 +349,14 @@ class NixlAgent(TransferAgent):
         regions = [(tensor.data_ptr(), tensor.nbytes, self._device, "") for tensor in tensors]
         self._registered.append(self._agent.register_memory(regions, self._memory, backends=[_UCX]))
         self._tensors += tensors
-        self._metadata = self._agent.get_agent_metadata()
-
-    @property
-    def metadata(self) -> bytes:
-        return self._metadata
+        self.metadata = self._agent.get_agent_metadata()
 
     def connect(self, metadata: bytes) -> str:
         with self._lock:  # UCX breaks if two threads add the same peer at once
             try:
                 peer = self._agent.add_remote_agent(metadata)
             except Exception as error:  # NIXL's exceptions have no common base
-                raise TransferError(f"NIXL cannot reach the peer ({_text(error)})") from error
+                raise TransferError(f"NIXL cannot reach the peer ({error!r})") from error
             name = peer.decode() if isinstance(peer, bytes) else str(peer)
             self._peers.add(name)
             return name
@@ -392,7 +374,7 @@ class NixlAgent(TransferAgent):
             there = self._agent.get_xfer_descs(_descriptors(remote, remote_device), self._memory)
             handle = self._agent.initialize_xfer("READ", here, there, peer, backends=[_UCX])
         except Exception as error:
-            raise TransferError(f"NIXL cannot read from {peer} ({_text(error)})") from error
+            raise TransferError(f"NIXL cannot read from {peer} ({error!r})") from error
         return _NixlTransfer(self._agent, peer, handle)
 
     def close(self) -> None:
@@ -419,7 +401,7 @@ class _NixlTransfer(Transfer):
                     self._state = self._agent.transfer(self._handle)
             except Exception as error:
                 self._state = "ERR"
-                raise TransferError(f"NIXL's read from {self._peer} failed ({_text(error)})") from error
+                raise TransferError(f"NIXL's read from {self._peer} failed ({error!r})") from error
         if self._state == "ERR":
             raise TransferError(f"NIXL's read from {self._peer} failed")
         return self._state == "DONE"
@@ -445,14 +427,7 @@ class _NixlTransfer(Transfer):
 
 def _descriptors(regions: np.ndarray, device: int) -> np.ndarray:
     """``[n, 3]`` uint64: address, length, device."""
-    columns = np.empty((len(regions), 3), dtype=np.uint64)
-    columns[:, :2] = regions
-    columns[:, 2] = device
-    return columns
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return np.insert(regions.astype(np.uint64), 2, device, axis=1)
 
 
 def make_agent(backend: str, name: str, host: str) -> TransferAgent:

@@ -86,21 +86,20 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     """An exception of the engine."""
 
     kind: str
-    """One of `_KINDS`."""
+    """Of the first of `_ERRORS` that it is an instance of."""
     message: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Failed:
-        kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "RuntimeError")
-        return cls(kind, str(error) or type(error).__name__)
+    def of(cls, error: Exception) -> Failed:
+        kind = next((known for known in _ERRORS if isinstance(error, known)), RuntimeError)
+        return cls(kind.__name__, str(error) or type(error).__name__)
 
     def as_error(self) -> Exception:
-        return _KINDS.get(self.kind, RuntimeError)(self.message)
+        kind = next((known for known in _ERRORS if known.__name__ == self.kind), RuntimeError)
+        return kind(self.message)
 
 
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (EngineDeadError, EngineUnreachableError, ValueError, TypeError, RuntimeError)
-}
+_ERRORS = (EngineDeadError, EngineUnreachableError, ValueError, TypeError, RuntimeError)
 
 EngineCall = Generate | Stats
 EngineReply = Output | Report | Failed
@@ -140,8 +139,8 @@ async def read_message(reader: asyncio.StreamReader, kind: Any) -> Any:
 
 
 class EngineClient:
-    """Client of a `fleetfoot.server.disaggregation.serve.EngineServer`; implements
-    `fleetfoot.server.disaggregation.client.Engine`. Each call opens a connection of its own.
+    """Client of a `fleetfoot.server.disaggregation.serve.EngineServer`; implements `Engine`. Each call opens a
+    connection of its own.
 
     Args:
         address: ``host:port``.
@@ -162,7 +161,6 @@ class EngineClient:
         """As `fleetfoot.AsyncLLM.generate`; leaving it early aborts the request.
 
         Raises:
-            ValueError, TypeError, EngineDeadError: as there.
             EngineUnreachableError: the engine cannot be reached, or the connection broke.
         """
         async with self._call(Generate(prompt, sampling_params, request_id, priority)) as reader:
