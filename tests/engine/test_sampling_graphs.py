@@ -3,15 +3,13 @@ V1, in any batch, without host synchronisation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.engine.test_speculative_graphs import unwatched
 from tests.helpers import runner_lives
 from tests.helpers.engines import make_engine
 from tests.helpers.kernels import cpu_kernels
-from tests.helpers.no_values import NoValues
+from tests.helpers.no_values import StrictDevice, unwatched
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import (
     MAX_NUM_SEQS,
@@ -78,20 +76,6 @@ BEYOND: dict[str, dict[str, Any]] = {
     "all_logprobs": {"logprobs": -1, "temperature": 0.0},
 }
 PLAIN_ONES: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}]
-
-
-class StrictDevice(RecordingDevice):
-    """Its graphs hold nothing that a GPU's could not."""
-
-    def __init__(self) -> None:
-        super().__init__(has_graphs=True)
-
-    def capture(self, work: Callable[[], Any]) -> Any:
-        def watched() -> Any:
-            with NoValues():
-                return work()
-
-        return super().capture(watched)
 
 
 def params_of(*settings: dict[str, Any]) -> list[SamplingParams]:
@@ -179,8 +163,7 @@ def test_features_with_drafts(share_of_errors: float) -> None:
     expected = lives_in("v2", params)
     drafter = ScriptedDrafter(share_of_errors=share_of_errors)
     runner = captured_runner(DraftSettings(NUM_DRAFTS, drafter=drafter), RecordingDevice(has_graphs=True))
-    scripts = {name: life.token_ids for name, life in expected.items()}
-    got = live(in_one_runner(runner), params, num_drafts=NUM_DRAFTS, scripts=scripts, drafter=drafter)
+    got = live(in_one_runner(runner), params, drafter=drafter, expected=expected)
     assert_same(got, expected, tolerance=0.0)
     sampled = {key.sampling for key in runner.graphs.captured if key.kind == "uniform"}
     assert None not in sampled

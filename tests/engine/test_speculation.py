@@ -1,16 +1,20 @@
-"""Both model runners with drafts: whatever is proposed, a request gets the tokens that it gets without."""
+"""Runners of both kinds, alone and in pipelines: whatever is proposed, a request gets the tokens of Model Runner V1."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.kernels import cpu_kernels
+from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
+from tests.helpers.no_values import StrictDevice, unwatched
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import (
+    DRAFT,
     MAX_MODEL_LEN,
-    MAX_NUM_SEQS,
     NUM_DRAFTS,
     Life,
     ScriptedDrafter,
@@ -19,28 +23,76 @@ from tests.helpers.runner_lives import (
     in_one_runner,
     live,
     make_runner,
+    make_scheduler,
     prompt_length,
     wishes,
 )
 
+from fleetfoot.config.parsing import load_model_config
+from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
-from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.speculative.drafter import DraftBatch, DraftSettings, NgramSettings
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings, NgramSettings
 
 REQUESTS = [wishes(number) for number in range(10)]
+PLAIN = [SamplingParams(max_tokens=12 + 5 * n, temperature=0.5 * (n % 3), ignore_eos=True) for n in range(9)]
+"""All of their sampling is in graphs."""
+QWEN = DRAFT.parent / "story-qwen3"
+NGRAM = DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
+ALONE = [("v1",), ("v2",)]
+PAIRS = [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")]
+KIND = pytest.mark.parametrize("kind", ["v1", "v2"])
+
+
+def case_id(value: object) -> str | None:
+    return "-".join(value) if isinstance(value, tuple) else None
+
+
+def scripted(share_of_errors: float = 0.3) -> DraftSettings:
+    return DraftSettings(NUM_DRAFTS, drafter=ScriptedDrafter(share_of_errors=share_of_errors))
+
+
+class Ranks:
+    """A runner of each kind: the ranks of a pipeline, or one alone. The drafter is on the last."""
+
+    def __init__(
+        self,
+        kinds: tuple[str, ...],
+        draft_settings: DraftSettings = NO_DRAFTING,
+        *,
+        make_device: Callable[[], RecordingDevice | None] = lambda: None,
+        **options: Any,
+    ) -> None:
+        config = load_model_config(options.get("folder", DRAFT))
+        self.draft_settings = draft_settings
+        self.runners = []
+        for rank, group in enumerate(local_pipeline(len(kinds), config.hidden_size if make_device() else None)):
+            settings = draft_settings if group.is_last_rank else DraftSettings(draft_settings.num_drafts)
+            layers = pipeline_layers(config, rank, len(kinds)) if len(kinds) > 1 else None
+            options |= {"device": make_device(), "pipeline": group, "layers": layers}
+            self.runners.append(make_runner(kinds[rank], settings, **options))
+        self.pipeline = LocalPipeline(self.runners) if len(kinds) > 1 else None
+        self.execute = in_one_runner(self.runners[0]) if self.pipeline is None else self.pipeline.execute
+
+    def scheduler(self, **limits: Any) -> Scheduler:
+        num_drafts = self.draft_settings.num_drafts
+        lookahead = 0 if self.draft_settings.drafter is None else num_drafts
+        return make_scheduler(num_drafts, num_lookahead=lookahead, num_stages=len(self.runners), **limits)
+
+    def live(self, params: list[SamplingParams], scheduler: Scheduler | None = None, **options: Any) -> dict[str, Life]:
+        drafter: Any = self.draft_settings.drafter
+        return live(self.execute, params, scheduler=scheduler or self.scheduler(), drafter=drafter, **options)
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Life]:
-    return live(in_one_runner(make_runner("v1")), REQUESTS)
+    return Ranks(("v1",)).live(REQUESTS)
 
 
-def test_the_wishes_mean_something(expected: dict[str, Life]) -> None:
-    plain = live(in_one_runner(make_runner("v1")), [SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)] * 9)
+def test_every_request_is_a_case_of_its_own(expected: dict[str, Life]) -> None:
+    plain = Ranks(("v1",)).live([SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)] * 9)
     for number in range(1, 8):
         got, without = expected[f"r{number}"].token_ids, plain[f"r{number}"].token_ids
         length = min(len(got), len(without))
@@ -49,125 +101,171 @@ def test_the_wishes_mean_something(expected: dict[str, Life]) -> None:
     assert len(expected["r9"].token_ids) == MAX_MODEL_LEN
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["lockstep", "overlapped"])
+@pytest.mark.parametrize("kinds", [("v2",), *PAIRS], ids=case_id)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_tokens_are_those_of_one_runner(expected: dict[str, Life], kinds: tuple[str, ...], depth: int) -> None:
+    ranks = Ranks(kinds)
+    assert_same(ranks.live(REQUESTS, depth=depth), expected)
+    assert ranks.pipeline is None or ranks.pipeline.max_behind == 1 + depth
+
+
+@pytest.mark.parametrize(
+    ("kinds", "depth", "budget"),
+    [
+        *((kinds, depth, budget) for kinds in ALONE for depth in (0, 1) for budget in (64, 24)),
+        *((kinds, depth, 64) for kinds in PAIRS for depth in (0, 1, 2)),
+    ],
+    ids=case_id,
+)
 @pytest.mark.parametrize("share_of_errors", [0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
-@pytest.mark.parametrize("budget", [64, 24], ids=["roomy", "tight"])
 def test_drafts_change_no_token(
-    expected: dict[str, Life], kind: str, share_of_errors: float, depth: int, budget: int
+    expected: dict[str, Life], kinds: tuple[str, ...], depth: int, budget: int, share_of_errors: float
 ) -> None:
-    drafter = ScriptedDrafter(share_of_errors=share_of_errors)
-    runner = make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter))
-    got = live(
-        in_one_runner(runner),
-        REQUESTS,
-        num_drafts=NUM_DRAFTS,
-        scripts={name: life.token_ids for name, life in expected.items()},
-        drafter=drafter,
-        budget=budget,
-        depth=depth,
-    )
-    assert drafter.num_proposals > 10
+    settings = scripted(share_of_errors)
+    ranks = Ranks(kinds, settings)
+    got = ranks.live(REQUESTS, ranks.scheduler(budget=budget), expected=expected, depth=depth)
     assert_same(got, expected)
+    assert settings.drafter.num_proposals > 10  # type: ignore[union-attr]
+    assert ranks.pipeline is None or ranks.pipeline.max_behind >= min(2, 1 + depth)
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["lockstep", "overlapped"])
-def test_n_grams_change_no_token(expected: dict[str, Life], kind: str, depth: int) -> None:
-    runner = make_runner(kind, DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1)))
-    got = live(in_one_runner(runner), REQUESTS, num_drafts=NUM_DRAFTS, depth=depth)
-    assert_same(got, expected)
+@pytest.mark.parametrize(
+    ("kinds", "depth"),
+    [*((kinds, depth) for kinds in ALONE for depth in (0, 1)), *((kinds, 2) for kinds in PAIRS[:2])],
+    ids=case_id,
+)
+def test_n_grams_change_no_token(expected: dict[str, Life], kinds: tuple[str, ...], depth: int) -> None:
+    assert_same(Ranks(kinds, NGRAM).live(REQUESTS, depth=depth), expected)
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
+@pytest.mark.parametrize(
+    ("kinds", "seed", "depth"),
+    [
+        *((kinds, 0, depth) for kinds in ALONE for depth in (0, 1)),
+        *((kinds, seed, 1 + seed % 2) for kinds in PAIRS for seed in range(6)),
+    ],
+    ids=case_id,
+)
+def test_drafting_can_pause(expected: dict[str, Life], kinds: tuple[str, ...], seed: int, depth: int) -> None:
+    """Then a step has requests with new drafts beside others without: all ranks have the same for them."""
+    ranks = Ranks(kinds, scripted())
+    scheduler = ranks.scheduler(controller=Whims(seed))
+    assert_same(ranks.live(REQUESTS, scheduler, expected=expected, depth=depth), expected)
+    assert scheduler.stats().drafts.num_accepted > 10
+
+
+@KIND
+def test_three_ranks(kind: str) -> None:
+    expected = Ranks((kind,), folder=QWEN).live(REQUESTS)
+    ranks = Ranks((kind,) * 3, scripted(), folder=QWEN)
+    assert_same(ranks.live(REQUESTS, expected=expected, depth=3), expected)
+    assert ranks.pipeline is not None and ranks.pipeline.max_behind >= 2
+
+
+@pytest.mark.parametrize(
+    "draft_settings", [NO_DRAFTING, scripted(0.0), scripted(0.5), NGRAM], ids=["none", "right", "wrong", "ngram"]
+)
+@pytest.mark.parametrize("requests", [REQUESTS, PLAIN], ids=["all", "plain"])
+def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], draft_settings: DraftSettings) -> None:
+    """Each rank replays its part of a step, padding included; only the communication of ranks is not captured."""
+    expected = Ranks(("v2",), folder=QWEN).live(requests)
+    has_drafter, num_drafts = draft_settings.drafter is not None, draft_settings.num_drafts
+
+    def make_device() -> RecordingDevice:
+        return RecordingDevice(has_graphs=True) if has_drafter else StrictDevice()  # the drafter reads values
+
+    ranks = Ranks(("v2",) * 3, draft_settings, make_device=make_device, folder=QWEN, ops=unwatched(cpu_kernels()))
+    got = ranks.live(requests, expected=expected, depth=3)
+    assert_same(got, expected, tolerance=1e-4)  # other shapes round differently
+    for runner in ranks.runners:
+        is_last = runner is ranks.runners[-1]
+        assert runner.graphs.num_steps["uniform" if num_drafts else "decode"] > 10
+        # with drafts, the steps that begin requests are not captured
+        assert (runner.graphs.num_steps["eager"] > 0) == (is_last and num_drafts > 0)
+        assert any(key.sampling for key in runner.graphs.captured) == is_last
+
+
+@KIND
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_computed_beyond_the_end(kind: str, seed: int) -> None:
+    """A request alone, as long as the model's sequences can be: it is in steps in flight when it has ended."""
+    params = [SamplingParams(max_tokens=MAX_MODEL_LEN - prompt_length(0), ignore_eos=True, temperature=0.0)]
+    expected = Ranks((kind,)).live(params)
+    ranks = Ranks((kind, kind), scripted(0.0))
+    scheduler = ranks.scheduler(max_num_seqs=1, controller=Whims(seed))
+    assert_same(ranks.live(params, scheduler, expected=expected, depth=3), expected)
+
+
+# --- what a step returns ----------------------------------------------------------------------------------------------
+
+
+@KIND
 def test_right_drafts_save_steps(kind: str) -> None:
     params = [SamplingParams(max_tokens=41, ignore_eos=True, temperature=0.0)]
-    expected = live(in_one_runner(make_runner(kind)), params)
-    drafter = ScriptedDrafter(share_of_errors=0.0)
-    steps = []
-    execute = in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter)))
+    expected = Ranks((kind,)).live(params)
+    ranks, steps = Ranks((kind,), scripted(0.0)), []
+    execute = ranks.execute
 
     def counted(output: SchedulerOutput) -> ModelRunnerOutput:
         steps.append(execute(output).get())
         return steps[-1]
 
-    scripts = {name: life.token_ids for name, life in expected.items()}
-    assert_same(live(counted, params, num_drafts=NUM_DRAFTS, scripts=scripts, drafter=drafter), expected)
+    ranks.execute = counted
+    assert_same(ranks.live(params, expected=expected), expected)
     assert len(steps) == 1 + 40 // (1 + NUM_DRAFTS)
     assert [step.num_drafted for step in steps] == [[]] + [[NUM_DRAFTS]] * (len(steps) - 1)
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["lockstep", "overlapped"])
-def test_drafting_may_pause(expected: dict[str, Life], kind: str, depth: int) -> None:
-    drafter = ScriptedDrafter()
-    config = SchedulerConfig(64, 8, MAX_NUM_SEQS, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS)
-    scheduler = Scheduler(config, controller=Whims(0))
-    got = live(
-        in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter))),
-        REQUESTS,
-        scripts={name: life.token_ids for name, life in expected.items()},
-        drafter=drafter,
-        scheduler=scheduler,
-        depth=depth,
-    )
-    assert_same(got, expected)
-    assert scheduler.stats().drafts.num_accepted > 10
-
-
-@pytest.mark.parametrize("kind", ["v1", "v2"])
+@KIND
 def test_a_request_that_has_ended_gets_nothing(kind: str) -> None:
-    """Only the device knows that the first step in flight has brought all that there was to come."""
+    """Only on the device it is known that the first step in flight has reached its length."""
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
-    expected = live(in_one_runner(make_runner(kind)), [params])["r0"].token_ids
-    drafter = ScriptedDrafter(share_of_errors=0.0, scripts={0: expected})
-    execute = in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter)))
-    scheduler = Scheduler(SchedulerConfig(64, 8, 1, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS))
-    request = Request("r0", expected[:3], params, max_tokens=4, seed=0)
-    scheduler.add_request(request)
+    expected = Ranks((kind,)).live([params])["r0"].token_ids
+    ranks = Ranks(
+        (kind,), DraftSettings(NUM_DRAFTS, drafter=ScriptedDrafter(share_of_errors=0.0, scripts={0: expected}))
+    )
+    scheduler = ranks.scheduler(max_num_seqs=1)
+    scheduler.add_request(Request("r0", expected[:3], params, max_tokens=4, seed=0))  # type: ignore[arg-type]
     outputs = [scheduler.schedule() for _ in range(3)]
-    results = [execute(output).get().sampled_token_ids for output in outputs if output is not None]
+    results = [ranks.execute(output).get().sampled_token_ids for output in outputs if output is not None]
     assert results == [[expected[3:4]], [expected[4:]], [[]]]
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
-def test_what_is_told_of_a_step(kind: str) -> None:
-    """A decode and a prefill that ends, with logprobs, of which there are as many as tokens."""
+@KIND
+def test_the_output_of_a_step(kind: str) -> None:
+    """A decode and a prefill that ends, with logprobs of each of their tokens."""
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0, logprobs=1)
-    expected = live(in_one_runner(make_runner(kind)), [params, params])
-    drafter = ScriptedDrafter(share_of_errors=0.0)
-    execute = in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafter)))
-    scheduler = Scheduler(SchedulerConfig(64, 8, 2, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS))
-    for number in range(2):
-        tokens = expected[f"r{number}"].token_ids
-        drafter.scripts[number] = tokens
-        prompt = tokens[: prompt_length(number)]
+    expected = Ranks((kind,)).live([params, params])
+    scripts = {number: expected[f"r{number}"].token_ids for number in range(2)}
+    ranks = Ranks((kind,), DraftSettings(NUM_DRAFTS, drafter=ScriptedDrafter(share_of_errors=0.0, scripts=scripts)))
+    scheduler = ranks.scheduler(max_num_seqs=2)
+    for number, tokens in scripts.items():
+        prompt: Any = tokens[: prompt_length(number)]
         scheduler.add_request(Request(f"r{number}", prompt, params, max_tokens=20, seed=number))
         output = scheduler.schedule()
         assert output is not None
-        result = execute(output).get()
+        result = ranks.execute(output).get()
         scheduler.update(output, result)
     new = [expected["r0"].token_ids[4:8], expected["r1"].token_ids[12:13]]
     assert output is not None and output.num_decodes == 1
     assert result.sampled_token_ids == new
     assert result.num_drafted == [NUM_DRAFTS]
-    assert {index: [row.token_ids[0] for row in rows] for index, rows in result.logprobs.items()} == dict(
-        enumerate(new)
-    )
+    logprobs = {index: [row.token_ids[0] for row in rows] for index, rows in result.logprobs.items()}
+    assert logprobs == dict(enumerate(new))
 
 
 @dataclass
 class CuriousDrafter(ScriptedDrafter):
-    """Keeps what it was told and what that means; padding and what lies behind a request's end is left out."""
+    """Records its input, without padding and what is behind a request's end."""
 
-    told: list[dict[str, Any]] = field(default_factory=list)
+    inputs: list[dict[str, Any]] = field(default_factory=list)
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         starts, rows = batch.metadata.query_start_loc.tolist(), batch.rows.to(torch.int64)
         valid = [t for i, last in enumerate(batch.last_index.tolist()) for t in range(starts[i], last + 1)]
         valid += range(starts[len(rows)], starts[-1])  # chunks that do not reach their prompts' ends
         reach = torch.minimum(batch.positions + num_drafts, batch.limits)
-        self.told.append(
+        self.inputs.append(
             {
                 "input_ids": batch.input_ids[valid].tolist(),
                 "slots": batch.metadata.slot_mapping.tolist(),
@@ -189,61 +287,16 @@ class CuriousDrafter(ScriptedDrafter):
         return super().propose(batch, num_drafts)
 
 
-def test_a_drafter_is_told_the_same_by_both(expected: dict[str, Life]) -> None:
-    drafters = []
+def test_a_drafter_gets_the_same_input_from_both(expected: dict[str, Life]) -> None:
+    inputs = []
     for kind in ("v1", "v2"):
-        drafters.append(CuriousDrafter())
-        config = SchedulerConfig(64, 8, MAX_NUM_SEQS, 24, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS)
-        live(
-            in_one_runner(make_runner(kind, DraftSettings(NUM_DRAFTS, drafter=drafters[-1]))),
-            REQUESTS,
-            scripts={name: life.token_ids for name, life in expected.items()},
-            drafter=drafters[-1],
-            scheduler=Scheduler(config, controller=Whims(0)),
-        )
-    first, second = drafters
-    assert {told["shape"][2] for told in first.told} == {0, NUM_DRAFTS}
-    assert len(first.told) == len(second.told)
-    for ours, theirs in zip(first.told, second.told, strict=True):
+        drafter = CuriousDrafter()
+        ranks = Ranks((kind,), DraftSettings(NUM_DRAFTS, drafter=drafter))
+        ranks.live(REQUESTS, ranks.scheduler(budget=24, controller=Whims(0)), expected=expected)
+        inputs.append(drafter.inputs)
+    first, second = inputs
+    assert {batch["shape"][2] for batch in first} == {0, NUM_DRAFTS}
+    assert len(first) == len(second)
+    for ours, theirs in zip(first, second, strict=True):
         torch.testing.assert_close(ours.pop("hidden"), theirs.pop("hidden"))
         assert ours == theirs
-
-
-# --- graphs of Model Runner V2 ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-def test_captured_steps_verify_and_draft(greedy: bool) -> None:
-    params = [
-        SamplingParams(max_tokens=20 + number, ignore_eos=True, temperature=0.0 if greedy else 0.8)
-        for number in range(5)
-    ]
-    expected = live(in_one_runner(make_runner("v2")), params)
-    drafter = ScriptedDrafter()
-    runner = make_runner("v2", DraftSettings(NUM_DRAFTS, drafter=drafter), device=RecordingDevice(has_graphs=True))
-    scripts = {name: life.token_ids for name, life in expected.items()}
-    got = live(in_one_runner(runner), params, num_drafts=NUM_DRAFTS, scripts=scripts, drafter=drafter, depth=1)
-    assert_same(got, expected)
-    assert isinstance(runner, ModelRunnerV2)
-    assert runner.graphs.num_steps["uniform"] > 5
-
-
-def test_a_steady_step_with_drafts_is_one_copy_in_one_copy_out_and_no_wait() -> None:
-    device = RecordingDevice(has_graphs=True)
-    drafter = ScriptedDrafter(share_of_errors=1.0)
-    runner = make_runner("v2", DraftSettings(NUM_DRAFTS, drafter=drafter), device=device)
-    config = SchedulerConfig(64, 8, MAX_NUM_SEQS, 64, num_drafts=NUM_DRAFTS, num_lookahead=NUM_DRAFTS)
-    scheduler = Scheduler(config)
-    for number in range(3):
-        params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
-        scheduler.add_request(Request(f"r{number}", [30 + number] * 5, params, max_tokens=60, seed=1))
-    for step in range(12):
-        output = scheduler.schedule()
-        assert output is not None
-        device.counts.clear()
-        runner.execute_model(output)
-        pending = runner.sample_tokens(None)
-        if step > 2:
-            assert output.num_drafts == NUM_DRAFTS
-            assert device.counts == {"copy_in": 1, "replay": 1, "copy_out": 1}
-        scheduler.update(output, pending.get())

@@ -1,80 +1,64 @@
-"""Model Runner V2 by itself: what it asks of the device, what its warm-up leaves behind, and its staging ring."""
+"""Model Runner V2 by itself: its requests to the device, what its warm-up leaves behind, and its staging ring."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.helpers.kernels import cpu_kernels
+from tests.helpers import runner_lives
 from tests.helpers.recording_device import RecordingDevice
-from tests.helpers.runner_lives import CapturableAttention, in_one_runner
-from tests.helpers.steps import TakenStep, queue_step, run_steps, take_steps
+from tests.helpers.runner_lives import DRAFT, TakenStep, in_one_runner, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.kernels.prepare.tables import NUM_ROW_FIELDS
-from fleetfoot.layers.context import ModelContext
-from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput
-from fleetfoot.runner.graphs import CaptureTable, GraphKey
+from fleetfoot.runner.graphs import GraphKey
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.sampling import shape
 from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-from fleetfoot.weights.loading import ModelLoader
+from fleetfoot.scheduler.scheduler import Scheduler
 
-DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 MAX_NUM_SEQS = 8
 
 
-def make_runner(
-    device: RecordingDevice | None = None, folder: Path = DRAFT, max_num_batched_tokens: int = 64
-) -> ModelRunnerV2:
-    config = load_model_config(folder)
-    has_graphs = device is not None and device.has_graphs
-    attention = CapturableAttention() if has_graphs else cpu_kernels().attention
-    context = ModelContext(cpu_kernels(), attention, torch.float32, torch.device("cpu"))
-    table = CaptureTable.of(
-        device="cuda",
-        enforce_eager=not has_graphs,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=max_num_batched_tokens,
-        most_full_tokens=max_num_batched_tokens,
-    )
-    runner = ModelRunnerV2(
-        ModelLoader(config, context, folder),
+def make_runner(device: RecordingDevice | None = None, folder: Path = DRAFT, max_num_batched_tokens: int = 64) -> Any:
+    return runner_lives.make_runner(
+        "v2",
+        device=device,
+        folder=folder,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=128,
-        capture_table=table,
-        device=device,
     )
-    runner.load_model()
-    runner.initialize_kv_cache(KVLayout.of(config, 64, 8, "float32"))
-    return runner
 
 
-def make_scheduler(**limits: int) -> Scheduler:
-    return Scheduler(SchedulerConfig(64, 8, MAX_NUM_SEQS, limits.pop("max_num_batched_tokens", 64)))
+def make_scheduler(**limits: Any) -> Scheduler:
+    return runner_lives.make_scheduler(max_num_seqs=MAX_NUM_SEQS, **limits)
 
 
-def add(scheduler: Scheduler, name: str, size: int, max_tokens: int = 60, **wishes: object) -> Request:
-    params = SamplingParams(max_tokens=60, ignore_eos=True, **wishes)  # type: ignore[arg-type]
-    request = Request(name, [10 + i for i in range(size)], params, max_tokens=max_tokens, seed=sum(name.encode()))
+def add(scheduler: Scheduler, name: str, size: int, max_tokens: int = 60, **wishes: Any) -> Request:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **wishes)
+    prompt: Any = [10 + i for i in range(size)]
+    request = Request(name, prompt, params, max_tokens=max_tokens, seed=sum(name.encode()))
     scheduler.add_request(request)
     return request
+
+
+def add_several(scheduler: Scheduler, sizes: list[int], *args: Any, **wishes: Any) -> list[Request]:
+    return [add(scheduler, f"r{number}", size, *args, **wishes) for number, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("wishes", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "random"])
 def test_a_steady_decode_step_is_one_copy_in_one_copy_out_and_no_wait(wishes: dict[str, float]) -> None:
     device = RecordingDevice()
     runner, scheduler = make_runner(device), make_scheduler()
-    for number in range(5):
-        add(scheduler, f"r{number}", 3 + number, **wishes)
+    add_several(scheduler, [3, 4, 5, 6, 7], **wishes)
     take_steps(scheduler, in_one_runner(runner), 3)  # the prefill, and the first decodes
     for _ in range(12):  # across a block border, where a block id is staged: still one copy
         device.counts.clear()
@@ -106,15 +90,14 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
     """Requests that come and go at random; their tokens."""
     rng = random.Random(seed)
     scheduler = make_scheduler()
-    requests = []
+    requests: list[Request] = []
+    wishes: list[dict[str, Any]] = [{}, {"top_k": 5}, {"logprobs": 2}, {"presence_penalty": 1.0}, {"temperature": 0.0}]
     while len(requests) < 12 or scheduler.has_unfinished:
         if len(requests) < 12 and rng.random() < 0.5:
-            wishes = rng.choice([{}, {"top_k": 5}, {"logprobs": 2}, {"presence_penalty": 1.0}, {"temperature": 0.0}])
-            requests.append(add(scheduler, f"r{len(requests)}", rng.randint(1, 50), rng.randint(1, 20), **wishes))
-        output = scheduler.schedule()
-        if output is not None:
-            runner.execute_model(output)
-            scheduler.update(output, runner.sample_tokens(None).get())
+            wish = rng.choice(wishes)
+            requests.append(add(scheduler, f"r{len(requests)}", rng.randint(1, 50), rng.randint(1, 20), **wish))
+        if scheduler.has_unfinished:
+            take_steps(scheduler, in_one_runner(runner), 1)
     scheduler.check_idle()
     return {request.request_id: request.token_ids.tolist() for request in requests}
 
@@ -131,23 +114,21 @@ def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
 
 
 def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
-    """The tokens of the most probable ones at each place of a prompt, for each request that wants to know."""
+    """The most probable tokens at each place of a prompt, for each request with prompt logprobs."""
     return {index: [row.token_ids for row in rows] for index, (_, rows) in output.prompt_logprobs.items()}
 
 
 @pytest.mark.parametrize("wishes", [{}, {"prompt_logprobs": 2}], ids=["plain", "prompt_logprobs"])
 def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> None:
-    """Of 100 tokens, or at least 97; also where logprobs of a prompt are taken behind the graph."""
+    """Of 100 tokens, or at least 97; also where prompt logprobs are computed behind the graph."""
     runs = []
     runners = [make_runner(device, max_num_batched_tokens=100) for device in (RecordingDevice(has_graphs=True), None)]
     for runner in runners:
-        scheduler = Scheduler(SchedulerConfig(64, 8, MAX_NUM_SEQS, 100, enable_prefix_caching=False))
+        scheduler = make_scheduler(budget=100, enable_prefix_caching=False)
         taken: list[TakenStep] = []
-        for sizes in ((75, 122), (60, 37), (60, 36)):  # 100 tokens, then 97 and a decode; 97; 96
-            for number, size in enumerate(sizes):
-                add(scheduler, f"r{number}", size, 3, **wishes)
+        for sizes in ([75, 122], [60, 37], [60, 36]):  # 100 tokens, then 97 and a decode; 97; 96
+            add_several(scheduler, sizes, 3, **wishes)
             taken += run_steps(scheduler, in_one_runner(runner))
-        scheduler.check_idle()
         runs.append(taken)
     replayed, eager = runs
     sizes_with_prefills = [
@@ -170,14 +151,14 @@ def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> No
 def test_steps_can_be_queued_before_any_token_is_read() -> None:
     device = RecordingDevice()
     runner, scheduler = make_runner(device), make_scheduler()
-    requests = [add(scheduler, f"r{number}", 5) for number in range(3)]
+    requests = add_several(scheduler, [5, 5, 5])
     queued = [queue_step(scheduler, in_one_runner(runner)) for _ in range(6)]
     assert device.counts["wait_copy_out"] == 0
     for output, pending in queued:
         scheduler.update(output, pending.get())
-    lockstep_runner, lockstep = make_runner(), make_scheduler()
-    alone = [add(lockstep, f"r{number}", 5) for number in range(3)]
-    take_steps(lockstep, in_one_runner(lockstep_runner), 6)
+    lockstep = make_scheduler()
+    alone = add_several(lockstep, [5, 5, 5])
+    take_steps(lockstep, in_one_runner(make_runner()), 6)
     assert [request.token_ids for request in requests] == [request.token_ids for request in alone]
     assert requests[0].num_output_tokens == 6
 
@@ -197,35 +178,28 @@ def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
     assert second_lap == ["wait_copy_in", "copy_in"] * num_slots
 
 
-def test_the_copy_is_as_long_as_what_is_said() -> None:
+def test_the_copy_is_as_long_as_the_writes() -> None:
     device = RecordingDevice()
     runner, scheduler = make_runner(device), make_scheduler()
     add(scheduler, "a", 9)
-    for expected_writes in (
-        9 + 2 + shape.NUM_FIELDS + NUM_ROW_FIELDS + 2,
-        0,
-        0,
-    ):  # tokens, blocks, fields and seed of the new request; then nothing
+    of_new_request = 9 + 2 + shape.NUM_FIELDS + NUM_ROW_FIELDS + 2  # tokens, blocks, fields and seed
+    for expected_writes in (of_new_request, 0, 0):
         device.sizes_in.clear()
         take_steps(scheduler, in_one_runner(runner), 1)
         assert device.sizes_in == [2 * MAX_NUM_SEQS + 1 + 2 * expected_writes]
 
 
 def test_more_than_a_buffer_holds_is_sent_ahead() -> None:
-    device = RecordingDevice()
-    runner, scheduler = make_runner(device), make_scheduler()
-    plain_runner, plain_scheduler = make_runner(), make_scheduler()
-    runner._state.staging.max_writes = 35  # a prompt of 12 takes 33 of them
-    for name in ("a", "b", "c"):
-        add(scheduler, name, 12)
-        add(plain_scheduler, name, 12)
-    results = []
-    for engine_runner, engine_scheduler in ((runner, scheduler), (plain_runner, plain_scheduler)):
-        device.counts.clear()
-        _, pending = queue_step(engine_scheduler, in_one_runner(engine_runner))
+    results, pages = [], []
+    for max_writes in (35, None):  # a prompt of 12 takes 33 of them
+        runner, scheduler = make_runner(), make_scheduler()
+        runner._state.staging.max_writes = max_writes or runner._state.staging.max_writes
+        add_several(scheduler, [12, 12, 12])
+        _, pending = queue_step(scheduler, in_one_runner(runner))
         results.append(pending.get().sampled_token_ids)
+        pages.append(runner._state.tables.token_pages)
     assert results[0] == results[1]
-    assert torch.equal(runner._state.tables.token_pages, plain_runner._state.tables.token_pages)
+    assert torch.equal(*pages)
 
 
 def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +246,7 @@ def test_calls_out_of_order_are_refused() -> None:
         runner.execute_model(output)
 
 
-def test_a_runner_has_all_its_layers_again_behind_a_dry_pass() -> None:
+def test_a_runner_has_all_its_layers_again_after_a_dry_pass() -> None:
     runner = make_runner(folder=embedded_model_path())
     model, kv_caches = runner._model, runner._kv_caches
     assert len(kv_caches) > 2

@@ -45,7 +45,7 @@ from fleetfoot.runner.graphs import CaptureTable, GraphKey  # noqa: E402
 from fleetfoot.runner.v2.runner import ModelRunnerV2  # noqa: E402
 from fleetfoot.runner.v2.warm_up import KernelCompiler, warm_up_steps  # noqa: E402
 from fleetfoot.speculative.draft_model import DraftModel  # noqa: E402
-from fleetfoot.speculative.drafter import NO_DRAFTING, DraftSettings, NgramSettings  # noqa: E402
+from fleetfoot.speculative.drafter import NO_DRAFTING, DrafterContext, DraftSettings, NgramSettings  # noqa: E402
 from fleetfoot.speculative.eagle import EagleDrafter  # noqa: E402
 from fleetfoot.speculative.find import DrafterModel  # noqa: E402
 from fleetfoot.weights.loading import ModelLoader  # noqa: E402
@@ -172,12 +172,12 @@ def make_speculation(kind: Kind, config: ModelConfig, context: ModelContext, *, 
         return DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
     alone = replace(context, tensor_group=SINGLE_TENSOR_GROUP)
     small = replace(config, num_layers=1, layer_windows=(None,))
-    fusion = plan_fusion(small, "v2")
-    if kind.method == "eagle":
-        found = DrafterModel("eagle", "head", embedded_model_path(), small)
-        return DraftSettings(NUM_DRAFTS, drafter=EagleDrafter(found, alone, NUM_DRAFTS, "dummy", 0, fusion))
-    small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
-    return DraftSettings(NUM_DRAFTS, drafter=DraftModel(ModelLoader(small, alone, None, "dummy"), NUM_DRAFTS, fusion))
+    if kind.method != "eagle":
+        small = replace(small, hidden_size=128, num_heads=4, num_kv_heads=1, intermediate_size=256)
+    found = DrafterModel(kind.method, "head", embedded_model_path(), small)
+    make = EagleDrafter if kind.method == "eagle" else DraftModel
+    context_of_drafter = DrafterContext(NUM_DRAFTS, alone, found, "dummy", 0, plan_fusion(small, "v2"))
+    return DraftSettings(NUM_DRAFTS, drafter=make(context_of_drafter))
 
 
 def make_tensor_group(kind: Kind, config: ModelConfig) -> groups.CudaTensorGroup:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fleetfoot.kernels.interface import Kernels
+from tests.helpers.recording_device import RecordingDevice
 
 ASKS_FOR_VALUES = {
     torch.ops.aten._local_scalar_dense.default,
@@ -28,3 +33,30 @@ class NoValues(TorchDispatchMode):
             assert all(index is None or index.dtype is not torch.bool for index in args[1]), func
         NoValues.num_operations += 1
         return func(*args, **(kwargs or {}))
+
+
+class StrictDevice(RecordingDevice):
+    """Its graphs hold nothing that depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__(has_graphs=True)
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        def watched() -> Any:
+            with NoValues():
+                return work()
+
+        return super().capture(watched)
+
+
+def unwatched(ops: Kernels) -> Kernels:
+    """Operations that read values on a CPU, unlike the kernels of a GPU: draws under filters, and logprobs."""
+
+    def without_modes(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            with _disable_current_modes():
+                return operation(*args, **kwargs)
+
+        return run
+
+    return replace(ops, sample=without_modes(ops.sample), token_logprobs=without_modes(ops.token_logprobs))

@@ -1,10 +1,10 @@
-"""Runners of both kinds around a tiny model, without an engine: requests live in them from their prompts to their ends,
+"""Runners of both kinds around a tiny model, without an engine: requests run in them from their prompts to their ends,
 with drafts or without."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.parsing import load_model_config
-from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, PipelineGroup
+from fleetfoot.fusion import plan_fusion
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.layers.context import ModelContext
@@ -21,19 +22,18 @@ from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import PendingOutput, RowLogprobs, SchedulerOutput
+from fleetfoot.records.step import EngineOutput, ModelRunnerOutput, PendingOutput, RowLogprobs, SchedulerOutput
 from fleetfoot.runner.base import ModelRunner
 from fleetfoot.runner.graphs import CaptureTable
-from fleetfoot.runner.step_connector import StepConnector
 from fleetfoot.runner.v1.runner import ModelRunnerV1
 from fleetfoot.runner.v2.runner import ModelRunnerV2
 from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.scheduler import Scheduler
-from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings
+from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings, build_speculation
+from fleetfoot.speculative.find import find_drafter
 from fleetfoot.weights.loading import ModelLoader
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice
-from tests.helpers.steps import Execute, run_steps
 
 DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 NUM_DRAFTS = 3
@@ -41,12 +41,15 @@ MAX_NUM_SEQS = 6
 MAX_MODEL_LEN = 96
 BLOCK_SIZE = 8
 FREQUENT = (1, 19, 34, 76, 204, 290, 336, 676, 689, 706, 764, 1868)
-"""Tokens that the model says again and again."""
+"""Tokens that the model repeats often."""
+Execute = Callable[[SchedulerOutput], PendingOutput]
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class ScriptedDrafter:
-    """Knows how every request will go on, and proposes that with some errors. Checks what it is told."""
+    """Proposes the continuation of every request, with some errors, and checks its input."""
 
     num_drafts: int = NUM_DRAFTS
     share_of_errors: float = 0.3
@@ -68,42 +71,27 @@ class ScriptedDrafter:
             return None
         proposals = []
         for index, row in enumerate(batch.rows.tolist()):
-            script = self.scripts.get(row, [])
-            position = int(batch.positions[index])
-            if row >= 0 and script and position < len(script) and position < int(batch.limits[index]):
+            script, position = self.scripts.get(row, []), int(batch.positions[index])
+            if row >= 0 and position < min(len(script), int(batch.limits[index])):
                 self._check(batch, index, script, position)
             proposal = [*script[position + 1 : position + 1 + num_drafts], *[-1] * num_drafts][:num_drafts]
             wrong = [self._random.random() < self.share_of_errors for _ in proposal]
-            proposals.append(
-                [1 + token % 2000 if is_wrong else token for token, is_wrong in zip(proposal, wrong, strict=True)]
-            )
+            proposals.append([1 + token % 2000 if bad else token for token, bad in zip(proposal, wrong, strict=True)])
             self.num_proposals += 1
         return torch.tensor(proposals, dtype=torch.int32).view(-1, num_drafts)
 
     def _check(self, batch: DraftBatch, index: int, script: list[int], position: int) -> None:
-        """Where the request stands, seen from the batch."""
+        """The position of the request, from the batch."""
+        first, last = int(batch.metadata.query_start_loc[index]), int(batch.last_index[index])
+        positions = batch.metadata.positions[first : last + 1].tolist()
         assert int(batch.newest[index]) == script[position]
-        last = int(batch.last_index[index])
-        assert int(batch.metadata.positions[last]) == position - 1
+        assert positions[-1] == position - 1
         assert int(batch.input_ids[last]) == script[position - 1]
-        first = int(batch.metadata.query_start_loc[index])
-        known = range(first, last + 1)
-        expected = [script[int(batch.metadata.positions[token]) + 1] for token in known]
-        assert [int(batch.next_ids[token]) for token in known] == expected
-
-
-@dataclass(frozen=True, slots=True)
-class WrappingLoader(ModelLoader):
-    """Puts something around the model."""
-
-    wrap: Callable[[CausalLM], CausalLM] = lambda model: model
-
-    def load(self) -> CausalLM:
-        return self.wrap(ModelLoader.load(self))
+        assert batch.next_ids[first : last + 1].tolist() == [script[place + 1] for place in positions]
 
 
 class Whims:
-    """A controller of drafts that changes its mind all the time."""
+    """A controller of drafts that turns them off and on at random."""
 
     off_reason = "a whim"
 
@@ -117,6 +105,28 @@ class Whims:
         pass
 
 
+def configured_drafting(folder: Path, context: ModelContext, *, runner: str = "v2", **wish: Any) -> DraftSettings:
+    """What a worker with this ``speculative_config`` builds for the model in ``folder``."""
+    config = EngineConfig(speculative_config={"num_speculative_tokens": NUM_DRAFTS, **wish})  # type: ignore[arg-type]
+    found = find_drafter(config, load_model_config(folder))
+    fusion = () if found is None else plan_fusion(found.config, runner)
+    max_model_len = MAX_MODEL_LEN if context.max_positions is None else context.max_positions - NUM_DRAFTS
+    return build_speculation(config, found, max_model_len, context, fusion)
+
+
+# --- runners ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WrappingLoader(ModelLoader):
+    """Puts something around the model."""
+
+    wrap: Callable[[CausalLM], CausalLM] = lambda model: model
+
+    def load(self) -> CausalLM:
+        return self.wrap(ModelLoader.load(self))
+
+
 class CapturableAttention(SDPABackend):
     """For a device that plays graphs by running their work again."""
 
@@ -126,7 +136,7 @@ class CapturableAttention(SDPABackend):
 def make_context(
     device: RecordingDevice | None = None, ops: Kernels | None = None, *, max_model_len: int = MAX_MODEL_LEN
 ) -> ModelContext:
-    """What a model's layers run on: its attention can be captured where the device has graphs."""
+    """The context of a model; its attention can be captured where the device has graphs."""
     has_graphs = device is not None and device.has_graphs
     attention = CapturableAttention() if has_graphs else cpu_kernels().attention
     positions = max_model_len + NUM_DRAFTS
@@ -138,15 +148,16 @@ def make_runner(
     draft_settings: DraftSettings = NO_DRAFTING,
     *,
     device: RecordingDevice | None = None,
-    connector: StepConnector | None = None,
-    pipeline: PipelineGroup = SINGLE_PIPELINE_GROUP,
     layers: range | None = None,
     folder: Path = DRAFT,
     ops: Kernels | None = None,
     wrap: Callable[[CausalLM], CausalLM] = lambda model: model,
     num_blocks: int = 64,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    max_num_batched_tokens: int = 64,
     max_model_len: int = MAX_MODEL_LEN,
-) -> ModelRunner:
+    **options: Any,
+) -> Any:
     """A runner, ready for steps.
 
     Args:
@@ -156,44 +167,103 @@ def make_runner(
         folder: of the checkpoint.
         ops: None: those of the CPU.
         wrap: given the model, returns what the runner takes for it.
+        options: of `ModelRunner`: ``connector``, ``pipeline``.
     """
     config = load_model_config(folder)
     context = make_context(device, ops, max_model_len=max_model_len)
     loader = WrappingLoader(config, context, folder, layers=layers, wrap=wrap)
+    options |= {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len, "draft_settings": draft_settings}
     runner: ModelRunner
     if kind == "v1":
-        runner = ModelRunnerV1(
-            loader,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_model_len=max_model_len,
-            draft_settings=draft_settings,
-            connector=connector,
-            pipeline=pipeline,
-        )
+        runner = ModelRunnerV1(loader, **options)
     else:
-        runner = ModelRunnerV2(
-            loader,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=64,
-            max_model_len=max_model_len,
-            capture_table=CaptureTable.of(
-                device="cuda",
-                enforce_eager=not (device is not None and device.has_graphs),
-                max_num_seqs=MAX_NUM_SEQS,
-                max_num_batched_tokens=64,
-                num_drafts=draft_settings.num_drafts,
-            ),
-            device=device,
-            draft_settings=draft_settings,
-            connector=connector,
-            pipeline=pipeline,
+        table = CaptureTable.of(
+            device="cuda",
+            enforce_eager=device is None or not device.has_graphs,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_drafts=draft_settings.num_drafts,
+            most_full_tokens=max_num_batched_tokens,
         )
+        options |= {"max_num_batched_tokens": max_num_batched_tokens, "capture_table": table, "device": device}
+        runner = ModelRunnerV2(loader, **options)
     runner.load_model()
     layout = KVLayout.of(config, num_blocks, BLOCK_SIZE, "float32", layers=layers)
     if draft_settings.drafter is not None:
         layout = layout.with_layers(draft_settings.drafter.kv_specs)
     runner.initialize_kv_cache(layout)
     return runner
+
+
+def in_one_runner(runner: ModelRunner) -> Execute:
+    """Both halves of a step, one behind the other."""
+
+    def execute(output: SchedulerOutput) -> PendingOutput:
+        runner.execute_model(output)
+        return runner.sample_tokens(None)
+
+    return execute
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def make_scheduler(
+    num_drafts: int = 0,
+    *,
+    num_blocks: int = 64,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    budget: int = 64,
+    num_lookahead: int | None = None,
+    controller: Any = None,
+    **options: Any,
+) -> Scheduler:
+    """``num_lookahead``: None: of a drafter with KV of its own."""
+    lookahead = num_drafts if num_lookahead is None else num_lookahead
+    config = SchedulerConfig(
+        num_blocks, BLOCK_SIZE, max_num_seqs, budget, num_drafts=num_drafts, num_lookahead=lookahead, **options
+    )
+    return Scheduler(config) if controller is None else Scheduler(config, controller=controller)
+
+
+@dataclass(frozen=True, slots=True)
+class TakenStep:
+    """A step whose output the scheduler has processed."""
+
+    scheduled: SchedulerOutput
+    output: ModelRunnerOutput
+    results: list[EngineOutput]
+
+
+def run_steps(scheduler: Scheduler, execute: Execute, *, depth: int = 0) -> Iterator[TakenStep]:
+    """Until every request has ended, in lockstep or with ``depth`` steps queued ahead."""
+    queue: list[tuple[SchedulerOutput, PendingOutput]] = []
+    while scheduler.has_unfinished or queue:
+        scheduled = scheduler.schedule()
+        if scheduled is not None:
+            queue.append((scheduled, execute(scheduled)))
+        if queue and (len(queue) > depth or scheduled is None):
+            oldest, pending = queue.pop(0)
+            output = pending.get()
+            yield TakenStep(oldest, output, scheduler.update(oldest, output))
+    scheduler.check_idle()
+
+
+def queue_step(scheduler: Scheduler, execute: Execute) -> tuple[SchedulerOutput, PendingOutput]:
+    """One step, without `Scheduler.update`."""
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    return scheduled, execute(scheduled)
+
+
+def take_steps(scheduler: Scheduler, execute: Execute, count: int) -> None:
+    """So many steps, one after the other."""
+    for _ in range(count):
+        scheduled, pending = queue_step(scheduler, execute)
+        scheduler.update(scheduled, pending.get())
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -226,19 +296,23 @@ def prompt_length(number: int) -> int:
     return 3 + 9 * number % 40
 
 
-def requests_of(params: list[SamplingParams]) -> list[Request]:
-    """``r0``, ``r1``, ... with prompts of many lengths."""
+def requests_of(params: list[SamplingParams], prompts: list[list[int]] | None = None) -> list[Request]:
+    """``r0``, ``r1``, ... with these prompts, or some of many lengths."""
+    if prompts is None:
+        prompts = [
+            [20 + 7 * number + place % 5 for place in range(prompt_length(number))] for number in range(len(params))
+        ]
     return [
         Request(
             f"r{number}",
-            [20 + 7 * number + place % 5 for place in range(prompt_length(number))],
+            prompt,
             wish,
             max_tokens=wish.max_tokens or 16,
             seed=number,
             eos_token_ids=frozenset(FREQUENT),
             bad_words_token_ids=[[token, token] for token in FREQUENT] if wish.bad_words else [],
         )
-        for number, wish in enumerate(params)
+        for number, (prompt, wish) in enumerate(zip(prompts, params, strict=True))
     ]
 
 
@@ -246,56 +320,38 @@ def live(
     execute: Execute,
     params: list[SamplingParams],
     *,
-    num_drafts: int = 0,
-    scripts: dict[str, list[int]] | None = None,
-    drafter: ScriptedDrafter | None = None,
-    budget: int = 64,
-    depth: int = 0,
-    num_stages: int = 1,
     scheduler: Scheduler | None = None,
+    drafter: ScriptedDrafter | None = None,
+    expected: dict[str, Life] | None = None,
+    depth: int = 0,
+    prompts: list[list[int]] | None = None,
 ) -> dict[str, Life]:
     """Run requests to their end, in lockstep or with ``depth`` steps queued ahead.
 
     Args:
         execute: runs a step; see `in_one_runner`.
-        scripts: of each request, for ``drafter``.
-        scheduler: made anew if it is None.
+        scheduler: None: one without drafts, or with those of ``drafter``.
+        expected: the scripts of ``drafter``.
+        prompts: see `requests_of`.
     """
-    if scheduler is None:
-        lookahead = num_drafts if drafter is not None else 0
-        scheduler = Scheduler(
-            SchedulerConfig(
-                64, 8, MAX_NUM_SEQS, budget, num_drafts=num_drafts, num_lookahead=lookahead, num_stages=num_stages
-            )
-        )
+    scheduler = scheduler or make_scheduler(0 if drafter is None else NUM_DRAFTS)
     lives: dict[str, Life] = {}
-    for request in requests_of(params):
+    for request in requests_of(params, prompts):
         lives[request.request_id] = Life()
         scheduler.add_request(request)
 
-    def tell_and_execute(output: SchedulerOutput) -> PendingOutput:
+    def script_and_execute(output: SchedulerOutput) -> PendingOutput:
         for new in output.new_requests:
-            if drafter is not None and scripts is not None:
-                drafter.scripts[new.row] = scripts[new.request_id]
+            if drafter is not None and expected is not None:
+                drafter.scripts[new.row] = expected[new.request_id].token_ids
         return execute(output)
 
-    for step in run_steps(scheduler, tell_and_execute, depth=depth):
+    for step in run_steps(scheduler, script_and_execute, depth=depth):
         for result in step.results:
             life = lives[result.request.request_id]
             life.token_ids = list(result.request.token_ids)
             life.logprobs += step.output.logprobs.get(result.index, [])[: len(result.new_token_ids)]
-    scheduler.check_idle()
     return lives
-
-
-def in_one_runner(runner: ModelRunner) -> Execute:
-    """Both halves of a step, one behind the other."""
-
-    def execute(output: SchedulerOutput) -> PendingOutput:
-        runner.execute_model(output)
-        return runner.sample_tokens(None)
-
-    return execute
 
 
 def assert_same(got: dict[str, Life], expected: dict[str, Life], *, tolerance: float = 1e-5) -> None:

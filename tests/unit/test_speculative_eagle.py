@@ -18,7 +18,7 @@ from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.records.forward_context import AttentionMetadata
 from fleetfoot.records.weights import WeightError
-from fleetfoot.speculative.drafter import DraftBatch, DraftSteps
+from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps
 from fleetfoot.speculative.eagle import EagleDrafter
 from fleetfoot.speculative.find import DrafterModel
 
@@ -76,7 +76,7 @@ def make_drafter(folder: Path, tensors: dict[str, Any], target: Target | None = 
     save_file(tensors, folder / "model.safetensors")
     context = ModelContext(cpu_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
     head = DrafterModel("eagle", "a/head", folder, CONFIG)
-    drafter = EagleDrafter(head, context, NUM_DRAFTS, fusion=plan_fusion(CONFIG, "v2"))
+    drafter = EagleDrafter(DrafterContext(NUM_DRAFTS, context, head, fusion=plan_fusion(CONFIG, "v2")))
     drafter.load_model(target or Target())  # type: ignore[arg-type]
     drafter.bind_kv_caches([torch.zeros(9, 2, 2, BLOCK_SIZE, 16)])
     return drafter

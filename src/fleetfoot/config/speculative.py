@@ -16,7 +16,7 @@ class DraftMethod:
     """A method of speculative decoding."""
 
     make: str = ""
-    """``module:function``, from a `DrafterContext` to a `Drafter`; imported where it is used. Empty: n-grams, which the
+    """``module:callable``, from a `DrafterContext` to a `Drafter`; imported where it is used. Empty: n-grams, which the
     runners look up themselves."""
     has_model: bool = False
     """Whether it drafts with the model that the setting ``model`` names."""
@@ -24,8 +24,8 @@ class DraftMethod:
 
 DRAFT_METHODS: dict[str, DraftMethod] = {
     "ngram": DraftMethod(),
-    "draft_model": DraftMethod("fleetfoot.speculative.draft_model:make_draft_model", has_model=True),
-    "eagle": DraftMethod("fleetfoot.speculative.eagle:make_eagle", has_model=True),
+    "draft_model": DraftMethod("fleetfoot.speculative.draft_model:DraftModel", has_model=True),
+    "eagle": DraftMethod("fleetfoot.speculative.eagle:EagleDrafter", has_model=True),
 }
 """By the names of the setting ``method``."""
 EMBEDDED_EAGLE = "story-llama-eagle"

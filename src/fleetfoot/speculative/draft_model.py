@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from fleetfoot.fusion import LayerFusion
-from fleetfoot.fusion.decoder import fuse
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
-from fleetfoot.records.kv_layout import kv_cache_specs
-from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
+from fleetfoot.speculative.drafter import DraftBatch, DraftSteps, ModelDrafter, as_drafts
 from fleetfoot.weights.loading import ModelLoader
 
 
-class DraftModel:
-    """Implements `Drafter`. Each rank of a tensor group runs the whole draft model and gets the same drafts.
-
-    Args:
-        loader: of the draft model, for a single rank.
-        num_drafts: ``k``.
-        fusion: which of its decoder layers are fused; empty: none.
-    """
+class DraftModel(ModelDrafter):
+    """Implements `Drafter`. Each rank of a tensor group runs the whole draft model and gets the same drafts."""
 
     method = "draft_model"
     reads_hidden = False
-
-    def __init__(self, loader: ModelLoader, num_drafts: int, fusion: Sequence[LayerFusion] = ()) -> None:
-        config = loader.config
-        self.num_drafts = num_drafts
-        self.kv_specs = kv_cache_specs(config)
-        self._loader = loader
-        self._fusion = fusion
-        self._model: CausalLM | None = None
-        self._kv_caches: Sequence[torch.Tensor] = ()
+    _model: CausalLM | None = None
 
     def load_model(self, target: CausalLM) -> None:
-        self._model = self._loader.load()
-        if self._fusion:
-            fuse(self._model.model.layers, self._loader.context, [layer.is_fused for layer in self._fusion])
-        self.fused_layers = self._model.model.layers.fused_layers
-
-    def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        self._kv_caches = kv_caches
+        context, found = self._context, self._found
+        loader = ModelLoader(found.config, context.context, found.folder, context.load_format, context.seed)
+        self._model = loader.load()
+        self._fuse(self._model.model.layers)
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         """One pass over the step's tokens, then one for each draft. For decodes alone the first two are merged."""
@@ -51,7 +29,7 @@ class DraftModel:
             self._run(batch.input_ids, batch.metadata)
         if not len(batch.rows):
             return None
-        steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._loader.context.ops.sample)
+        steps = self._steps(batch)
         if not num_drafts:
             if batch.is_decode:
                 self._run(batch.input_ids[batch.last_index], steps.singles(-1, 1)[0])
@@ -87,11 +65,3 @@ class DraftModel:
         """Sample from ``hidden [n, hidden_size]``: the last token of each request in the step of ``metadata``."""
         assert self._model is not None
         return steps.draw(self._model.compute_logits(hidden), metadata.seq_lens)
-
-
-def make_draft_model(context: DrafterContext) -> DraftModel:
-    """See `DraftMethod.make`."""
-    found = context.model
-    assert found is not None
-    loader = ModelLoader(found.config, context.context, found.folder, context.load_format, context.seed)
-    return DraftModel(loader, context.num_drafts, context.fusion)

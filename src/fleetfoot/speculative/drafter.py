@@ -17,12 +17,14 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import DRAFT_METHODS
 from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP
 from fleetfoot.fusion import LayerFusion
+from fleetfoot.fusion.decoder import fuse
 from fleetfoot.kernels.interface import Sample
 from fleetfoot.kernels.sampling.sample import RandomRows
 from fleetfoot.layers.context import ModelContext
+from fleetfoot.layers.decoder import DecoderStack
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import AttentionMetadata
-from fleetfoot.records.kv_layout import KVCacheSpec
+from fleetfoot.records.kv_layout import KVCacheSpec, kv_cache_specs
 from fleetfoot.speculative.find import DrafterModel
 
 
@@ -121,6 +123,29 @@ class DrafterContext:
     """Which decoder layers of the model that drafts are fused, from the plan."""
 
 
+class ModelDrafter:
+    """What the drafters with a model have in common."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        assert context.model is not None
+        self.num_drafts = context.num_drafts
+        self.kv_specs = kv_cache_specs(context.model.config)
+        self._context = context
+        self._found = context.model
+        self._kv_caches: Sequence[torch.Tensor] = ()
+
+    def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
+
+    def _fuse(self, layers: DecoderStack) -> None:
+        if self._context.fusion:
+            fuse(layers, self._context.context, [layer.is_fused for layer in self._context.fusion])
+        self.fused_layers = layers.fused_layers
+
+    def _steps(self, batch: DraftBatch) -> DraftSteps:
+        return DraftSteps(batch, self._kv_caches[0].shape[3], self._context.context.ops.sample)
+
+
 @dataclass(frozen=True, slots=True)
 class NgramSettings:
     """Prompt lookup decoding (Saxena 2023): see `fleetfoot.kernels.prepare.ngram`."""
@@ -208,11 +233,8 @@ class DraftSteps:
             return []
         positions, slots = self._places(first, count)
         seq_lens = (positions + 1).to(torch.int32).t().contiguous()  # [count, n]
-        positions, slots = positions.t().contiguous(), slots.t().contiguous()
-        return [
-            self._metadata(self._iota, seq_lens[step], slots[step], positions[step], query_len=1)
-            for step in range(count)
-        ]
+        steps = zip(seq_lens, slots.t().contiguous(), positions.t().contiguous(), strict=True)
+        return [self._metadata(self._iota, *step, query_len=1) for step in steps]
 
     def pairs(self) -> AttentionMetadata:
         """Metadata of a step with two tokens per request, the second of which is the newest one."""
@@ -237,16 +259,9 @@ class DraftSteps:
         positions: torch.Tensor,
         query_len: int,
     ) -> AttentionMetadata:
-        return AttentionMetadata(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_tables=self._batch.block_tables,
-            slot_mapping=slots,
-            positions=positions,
-            num_decodes=len(seq_lens) if query_len == 1 else 0,
-            max_query_len=query_len,
-            max_seq_len=self._batch.max_seq_len,
-        )
+        num_decodes, tables = len(seq_lens) if query_len == 1 else 0, self._batch.block_tables
+        lengths = query_len, self._batch.max_seq_len
+        return AttentionMetadata(query_start_loc, seq_lens, tables, slots, positions, num_decodes, *lengths)
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Sample a token for each request, with its temperature and the noise that the target uses at that position.

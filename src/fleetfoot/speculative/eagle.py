@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from fleetfoot.fusion import LayerFusion
-from fleetfoot.fusion.decoder import fuse
-from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.eagle import FC_WEIGHT, EagleHead, not_of_the_head, plain_name
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.records.forward_context import ForwardContext
-from fleetfoot.records.kv_layout import kv_cache_specs
 from fleetfoot.records.weights import WeightError
-from fleetfoot.speculative.drafter import DraftBatch, DrafterContext, DraftSteps, as_drafts
-from fleetfoot.speculative.find import DrafterModel
+from fleetfoot.speculative.drafter import DraftBatch, ModelDrafter, as_drafts
 from fleetfoot.weights.checkpoint import Checkpoint, load_safetensors
 from fleetfoot.weights.dummy import fill_dummy
 
 
-class EagleDrafter:
+class EagleDrafter(ModelDrafter):
     """Implements `Drafter`.
 
     The head's KV for position i is in that token's slot, but also depends on the token at i + 1. After a cached prefix
@@ -29,65 +22,34 @@ class EagleDrafter:
 
     Each rank of a tensor group runs the whole head. The target's embedding and logits are equal on all ranks, and so
     are the drafts.
-
-    Args:
-        model: the head.
-        context: for a single rank.
-        num_drafts: ``k``.
-        load_format, seed: as for the target.
-        fusion: which of its decoder layers are fused; empty: none.
     """
 
     method = "eagle"
     reads_hidden = True
-
-    def __init__(
-        self,
-        model: DrafterModel,
-        context: ModelContext,
-        num_drafts: int,
-        load_format: str = "auto",
-        seed: int = 0,
-        fusion: Sequence[LayerFusion] = (),
-    ) -> None:
-        config = model.config
-        self.num_drafts = num_drafts
-        self.kv_specs = kv_cache_specs(config)
-        self._found = model
-        self._context = context
-        self._load_format = load_format
-        self._seed = seed
-        self._fusion = fusion
-        self._kv_caches: Sequence[torch.Tensor] = ()
 
     def load_model(self, target: CausalLM) -> None:
         """Raises:
         WeightError: the checkpoint cannot be read or does not fit.
         """
         self._target = target
-        needs_embedding = not target.has_embedding
-        if self._load_format == "dummy":
-            self._head = EagleHead(self._found.config, self._context, has_embedding=needs_embedding)
-            fill_dummy(self._head.weight_specs(), self._seed)
+        found, context, needs_embedding = self._found, self._context, not target.has_embedding
+        if context.load_format == "dummy":
+            self._head = EagleHead(found.config, context.context, has_embedding=needs_embedding)
+            fill_dummy(self._head.weight_specs(), context.seed)
         else:
-            with Checkpoint(self._found.folder) as checkpoint:
+            with Checkpoint(found.folder) as checkpoint:
                 names = list(checkpoint.names())
             own_names = {plain_name(name) for name in names}
             if FC_WEIGHT not in own_names:
                 raise WeightError(
-                    f"{self._found} in {self._found.folder} has no tensor {FC_WEIGHT}, which every EAGLE head has; a "
-                    "whole model drafts with method 'draft_model'"
+                    f"{found} in {found.folder} has no tensor {FC_WEIGHT}, which every EAGLE head has; a whole model "
+                    "drafts with method 'draft_model'"
                 )
-            self._head = EagleHead(self._found.config, self._context, own_names, has_embedding=needs_embedding)
-            load_safetensors(self._head.weight_specs(), self._found.folder, not_of_the_head(names))
+            self._head = EagleHead(found.config, context.context, own_names, has_embedding=needs_embedding)
+            load_safetensors(self._head.weight_specs(), found.folder, not_of_the_head(names))
         self._head.process_weights_after_loading()
-        if self._fusion:
-            fuse(self._head.layers, self._context, [layer.is_fused for layer in self._fusion])
-        self.fused_layers = self._head.layers.fused_layers
+        self._fuse(self._head.layers)
         self._embed = target.embed if self._head.embed_tokens is None else self._head.embed_tokens
-
-    def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        self._kv_caches = kv_caches
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
         """One pass over the step's tokens, which gives the first draft, and one for each further draft."""
@@ -95,7 +57,7 @@ class EagleDrafter:
         predicted = self._head(embeddings, batch.hidden, ForwardContext(batch.metadata, self._kv_caches))
         if not num_drafts or not len(batch.rows):
             return None
-        steps = DraftSteps(batch, self._kv_caches[0].shape[3], self._context.ops.sample)
+        steps = self._steps(batch)
         hidden = predicted.index_select(0, batch.last_index)  # [n, hidden_size], of the newest tokens
         tokens = [steps.draw(self._target.compute_logits(hidden), batch.positions + 1)]
         for metadata in steps.singles(0, num_drafts - 1):
@@ -103,11 +65,3 @@ class EagleDrafter:
             hidden = self._head(self._embed(tokens[-1]), hidden, ForwardContext(metadata, self._kv_caches))
             tokens.append(steps.draw(self._target.compute_logits(hidden), metadata.seq_lens + 1))
         return as_drafts(tokens)
-
-
-def make_eagle(context: DrafterContext) -> EagleDrafter:
-    """See `DraftMethod.make`."""
-    assert context.model is not None
-    return EagleDrafter(
-        context.model, context.context, context.num_drafts, context.load_format, context.seed, context.fusion
-    )
