@@ -291,7 +291,8 @@ def test_the_controller_observes_how_long_each_step_took() -> None:
 def test_the_loop_with_everything_at_once(num_stages: int, num_drafts: int) -> None:
     rng = random.Random(3)
     config = SchedulerConfig(24, 4, 4, 32, num_stages=num_stages, num_drafts=num_drafts, num_lookahead=num_drafts)
-    scheduler = Scheduler(config, connector=FakeSchedulerConnector(4, rng, Behaviour(fail=0.4, has_all=True)))
+    connector = FakeSchedulerConnector(4, rng, Behaviour(fail=0.4, has_all=True))
+    scheduler = Scheduler(config, connector=connector)
     core = EngineCore(scheduler, FakeDevice(scheduler, rng, num_ranks=2), StatsCollector(), depth=num_stages)
     requests = [
         Request(str(number), [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], params(9), max_tokens=9, seed=0)
@@ -306,6 +307,8 @@ def test_the_loop_with_everything_at_once(num_stages: int, num_drafts: int) -> N
         assert request.output_token_ids == expected_output(request)
     stats = core.stats.snapshot(scheduler.stats())
     assert stats.transfers.loads_done > 0 < stats.transfers.loads_failed
+    assert stats.transfers.counters["blocks_loaded"] * 4 == stats.transfers.tokens_loaded
+    assert connector.num_metadata == stats.num_steps + stats.num_idle_steps
     assert (stats.drafts.num_accepted > 0) == (num_drafts > 0)
     assert sum(step.num_accepted for step in core.stats.steps) == stats.drafts.num_accepted
     assert sum(step.num_drafted for step in core.stats.steps) == stats.drafts.num_drafted

@@ -18,7 +18,7 @@ from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
-from fleetfoot.records.step import KVConnectorOutput, SchedulerOutput, TransferFailure
+from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 
 SCHEDULER_POINTS = (
     "get_num_new_matched_tokens", "update_state_after_alloc", "blocks_filled", "request_finished",
@@ -51,6 +51,10 @@ class Faults:
     released: threading.Event = field(default_factory=threading.Event)
     calls: list[str] = field(default_factory=list)
     """Every point, as it was called."""
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    """Request -> the blocks that are loaded for it."""
+    held: list[str] = field(default_factory=list)
+    """All requests that were held, in order."""
 
     def at(self, point: str) -> None:
         self.calls.append(point)
@@ -98,39 +102,24 @@ class HookedWorker(WorkerConnector):
             cache[list(block_ids)] = float("nan")
 
 
-@dataclass
-class FaultyMetadata:
-    inner: object | None
-    loads: dict[str, list[int]]
-    """Request -> the blocks that are loaded for it."""
-    held: list[str]
-
-
-@hooked("get_num_new_matched_tokens", "blocks_filled", "reset_cache", "shutdown")
+@hooked("get_num_new_matched_tokens", "blocks_filled", "build_connector_meta", "reset_cache", "shutdown")
 class FaultyScheduler(SchedulerConnector):
     def __init__(self, inner: SchedulerConnector, faults: Faults, block_size: int) -> None:
         self.inner, self._faults, self._block_size = inner, faults, block_size
         self.at = faults.at
-        self._loads: dict[str, list[int]] = {}
-        self._held: list[str] = []
         self._unsent: set[str] = set()
 
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
         _call(self, "update_state_after_alloc", request, num_computed_tokens, num_external_tokens)
-        first = num_computed_tokens // self._block_size
-        self._loads[request.request_id] = request.block_ids[first : first + num_external_tokens // self._block_size]
+        first, count = num_computed_tokens // self._block_size, num_external_tokens // self._block_size
+        self._faults.blocks[request.request_id] = request.block_ids[first : first + count]
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         _, params = _call(self, "request_finished", request)
         if self._faults.holds:
-            self._held.append(request.request_id)
+            self._faults.held.append(request.request_id)
             self._unsent.add(request.request_id)
         return self._faults.holds, params
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
-        inner = _call(self, "build_connector_meta", scheduler_output)
-        metadata, self._loads, self._held = FaultyMetadata(inner, self._loads, self._held), {}, []
-        return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         _call(self, "update_connector_output", output)
@@ -138,28 +127,15 @@ class FaultyScheduler(SchedulerConnector):
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._held or self._loads or self._unsent) or self.inner.has_pending
+        return bool(self._unsent) or self.inner.has_pending
 
 
 class FaultyWorker(HookedWorker):
     def __init__(self, inner: WorkerConnector, faults: Faults) -> None:
         super().__init__(inner)
-        self._faults = faults
-        self._blocks: dict[str, list[int]] = {}
+        self.at, self._faults = faults.at, faults
         self._delayed: set[str] = set()
-        self._held: set[str] = set()
-
-    def at(self, point: str) -> None:
-        self._faults.at(point)
-
-    def bind_connector_metadata(self, metadata: object | None) -> None:
-        inner = None  # a runner's own step, as in warm-up
-        if metadata is not None:
-            assert isinstance(metadata, FaultyMetadata)
-            self._blocks |= metadata.loads
-            self._held |= set(metadata.held)
-            inner = metadata.inner
-        super().bind_connector_metadata(inner)
+        self._num_sent = 0
 
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         output = super().get_finished(finished_req_ids)
@@ -173,11 +149,11 @@ class FaultyWorker(HookedWorker):
             for request_id in output.loaded:
                 output.failed[request_id] = TransferFailure(f"injected: {kind}", timed_out=kind == "time_out")
                 if kind == "corrupt":
-                    self.spoil(self._blocks[request_id])
+                    self.spoil(self._faults.blocks[request_id])
             output.loaded = set()
         if self._faults.released.is_set():
-            output.sent |= self._held
-            self._held = set()
+            output.sent |= set(self._faults.held[self._num_sent :])
+            self._num_sent = len(self._faults.held)
         return output
 
 
@@ -188,15 +164,13 @@ class FaultyConnector(KVConnector):
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        inner = inner_context(context)
-        side = find_connector(inner.config).scheduler_side(inner)
-        return FaultyScheduler(side, context.config.kv_connector_extra_config["faults"], context.block_size)
+        inner, faults = inner_context(context), context.config.kv_connector_extra_config["faults"]
+        return FaultyScheduler(find_connector(inner.config).scheduler_side(inner), faults, context.block_size)
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
-        inner = inner_context(context)
-        side = find_connector(inner.config).worker_side(inner)
-        return FaultyWorker(side, context.config.kv_connector_extra_config["faults"])
+        inner, faults = inner_context(context), context.config.kv_connector_extra_config["faults"]
+        return FaultyWorker(find_connector(inner.config).worker_side(inner), faults)
 
 
 def faulty(inner: dict[str, Any], faults: Faults, **settings: Any) -> dict[str, Any]:

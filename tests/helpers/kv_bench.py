@@ -111,7 +111,8 @@ class Bench:
             for rank in range(num_ranks)
         ]
         connector = find_connector(config)
-        self.scheduler = connector.scheduler_side(self.contexts[0])
+        self.scheduler: Any = connector.scheduler_side(self.contexts[0])
+        self.connector = self.scheduler
         self.workers = [(make_worker or connector.worker_side)(context) for context in self.contexts]
         self.steps = [StepConnector(worker) for worker in self.workers]
         self.caches = [[torch.rand(shape, device=device) for shape in layout.layer_shapes] for _ in self.steps]
@@ -156,17 +157,19 @@ class Bench:
         output.new_block_ids = [(0, 0, list(new_blocks))] if new_blocks else []
         self.num_steps += 1
         output.kv_connector_metadata = self.scheduler.build_connector_meta(output)
-        if idle:
-            results = [step.no_forward(output) for step in self.steps]
-        else:
-            for step in self.steps:
-                step.pre_forward(output)
-            during()
-            results = [step.post_forward(set(finished)) for step in self.steps]
-        merged = self.merger.merge(results) or KVConnectorOutput()
+        merged = self.execute(output, None if idle else during) or KVConnectorOutput()
         self.scheduler.update_connector_output(merged)
         self.counters.update(merged.counters)
         return merged
+
+    def execute(self, output: SchedulerOutput, forward: Callable[[], object] | None) -> KVConnectorOutput | None:
+        """The step of every rank; ``forward`` None: an idle one."""
+        if forward is None:
+            return self.merger.merge([step.no_forward(output) for step in self.steps])
+        for step in self.steps:
+            step.pre_forward(output)
+        forward()
+        return self.merger.merge([step.post_forward(output.finished_req_ids) for step in self.steps])
 
     def save(self, request: Request, first: int, last: int) -> None:
         """A step that fills these of the request's blocks."""
@@ -195,7 +198,7 @@ class Bench:
         raise AssertionError(f"the load of {request.request_id} never ends")
 
     def shutdown(self) -> None:
-        self.scheduler.shutdown()
+        self.connector.shutdown()
         for step in self.steps:
             step.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -131,14 +132,9 @@ def step_of(scheduler: Any, *finished: str) -> SchedulerOutput:
 
 
 def test_blocks_are_held_while_any_part_holds_them() -> None:
-    scheduler = MultiScheduler(
-        [
-            ScriptedConnector(holds={"r", "other"}, params={"a": 1}),
-            ScriptedConnector(),
-            ScriptedConnector(holds={"r", "other"}, params={"b": 2, "a": 3}),
-        ],
-        4,
-    )
+    given = [{"a": 1}, None, {"b": 2, "a": 3}]
+    sides = [ScriptedConnector(holds={"r", "other"} if params else (), params=params) for params in given]
+    scheduler = MultiScheduler(sides, 4)
     parts = [Part(), Part(), Part()]
     step = StepConnector(MultiWorker({str(index): part for index, part in enumerate(parts)}))
     parts[0].output = KVConnectorOutput(sent={"r"})
@@ -216,30 +212,23 @@ ENDS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["loaded", "fail
 def test_transfers_end_once_when_they_have_ended_everywhere(
     order: list[int], ranks: list[dict[str, str]], size: int
 ) -> None:
-    """Six outputs, two of each rank: what the first does not say, the second does."""
-    merger, merged = KVOutputMerger(3), KVConnectorOutput()
+    """Six outputs, two of each rank, with the ends of two requests each."""
+    merger, merged = KVOutputMerger(3), KVConnectorOutput(counters={"steps": 0})
     ends = {request_id: [rank.get(request_id, "loaded") for rank in ranks] for request_id in "abcd"}
     ends = {request_id: ["sent"] * 3 if "sent" in what else what for request_id, what in ends.items()}
     outputs = []
-    for index in range(6):
-        rank, half = divmod(index, 2)
-        output = KVConnectorOutput(counters={"steps": 1})
-        for request_id in "ab" if half else "cd":
-            what = ends[request_id][rank]
-            if what == "failed":
-                output.failed[request_id] = TransferFailure(f"rank {rank}")
-            else:
-                getattr(output, what).add(request_id)
-        outputs.append(output)
-    queue = [outputs[index] for index in order]
+    for rank, request_ids in itertools.product(range(3), ("cd", "ab")):
+        given = {what: {name for name in request_ids if ends[name][rank] == what} for what in ("loaded", "sent")}
+        failed = {name: TransferFailure(f"rank {rank}") for name in request_ids if ends[name][rank] == "failed"}
+        outputs.append(KVConnectorOutput(**given, failed=failed, counters={"steps": 1}))
     for begin in range(0, 6, size):
-        part = merger.merge([*queue[begin : begin + size], None])
+        part = merger.merge([*(outputs[index] for index in order[begin : begin + size]), None])
         assert part is not None
         assert not (merged.loaded & part.loaded or merged.sent & part.sent or merged.failed.keys() & part.failed.keys())
         merged.loaded |= part.loaded
         merged.sent |= part.sent
         merged.failed |= part.failed
-        merged.counters["steps"] = merged.counters.get("steps", 0) + part.counters["steps"]
+        merged.counters["steps"] += part.counters["steps"]
     assert merged.counters == {"steps": 6}
     assert merged.sent == {request_id for request_id, what in ends.items() if "sent" in what}
     assert set(merged.failed) == {request_id for request_id, what in ends.items() if "failed" in what}

@@ -62,7 +62,6 @@ class Engine(Bench):
         specs = (*[KVCacheSpec(1, 3)] * 2, KVCacheSpec(2, 1))
         layout = KVLayout(scheduler_config.num_blocks, BLOCK_SIZE, "float32", specs)
         super().__init__(config, num_ranks=num_ranks, layout=layout)
-        self.connector = self.scheduler
         self.scheduler = Scheduler(scheduler_config, connector=self.connector)
         for cache in (cache for caches in self.caches for cache in caches):
             cache.zero_()
@@ -70,22 +69,15 @@ class Engine(Bench):
         self.runner.slots, self.runner.versions = TensorSlots(self.caches, 0), TensorSlots(self.caches, 1)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        self.runner.apply(output)
-        if output.is_idle:
-            outputs = [step.no_forward(output) for step in self.steps]
-            result = ModelRunnerOutput([])
-        else:
-            for step in self.steps:
-                step.pre_forward(output)
-            result = self.runner.compute(output)
-            outputs = [step.post_forward(output.finished_req_ids) for step in self.steps]
-        result.kv_connector_output = self.merger.merge(outputs)
-        return result
+        result = ModelRunnerOutput([])
 
-    def shutdown(self) -> None:
-        self.connector.shutdown()
-        for step in self.steps:
-            step.shutdown()
+        def forward() -> None:
+            nonlocal result
+            result = self.runner.compute(output)
+
+        self.runner.apply(output)
+        result.kv_connector_output = self.execute(output, None if output.is_idle else forward)
+        return result
 
 
 def transfer_config(kind: str, folder: Path, rng: random.Random, faults: Faults) -> KVTransferConfig:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 from typing import Any
 
 import pytest
 from tests.helpers import schedulers
-from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector, ScriptedConnector
-from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.fake_connector import ScriptedConnector
 
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.step import EngineOutput, KVConnectorOutput, ModelRunnerOutput, SchedulerOutput, TransferFailure
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from fleetfoot.scheduler.scheduler import Scheduler
 
 LOADING = RequestStatus.LOADING
 FAILED = {"a": TransferFailure("the file is too short")}
@@ -91,9 +89,8 @@ def test_what_is_loaded_comes_behind_what_is_here() -> None:
 
 
 def test_others_overtake_a_request_that_loads_but_no_more_than_there_are_rows() -> None:
-    scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8, "d": 8}), max_num_seqs=3)
-    for request in (request_of("a"), request_of("b"), request_of("x", prompt=3), request_of("c"), request_of("d")):
-        scheduler.add_request(request)
+    requests = [request_of("a"), request_of("b"), request_of("x", prompt=3), request_of("c"), request_of("d")]
+    scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8, "d": 8}), *requests, max_num_seqs=3)
     output, _ = step(scheduler)
     assert [new.request_id for new in output.new_requests] == ["x"]
     assert [name for name, *_ in connector.of("load")] == ["a", "b"]  # with x that is a row for each
@@ -119,11 +116,9 @@ def test_those_whose_kv_has_come_run_in_their_order_and_before_all_who_wait() ->
 
 
 def test_a_request_that_must_not_be_split_waits_for_a_step_that_holds_the_rest_of_it() -> None:
-    scheduler, _ = world(
-        ScriptedConnector({"a": 4}), enable_chunked_prefill=False, max_num_batched_tokens=12, max_num_seqs=2
-    )
-    scheduler.add_request(request_of("a", prompt=12))
-    scheduler.add_request(request_of("b", prompt=6, max_tokens=1))
+    requests = request_of("a", prompt=12), request_of("b", prompt=6, max_tokens=1)
+    limits = {"enable_chunked_prefill": False, "max_num_batched_tokens": 12, "max_num_seqs": 2}
+    scheduler, _ = world(ScriptedConnector({"a": 4}), *requests, **limits)
     output, _ = step(scheduler, loaded={"a"})
     assert [new.request_id for new in output.new_requests] == ["b"]
     scheduler.add_request(request_of("b2", prompt=8))
@@ -132,13 +127,11 @@ def test_a_request_that_must_not_be_split_waits_for_a_step_that_holds_the_rest_o
 
 
 def test_a_load_needs_blocks_for_the_whole_prompt() -> None:
-    scheduler, connector = world(ScriptedConnector({"b": 8}), num_blocks=5)
-    scheduler.add_request(request_of("a", prompt=9, max_tokens=2))
-    scheduler.add_request(request_of("b", prompt=12, max_tokens=2))
-    step(scheduler)
-    assert connector.of("load") == []
-    step(scheduler)
-    assert connector.of("load") == []  # it was asked for again
+    a, b = request_of("a", max_tokens=2), request_of("b", prompt=12, max_tokens=2)
+    scheduler, connector = world(ScriptedConnector({"b": 8}), a, b, num_blocks=5)
+    for _ in range(2):
+        step(scheduler)
+        assert connector.of("load") == []
     assert len(connector.of("match")) > 2
     step(scheduler)
     assert connector.of("load") == [("b", 0, 8, 3)]
@@ -225,12 +218,9 @@ def test_aborted_when_its_kv_has_come() -> None:
 
 
 def test_new_weights_while_loading() -> None:
-    scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8}))
     a, b, c = (request_of(name) for name in "abc")
-    for request in (a, b, c):
-        scheduler.add_request(request)
-    output = schedule(scheduler)
-    update(scheduler, output, loaded={"a"})
+    scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8}), a, b, c)
+    step(scheduler, loaded={"a"})
     scheduler.reset_prefix_cache(reset_connector=True)
     assert connector.calls[-1] == ("reset",)
     assert (a.status, a.block_ids, b.status) == (RequestStatus.WAITING, [], LOADING)
@@ -375,12 +365,10 @@ def test_no_idle_step_without_a_reason_nor_behind_a_step_in_flight() -> None:
     connector.pending = True
     assert schedule(scheduler).is_idle
     assert scheduler.schedule() is None  # one at a time
-    alone = Scheduler(SchedulerConfig(8, 4, 1, 8))
-    alone.add_request(request_of("a", prompt=3, max_tokens=1))
-    output = alone.schedule()
-    assert output is not None
+    alone = schedulers.make_scheduler(request_of("a", prompt=3, max_tokens=1))
+    output = schedulers.schedule(alone)
     assert output.kv_connector_metadata is None
-    alone.update(output, ModelRunnerOutput([[7]]))
+    schedulers.update(alone, output)
     assert alone.schedule() is None
 
 
@@ -389,23 +377,5 @@ def test_kv_transfer_params_are_checked_when_a_request_comes() -> None:
     with pytest.raises(ValueError, match="kv_transfer_params is bad"):
         scheduler.add_request(request_of("b", kv_transfer_params={"bad": True}))
     assert list(scheduler.requests) == ["a"]
-    with pytest.raises(
-        ValueError, match=r"kv_transfer_params is \{'good': True\}, but this engine has no KV connector"
-    ):
-        Scheduler(SchedulerConfig(8, 4, 1, 8)).add_request(request_of("a", kv_transfer_params={"good": True}))
-
-
-def test_tokens_survive_loads_that_fail_now_and_then() -> None:
-    rng = random.Random(0)
-    config = SchedulerConfig(16, 4, 3, 16, enable_prefix_caching=False, num_drafts=2)
-    behaviour = Behaviour(match=1.0, fail=0.3, hold=0.5, has_all=True)
-    engine = FakeEngine(config, rng, behaviour=behaviour, num_ranks=2, depth=1)
-    requests = [request_of(name, prompt=[i % 10 for i in range(5 + number)]) for number, name in enumerate("abcdefgh")]
-    for request in requests:
-        engine.scheduler.add_request(request)
-    engine.settle()
-    stats = engine.scheduler.stats().transfers
-    assert stats.loads_done > 0 < stats.loads_failed
-    assert stats.counters["blocks_loaded"] * 4 == stats.tokens_loaded
-    assert isinstance(engine.connector, FakeSchedulerConnector)
-    assert engine.connector.num_metadata >= engine.device.runner.num_steps
+    with pytest.raises(ValueError, match=r"kv_transfer_params is .*, but this engine has no KV connector"):
+        schedulers.make_scheduler(request_of("a", kv_transfer_params={"good": True}))
