@@ -15,20 +15,14 @@ import pytest
 from fleetfoot import LLM
 from fleetfoot.cli.main import main
 from fleetfoot.config.kv_transfer import KVTransferConfig
-from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext, WorkerConnector
+from fleetfoot.kv_transfer.base.connector import KVConnector, TransferContext
 from fleetfoot.kv_transfer.base.registry import find_connector
 from fleetfoot.kv_transfer.blockstore.connector import SharedStorageConnector
-from fleetfoot.records.kv_connector import SchedulerConnector
 
 Streams = pytest.CaptureFixture[str]
 SHARED, OFFLOAD, NIXL, MULTI = "SharedStorageConnector", "OffloadingConnector", "NixlConnector", "MultiConnector"
 FILES = {"shared_storage_path": "no/such/folder/yet"}
-SMALL: dict[str, Any] = {
-    "device": "cpu",
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "num_gpu_blocks_override": 40,
-}
+SMALL = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}
 
 
 def transfer(connector: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
@@ -49,24 +43,15 @@ class ChecksNothing(SharedStorageConnector):
     check_settings = KVConnector.check_settings
 
 
-class Picky(KVConnector):
+class Picky(SharedStorageConnector):
     """Refuses all settings."""
 
-    accepted_kv_layouts: ClassVar[frozenset[str]] = SharedStorageConnector.accepted_kv_layouts
     contexts: ClassVar[list[TransferContext]] = []
 
     @staticmethod
     def check_settings(context: TransferContext) -> None:
         Picky.contexts.append(context)
         raise ValueError(f"no more than 5 bytes a block, and there are {context.bytes_per_block}")
-
-    @staticmethod
-    def scheduler_side(context: TransferContext) -> SchedulerConnector:
-        raise AssertionError("nothing is started")
-
-    @staticmethod
-    def worker_side(context: TransferContext) -> WorkerConnector:
-        raise AssertionError("nothing is started")
 
 
 # --- the same words -------------------------------------------------------------------------------------------------
@@ -212,9 +197,8 @@ def test_another_class_checks_its_settings(capsys: Streams) -> None:
 
 
 def test_a_plan_needs_no_torch_and_imports_connectors_when_they_are_used() -> None:
-    settings = transfer(
-        MULTI, connectors=[transfer(SHARED, **FILES), transfer(OFFLOAD, num_cpu_blocks=3), transfer(NIXL)]
-    )
+    parts = [transfer(SHARED, **FILES), transfer(OFFLOAD, num_cpu_blocks=3), transfer(NIXL)]
+    settings = transfer(MULTI, connectors=parts)
     code = (
         "import sys; from fleetfoot.cli.main import main; "
         "import fleetfoot.kv_transfer.blockstore.connector, fleetfoot.kv_transfer.multi, fleetfoot.plan.plan; "
@@ -233,9 +217,8 @@ def test_one_warning_about_a_field_without_effect(tmp_path: Path, caplog: pytest
     with LLM(kv_transfer_config=settings, kv_offloading_size=0.01, **SMALL):
         pass
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [text for text in warnings if "kv_port" in text] == [
-        f"kv_transfer_config: kv_port has no meaning for {SHARED}"
-    ]
+    expected = f"kv_transfer_config: kv_port has no meaning for {SHARED}"
+    assert [text for text in warnings if "kv_port" in text] == [expected]
 
 
 @pytest.mark.parametrize(("role", "lacks"), [("kv_producer", "loads"), ("kv_consumer", "saves")])
