@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import gc
 import logging
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, prompt_of, scripted_engine
-from tests.helpers.gate import HANG, Gate
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, drain, prompt_of, scripted_engine
+from tests.helpers.gate import Gate
 from tests.helpers.streams import assert_idle, async_test, collect, gated, run, submit, tokens_of
 
-from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
+from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
+from fleetfoot.engine.input_processor import COPY_MARK
 from fleetfoot.records.step import SchedulerOutput
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
@@ -44,15 +48,13 @@ def expected_tokens(count: int) -> list[int]:
 
 
 def test_collections_leave_the_engine_alone_while_it_runs() -> None:
+    async def read(llm: AsyncLLM) -> int:
+        await collect(llm.generate(PROMPT, params(3), "a"))
+        return gc.get_freeze_count()
+
     with gated() as (llm, gate):
-        stream = llm.generate(PROMPT, params(3), "a")
-
-        async def read() -> int:
-            gate.open()
-            _ = [output async for output in stream]
-            return gc.get_freeze_count()
-
-        assert run(read()) > 0
+        gate.open()
+        assert run(read(llm)) > 0
     assert gc.get_freeze_count() == 0
     frozen: list[int] = []
     with LLM(embedded_model_path(), max_model_len=64, dtype="float32") as offline:
@@ -76,14 +78,19 @@ async def test_many_streams_at_once(running: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_kinds_of_output(kind: RequestOutputKind, running: AsyncLLM) -> None:
-    outputs = run(collect(running.generate(PROMPT, params(7, kind), "r")))
+@async_test
+async def test_kinds_of_output(kind: RequestOutputKind, running: AsyncLLM) -> None:
+    outputs, copies = [], []
+    async for output in running.generate(PROMPT, params(7, kind), "r"):
+        outputs.append(output)
+        copies.append(copy.deepcopy(output))
+    assert outputs == copies  # later steps change no earlier output
     if kind is RequestOutputKind.DELTA:
         assert tokens_of(outputs) == expected_tokens(7)
     else:
         assert outputs[-1].outputs[0].token_ids == expected_tokens(7)
-    if kind is RequestOutputKind.FINAL_ONLY:
-        assert len(outputs) == 1
+        assert all(output.metrics.num_generation_tokens == len(output.outputs[0].token_ids) for output in outputs)
+    assert kind is not RequestOutputKind.FINAL_ONLY or len(outputs) == 1
 
 
 @async_test
@@ -145,24 +152,15 @@ async def test_the_same_tokens_as_offline(text_model: Path) -> None:
         assert llm.get_tokenizer() is not None
 
 
-def test_two_event_loops_one_after_the_other(running: AsyncLLM) -> None:
-    for number in range(2):
-        assert tokens_of(run(collect(running.generate(PROMPT, params(5), f"r{number}")))) == expected_tokens(5)
-        assert tokens_of(run(collect(running.generate(PROMPT, params(5), "same")))) == expected_tokens(5)
+def test_event_loops_one_after_the_other_and_at_once(running: AsyncLLM) -> None:
+    def generate(number: int, request_id: str) -> list[int]:
+        return tokens_of(run(collect(running.generate(PROMPT, params(number), request_id))))
 
-
-def test_two_event_loops_at_once(running: AsyncLLM) -> None:
-    found: dict[int, list[int]] = {}
-
-    def work(number: int) -> None:
-        found[number] = tokens_of(run(collect(running.generate(PROMPT, params(20 + number), str(number)))))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG)
-    assert found == {number: expected_tokens(20 + number) for number in range(4)}
+    for request_id in ("r0", "same", "r1", "same"):
+        assert generate(5, request_id) == expected_tokens(5)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(generate, range(20, 24), "abcd"))
+    assert found == [expected_tokens(number) for number in range(20, 24)]
 
 
 # --- leaving --------------------------------------------------------------------------------------------------------
@@ -207,9 +205,18 @@ async def test_an_id_is_free_again_once_its_request_was_aborted() -> None:
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("how", ["aclose", "break", "cancel", "timeout", "exception"])
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("aclose", asyncio.CancelledError),
+        ("break", None),
+        ("cancel", asyncio.CancelledError),
+        ("timeout", TimeoutError),
+        ("exception", ZeroDivisionError),
+    ],
+)
 @async_test
-async def test_leaving_the_generator_aborts_the_request(how: str) -> None:
+async def test_leaving_the_generator_aborts_the_request(how: str, error: type[BaseException] | None) -> None:
     with gated() as (llm, gate):
         stream = llm.generate(PROMPT, params(50), "r")
         reading = asyncio.Event()
@@ -228,23 +235,12 @@ async def test_leaving_the_generator_aborts_the_request(how: str) -> None:
         await gate.arrival()
         gate.step()
         await reading.wait()
+        if how in ("aclose", "cancel"):
+            task.cancel()
+        with contextlib.nullcontext() if error is None else pytest.raises(error):
+            await (asyncio.wait_for(task, 0) if how == "timeout" else task)
         if how == "aclose":
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
             await stream.aclose()
-        elif how == "cancel":
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        elif how == "timeout":
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(task, 0)
-        elif how == "break":
-            await task
-        else:
-            with pytest.raises(ZeroDivisionError):
-                await task
         gate.open()
         # commands run in order: when this request has ended, the other one has been discarded
         assert tokens_of(await collect(llm.generate(PROMPT, params(3), "other"))) == expected_tokens(3)
@@ -443,3 +439,77 @@ def test_as_a_context_manager(text_model: Path, caplog: pytest.LogCaptureFixture
     assert not caplog.records
     with pytest.raises(EngineDeadError, match="shut down"):
         run(collect(llm.generate("a", params(5), "r")))
+
+
+# --- ids that could be taken for those of copies ----------------------------------------------------------------------
+
+LOOKALIKES = ["r", "0_r", "1_r", "r_0", "r0", "r#1"]
+"""One of them has copies in a test; the others are what ids of copies might look like."""
+
+
+def copies(count: int, max_tokens: int = 3) -> SamplingParams:
+    return params(max_tokens, RequestOutputKind.FINAL_ONLY, n=count)
+
+
+def tokens_of_copies(outputs: list[RequestOutput]) -> dict[str, list[list[int]]]:
+    return {o.request_id: [completion.token_ids for completion in o.outputs] for o in outputs if o.finished}
+
+
+@pytest.mark.parametrize("request_ids", [LOOKALIKES, LOOKALIKES[::-1]])
+@async_test
+async def test_a_request_and_copies_of_another(request_ids: list[str]) -> None:
+    expected = {name: [expected_tokens(3)] * (2 if name == "r" else 1) for name in request_ids}
+    engine = scripted_engine(ScriptedExecutor())
+    for name, sequences in expected.items():
+        engine.add_request(name, PROMPT, copies(len(sequences)))
+    assert tokens_of_copies(drain(engine)) == expected
+    with gated() as (llm, gate):
+        gate.open()
+        tasks = [submit(llm, PROMPT, copies(len(sequences)), name) for name, sequences in expected.items()]
+        outputs = [output for stream in await asyncio.gather(*tasks) for output in stream]
+    assert tokens_of_copies(outputs) == expected
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+@pytest.mark.parametrize("aborted", ["r", "0_r"])
+@async_test
+async def test_an_abort_ends_one_and_not_the_other(aborted: str) -> None:
+    expected = {name: ["abort" if name == aborted else "length"] * n for name, n in (("r", 2), ("0_r", 1))}
+    engine = scripted_engine(ScriptedExecutor())
+    for name, reasons in expected.items():
+        engine.add_request(name, PROMPT, copies(len(reasons)))
+    engine.step()
+    engine.abort_request(aborted)
+    found = drain(engine)
+    engine.core.scheduler.check_idle()
+    with gated() as (llm, gate):
+        tasks = [submit(llm, PROMPT, copies(len(reasons)), name) for name, reasons in expected.items()]
+        await gate.arrival()  # the first step has begun
+        await llm.abort(aborted)
+        gate.open()
+        streamed = [outputs[-1] for outputs in await asyncio.gather(*tasks)]
+        assert_idle(llm)
+    for outputs in (found, streamed):
+        assert {output.request_id: [c.finish_reason for c in output.outputs] for output in outputs} == expected
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("request_id", [f"r{COPY_MARK}0", COPY_MARK, f"{COPY_MARK}r"])
+def test_the_mark_of_copies_is_the_engines_own(request_id: str, count: int, running: AsyncLLM) -> None:
+    engine = scripted_engine(ScriptedExecutor())
+    engine.add_request("r", PROMPT, copies(2))
+    with pytest.raises(ValueError, match=r"it must not hold the character '\\x1f'"):
+        engine.add_request(request_id, PROMPT, copies(count))
+    with pytest.raises(ValueError, match="must not hold the character"):
+        run(collect(running.generate(PROMPT, copies(count), request_id)))
+    assert [output.request_id for output in drain(engine)] == ["r"]
+    engine.abort_request(f"r{COPY_MARK}0")  # no id of a user's: ends nothing, and is no error
+
+
+@given(st.dictionaries(st.text("r_01#\x1e", min_size=1, max_size=4), st.integers(1, 3), min_size=1, max_size=6))
+def test_no_two_sequences_have_one_id(requests: dict[str, int]) -> None:
+    engine = scripted_engine(ScriptedExecutor(), max_num_seqs=18)
+    for request_id, count in requests.items():
+        engine.add_request(request_id, PROMPT, copies(count, max_tokens=1))
+    assert len(engine.core.scheduler.requests) == sum(requests.values())
+    assert {output.request_id: len(output.outputs) for output in drain(engine)} == requests
