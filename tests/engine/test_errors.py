@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from tests.helpers.engines import EOS, TEXT_MODEL, ScriptedExecutor, change_weights, drain, prompt_of, scripted_engine
 
-from fleetfoot import LLM, EngineDeadError, LLMEngine, SamplingParams
+from fleetfoot import LLM, EngineDeadError, SamplingParams
 from fleetfoot.records.step import SchedulerOutput
 
 VOCAB = TEXT_MODEL["vocab_size"]
@@ -81,30 +80,30 @@ def test_parameters_that_do_not_suit_the_model(params: dict[str, Any], message: 
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_one_bad_request_of_many_leaves_nothing_behind(llm: LLM) -> None:
-    good = prompt_of(5, VOCAB)
+@pytest.mark.parametrize(
+    ("call", "arguments", "error", "message"),
+    [
+        ("generate", ([[5, 6], [7, 8]], [GREEDY] * 3), ValueError, "sampling_params has 3 entries for 2 prompts"),
+        ("generate", ([[5, 6], [7, 8]], []), ValueError, "sampling_params has 0 entries for 2 prompts"),
+        ("generate", ([[5, 6], [7, 8]], {"temperature": 0}), TypeError, "it must be a SamplingParams"),
+        ("generate", ([[5, 6], [7, 8]], [GREEDY, None]), TypeError, "it must be a SamplingParams"),
+        ("generate", ([[5], [6], [9999], [7]], GREEDY), ValueError, r"prompt_token_ids\[0\] is 9999"),
+        ("chat", ([], GREEDY), ValueError, "messages is empty"),
+        ("chat", ("hello", GREEDY), ValueError, "messages must be a list"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments(call: str, arguments: tuple[Any, ...], error: type[Exception], message: str, llm: LLM) -> None:
     before = llm.stats().num_steps
-    with pytest.raises(ValueError, match=r"prompt_token_ids\[0\] is 9999"):
-        llm.generate([good, good, [9999], good], GREEDY, use_tqdm=False)
+    with pytest.raises(error, match=message):
+        getattr(llm, call)(*arguments, use_tqdm=False)
     assert llm.stats().num_steps == before
 
 
-@pytest.mark.usefixtures("nothing_is_left")
-def test_wrong_arguments(llm: LLM) -> None:
-    prompts = [[5, 6], [7, 8]]
-    with pytest.raises(ValueError, match="sampling_params has 3 entries for 2 prompts"):
-        llm.generate(prompts, [GREEDY] * 3, use_tqdm=False)
-    with pytest.raises(ValueError, match="sampling_params has 0 entries for 2 prompts"):
-        llm.generate(prompts, [], use_tqdm=False)
-    for wrong in ({"temperature": 0}, [GREEDY, None]):
-        with pytest.raises(TypeError, match="it must be a SamplingParams"):
-            llm.generate(prompts, wrong, use_tqdm=False)
-    with pytest.raises(ValueError, match="scheduling_policy='priority'"):
-        llm.generate(prompts, GREEDY, use_tqdm=False, priority=[1, 2])
-    with pytest.raises(ValueError, match="messages is empty"):
-        llm.chat([], GREEDY, use_tqdm=False)
-    with pytest.raises(ValueError, match="messages must be a list"):
-        llm.chat("hello", GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+def test_priorities_and_no_prompts(llm: LLM) -> None:
+    for priority in ([1, 2], []):
+        with pytest.raises(ValueError, match="scheduling_policy='priority'"):
+            llm.generate([[5, 6], [7, 8]], GREEDY, use_tqdm=False, priority=priority)
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
@@ -146,13 +145,11 @@ def test_the_engine_names_what_it_refuses(llm: LLM) -> None:
 
 @pytest.mark.parametrize("copies", [1, 3])
 def test_a_request_longer_than_the_whole_cache(copies: int, text_model: Path) -> None:
-    with LLM(
-        str(text_model), device="cpu", max_num_seqs=4, max_model_len=200, num_gpu_blocks_override=10, block_size=8
-    ) as llm:
+    limits = {"max_num_seqs": 4, "max_model_len": 200, "num_gpu_blocks_override": 10, "block_size": 8}
+    message = r"KV for 89 tokens \(40 of prompt and 50 to generate, less one\)"
+    with LLM(str(text_model), device="cpu", **limits) as llm:
         params = SamplingParams(max_tokens=50, n=copies)
-        with pytest.raises(
-            ValueError, match=r"KV for 89 tokens \(40 of prompt and 50 to generate, less one\)"
-        ) as caught:
+        with pytest.raises(ValueError, match=message) as caught:
             llm.generate([prompt_of(5, VOCAB), prompt_of(40, VOCAB)], params, use_tqdm=False)
         assert "the whole cache holds 80 (10 blocks of 8)" in str(caught.value)
         assert "set max_tokens to at most 41" in str(caught.value)
@@ -167,7 +164,10 @@ def test_a_request_longer_than_the_whole_cache(copies: int, text_model: Path) ->
 # --- requests that fail on the way ----------------------------------------------------------------------------------
 
 
-def _with_weights(text_model: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+def _with_weight(text_model: Path, folder: Path, name: str, index: int, value: float) -> Path:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights[name][index] = value
+
     shutil.copytree(text_model, folder, dirs_exist_ok=True)
     change_weights(folder, change)
     return folder
@@ -175,16 +175,14 @@ def _with_weights(text_model: Path, folder: Path, change: Callable[[dict[str, to
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_weights_that_are_not_numbers(value: float, text_model: Path, tmp_path: Path) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights["model.norm.weight"][0] = value
-
     params = [
         SamplingParams(temperature=0),
         SamplingParams(logprobs=2, prompt_logprobs=2),
         SamplingParams(top_p=0.5, top_k=3, min_p=0.1, seed=0, min_tokens=3),
         SamplingParams(n=2, stop=["a"], allowed_token_ids=[5, 6]),
     ]
-    with LLM(_with_weights(text_model, tmp_path, spoil), device="cpu", max_num_seqs=4) as llm:
+    folder = _with_weight(text_model, tmp_path, "model.norm.weight", 0, value)
+    with LLM(folder, device="cpu", max_num_seqs=4) as llm:
         for output in llm.generate([prompt_of(20, VOCAB)] * 4, params, use_tqdm=False):
             assert output.finished
             for completion in output.outputs:
@@ -197,10 +195,8 @@ def test_weights_that_are_not_numbers(value: float, text_model: Path, tmp_path: 
 def test_what_was_generated_before_the_error_is_kept(text_model: Path, tmp_path: Path) -> None:
     """A token with a NaN embedding is sampled half-way: earlier output is returned, with text that was held back."""
 
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights["model.embed_tokens.weight"][300] = torch.nan
-
-    with LLM(_with_weights(text_model, tmp_path, spoil), device="cpu", max_num_seqs=4) as llm:
+    folder = _with_weight(text_model, tmp_path, "model.embed_tokens.weight", 300, torch.nan)
+    with LLM(folder, device="cpu", max_num_seqs=4) as llm:
         free = SamplingParams(temperature=0, max_tokens=8, logit_bias={300: -1e9}, ignore_eos=True)
         text = llm.get_tokenizer().decode([300])
         forced = SamplingParams(max_tokens=8, allowed_token_ids=[300], stop=[text + "#"], logprobs=0)
@@ -255,16 +251,11 @@ def test_a_step_that_raises_ends_the_engine_with_the_first_cause() -> None:
         engine.step()
 
 
-def _llm_on(engine: LLMEngine, text_model: Path) -> LLM:
-    llm = LLM(str(text_model), device="cpu", max_num_seqs=4)
-    llm.llm_engine.shutdown()
-    llm.llm_engine = engine
-    return llm
-
-
 @pytest.mark.parametrize("error", [_BrokenError("boom"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
 def test_generate_passes_it_on(error: BaseException, text_model: Path) -> None:
-    llm = _llm_on(scripted_engine(_failing(3, error)), text_model)
+    llm = LLM(str(text_model), device="cpu", max_num_seqs=4)
+    llm.shutdown()
+    llm.llm_engine = scripted_engine(_failing(3, error))
     raised = EngineDeadError if isinstance(error, Exception) else KeyboardInterrupt
     with pytest.raises(raised):
         llm.generate([[5, 6]] * 3, GREEDY, use_tqdm=False)
@@ -272,25 +263,6 @@ def test_generate_passes_it_on(error: BaseException, text_model: Path) -> None:
         llm.generate([[5, 6]], GREEDY, use_tqdm=False)
     assert caught.value.__cause__ is error
     llm.shutdown()
-
-
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_an_interrupt_between_steps_harms_nothing(overlapped: bool, text_model: Path) -> None:
-    class Bar:
-        def update(self, count: int) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-        def close(self) -> None:
-            pass
-
-    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (2, 50)]
-    with LLM(str(text_model), device="cpu", max_num_seqs=4, async_scheduling=overlapped) as llm:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[5, 6], [7, 8]], params, use_tqdm=lambda **_: Bar())
-        assert not llm.llm_engine.has_unfinished_requests()
-        llm.llm_engine.core.scheduler.check_idle()
-        (output,) = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
-        assert len(output.outputs[0].token_ids) == 4
 
 
 def test_no_step_is_left_in_flight_when_all_have_their_outputs(text_model: Path) -> None:
@@ -328,17 +300,10 @@ def test_requests_that_can_never_be_scheduled_are_an_error_not_a_hang() -> None:
 
 
 def test_after_shutdown(text_model: Path) -> None:
-    llm = LLM(str(text_model), device="cpu", max_num_seqs=4)
-    llm.shutdown()
+    with pytest.raises(ZeroDivisionError), LLM(str(text_model), device="cpu", max_num_seqs=4) as llm:
+        raise ZeroDivisionError  # leaves the context, and ends the engine
     llm.shutdown()
     for call in (lambda: llm.generate("a", use_tqdm=False), lambda: llm.llm_engine.step()):
         with pytest.raises(EngineDeadError, match="the engine was shut down"):
             call()
     assert llm.stats().num_steps == 0
-
-
-def test_an_error_leaves_the_context_and_ends_the_engine(text_model: Path) -> None:
-    with pytest.raises(ZeroDivisionError), LLM(str(text_model), device="cpu", max_num_seqs=4) as llm:
-        raise ZeroDivisionError
-    with pytest.raises(EngineDeadError):
-        llm.generate("a", use_tqdm=False)

@@ -1,10 +1,12 @@
-"""`force_runner`: wins over the environment, gives it back, and does not go unnoticed where it had no effect."""
+"""`force_runner` wins over the environment, restores it, and is an error where it had no effect."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -49,19 +51,13 @@ def is_as_before(held: str | None) -> bool:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_it_wins_and_gives_the_environment_back(runner: str, held: str | None) -> None:
+def test_it_wins_and_restores_the_environment(runner: str, held: str | None) -> None:
     with force_runner(runner) as forced:
         assert runs() == runner
         assert os.environ[USE_V2_MODEL_RUNNER] == str(RUNNERS.index(runner))  # for processes that are started
+        os.environ[USE_V2_MODEL_RUNNER] = "1"  # not by monkeypatch, which would put back what the block has set
         assert runs() == runner
     assert [plan.runner for plan in forced.plans] == [runner, runner]
-    assert is_as_before(held)
-
-
-def test_it_wins_over_what_is_set_inside(held: str | None) -> None:
-    with force_runner("v1"):
-        os.environ[USE_V2_MODEL_RUNNER] = "1"  # not by monkeypatch, which would put back what the block has set
-        assert runs() == "v1"
     assert is_as_before(held)
 
 
@@ -71,15 +67,6 @@ def test_blocks_may_be_nested(held: str | None) -> None:
             assert runs() == "v2"
         assert runs() == "v1"
     assert is_as_before(held)
-
-
-def test_an_engine_counts_for_the_innermost_block_alone() -> None:
-    with (
-        pytest.raises(AssertionError, match=r"force_runner\('v1'\) had no effect: no engine has started"),
-        force_runner("v1"),
-        force_runner("v2"),
-    ):
-        assert runs() == "v2"
 
 
 def test_as_a_decorator(held: str | None) -> None:
@@ -100,12 +87,30 @@ def test_as_a_decorator(held: str | None) -> None:
     assert is_as_before(held)
 
 
-def test_without_an_engine_it_is_an_error(held: str | None) -> None:
-    with pytest.raises(AssertionError, match=r"force_runner\('v2'\) had no effect"), force_runner("v2"):
-        engine_module.resolve_plan(
-            EngineConfig(device="cpu"), Machine.detect()
-        )  # a plan that no engine is made of does not count
+def plan_only() -> None:
+    engine_module.resolve_plan(EngineConfig(device="cpu"), Machine.detect())
+
+
+def nested() -> None:
+    """An engine counts for the innermost block alone."""
+    with force_runner("v2"):
+        runs()
+
+
+@pytest.mark.parametrize("work", [plan_only, nested])
+def test_without_an_engine_it_is_an_error(work: Callable[[], None], held: str | None) -> None:
+    with pytest.raises(AssertionError, match=r"force_runner\('v1'\) had no effect: no engine"), force_runner("v1"):
+        work()
     assert is_as_before(held)
+
+
+@pytest.mark.parametrize("part", ["start_executor", "InputProcessor"])
+def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the workers have started, and after that."""
+    monkeypatch.setattr(engine_module, part, mock.Mock(side_effect=RuntimeError("injected")))
+    failed = pytest.raises(RuntimeError, match="injected")
+    with pytest.raises(AssertionError, match="no engine has started"), force_runner("v1"), failed:
+        start()
 
 
 def test_an_engine_of_another_thread_counts() -> None:
@@ -114,46 +119,24 @@ def test_an_engine_of_another_thread_counts() -> None:
     assert [plan.runner for plan in forced.plans] == ["v1"]
 
 
-def build_another_runner(patch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("in_thread", "message"),
+    [(False, r"\('v2'\) is in effect, and the engine runs on 'v1'"), (True, r"\('v2'\): 1 engine\(s\) ran on another")],
+)
+def test_the_runner_that_ran_counts_not_the_planned_one(
+    in_thread: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Workers report V1 whatever the plan says, and the check of what was built is switched off."""
-    patch.setattr(ModelRunnerV2, "name", "v1")
-    patch.setattr("fleetfoot.executor.build.check_builds", lambda plan, builds: None)
+    monkeypatch.setattr(ModelRunnerV2, "name", "v1")
+    monkeypatch.setattr("fleetfoot.executor.build.check_builds", lambda plan, builds: None)
+    with pytest.raises(AssertionError, match=f"force_runner{message}"), force_runner("v2"):
+        if not in_thread:
+            start()
+        with ThreadPoolExecutor(1) as pool:
+            assert isinstance(pool.submit(start).exception(), AssertionError)  # which a thread may drop
 
 
-def test_the_runner_that_ran_counts_not_the_planned_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    build_another_runner(monkeypatch)
-    message = r"force_runner\('v2'\) is in effect, and the engine runs on 'v1'"
-    with pytest.raises(AssertionError, match=message), force_runner("v2"):
-        start()
-
-
-def test_another_runner_in_another_thread_is_an_error_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    build_another_runner(monkeypatch)
-    with (
-        pytest.raises(AssertionError, match=r"force_runner\('v2'\): 1 engine\(s\) ran on another runner"),
-        force_runner("v2"),
-        ThreadPoolExecutor(1) as pool,
-    ):
-        assert isinstance(pool.submit(start).exception(), AssertionError)  # which a thread may drop
-
-
-@pytest.mark.parametrize("part", ["start_executor", "InputProcessor"])
-def test_a_start_that_fails_does_not_count(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the workers have started, and after that."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(engine_module, part, fail)
-    with (
-        pytest.raises(AssertionError, match="no engine has started"),
-        force_runner("v1"),
-        pytest.raises(RuntimeError, match="injected"),
-    ):
-        start()
-
-
-def test_an_exception_comes_through_as_it_is(held: str | None) -> None:
+def test_an_exception_is_raised_unchanged(held: str | None) -> None:
     with pytest.raises(KeyError, match="mine"), force_runner("v2"):
         raise KeyError("mine")
     assert is_as_before(held)
@@ -164,11 +147,11 @@ def test_an_exception_comes_through_as_it_is(held: str | None) -> None:
 
 @pytest.mark.parametrize("settings", [{"runner": "v2"}, {"use_v2_model_runner": True}])
 def test_a_setting_that_contradicts_it_is_an_error(settings: dict[str, object], held: str | None) -> None:
-    name = next(iter(settings))
+    (name,) = settings
     message = rf"force_runner\('v1'\) is in effect, and the engine would run on 'v2': .*{name} is .*Leave that"
     with pytest.raises(ValueError, match=message), force_runner("v1"):
         start(**settings)
-    with force_runner("v2"), start(**settings) as llm:  # what agrees with it is none
+    with force_runner("v2"), start(**settings) as llm:  # the same runner
         assert llm.llm_engine.runner_name == "v2"
     assert is_as_before(held)
 

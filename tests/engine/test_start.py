@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,22 +99,28 @@ def _write_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+def _write(name: str, content: bytes) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def _remove(name: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).unlink()
+
+
+WEIGHTS = "model.safetensors"
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json in"),
-    "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+    "no config": (_remove("config.json"), "no config.json in"),
+    "config not JSON": (_write("config.json", b"{"), "config.json cannot be read as JSON"),
     "architecture": (
         lambda folder: _write_config(folder, architectures=["GPT2LMHeadModel"]),
         r"architectures is \['GPT2LMHeadModel'\]; supported architectures: LlamaForCausalLM, MistralForCausalLM",
     ),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no \*.safetensors in"),
+    "no weights": (_remove(WEIGHTS), r"no \*.safetensors in"),
     "weights cut": (
-        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]),
         "not a whole safetensors file",
     ),
-    "no safetensors": (
-        lambda folder: (folder / "model.safetensors").write_bytes(b"PK\x03\x04"),
-        "not a whole safetensors file",
-    ),
+    "no safetensors": (_write(WEIGHTS, b"PK\x03\x04"), "not a whole safetensors file"),
     "tensor missing": (
         lambda folder: change_weights(folder, lambda weights: weights.pop("model.norm.weight")),
         r"1 missing\n.*model.norm.weight: expected \[64\]",
@@ -126,11 +133,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: _write_config(folder, vocab_size=100),
         r"2 misshapen\n.*found \[2048, 64\], expected \[100, 64\]",
     ),
-    "no tokenizer": (
-        lambda folder: (folder / "tokenizer.json").unlink(),
-        r"no tokenizer.json.*skip_tokenizer_init=True",
-    ),
-    "tokenizer not JSON": (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not a file"),
+    "no tokenizer": (_remove("tokenizer.json"), r"no tokenizer.json.*skip_tokenizer_init=True"),
+    "tokenizer not JSON": (_write("tokenizer.json", b"{"), "tokenizer.json is not a file"),
 }
 
 
@@ -161,20 +165,16 @@ def test_token_ids_need_no_tokenizer_and_dummy_weights_no_files(text_model: Path
 # --- what is built is what was planned ------------------------------------------------------------------------------
 
 
-def unloadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A C library that is there and does not load."""
-    (tmp_path / "libfleetfoot.so").write_bytes(b"not a library")
-    monkeypatch.setattr(loading, "PATH", tmp_path / "libfleetfoot.so")
-    for cached in (loading.open_library, loading.load_library):
-        cached.cache_clear()
-
-
 @pytest.fixture
-def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-        unloadable(tmp_path, patch)
+def no_library(tmp_path: Path) -> Iterator[None]:
+    """A C library that exists and does not load."""
+    (tmp_path / "libfleetfoot.so").write_bytes(b"not a library")
+    caches = (loading.open_library, loading.load_library)
+    with mock.patch.object(loading, "PATH", tmp_path / "libfleetfoot.so"):
+        for cached in caches:
+            cached.cache_clear()
         yield
-    for cached in (loading.open_library, loading.load_library):
+    for cached in caches:
         cached.cache_clear()
 
 
@@ -200,63 +200,38 @@ def plan_of(text_model: Path, machine: Machine | None = None, **settings: Any) -
     return resolve_plan(config, machine or Machine(16 << 30), environ={})
 
 
-OFFLOADING: dict[str, Any] = {"kv_offloading_size": 0.01}
+def odd_kernels(plan: KernelPlan) -> Any:
+    return dataclasses.replace(load_kernels(plan), plan=KernelPlan((("rms_norm", "odd"),)))
+
+
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
-DIFFERENCES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
-    "runner": ("fleetfoot.runner.v2.runner.ModelRunnerV2.name", "v9", {}, "runner is 'v9', and the plan names 'v2'"),
-    "kernels": (
-        "fleetfoot.executor.worker.load_kernels",
-        lambda plan: dataclasses.replace(load_kernels(plan), plan=KernelPlan((("rms_norm", "odd"),))),
-        {},
-        "kernels is 'odd: rms_norm', and the plan names 'torch: rms_norm",
-    ),
-    "attention": (
-        "fleetfoot.kernels.attention.sdpa_backend.SDPABackend.name",
-        "odd",
-        {},
-        "attention is 'odd', and the plan names 'sdpa'",
-    ),
-    "layout": (
-        "fleetfoot.records.kv_layout.KVLayout.name",
-        "odd",
-        {},
-        "kv_layout is 'odd', and the plan names 'block-contiguous-hnd'",
-    ),
+DIFFERENCES: dict[str, tuple[str, Any, str, str]] = {
+    "runner": ("runner.v2.runner.ModelRunnerV2.name", "v9", "'v9'", "'v2'"),
+    "kernels": ("executor.worker.load_kernels", odd_kernels, "'odd: rms_norm'", "'torch: rms_norm"),
+    "attention": ("kernels.attention.sdpa_backend.SDPABackend.name", "odd", "'odd'", "'sdpa'"),
+    "kv_layout": ("records.kv_layout.KVLayout.name", "odd", "'odd'", "'block-contiguous-hnd'"),
     "connector": (
-        "fleetfoot.plan.connector.find_connector",
+        "plan.connector.find_connector",
         lambda config: type("Odd", (find_connector(config),), {}),
-        OFFLOADING,
-        r"connector is '[\w.]*Odd', and the plan names '[\w.]*OffloadingConnector'",
+        r"'[\w.]*Odd'",
+        r"'[\w.]*OffloadingConnector'",
     ),
-    "drafter": (
-        "fleetfoot.speculative.drafter.build_speculation",
-        lambda *_, **__: NO_DRAFTING,
-        NGRAM,
-        "drafter is 'none', and the plan names 'ngram'",
-    ),
-    "fusion": (
-        "fleetfoot.runner.v2.runner.fuse",
-        lambda *_: None,
-        {},
-        r"fused_layers is \(\), and the plan names \(0, 1",
-    ),
-    "ranks": (
-        "fleetfoot.distributed.groups.TensorGroup.size",
-        2,
-        {"load_format": "dummy"},
-        "num_ranks is 2, and the plan names 1",
-    ),
+    "drafter": ("speculative.drafter.build_speculation", lambda *_, **__: NO_DRAFTING, "'none'", "'ngram'"),
+    "fused_layers": ("runner.v2.runner.fuse", lambda *_: None, r"\(\)", r"\(0, 1"),
+    "num_ranks": ("distributed.groups.TensorGroup.size", 2, "2", "1"),
 }
+SETTINGS = {"connector": {"kv_offloading_size": 0.01}, "drafter": NGRAM, "num_ranks": {"load_format": "dummy"}}
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_a_difference_from_the_plan_ends_the_start(
     what: str, text_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, value, settings, message = DIFFERENCES[what]
-    plan = plan_of(text_model, **settings)
-    monkeypatch.setattr(target, value)
-    with pytest.raises(PlanMismatchError, match=f"not built as planned:\n  - worker 0: {message}"):
+    target, value, built, planned = DIFFERENCES[what]
+    plan = plan_of(text_model, **SETTINGS.get(what, {}))
+    monkeypatch.setattr(f"fleetfoot.{target}", value)
+    message = f"not built as planned:\n  - worker 0: {what} is {built}, and the plan names {planned}"
+    with pytest.raises(PlanMismatchError, match=message):
         start_executor(plan)
 
 

@@ -1,0 +1,159 @@
+"""What is imported when, and which module reads the environment."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fleetfoot
+from fleetfoot.config.env import USE_NATIVE_KERNELS, use_native_kernels
+from fleetfoot.native.loading import native_problem, open_library
+
+# --- imports ----------------------------------------------------------------------------------------------------------
+
+HEAVY = {"torch", "numpy", "tokenizers", "transformers", "safetensors", "huggingface_hub", "jinja2", "rich", "asyncio"}
+PLAIN_NAMES = "SamplingParams, RequestOutputKind, RequestOutput, CompletionOutput, TokensPrompt, EngineConfig"
+LOWER_ROOMS = """
+import importlib, pkgutil
+for name in ("fleetfoot.config", "fleetfoot.records", "fleetfoot.scheduler"):
+    package = importlib.import_module(name)
+    found = [module.name for module in pkgutil.iter_modules(package.__path__, name + ".")]
+    assert len(found) > 3, found
+    for module in found:
+        importlib.import_module(module)
+"""
+
+
+def modules_after(code: str) -> set[str]:
+    """The top-level modules of a fresh interpreter after running ``code``."""
+    script = f"import sys\n{code}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import fleetfoot; fleetfoot.__version__; dir(fleetfoot)", HEAVY),
+        (
+            f"from fleetfoot import {PLAIN_NAMES}\nSamplingParams(temperature=0.5)\nEngineConfig()",
+            {"torch", "numpy", "tokenizers"},
+        ),
+        (LOWER_ROOMS, {"torch", "numpy", "tokenizers", "transformers", "safetensors"}),
+    ],
+    ids=["the package", "plain names", "lower rooms"],
+)
+def test_what_is_not_imported(code: str, absent: set[str]) -> None:
+    assert not modules_after(code) & absent
+
+
+@pytest.mark.slow
+def test_token_ids_need_torch_numpy_safetensors_and_msgspec_alone() -> None:
+    """With every other dependency missing, an engine still starts and generates."""
+    code = """
+missing = ("tokenizers", "huggingface_hub", "jinja2", "rich", "transformers")
+sys.modules.update(dict.fromkeys(missing))
+from fleetfoot import LLM, SamplingParams
+from fleetfoot.assets import embedded_model_path
+with LLM(embedded_model_path(), skip_tokenizer_init=True, device="cpu", max_num_seqs=1) as llm:
+    (output,) = llm.generate({"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=3), use_tqdm=False)
+    assert output.outputs[0].token_ids
+for name in missing:
+    del sys.modules[name]
+
+import torch
+from fleetfoot.config.parsing import load_model_config
+from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
+from fleetfoot.layers.context import ModelContext
+from fleetfoot.weights.loading import ModelLoader
+ops = load_kernels(plan_kernels(DeviceFacts("cpu")))
+context = ModelContext(ops, ops.attention, torch.float32, torch.device("cpu"))
+folder = embedded_model_path()
+ModelLoader(load_model_config(folder), context, folder, layers=range(1)).load()  # as a rank of a pipeline
+"""
+    loaded = modules_after(code)
+    assert "torch" in loaded
+    assert "sympy" not in loaded  # torch's compiler imports it, which takes a second
+
+
+def test_every_public_name_is_there() -> None:
+    for name in fleetfoot.__all__:
+        assert getattr(fleetfoot, name) is not None
+    assert dir(fleetfoot) == sorted(fleetfoot.__all__)
+    with pytest.raises(AttributeError, match="module 'fleetfoot' has no attribute 'Nothing'"):
+        fleetfoot.Nothing  # noqa: B018
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+PACKAGE = Path(fleetfoot.__file__).parent
+READER = PACKAGE / "config" / "env.py"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def environment_uses(source: str) -> list[int]:
+    """Lines that touch the environment: ``os.environ``, ``os.getenv`` and their like, however ``os`` was imported."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names: set[str] = set()
+        if isinstance(node, ast.Attribute):
+            names = {node.attr}
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name.replace("*", "environ") for alias in node.names}
+        if names & NAMES:
+            found.add(node.lineno)
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import os\nx = os.environ['A']", [2]),
+        ("import os\nx = os.getenv('A')", [2]),
+        ("import os as o\nx = o.environ.get('A')", [2]),
+        ("from os import environ", [1]),
+        ("from os import getenv as g", [1]),
+        ("from os import *", [1]),
+        ("def f():\n    import os\n    return 'A' in os.environ", [3]),
+        ("import os\nos.putenv('A', 'b')", [2]),
+        ("environ = {}\nx = environ['A']", []),
+        ("import os\nos.path.join('a')", []),
+        ("x = 'environ'", []),
+    ],
+)
+def test_the_search_for_readers(source: str, lines: list[int]) -> None:
+    assert environment_uses(source) == lines
+
+
+def test_one_module_reads_the_environment() -> None:
+    assert len(SOURCES) > 100
+    assert [path for path in SOURCES if environment_uses(path.read_text())] == [READER]
+
+
+def test_one_function_reads_the_variable_of_the_runner() -> None:
+    """Elsewhere its name stands in messages."""
+    callers = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and node.value == "FLEETFOOT_USE_V2_MODEL_RUNNER":
+                assert path == READER, f"{path}:{node.lineno}"
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr == "use_v2_model_runner":
+                callers.append(str(path.relative_to(PACKAGE)))
+    assert callers == ["plan/oracle.py"]
+
+
+def test_the_c_kernels_can_be_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_library.cache_clear()
+    monkeypatch.setenv(USE_NATIVE_KERNELS, "0")
+    assert native_problem() == "FLEETFOOT_USE_NATIVE_KERNELS=0 excludes them"
+    monkeypatch.setenv(USE_NATIVE_KERNELS, "1")
+    assert use_native_kernels() and "excludes" not in native_problem()
+    monkeypatch.setenv(USE_NATIVE_KERNELS, "no")
+    with pytest.raises(ValueError, match="FLEETFOOT_USE_NATIVE_KERNELS is 'no'; it can be 0, 1 or unset"):
+        use_native_kernels()
