@@ -232,7 +232,7 @@ def test_a_run_of_undecodable_tokens_keeps_the_window_short(kind: str) -> None:
         return pieces.decode_window(ids)
 
     invalid = id_of_byte(kind, 0xFF)
-    stream = WindowStream(decode, pieces.table(True), [])
+    stream = WindowStream(decode, pieces.tables[True], [])
     released = stream.update([invalid] * 500)
     assert 490 <= len(released) <= 500
     assert released + stream.finish() == "\ufffd" * 500

@@ -126,35 +126,31 @@ class EngineCore:
     def _retire(self, before_update: Callable[[], object] = no_callback) -> list[EngineOutput]:
         """Wait for the oldest step in flight, and update the scheduler with its result."""
         step = self._in_flight.popleft()
+        output, drafting = step.scheduler_output, self.scheduler.drafting
         begin = self.clock()
         model_output = step.pending.get()
         arrived = self.clock()
         before_update()
-        outputs = self.scheduler.update(step.scheduler_output, model_output)
-        self._record_stats(step, begin, arrived)
+        outputs = self.scheduler.update(output, model_output)
+        if output.is_idle:
+            self.stats.num_idle_steps += 1
+        else:
+            drafting.observe(output, arrived - max(step.began, self._last_arrival))
+            self._last_arrival = arrived
+            self.stats.step(
+                StepStats(
+                    len(output.rows),
+                    output.total_num_scheduled_tokens,
+                    schedule_s=step.schedule_s,
+                    execute_s=step.execute_s + arrived - begin,
+                    update_s=self.clock() - arrived,
+                    num_drafted=drafting.last_drafted,
+                    num_accepted=drafting.last_accepted,
+                )
+            )
         if not self.has_work:
             self.scheduler.check_idle()
         return outputs
-
-    def _record_stats(self, step: _StepInFlight, begin: float, arrived: float) -> None:
-        """Record a step that was waited for from ``begin`` until ``arrived``."""
-        output, drafting = step.scheduler_output, self.scheduler.drafting
-        if output.is_idle:
-            self.stats.num_idle_steps += 1
-            return
-        drafting.observe(output, arrived - max(step.began, self._last_arrival))
-        self._last_arrival = arrived
-        self.stats.step(
-            StepStats(
-                len(output.rows),
-                output.total_num_scheduled_tokens,
-                schedule_s=step.schedule_s,
-                execute_s=step.execute_s + arrived - begin,
-                update_s=self.clock() - arrived,
-                num_drafted=drafting.last_drafted,
-                num_accepted=drafting.last_accepted,
-            )
-        )
 
     def drain(self) -> None:
         """Retire all steps in flight once no request is unfinished, so that their rows and blocks are freed."""

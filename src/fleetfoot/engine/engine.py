@@ -146,9 +146,8 @@ class LLMEngine:
         """
         if priority and not self.core.scheduler.config.priority:
             raise ValueError(f"priority is {priority!r}, but scheduling_policy is 'fcfs'; it can be 'priority'")
-        return self.input_processor.process(
-            request_id, prompt, params, priority=priority, params_checked=params_checked
-        )
+        process = self.input_processor.process
+        return process(request_id, prompt, params, priority=priority, params_checked=params_checked)
 
     def submit(self, request: EngineRequest) -> None:
         """Second part of `add_request`: queue. Its id must have passed `check_request_id`.
@@ -159,15 +158,13 @@ class LLMEngine:
         """
         self._check_alive()
         sequences = self.input_processor.make_requests(request)
-        added = []
-        try:
-            for sequence in sequences:
+        for index, sequence in enumerate(sequences):
+            try:
                 self.core.add_request(sequence)
-                added.append(sequence.request_id)
-        except ValueError:
-            for sequence_id in added:
-                self.core.finish(sequence_id, RequestStatus.FINISHED_ABORTED)
-            raise
+            except ValueError:
+                for added in sequences[:index]:
+                    self.core.finish(added.request_id, RequestStatus.FINISHED_ABORTED)
+                raise
         self._output_processor.add(request, sequences, self._clock())
         self.stats_collector.num_prompt_tokens += len(request.prompt_token_ids)
 
@@ -176,10 +173,7 @@ class LLMEngine:
         if self._cause is not None:
             return  # the state of a failed engine may be inconsistent
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
-            sequence_ids, output = self._output_processor.abort(request_id)
-            for sequence_id in sequence_ids:
-                self.core.finish(sequence_id, RequestStatus.FINISHED_ABORTED)
-            if output is not None:
+            if (output := self._output_processor.abort(request_id)) is not None:
                 self._aborted.append(output)
 
     def discard(self, request_ids: Iterable[str]) -> None:
@@ -274,11 +268,8 @@ class LLMEngine:
         self.core.scheduler.check_integrity()
 
     def shutdown(self) -> None:
-        """Release all resources. Further calls do nothing.
-
-        Pending saves of a KV connector are flushed first. An error in that is raised after everything has been
-        released.
-        """
+        """Flush pending saves of a KV connector, and release all resources even if that fails. Further calls do
+        nothing."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

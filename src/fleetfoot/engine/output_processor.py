@@ -64,15 +64,10 @@ class OutputProcessor:
 
     Args:
         tokenizer: None if the engine runs on token ids only; texts are then empty.
-        finish: called with (the sequence's request id, FINISHED_STOPPED, stop string) if that appears in the text.
+        finish: `Scheduler.finish`; called for a stop string in the text, and for an abort.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        finish: Callable[[str, RequestStatus, str], object],
-        stats: StatsCollector,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, finish: Callable[..., object], stats: StatsCollector) -> None:
         self._tokenizer = tokenizer
         self._decode = None if tokenizer is None else tokenizer.decode_token
         self._finish_request = finish
@@ -146,16 +141,19 @@ class OutputProcessor:
         self._stats.num_generation_tokens += num_tokens
         return [self._request_output(state) for state in updated.values()]
 
-    def abort(self, request_id: str) -> tuple[list[str], RequestOutput | None]:
-        """Remove a request. Returns the ids of its unfinished sequences, and its last output (None: unknown id)."""
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request. Returns its last output; None for an unknown id."""
         state = self._requests.get(request_id)
         if state is None:
-            return [], None
-        running = [sequence for sequence in state.sequences if sequence.finish_reason is None]
-        for sequence in running:
+            return None
+        unfinished = [sequence for sequence in state.sequences if sequence.finish_reason is None]
+        for sequence in unfinished:
             sequence.text.finish()
             self._finish(sequence, "abort", None)
-        return [sequence.request.request_id for sequence in running], self._request_output(state)
+        output = self._request_output(state)
+        for sequence in unfinished:
+            self._finish_request(sequence.request.request_id, RequestStatus.FINISHED_ABORTED)
+        return output
 
     # --- update of a sequence -----------------------------------------------------------------------------------------
 
@@ -167,7 +165,13 @@ class OutputProcessor:
         if new_token_ids:
             new_token_ids = self._detokenize(sequence, new_token_ids)
             sequence.token_ids += new_token_ids
-            self._record_arrival(sequence, now)
+            state = sequence.state
+            if sequence.last_token_ts:
+                self._stats.itl.append(now - sequence.last_token_ts)
+            elif not state.first_token_ts:
+                state.first_token_ts = now
+                self._stats.ttft.append(now - state.queued_ts)
+            sequence.last_token_ts = now
             for entry in (output.logprobs or ())[: len(new_token_ids)]:
                 sequence.logprobs.append(logprob_dict(*entry, self._decode))
                 sequence.total_logprob += entry.logprobs[0]
@@ -190,21 +194,11 @@ class OutputProcessor:
                 self._finish_request(request.request_id, RequestStatus.FINISHED_STOPPED, stop)
         return new_token_ids
 
-    def _record_arrival(self, sequence: _Sequence, now: float) -> None:
-        state = sequence.state
-        if sequence.last_token_ts:
-            self._stats.itl.append(now - sequence.last_token_ts)
-        elif not state.first_token_ts:
-            state.first_token_ts = now
-            self._stats.ttft.append(now - state.queued_ts)
-        sequence.last_token_ts = now
-
     def _add_prompt_logprobs(self, state: _RequestState, position: int, entries: list[RowLogprobs]) -> None:
         """Add entries from ``position`` on. Other sequences, and preempted ones, return the same positions again."""
-        collected = state.prompt_logprobs
-        if collected is not None:
-            new = [logprob_dict(*entry, self._decode) for entry in entries[len(collected) - position :]]
-            state.prompt_logprobs = [*collected, *new]  # a new list: earlier outputs hold the old one
+        collected = state.prompt_logprobs or []
+        new = [logprob_dict(*entry, self._decode) for entry in entries[len(collected) - position :]]
+        state.prompt_logprobs = [*collected, *new]  # a new list: earlier outputs hold the old one
 
     def _finish(self, sequence: _Sequence, reason: str | None, stop_reason: int | str | None) -> None:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason

@@ -64,12 +64,7 @@ def too_many_decodes(num_decodes: int, max_num_decodes: int | None) -> str:
 
 
 class Drafting:
-    """Draft counts and statistics of a scheduler. Without speculative decoding every call is a cheap no-op.
-
-    Args:
-        num_drafts: of each decode in a step that verifies drafts; 0: no speculative decoding.
-        controller: decides which steps propose.
-    """
+    """Draft counts and statistics of a scheduler. Without speculative decoding every call is a cheap no-op."""
 
     def __init__(self, num_drafts: int, controller: DraftController) -> None:
         self.num_drafts = num_drafts
@@ -94,10 +89,8 @@ class Drafting:
         return self.num_proposed
 
     def update(self, output: SchedulerOutput, batch: list[Request], result: ModelRunnerOutput) -> None:
-        """Subtract rejected drafts from ``num_computed``, which counted all drafts as accepted, and update statistics.
-
-        Results for requests that have already ended are not counted.
-        """
+        """Subtract rejected drafts from ``num_computed``, which counted all drafts as accepted, and update statistics,
+        which leave out requests that have already ended."""
         self.last_drafted = self.last_accepted = 0
         if not output.num_drafts:
             return

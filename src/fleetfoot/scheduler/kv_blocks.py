@@ -24,10 +24,6 @@ DIGEST_BYTES = 16
 """Of a block's hash: with 128 bits a chance collision, which would give wrong tokens, is out of reach."""
 
 
-class OutOfBlocksError(RuntimeError):
-    """More blocks were requested than are free. The scheduler checks first, so users never see this."""
-
-
 class BlockPool:
     """A fixed number of KV blocks with reference counts and a prefix cache.
 
@@ -66,10 +62,10 @@ class BlockPool:
         """Allocate ``count`` free blocks, each with one reference, in state FILLING.
 
         Raises:
-            OutOfBlocksError: fewer are free.
+            RuntimeError: fewer are free. The scheduler checks first.
         """
         if count > self.num_free:
-            raise OutOfBlocksError(f"{count} KV blocks requested, {self.num_free} of {self.num_blocks} free")
+            raise RuntimeError(f"{count} KV blocks requested, {self.num_free} of {self.num_blocks} free")
         taken = [self._plain.pop() if self._plain else self._evict() for _ in range(count)]
         for block in taken:
             self._references[block] = 1

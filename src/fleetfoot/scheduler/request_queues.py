@@ -28,9 +28,10 @@ class WaitingQueue:
         """The counted requests, in no particular order."""
         return (request for _, _, request in self._heap if not request.is_finished)
 
-    def push(self, request: Request) -> None:
-        heappush(self._heap, (request.priority, request.sequence_number, request))
-        self._size += 1
+    def push(self, *requests: Request) -> None:
+        for request in requests:
+            heappush(self._heap, (request.priority, request.sequence_number, request))
+        self._size += len(requests)
 
     def discard_finished(self) -> None:
         """Stop counting one request, which has ended while it was waiting."""

@@ -169,7 +169,13 @@ class Scheduler:
             victim = self.running.pop()
             if self._microbatch and self._microbatch[-1] is victim:
                 self._microbatch.pop()
-            self._preempt(victim)
+            # it frees everything, and waits ahead of all later requests to be computed again
+            self._num_preemptions += 1
+            victim.num_preemptions += 1
+            victim.status = RequestStatus.PREEMPTED
+            self.blocks.publish(victim, by_this_step=False)
+            self._release(victim)
+            self._waiting.push(victim)
             if victim is request:
                 return False
         blocks = self.pool.take(count)
@@ -177,15 +183,6 @@ class Scheduler:
         request.block_ids += blocks
         request.capacity += count * self.config.block_size
         return True
-
-    def _preempt(self, request: Request) -> None:
-        """Free everything; the request waits, ahead of all later ones, to be computed again."""
-        self._num_preemptions += 1
-        request.num_preemptions += 1
-        request.status = RequestStatus.PREEMPTED
-        self.blocks.publish(request, by_this_step=False)
-        self._release(request)
-        self._waiting.push(request)
 
     def _schedule_chunk(self, batch: _Batch, request: Request) -> None:
         """Add the next chunk of a prefill. Its blocks were allocated when it was admitted."""
@@ -289,8 +286,7 @@ class Scheduler:
         results: list[EngineOutput] = []
         if result.kv_connector_output is not None:  # first: it may concern requests that end in this step
             requeued, failed = self.transfers.update(result.kv_connector_output)
-            for request in requeued:
-                self._waiting.push(request)
+            self._waiting.push(*requeued)
             for request, reason in failed:
                 self._end(request, RequestStatus.FINISHED_ERROR, reason)
                 results.append(EngineOutput(request, [], -1))
@@ -408,19 +404,16 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Free the request's blocks and row; if steps in flight use them, hold the blocks until the last one retires
         and calls this again."""
-        if request.row < 0:
-            return
-        if request.num_in_flight:
-            if not request.is_held:
-                self.blocks.hold(request)
-                self._num_held += len(request.block_ids)
-            return
-        if request.is_held:
-            self._num_held -= len(request.block_ids)
-        self.blocks.free(request)
-        self._freed_rows.append((request.request_id, request.row))
-        self._free_rows.append(request.row)
-        request.row = -1
+        if request.row >= 0 and not request.num_in_flight:
+            if request.is_held:
+                self._num_held -= len(request.block_ids)
+            self.blocks.free(request)
+            self._freed_rows.append((request.request_id, request.row))
+            self._free_rows.append(request.row)
+            request.row = -1
+        elif request.row >= 0 and not request.is_held:
+            self._num_held += len(request.block_ids)
+            self.blocks.hold(request)
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -451,18 +444,14 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> None:
-        """Drop every cached prefix. Running requests keep their blocks.
-
-        Args:
-            reset_connector: also invalidate what the KV connector holds, because the weights have changed.
-        """
+        """Drop every cached prefix, and with ``reset_connector`` what the KV connector holds, because the weights have
+        changed. Running requests keep their blocks."""
         self.pool.clear_cache()
         for request in chain(self.running, *(batch for _, batch in self._in_flight)):
             # blocks that it fills from now on depend on dropped ones, and must not be published
             request.num_published = sys.maxsize
         if reset_connector:
-            for request in self.transfers.invalidate():
-                self._waiting.push(request)
+            self._waiting.push(*self.transfers.invalidate())
 
     def check_idle(self) -> None:
         """Check that everything but the blocks of transfers is free. Cheap, and done whenever no request is left.

@@ -79,7 +79,16 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses these messages: {error.message}") from error
         except Exception as error:  # a template can raise anything
             raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error}") from error
-        return _cut_at_mark(rendered, final_text) if continue_final_message else rendered
+        if not continue_final_message:
+            return rendered
+        before, mark, after = rendered.rpartition(_CONTINUE_MARK)
+        if not mark or final_text.strip() not in before:
+            raise ValueError(
+                "continue_final_message=True, but the chat template does not render the last message's content as it "
+                "is, so the place to continue from cannot be found; pass the rendered prompt instead"
+            )
+        # a template that has removed the space after the mark trims content, so the end of this text is trimmed too
+        return before if after.startswith(" ") else before.rstrip()
 
 
 class _TemplateRefusalError(jinja2.TemplateError):
@@ -170,17 +179,6 @@ def _mark_final_message(message: dict[str, Any]) -> str:
     return text
 
 
-def _cut_at_mark(rendered: str, final_text: str) -> str:
-    before, mark, after = rendered.rpartition(_CONTINUE_MARK)
-    if not mark or final_text.strip() not in before:
-        raise ValueError(
-            "continue_final_message=True, but the chat template does not render the last message's content as it is, "
-            "so the place to continue from cannot be found; pass the rendered prompt instead"
-        )
-    # A template that has removed the space after the mark trims content, so the end of this text is trimmed too.
-    return before if after.startswith(" ") else before.rstrip()
-
-
 # Accepted names of a message's reasoning; templates read one of the first two.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -236,7 +234,13 @@ def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = copy.get("content")
     if isinstance(content, list):
         for i, part in enumerate(content):
-            _check_part(part, f"{where}.content[{i}]")
+            place = f"{where}.content[{i}]"
+            if not isinstance(part, dict):
+                raise ValueError(f"{place} is a {type(part).__name__}; {{'type': 'text', 'text': ...}} is expected")
+            if part.get("type") != "text":
+                raise ValueError(f"{place}.type is {part.get('type')!r}; only 'text' is supported, no images or files")
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"{place}.text is {part.get('text')!r}; a string is expected")
     elif content is None and not copy.get("tool_calls"):
         raise ValueError(f"{where} has no content; only a message with tool_calls may go without")
     elif content is not None and not isinstance(content, str):
@@ -246,14 +250,3 @@ def _read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         copy["reasoning_content"] = reasoning
         copy.setdefault("thinking", reasoning)
     return copy
-
-
-def _check_part(part: object, where: str) -> None:
-    if not isinstance(part, dict):
-        raise ValueError(f"{where} is a {type(part).__name__}; {{'type': 'text', 'text': ...}} is expected")
-    if part.get("type") != "text":
-        raise ValueError(
-            f"{where}.type is {part.get('type')!r}; only 'text' parts are supported, no images, audio or files"
-        )
-    if not isinstance(part.get("text"), str):
-        raise ValueError(f"{where}.text is {part.get('text')!r}; a string is expected")

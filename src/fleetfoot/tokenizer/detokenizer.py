@@ -91,27 +91,18 @@ class TokenPieces:
         self.added_ids = frozenset(added_tokens)
         self.skipped_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
         """Ids that are left out with skip_special_tokens."""
-        self._tables = self._table(frozenset()), self._table(self.skipped_ids)
-
-    def table(self, skip_special_tokens: bool) -> PieceTable[Any]:
-        """Token id -> bytes or str, depending on `decoder`; without one the token. Empty for ids without text."""
-        return self._tables[skip_special_tokens]
+        self.tables = self._table(frozenset()), self._table(self.skipped_ids)
+        """By skip_special_tokens: token id -> bytes or str, depending on `decoder`; without one the token. Empty for
+        ids without text."""
 
     def decode_window(self, token_ids: Sequence[int]) -> str:
         """The text of a few tokens by the tokenizer's own decoder, special tokens included."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; b"" for an id without text."""
-        piece = self.decode_window([token_id]) if self.decoder is None else self.table(False)[token_id]
-        return piece if isinstance(piece, bytes) else piece.encode()
-
     def _table(self, skipped_ids: frozenset[int]) -> PieceTable[Any]:
-        piece_of: Callable[[str], bytes | str] = str if self.decoder is None else self.decoder.piece
-
         def make(token_id: int) -> bytes | str:
-            token = None if token_id in skipped_ids else self._backend.id_to_token(token_id)
-            return piece_of(token or "")
+            token = "" if token_id in skipped_ids else self._backend.id_to_token(token_id) or ""
+            return token if self.decoder is None else self.decoder.piece(token)
 
         return PieceTable(make)
 
@@ -179,7 +170,7 @@ def make_detokenizer(
         spaces_between_special_tokens: If False, the space with which some decoders join tokens is left out between two
             adjacent added tokens. Byte-level and byte-fallback decoders never join tokens with a space.
     """
-    table, decoder = pieces.table(skip_special_tokens), pieces.decoder
+    table, decoder = pieces.tables[skip_special_tokens], pieces.decoder
     if isinstance(decoder, ByteLevelDecoder):
         return ByteLevelStream(table, prompt_token_ids)
     if isinstance(decoder, ByteFallbackDecoder):

@@ -152,7 +152,15 @@ class StopStringChecker:
         self._depth = [0]
         self._match: list[str | None] = [None]  # the longest stop string that ends in this state
         for stop_string in stop:
-            self._insert(stop_string)
+            state = 0
+            for character in stop_string:
+                if character not in self._children[state]:
+                    self._children[state][character] = len(self._children)
+                    self._children.append({})
+                    self._depth.append(self._depth[state] + 1)
+                    self._match.append(None)
+                state = self._children[state][character]
+            self._match[state] = stop_string
         self._fallback = [0] * len(self._children)
         self._link()
         self._first_character = re.compile(f"[{''.join(map(re.escape, self._children[0]))}]")
@@ -199,17 +207,6 @@ class StopStringChecker:
         while state and character not in self._children[state]:
             state = self._fallback[state]
         return self._children[state].get(character, 0)
-
-    def _insert(self, stop_string: str) -> None:
-        state = 0
-        for character in stop_string:
-            if character not in self._children[state]:
-                self._children[state][character] = len(self._children)
-                self._children.append({})
-                self._depth.append(self._depth[state] + 1)
-                self._match.append(None)
-            state = self._children[state][character]
-        self._match[state] = stop_string
 
     def _link(self) -> None:
         """Set each state's fallback to the state of its longest proper suffix, shortest states first."""

@@ -91,7 +91,11 @@ class Tokenizer:
         added = _read_added_tokens(folder, settings.get("added_tokens_decoder", {}))
         _add_configured_tokens(backend, added, [*named.values(), *extra])
         backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
-        _warn_about_unused_settings(path, settings, type(backend.model).__name__)
+        # two settings that would change ids or text, and are not supported
+        if settings.get("clean_up_tokenization_spaces") and not isinstance(backend.model, tokenizers.models.BPE):
+            logger.warning("clean_up_tokenization_spaces of %s is not applied: tokens keep their spaces", path)
+        if settings.get("fix_mistral_regex"):
+            logger.warning("fix_mistral_regex of %s is not applied; save the tokenizer with it", path)
         return cls(
             backend,
             special_tokens={name: _content(spec) for name, spec in named.items()},
@@ -122,14 +126,15 @@ class Tokenizer:
             raise TypeError(f"text must be a str, not {type(text).__name__}")
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # the library's error for a str that is not valid Unicode
-            position = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
-            if position is None:
-                raise
-            raise ValueError(
-                f"the text has a lone surrogate {text[position]!a} at position {position} and so no UTF-8 form; "
-                f"remove it, or decode the text's source with errors='replace'"
-            ) from error
+        except TypeError:  # the library's error for a str that is not valid Unicode
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"the text has a lone surrogate {text[error.start]!a} at position {error.start} and so no UTF-8 "
+                    f"form; remove it, or decode the text's source with errors='replace'"
+                ) from None
+            raise
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Unknown ids have no text."""
@@ -145,7 +150,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; b"" for an unknown id."""
-        return self.pieces.token_bytes(token_id)
+        pieces = self.pieces
+        piece = pieces.decode_window([token_id]) if pieces.decoder is None else pieces.tables[False][token_id]
+        return piece if isinstance(piece, bytes) else piece.encode()
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -235,9 +242,6 @@ def _compile_chat_template(source: str) -> ChatTemplate:
     return ChatTemplate(source)
 
 
-# --- the files --------------------------------------------------------------------------------------------------------
-
-
 def _add_configured_tokens(
     backend: tokenizers.Tokenizer, added: Mapping[int, Mapping[str, Any]], special: Sequence[TokenSpec]
 ) -> None:
@@ -257,14 +261,6 @@ def _add_configured_tokens(
                 flags.pop(name, None)
             tokens.append(tokenizers.AddedToken(_content(spec), special=True, **flags))
     backend.add_tokens(tokens)
-
-
-def _warn_about_unused_settings(path: Path, settings: Mapping[str, Any], model: str) -> None:
-    """Warn of two settings of tokenizer_config.json that would change ids or text and are not supported."""
-    if settings.get("clean_up_tokenization_spaces") and model != "BPE":
-        logger.warning("clean_up_tokenization_spaces of %s is not applied: text keeps the spaces of its tokens", path)
-    if settings.get("fix_mistral_regex"):
-        logger.warning("fix_mistral_regex of %s is not applied; save the tokenizer with it", path)
 
 
 def _read_special_tokens(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, TokenSpec], list[TokenSpec]]:
