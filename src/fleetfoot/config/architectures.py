@@ -63,24 +63,27 @@ def _qwen3_traits(fields: Fields) -> dict[str, bool]:
 def no_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """Full attention in every layer."""
     fields.refuse("sliding_window", because="this architecture attends to every position; expected null")
-    return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
+    return _uniform_windows(fields, num_layers, None)
 
 
 def _mistral_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """One window for all layers. Null means none; absent means 4096, as in the first Mistral."""
-    window = fields.optional_integer("sliding_window")
-    layer_type = _FULL if window is None else _SLIDING
-    return _windows_by_layer(fields, [layer_type] * num_layers, {layer_type: window})
+    return _uniform_windows(fields, num_layers, fields.optional_integer("sliding_window"))
 
 
 def _qwen_windows(fields: Fields, num_layers: int) -> LayerWindows:
     """With ``use_sliding_window``: the layers in ``layer_types``, else those from ``max_window_layers`` on."""
     window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window") else None
     if window is None:
-        return _windows_by_layer(fields, [_FULL] * num_layers, {_FULL: None})
+        return _uniform_windows(fields, num_layers, None)
     first = fields.integer("max_window_layers", minimum=0)
     default = [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
     return _windows_by_layer(fields, default, {_FULL: None, _SLIDING: window})
+
+
+def _uniform_windows(fields: Fields, num_layers: int, window: int | None) -> LayerWindows:
+    layer_type = _FULL if window is None else _SLIDING
+    return _windows_by_layer(fields, [layer_type] * num_layers, {layer_type: window})
 
 
 def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, int | None]) -> LayerWindows:
@@ -88,28 +91,19 @@ def _windows_by_layer(fields: Fields, default: list[str], windows: Mapping[str, 
     layer_types = default if fields.raw("layer_types") is None else fields.raw("layer_types")
     fits = isinstance(layer_types, list) and len(layer_types) == len(default)
     if not fits or any(layer_type not in list(windows) for layer_type in layer_types):
-        raise fields.error(
-            "layer_types",
-            f"with these window fields, expected {len(default)} entries out of: {', '.join(windows)}",
-        )
+        expected = f"with these window fields, expected {len(default)} entries out of: {', '.join(windows)}"
+        raise fields.error("layer_types", expected)
     return tuple(windows[layer_type] for layer_type in layer_types)
 
 
-LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MISTRAL_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
+_TOKENS: dict[str, Any] = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA_DEFAULTS = {**_TOKENS, "intermediate_size": 11008, "max_position_embeddings": 2048}
+_MISTRAL_DEFAULTS = {
+    **_TOKENS,
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 _QWEN_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
-from fleetfoot.config.json_fields import AT_LEAST_ONE, Bounds, JSONSettings, check_fields
+from fleetfoot.config.json_fields import ABOVE_ZERO, AT_LEAST_ONE, Bounds, JSONSettings, check_fields
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride
 from fleetfoot.config.speculative import SpeculativeConfig
@@ -53,11 +53,8 @@ def _flag(
     """A field with its documentation, which is also the CLI's help text.
 
     Args:
-        default: the default value.
-        help: what the field sets.
         choices: a Literal type of the allowed values.
         record: a class with a ``parse`` method for dictionaries and JSON text.
-        is_hashed: False for a value without a hash.
         checks: see `check_fields`.
     """
     metadata = {"help": help, **checks}
@@ -150,7 +147,7 @@ class EngineConfig:
     gpu_memory_utilization: float = _flag(
         0.9,
         "share of the GPU's memory for weights, KV and activations together",
-        bounds=Bounds("be above 0, at most 1", most=1, above=0),
+        bounds=Bounds("be above 0, at most 1", ABOVE_ZERO, 1),
     )
     kv_cache_memory_bytes: int | None = _flag(
         None, "bytes for KV, instead of what the memory plan finds", bounds=AT_LEAST_ONE
@@ -168,7 +165,7 @@ class EngineConfig:
     kv_offloading_size: float | None = _flag(
         None,
         "GiB of CPU memory that KV blocks move to when the GPU's run out",
-        bounds=Bounds(f"be above 0, in GiB (less than {_OFFLOADING_GIB:,})", most=_OFFLOADING_GIB - 1, above=0),
+        bounds=Bounds(f"be above 0, in GiB (less than {_OFFLOADING_GIB:,})", ABOVE_ZERO, _OFFLOADING_GIB - 1),
     )
     enable_sleep_mode: bool = _flag(False, "let the engine give its memory back while it sleeps")
 
@@ -234,25 +231,24 @@ class EngineConfig:
         )
 
     def _check_processes(self) -> None:
+        size, nodes = self.world_size, self.nnodes
         sizes = (
             f"tensor_parallel_size {self.tensor_parallel_size} times pipeline_parallel_size "
-            f"{self.pipeline_parallel_size} is {self.world_size} {'worker' if self.world_size == 1 else 'workers'}"
+            f"{self.pipeline_parallel_size} is {size} {'worker' if size == 1 else 'workers'}"
         )
-        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+        if self.distributed_executor_backend == "uni" and size > 1:
             raise ValueError(
-                f"distributed_executor_backend is 'uni', one worker in the engine's process, but {sizes}; set it "
-                "to 'mp' or 'auto'"
+                f"distributed_executor_backend is 'uni', one worker in the engine's process, but {sizes}; set it to "
+                "'mp' or 'auto'"
             )
-        if self.world_size % self.nnodes:
+        if size % nodes:
             raise ValueError(
-                f"nnodes is {self.nnodes}, but {sizes}, which cannot be spread evenly over so many; it can be "
-                f"{', '.join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)}"
+                f"nnodes is {nodes}, but {sizes}, which cannot be spread evenly over so many; it can be "
+                f"{', '.join(str(n) for n in range(1, size + 1) if size % n == 0)}"
             )
-        if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(
-                f"node_rank is {self.node_rank}; with nnodes {self.nnodes} it can be 0"
-                + (f" to {self.nnodes - 1}" if self.nnodes > 1 else "; set nnodes to the number of machines")
-            )
+        if not 0 <= self.node_rank < nodes:
+            others = f" to {nodes - 1}" if nodes > 1 else "; set nnodes to the number of machines"
+            raise ValueError(f"node_rank is {self.node_rank}; with nnodes {nodes} it can be 0{others}")
         if not is_host(self.master_addr):
             raise ValueError(
                 f"master_addr is {self.master_addr!r}; it must be the name or the IPv4 address of node 0 and nothing "
@@ -261,11 +257,8 @@ class EngineConfig:
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], *, owner: str) -> EngineConfig:
-        """Build from keyword arguments.
-
-        Raises:
-            TypeError: a keyword is unknown; names ``owner``, and near matches or advice.
-        """
+        """Build from keyword arguments. Raises TypeError for an unknown one: names ``owner``, and near matches or
+        advice."""
         known = [item.name for item in fields(cls)]
         for name in keywords:
             if name not in known:

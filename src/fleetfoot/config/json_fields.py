@@ -98,10 +98,11 @@ class Bounds:
     """``it must ...``"""
     least: float = -math.inf
     most: float = sys.float_info.max
-    above: float = -math.inf
 
 
 AT_LEAST_ONE = Bounds("be at least 1", 1)
+ABOVE_ZERO = math.ulp(0.0)
+"""The smallest positive number."""
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "bool": (bool, "true or false"),
@@ -139,7 +140,7 @@ def check_fields(settings: Any, prefix: str = "") -> None:
                 raise TypeError(f"{name} is {value!r}; it must be a finite number")
         elif bounds is None and (not is_right or (value == "" and annotation.endswith("None"))):
             raise (TypeError if kind in (str, Mapping) else ValueError)(f"{name} is {value!r}; it must be {words}")
-        if bounds is not None and not (is_right and bounds.least <= value <= bounds.most and value > bounds.above):
+        if bounds is not None and not (is_right and bounds.least <= value <= bounds.most):
             raise ValueError(f"{name} is {value!r}; it must {bounds.words}")
         if value == "" and "if_empty" in item.metadata:
             raise ValueError(f"{name} is an empty string; {item.metadata['if_empty']}")

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fleetfoot.config.json_fields import Bounds, JSONSettings
+from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings
 
 KV_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 KV_LOAD_FAILURE_POLICIES = ("recompute", "fail")
 DEFAULT_KV_TRANSFER_TIMEOUT = 60.0
 """Seconds."""
 _COUNT: dict[str, Any] = {"bounds": Bounds("be an integer of at least 0", 0)}
-_SECONDS: dict[str, Any] = {"bounds": Bounds("be a number of seconds above 0", above=0)}
+_SECONDS: dict[str, Any] = {"bounds": Bounds("be a number of seconds above 0", ABOVE_ZERO)}
 
 
 @dataclass(frozen=True, slots=True)

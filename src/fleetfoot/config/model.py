@@ -118,7 +118,10 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or is not a JSON object.
     """
-    return _read_json(Path(folder) / "config.json", required=True)
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"no config.json in {path.parent}: a model folder holds config.json and *.safetensors")
+    return _read_json(path)
 
 
 def read_generation_json(folder: str | Path) -> dict[str, Any]:
@@ -127,14 +130,11 @@ def read_generation_json(folder: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not a JSON object.
     """
-    return _read_json(Path(folder) / "generation_config.json", required=False)
+    path = Path(folder) / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
 
 
-def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
-    if not path.is_file():
-        if not required:
-            return {}
-        raise ConfigError(f"no config.json in {path.parent}: a model folder holds config.json and *.safetensors")
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

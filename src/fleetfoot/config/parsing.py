@@ -38,9 +38,7 @@ def load_model_config(folder: str | Path) -> ModelConfig:
             names the file, the field, the value found and what would work.
     """
     path = Path(folder)
-    config = read_config_json(path)
-    generation = read_generation_json(path)
-    return parse_model_config(config, generation, source=str(path / "config.json"))
+    return parse_model_config(read_config_json(path), read_generation_json(path), source=str(path / "config.json"))
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], source: str) -> ModelConfig:
@@ -61,7 +59,12 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
     """
     name, architecture = _find_architecture(config, source)
     fields = Fields(config, {**_COMMON_DEFAULTS, **architecture.defaults}, source, nullable=_NULLABLE)
-    _refuse_unsupported(fields, architecture)
+    advice = "quantized checkpoints are not supported; use one in bfloat16, float16 or float32"
+    fields.refuse("quantization_config", "compression_config", because=advice)
+    fields.refuse("per_layer_config", because="all layers must have the same shape")
+    fields.refuse("rope_interleaved", because="only the rotation of the two halves of a head is supported")
+    if fields.raw("hidden_act") not in architecture.activations:
+        raise fields.error("hidden_act", f"supported: {', '.join(architecture.activations)}")
     vocab_size = fields.integer("vocab_size")
     num_layers = fields.integer("num_hidden_layers")
     num_heads, num_kv_heads, head_dim = _heads(fields)
@@ -100,18 +103,6 @@ def _find_architecture(config: Mapping[str, Any], source: str) -> tuple[str, Arc
         if name in names or entry.base_model in names:
             return name, entry
     raise ConfigError(f"{source}: architectures is {names!r}; {supported}")
-
-
-def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
-    fields.refuse(
-        "quantization_config",
-        "compression_config",
-        because="quantized checkpoints are not supported; use one in bfloat16, float16 or float32",
-    )
-    fields.refuse("per_layer_config", because="all layers must have the same shape")
-    fields.refuse("rope_interleaved", because="only the rotation of the two halves of a head is supported")
-    if fields.raw("hidden_act") not in architecture.activations:
-        raise fields.error("hidden_act", f"supported: {', '.join(architecture.activations)}")
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
@@ -158,17 +149,18 @@ def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple
 
 # --- rotary embedding -----------------------------------------------------------------------------------------------
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-
-_YARN_OPTIONS = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-_PARAMETERS = {
+_ROPE_PARAMETERS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", *_YARN_OPTIONS),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
 }
-_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+"""By types."""
+_COMMON_ROPE_PARAMETERS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 def parse_rope(config: Fields, source: str) -> RopeConfig:
@@ -186,19 +178,24 @@ def parse_rope(config: Fields, source: str) -> RopeConfig:
     rope = Fields(content, {"rope_type": content.get("type") or "default"}, source, prefix=f"{name}.")
 
     rope_type = rope.raw("rope_type")
-    if rope_type not in ROPE_TYPES:
-        raise rope.error("rope_type", f"supported: {', '.join(ROPE_TYPES)}")
-    rotated = _holder("partial_rotary_factor", rope, config)
+    if rope_type not in _ROPE_PARAMETERS:
+        raise rope.error("rope_type", f"supported: {', '.join(_ROPE_PARAMETERS)}")
+    names = _ROPE_PARAMETERS[rope_type]
+    rotated, base = _holder("partial_rotary_factor", rope, config), _holder("rope_theta", rope, config)
     if rotated.number("partial_rotary_factor") != 1.0:
         raise rotated.error("partial_rotary_factor", "only 1.0, the rotation of the whole head, is supported")
-    unused = [key for key, value in content.items() if value is not None and key not in _known(rope_type)]
+    known = {*names, *_COMMON_ROPE_PARAMETERS}
+    unused = [key for key, value in content.items() if value is not None and key not in known]
     if unused:
         logger.warning("%s: %s of rope type %r: no such parameter, it has no effect", source, unused, rope_type)
-    return RopeConfig(
-        theta=_holder("rope_theta", rope, config).number("rope_theta"),
-        rope_type=rope_type,
-        parameters=_parameters(rope_type, rope, config),
-    )
+    theta = base.number("rope_theta")
+    if rope_type == "llama3":
+        return RopeConfig(theta, rope_type, _llama3(rope, config))
+    if rope_type == "yarn":
+        if theta <= 1.0:
+            raise base.error("rope_theta", "yarn takes its logarithm and needs more than 1")
+        return RopeConfig(theta, rope_type, _yarn(rope, config))
+    return RopeConfig(theta, rope_type, {key: rope.number(key) for key in names})
 
 
 def _holder(name: str, rope: Fields, config: Fields) -> Fields:
@@ -206,25 +203,12 @@ def _holder(name: str, rope: Fields, config: Fields) -> Fields:
     return config if rope.raw(name) is None else rope
 
 
-def _known(rope_type: str) -> tuple[str, ...]:
-    return (*_COMMON, *_PARAMETERS[rope_type])
-
-
-def _parameters(rope_type: str, rope: Fields, config: Fields) -> Mapping[str, Any]:
-    if rope_type == "llama3":
-        return _llama3(rope, config)
-    if rope_type == "yarn":
-        return _yarn(rope, config)
-    return {key: rope.number(key) for key in _PARAMETERS[rope_type]}
-
-
 def _original_max_positions(rope: Fields, config: Fields) -> int:
-    """The context length before it was extended."""
+    """The context length before it was extended. Beside the rope parameters it takes precedence."""
     name = "original_max_position_embeddings"
-    if config.raw(name) is not None:  # beside the rope parameters it takes precedence
-        return config.integer(name)
-    if rope.raw(name) is not None:
-        return rope.integer(name)
+    for fields in (config, rope):
+        if fields.raw(name) is not None:
+            return fields.integer(name)
     return config.integer("max_position_embeddings")
 
 
@@ -237,20 +221,14 @@ def _llama3(rope: Fields, config: Fields) -> Mapping[str, Any]:
 
 def _yarn(rope: Fields, config: Fields) -> Mapping[str, Any]:
     """YaRN (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models")."""
-    original = _original_max_positions(rope, config)
-    if rope.raw("factor") is None and original != config.integer("max_position_embeddings"):
-        factor = config.integer("max_position_embeddings") / original
-    else:
-        factor = rope.number("factor")
+    original, longest = _original_max_positions(rope, config), config.integer("max_position_embeddings")
+    factor = longest / original if rope.raw("factor") is None and original != longest else rope.number("factor")
     if rope.raw("attention_factor") is not None:
         attention_factor = rope.number("attention_factor")
     elif rope.raw("mscale") and rope.raw("mscale_all_dim"):
         attention_factor = _mscale(factor, rope.number("mscale")) / _mscale(factor, rope.number("mscale_all_dim"))
     else:
         attention_factor = _mscale(factor, 1.0)
-    base = _holder("rope_theta", rope, config)
-    if base.number("rope_theta") <= 1.0:
-        raise base.error("rope_theta", "yarn takes its logarithm and needs more than 1")
     return {
         "factor": factor,
         "original_max_position_embeddings": original,

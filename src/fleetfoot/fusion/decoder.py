@@ -1,16 +1,11 @@
 """Fused decoder layers: the arithmetic of the plain ones as a chain of dependent kernels.
 
-The input and output of a run is the plain residual stream. Within it:
-
-- **Residual sums and norms.** The residual sum is made with the norm behind it, in one kernel. Where a linear layer of
-  few rows comes before, that layer's kernel makes the sum, and the norm is deferred (`DeferredRMSNorm`). Where the
-  library multiplies, it adds to the residual itself.
-- **Tensor parallelism.** The sum over the ranks waits for the next norm, where it can be one kernel with it. At the end
-  of the run the residual stream is complete.
-- **Gate and up** are one product with SiLU inside.
-- **Attention of few query tokens** norms, rotates and caches within its own kernel, and prefetches the weight of the
-  output projection.
-- **The last layer** computes no more than K and V for rows that are not read (`LogitsMetadata`).
+The input and output of a run is the plain residual stream. Within it the residual sum, over a tensor group too, is one
+kernel with the norm behind it. Where a linear layer of few rows comes before, that layer's kernel makes the sum, and
+the norm is deferred (`DeferredRMSNorm`); where the library multiplies, it adds to the residual itself. Gate and up are
+one product with SiLU inside. Attention of few query tokens norms, rotates and caches within its own kernel, and
+prefetches the weight of the output projection. The last layer computes no more than K and V for rows that are not read
+(`LogitsMetadata`).
 
 A run owns no tensor: it reads the weights of the layers that it replaces, which live updates write in place.
 """

@@ -69,10 +69,9 @@ class CausalLM(WeightTree):
 
     def make_lm_head(self, context: ModelContext) -> LMHead | TiedLMHead | None:
         """For a model with `model.embed_tokens` if `is_first` or `has_tied_head`."""
-        if not self.is_last:
-            return None
-        embedding = self.model.embed_tokens
-        return TiedLMHead(embedding, context) if self.has_tied_head and embedding else LMHead(self.config, context)
+        if self.has_tied_head and self.model.embed_tokens is not None:
+            return TiedLMHead(self.model.embed_tokens, context)
+        return LMHead(self.config, context) if self.is_last else None
 
     def forward(
         self, input_ids: torch.Tensor, ctx: ForwardContext, intermediate_tensors: IntermediateTensors | None = None
@@ -87,15 +86,11 @@ class CausalLM(WeightTree):
             The last part: hidden states ``[num_tokens, hidden_size]`` after the final norm, or ``[num_logits,
             hidden_size]`` where ``ctx`` has `LogitsMetadata`; others: the next part's input.
         """
-        model = self.model
-        if intermediate_tensors is not None:
-            x = intermediate_tensors.hidden_states
-        elif self.is_first:
-            x = self.embed(input_ids)
-        else:
+        if intermediate_tensors is None and not self.is_first:
             raise ValueError(f"layers {self.layers} need the intermediate_tensors of the layers before them")
-        x, norm = model.layers(x, ctx), model.norm
-        return IntermediateTensors(x) if norm is None else norm(x)
+        x = self.embed(input_ids) if intermediate_tensors is None else intermediate_tensors.hidden_states
+        x = self.model.layers(x, ctx)
+        return IntermediateTensors(x) if self.model.norm is None else self.model.norm(x)
 
     @property
     def has_embedding(self) -> bool:

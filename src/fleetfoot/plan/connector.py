@@ -46,11 +46,7 @@ class ConnectorPlan:
 
     @property
     def connector_class(self) -> type[KVConnector]:
-        """The class that makes both sides; imported on first use.
-
-        Raises:
-            ValueError: there is no such connector, or it is not a `KVConnector`.
-        """
+        """The class that makes both sides. Raises ValueError: there is none, or it is not a `KVConnector`."""
         return find_connector(self.config)
 
 
@@ -60,11 +56,7 @@ def qualified_name(kind: type) -> str:
 
 
 def locate_connector(connector: ConnectorPlan | None) -> ConnectorPlan | None:
-    """Import the connector's class and note its name.
-
-    Raises:
-        ValueError: the class is not a connector.
-    """
+    """Import the connector's class and note its name. Raises ValueError: the class is not a connector."""
     if connector is None or not connector.layouts.exists:
         return connector
     return replace(connector, class_name=qualified_name(connector.connector_class))
@@ -77,35 +69,32 @@ def resolve_connector(config: EngineConfig) -> ConnectorPlan | None:
         ValueError: the size of the host's memory is given twice.
         ValueError, TypeError: the settings of several connectors are not as they must be.
     """
-    transfer = _active_config(config)
-    if transfer is None:
-        return None
-    named = config.kv_transfer_config
-    if named is not None and named.is_active:
-        requested_by = f"kv_transfer_config has {named.kv_connector} as {named.kv_role}"
-    else:
-        requested_by = f"kv_offloading_size is {config.kv_offloading_size}"
-    return ConnectorPlan(transfer, connector_layouts(transfer), requested_by)
-
-
-def _active_config(config: EngineConfig) -> KVTransferConfig | None:
-    transfer = config.kv_transfer_config
+    transfer, size = config.kv_transfer_config, config.kv_offloading_size
     if transfer is not None and not transfer.is_active:
         transfer = None
-    if config.kv_offloading_size is None:
-        return transfer
-    extra = {CPU_BYTES: round(config.kv_offloading_size * _GIB)}
-    if transfer is not None and transfer.kv_connector == OFFLOADING_CONNECTOR:
+    requested_by = f"kv_offloading_size is {size}"
+    if transfer is not None:
+        requested_by = f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"
+    if size is not None:
+        transfer = _with_offloading(transfer, size)
+    return None if transfer is None else ConnectorPlan(transfer, connector_layouts(transfer), requested_by)
+
+
+def _with_offloading(transfer: KVTransferConfig | None, size: float) -> KVTransferConfig:
+    extra = {CPU_BYTES: round(size * _GIB)}
+    offloading = KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)
+    if transfer is None:
+        return offloading
+    if transfer.kv_connector == OFFLOADING_CONNECTOR:
         if transfer.kv_connector_extra_config:
             raise ValueError(
-                f"kv_offloading_size is {config.kv_offloading_size:g}, and kv_transfer_config has settings for "
-                f"{OFFLOADING_CONNECTOR} too ({', '.join(transfer.kv_connector_extra_config)}); give one of them"
+                f"kv_offloading_size is {size:g}, and kv_transfer_config has settings for {OFFLOADING_CONNECTOR} too "
+                f"({', '.join(transfer.kv_connector_extra_config)}); give one of them"
             )
         return replace(transfer, kv_connector_extra_config=extra)
-    if transfer is not None and names_connector(transfer, OFFLOADING_CONNECTOR):
+    if names_connector(transfer, OFFLOADING_CONNECTOR):
         raise ValueError(
-            f"kv_offloading_size is {config.kv_offloading_size:g}, and kv_transfer_config has {OFFLOADING_CONNECTOR} "
-            "among its connectors: that would be host memory twice; leave kv_offloading_size out, or that connector"
+            f"kv_offloading_size is {size:g}, and kv_transfer_config has {OFFLOADING_CONNECTOR} among its connectors: "
+            "that would be host memory twice; leave kv_offloading_size out, or that connector"
         )
-    offloading = KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)
-    return offloading if transfer is None else joined(offloading, transfer)
+    return joined(offloading, transfer)

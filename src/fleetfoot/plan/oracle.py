@@ -67,11 +67,16 @@ class ModelFeatures:
     def of(cls, content: Mapping[str, Any], model: ModelConfig | None) -> ModelFeatures:
         """From the object in ``config.json`` and the config parsed from it; None: its kind is not supported."""
         fields = {**content, **_object(content.get("text_config"))}  # multimodal configs nest the decoder's
+        names, layer_types = content.get("architectures"), fields.get("layer_types")
+        name = str(names[0]) if isinstance(names, list) and names else f"model_type {content.get('model_type')!r}"
+        stored = fields.get("quantization_config") or fields.get("compression_config")
+        kinds = layer_types if isinstance(layer_types, list) else []
         return cls(
-            architecture=_architecture(content) if model is None else model.architecture,
-            quantization=_quantization(fields),
+            architecture=name if model is None else model.architecture,
+            quantization=str(_object(stored).get("quant_method", "of an unnamed method")) if stored else None,
             has_experts=any(isinstance(fields.get(name), int) and fields[name] > 1 for name in _EXPERT_FIELDS),
-            is_hybrid=_is_hybrid(fields),
+            is_hybrid=any(kind not in _ATTENTION_LAYERS for kind in kinds)
+            or any(fields.get(name) is not None for name in _HYBRID_FIELDS),
             has_windows=model is not None and any(window is not None for window in model.layer_windows),
         )
 
@@ -80,27 +85,6 @@ class ModelFeatures:
         """Whether some runner can load a model of this kind, if its other fields are valid."""
         special = self.quantization is not None or self.has_experts or self.is_hybrid
         return not special and self.architecture in ARCHITECTURES
-
-
-def _architecture(content: Mapping[str, Any]) -> str:
-    names = content.get("architectures")
-    if isinstance(names, list) and names:
-        return str(names[0])
-    return f"model_type {content.get('model_type')!r}"
-
-
-def _quantization(fields: Mapping[str, Any]) -> str | None:
-    for name in ("quantization_config", "compression_config"):
-        settings = fields.get(name)
-        if settings:
-            return str(_object(settings).get("quant_method", "of an unnamed method"))
-    return None
-
-
-def _is_hybrid(fields: Mapping[str, Any]) -> bool:
-    layer_types = fields.get("layer_types")
-    mixed = isinstance(layer_types, list) and any(kind not in _ATTENTION_LAYERS for kind in layer_types)
-    return mixed or any(fields.get(name) is not None for name in _HYBRID_FIELDS)
 
 
 def _object(value: Any) -> Mapping[str, Any]:
@@ -129,40 +113,34 @@ def required_features(config: EngineConfig, model: ModelFeatures) -> dict[Featur
 
     What a single request may require (logprobs, penalties, ...) is not among them.
     """
-    required: dict[Feature, str] = {}
+    architecture, transfer, speculative = model.architecture, config.kv_transfer_config, config.speculative_config
+    method = "" if speculative is None else speculative.method
+    drafts = f"speculative_config has method {method!r}" if method else None
+    mode = "NONE" if config.compilation_config is None else config.compilation_config.mode
+    quantized = f"the checkpoint's weights are quantized, {model.quantization}" if model.quantization else None
     if config.quantization is not None:
-        required[Feature.QUANTIZED_WEIGHTS] = f"quantization is {config.quantization!r}"
-    elif model.quantization is not None:
-        required[Feature.QUANTIZED_WEIGHTS] = f"the checkpoint's weights are quantized, {model.quantization}"
-    if model.has_experts:
-        required[Feature.MIXTURE_OF_EXPERTS] = f"{model.architecture} has experts"
-    if model.is_hybrid:
-        required[Feature.HYBRID_LAYERS] = f"{model.architecture} has layers that are not attention"
-    if model.has_windows:
-        required[Feature.SLIDING_WINDOW] = f"{model.architecture} has layers that see a window"
-    if config.task != "generate":
-        required[Feature.POOLING] = f"task is {config.task!r}; only 'generate' works"
-    if config.compilation_config is not None and config.compilation_config.mode == "STOCK_TORCH_COMPILE":
-        required[Feature.TORCH_COMPILE] = "compilation_config has mode STOCK_TORCH_COMPILE; only NONE works"
-    for name, feature in _PARALLEL.items():
-        if getattr(config, name) > 1:
-            required[feature] = f"{name} is {getattr(config, name)}"
-    if config.speculative_config is not None:
-        method = config.speculative_config.method
-        feature = _SPECULATIVE.get(method, Feature.SPECULATIVE_DRAFT_MODEL)  # the others are a `Drafter` as well
-        required[feature] = f"speculative_config has method {method!r}"
-    for name, feature in _SWITCHES.items():
-        if getattr(config, name):
-            required[feature] = f"{name} is on"
-    required[Feature.PREEMPTION] = "every scheduler may preempt"
-    if config.scheduling_policy == "priority":
-        required[Feature.PRIORITY_SCHEDULING] = "scheduling_policy is 'priority'"
-    if config.kv_offloading_size is not None:
-        required[Feature.KV_OFFLOADING] = f"kv_offloading_size is {config.kv_offloading_size:g}"
-    transfer = config.kv_transfer_config
+        quantized = f"quantization is {config.quantization!r}"
+    connector = None
     if transfer is not None and transfer.is_active:
-        required[Feature.KV_CONNECTOR] = f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"
-    return required
+        connector = f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"
+    sizes = {feature: (name, getattr(config, name)) for name, feature in _PARALLEL.items()}
+    reasons: dict[Feature, Any] = {
+        Feature.QUANTIZED_WEIGHTS: quantized,
+        Feature.MIXTURE_OF_EXPERTS: model.has_experts and f"{architecture} has experts",
+        Feature.HYBRID_LAYERS: model.is_hybrid and f"{architecture} has layers that are not attention",
+        Feature.SLIDING_WINDOW: model.has_windows and f"{architecture} has layers that see a window",
+        Feature.POOLING: config.task != "generate" and f"task is {config.task!r}; only 'generate' works",
+        Feature.TORCH_COMPILE: mode != "NONE" and f"compilation_config has mode {mode}; only NONE works",
+        **{feature: size > 1 and f"{name} is {size}" for feature, (name, size) in sizes.items()},
+        # methods without a feature of their own are a `Drafter` as well
+        _SPECULATIVE.get(method, Feature.SPECULATIVE_DRAFT_MODEL): drafts,
+        **{feature: getattr(config, name) and f"{name} is on" for name, feature in _SWITCHES.items()},
+        Feature.PREEMPTION: "every scheduler may preempt",
+        Feature.PRIORITY_SCHEDULING: config.scheduling_policy == "priority" and "scheduling_policy is 'priority'",
+        Feature.KV_OFFLOADING: config.kv_offloading_size and f"kv_offloading_size is {config.kv_offloading_size:g}",
+        Feature.KV_CONNECTOR: connector,
+    }
+    return {feature: reason for feature, reason in reasons.items() if reason}
 
 
 def unsupported_features(runner: str, required: Mapping[Feature, str]) -> tuple[Unsupported, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EMBEDDED_MODEL, EngineConfig
-from fleetfoot.config.model import ModelConfig, read_config_json
+from fleetfoot.config.model import read_config_json
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import check_pipeline_parallel_size, check_tensor_parallel_size
 from fleetfoot.fusion import plan_fusion
@@ -51,6 +51,12 @@ def resolve_plan(
     found = find_drafter(config, model, config_only=config_only)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
     check_pipeline_parallel_size(model, config.pipeline_parallel_size)
+    limit = model.max_position_embeddings
+    if (config.max_model_len or 0) > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} "
+            f"(max_position_embeddings in its config.json); set max_model_len to at most {limit}"
+        )
     shape = EngineShape(
         config=config,
         model=model,
@@ -58,7 +64,7 @@ def resolve_plan(
         device=device,
         runner=decision.runner,
         kernels=plan_kernels(DeviceFacts(device, machine.has_native, machine.has_triton)),
-        max_model_len=_max_model_len(config, model),
+        max_model_len=config.max_model_len or limit,
         drafter=drafter_shape(config, model, found, dtype, device),
     )
     _ = shape.max_num_batched_tokens  # settings that do not go together are refused first
@@ -66,6 +72,7 @@ def resolve_plan(
     shape, memory = fit_engine(shape, total // config.world_size if device == "cpu" else total)  # ranks share a CPU's
     if found is not None:
         found.check_length(shape.max_model_len)
+    overlaps = decision.runner == "v2" and device != "cpu"  # a CPU that computes cannot schedule at the same time
     plan = EnginePlan(
         config=config,
         machine=machine,
@@ -79,7 +86,7 @@ def resolve_plan(
         kv_layout=V2_LAYOUT,  # V1 keeps its KV in the same one
         max_model_len=shape.max_model_len,
         max_num_batched_tokens=shape.max_num_batched_tokens,
-        async_scheduling=_async_scheduling(config, decision.runner, device),
+        async_scheduling=overlaps if config.async_scheduling is None else config.async_scheduling,
         capture_table=shape.capture_table,
         memory=memory,
         fusion=plan_fusion(model, decision.runner),
@@ -98,25 +105,9 @@ def find_model(name: str, revision: str | None = None, *, config_only: bool = Fa
     return resolve_model(name, revision, config_only=config_only)
 
 
-def _async_scheduling(config: EngineConfig, runner: str, device: str) -> bool:
-    if config.async_scheduling is not None:
-        return config.async_scheduling
-    return runner == "v2" and device != "cpu"  # a CPU that computes cannot schedule at the same time
-
-
 def _tokenizer_path(config: EngineConfig, model_path: Path) -> Path | None:
     if config.skip_tokenizer_init:
         if config.tokenizer is not None:
             raise ValueError(f"tokenizer is {config.tokenizer!r}, but skip_tokenizer_init is set; leave one out")
         return None
     return model_path if config.tokenizer is None else find_model(config.tokenizer)
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    limit = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, but the model's positions end at {limit} "
-            f"(max_position_embeddings in its config.json); set max_model_len to at most {limit}"
-        )
-    return config.max_model_len or limit

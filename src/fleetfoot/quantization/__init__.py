@@ -1,1 +1,0 @@
-"""Linear methods: how a linear layer stores its weight, fills it from a checkpoint, and applies it."""

@@ -1,7 +1,7 @@
-"""The linear method protocol: how a linear layer stores its weight, fills it from a checkpoint, and applies it.
+"""Linear methods: how a linear layer stores its weight, fills it from a checkpoint, and applies it. No torch.
 
-To add a method: a `LinearWeight` that keeps the storage, and a `LinearMethod` that makes it. Layers, loading, live
-updates, fusion and the memory plan go through these two. No torch.
+A method is a `LinearWeight` with the storage and a `LinearMethod` that makes it. Layers, loading, live updates, fusion
+and the memory plan use these two.
 """
 
 from __future__ import annotations
@@ -88,11 +88,7 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def make_weight(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> LinearWeight:
-        """Allocate the storage, unset but for padding and biases, which are 0.
-
-        Args:
-            dtype: of activations.
-        """
+        """Allocate the storage, unset but for padding and biases, which are 0. ``dtype``: of activations."""
 
     @abstractmethod
     def num_bytes(self, num_outputs: int, num_inputs: int, dtype: str) -> int:

@@ -36,33 +36,25 @@ class UnquantizedWeight(LinearWeight):
 
     @property
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        assert self._prepared is not None
-        return (self._prepared.weight(), self._bias) if self._prepared.is_dense else None
+        return (self._loaded.weight(), self._bias) if self._loaded.is_dense else None
 
     @property
     def product(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        assert self._prepared is not None
-        return self._prepared
+        return self._loaded
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        if self._prepared is None:
-            raise RuntimeError("a linear layer was called before process_weights_after_loading")
-        return self._prepared(x)
+        return self._loaded(x)
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
-        shape = self._shape
-        for name, size, rows, span in shape.row_spans():
+        columns, in_features = self._shape.columns, self._shape.in_features
+        for name, size, rows, span in self._shape.row_spans():
             has_all_rows = rows == slice(0, size)
-            is_whole = has_all_rows and shape.columns == slice(0, shape.in_features)
-            yield WeightSpec(
-                f"{prefix}{name}.weight",
-                (size, shape.in_features),
-                partial(self._plain_rows, span),
-                part=() if is_whole else (rows, shape.columns),
-            )
+            part = () if has_all_rows and columns == slice(0, in_features) else (rows, columns)
+            destination = partial(self._plain_rows, span)
+            yield WeightSpec(f"{prefix}{name}.weight", (size, in_features), destination, part=part)
             if self._bias is not None:
-                destination = partial(self._bias.__getitem__, span)
-                yield WeightSpec(f"{prefix}{name}.bias", (size,), destination, part=() if has_all_rows else (rows,))
+                bias = partial(self._bias.__getitem__, span)
+                yield WeightSpec(f"{prefix}{name}.bias", (size,), bias, part=() if has_all_rows else (rows,))
 
     def process_weights_after_loading(self) -> None:
         if self._plain is None:  # nothing was opened since; a bias is written where it is read
@@ -75,9 +67,14 @@ class UnquantizedWeight(LinearWeight):
 
     def _plain_rows(self, span: slice) -> torch.Tensor:
         if self._plain is None:
-            assert self._prepared is not None
-            self._plain = self._prepared.weight()
+            self._plain = self._loaded.weight()
         return self._plain[span]
+
+    @property
+    def _loaded(self) -> PreparedLinear:
+        if self._prepared is None:
+            raise RuntimeError("a linear layer was called before process_weights_after_loading")
+        return self._prepared
 
 
 class Unquantized(LinearMethod):

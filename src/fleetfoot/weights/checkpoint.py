@@ -31,10 +31,7 @@ class Checkpoint:
     are views of the files, valid while they are open."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            WeightError: there are no files, the index names absent files, or a file is incomplete.
-        """
+        """Raises WeightError: there are no files, the index names absent files, or a file is incomplete."""
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}  # tensor name -> open file
         try:
@@ -158,7 +155,7 @@ def load_safetensors(specs: Iterable[WeightSpec], folder: Path, elsewhere: Colle
     """
     specs = list(specs)
     with Checkpoint(folder) as checkpoint:
-        found = _by_model_name(checkpoint, [*(spec.name for spec in specs), *elsewhere])
+        found = _by_model_name(checkpoint, {*(spec.name for spec in specs), *elsewhere})
         problems = [*_unfit(specs, found, checkpoint), *_unexpected(specs, found, checkpoint, elsewhere)]
         if problems:
             raise _misfit(folder, problems)
@@ -174,13 +171,11 @@ def load_safetensors(specs: Iterable[WeightSpec], folder: Path, elsewhere: Colle
                 spec.destination().copy_(checkpoint.tensor(name, spec.part))
 
 
-def _by_model_name(checkpoint: Checkpoint, expected: Collection[str]) -> dict[str, str]:
+def _by_model_name(checkpoint: Checkpoint, expected: set[str]) -> dict[str, str]:
     """Name in the model -> name in the checkpoint."""
     names = list(checkpoint.names())
-    if any(name.startswith(_BASE_PREFIX) for name in names):
-        return {name: name for name in names}
-    known = set(expected)
-    return {_BASE_PREFIX + name if _BASE_PREFIX + name in known else name: name for name in names}
+    has_prefix = any(name.startswith(_BASE_PREFIX) for name in names)
+    return {name if has_prefix or (full := _BASE_PREFIX + name) not in expected else full: name for name in names}
 
 
 def _present(spec: WeightSpec, found: dict[str, str]) -> list[str]:
@@ -205,8 +200,7 @@ def _unfit(specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoin
 def _unexpected(
     specs: list[WeightSpec], found: dict[str, str], checkpoint: Checkpoint, elsewhere: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    known = {name for spec in specs for name in (spec.name, *spec.aliases)}
-    known.update(elsewhere)
+    known = {name for spec in specs for name in (spec.name, *spec.aliases)} | set(elsewhere)
     for name, source in found.items():
         if name not in known and not name.endswith(_REDUNDANT_SUFFIX):
             yield "unexpected", f"{source}: found {list(checkpoint.shape(source))}, expected nothing of that name"

@@ -45,7 +45,7 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None, *, config
         return path
     if path.exists():
         raise ModelNotFoundError(f"model {name!r} is a file; give the folder that holds config.json and *.safetensors")
-    if isinstance(path_or_id, Path) or _is_written_as_path(name):
+    if isinstance(path_or_id, Path) or name.startswith((".", "~", "/")) or name.count("/") > 1:  # not owner/name
         raise ModelNotFoundError(f"model {name!r}: no such folder ({path.absolute()})")
     if path.parent != Path(".") and path.parent.is_dir():  # with a folder ./models, `models/mine` is a mistyped path
         raise ModelNotFoundError(
@@ -53,11 +53,6 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None, *, config
             "a hub id; for the hub's model, start from a folder without it)"
         )
     return _download(name, revision, _CONFIGS if config_only else _ALLOWED)
-
-
-def _is_written_as_path(name: str) -> bool:
-    # A hub id is `owner/name` or `name`.
-    return name.startswith((".", "~", "/")) or name.count("/") > 1
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
