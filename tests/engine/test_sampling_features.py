@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,7 +57,7 @@ def run(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
 
 
 def one(llm: LLM, prompt: list[int] = PROMPT, **params: Any) -> CompletionOutput:
-    """A greedy completion, unless said otherwise."""
+    """A completion, greedy by default."""
     (output,) = run(llm, prompt, SamplingParams(**{"temperature": 0, "max_tokens": 12, **params}))
     (completion,) = output.outputs
     return completion
@@ -64,10 +65,11 @@ def one(llm: LLM, prompt: list[int] = PROMPT, **params: Any) -> CompletionOutput
 
 def result(output: RequestOutput) -> list[Any]:
     """What must not depend on the path. Logprobs may differ by rounding and have tests of their own."""
-    return [
-        (completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason)
-        for completion in output.outputs
-    ]
+    return [(one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in output.outputs]
+
+
+def contains(tokens: list[int], sequence: list[int]) -> bool:
+    return any(tokens[i : i + len(sequence)] == sequence for i in range(len(tokens)))
 
 
 # --- the same tokens on every path --------------------------------------------------------------------------------
@@ -76,28 +78,30 @@ def result(output: RequestOutput) -> list[Any]:
 def _features(llm: LLM) -> list[SamplingParams]:
     """One request for each parameter, on top of greedy or seeded sampling."""
     greedy = one(llm, max_tokens=40, ignore_eos=True).token_ids
-    tokenizer = llm.get_tokenizer()
-    common: dict[str, Any] = {"max_tokens": 40}
-    random = {**common, "temperature": 1.0, "seed": 1}
-    return [
-        SamplingParams(temperature=0, **common),
-        SamplingParams(temperature=0, ignore_eos=True, **common),
-        SamplingParams(temperature=0, stop_token_ids=[greedy[7]], **common),
-        SamplingParams(temperature=0, stop=[tokenizer.decode_token(greedy[5])], **common),
-        SamplingParams(temperature=0, stop_token_ids=[greedy[3]], min_tokens=20, **common),
-        SamplingParams(temperature=0, bad_words=[tokenizer.decode_token(greedy[0])], **common),
-        SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.7, **common),
-        SamplingParams(temperature=0, logit_bias={greedy[1]: -50.0, 99: 3.0}, **common),
-        SamplingParams(temperature=0, allowed_token_ids=list(range(100, 200)), logprobs=3, **common),
-        SamplingParams(**random),
-        SamplingParams(**random, top_p=0.7, n=3),
-        SamplingParams(**random, top_k=20, logprobs=0),
-        SamplingParams(**random, min_p=0.05, frequency_penalty=-1.0),
-        SamplingParams(**{**random, "seed": 2**64 - 1, "temperature": 3.0}, top_p=0.9, top_k=100),
-        SamplingParams(**{**random, "seed": -7}, prompt_logprobs=2, min_tokens=5),
-        SamplingParams(**random, detokenize=False),
-        SamplingParams(**random, skip_special_tokens=False, include_stop_str_in_output=True),
+    spelled = llm.get_tokenizer().decode_token
+    own: list[dict[str, Any]] = [
+        {},
+        {"ignore_eos": True},
+        {"stop_token_ids": [greedy[7]]},
+        {"stop": [spelled(greedy[5])]},
+        {"stop_token_ids": [greedy[3]], "min_tokens": 20},
+        {"bad_words": [spelled(greedy[0])]},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+        {"logit_bias": {greedy[1]: -50.0, 99: 3.0}},
+        {"allowed_token_ids": list(range(100, 200)), "logprobs": 3},
     ]
+    random: list[dict[str, Any]] = [
+        {},
+        {"top_p": 0.7, "n": 3},
+        {"top_k": 20, "logprobs": 0},
+        {"min_p": 0.05, "frequency_penalty": -1.0},
+        {"seed": 2**64 - 1, "temperature": 3.0, "top_p": 0.9, "top_k": 100},
+        {"seed": -7, "prompt_logprobs": 2, "min_tokens": 5},
+        {"detokenize": False},
+        {"skip_special_tokens": False, "include_stop_str_in_output": True},
+    ]
+    params = [{"temperature": 0, **one} for one in own] + [{"temperature": 1.0, "seed": 1, **one} for one in random]
+    return [SamplingParams(**{"max_tokens": 40, **one}) for one in params]
 
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -120,18 +124,14 @@ def test_tokens_depend_on_the_request_alone(path: str, start: Start) -> None:
     assert (llm.stats().scheduler.num_preemptions > 0) == (path == "preempted")
 
 
-def test_copies_differ_and_the_first_is_the_lone_one(llm: LLM) -> None:
-    params = {"temperature": 1.0, "seed": 5, "max_tokens": 10}
-    (output,) = run(llm, PROMPT, SamplingParams(n=4, **params))
+def test_copies_and_seeds_give_other_tokens_and_the_first_copy_is_the_lone_one(llm: LLM) -> None:
+    params = {"temperature": 1.0, "max_tokens": 10}
+    (output,) = run(llm, PROMPT, SamplingParams(n=4, seed=5, **params))
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
-    tokens = [tuple(completion.token_ids) for completion in output.outputs]
-    assert len(set(tokens)) == 4
-    assert tokens[0] == tuple(one(llm, **params).token_ids)
-
-
-def test_another_seed_gives_other_tokens(llm: LLM) -> None:
-    tokens = {tuple(one(llm, temperature=1.0, seed=seed).token_ids) for seed in (0, 1, 2**32, 2**64 - 1)}
-    assert len(tokens) == 4
+    copies = [tuple(completion.token_ids) for completion in output.outputs]
+    assert copies[0] == tuple(one(llm, seed=5, **params).token_ids)
+    others = [tuple(one(llm, seed=seed, **params).token_ids) for seed in (0, 1, 2**32, 2**64 - 1)]
+    assert len({*copies, *others}) == 8
 
 
 def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(text_model: Path) -> None:
@@ -199,67 +199,55 @@ def test_logits_processors(processors: dict[str, Any], llm: LLM, reference: Any)
     assert one(llm, max_tokens=20, ignore_eos=True, **processors).token_ids == expected
 
 
-def test_logit_bias_forces_and_forbids(llm: LLM) -> None:
+def test_logit_bias_forces_and_forbids_and_allowed_tokens_alone_are_sampled(llm: LLM) -> None:
     assert one(llm, logit_bias={77: 1e9}, max_tokens=3).token_ids == [77] * 3
     assert one(llm, logit_bias={"77": 1e9}, max_tokens=3, temperature=1.0).token_ids == [77] * 3
     first = one(llm).token_ids[0]
     assert first not in one(llm, logit_bias={first: -1e9}, ignore_eos=True).token_ids
-
-
-def test_allowed_tokens_alone_are_sampled(llm: LLM) -> None:
-    allowed = [50, 60, 70]
-    tokens = one(llm, allowed_token_ids=allowed, temperature=5.0, seed=0, max_tokens=60).token_ids
-    assert set(tokens) == set(allowed)
+    tokens = one(llm, allowed_token_ids=[50, 60, 70], temperature=5.0, seed=0, max_tokens=60).token_ids
+    assert set(tokens) == {50, 60, 70}
 
 
 def test_bad_words_are_not_completed(llm: LLM) -> None:
-    tokenizer = llm.get_tokenizer()
-    word = " garden"
-    pieces = tokenizer.encode(word, add_special_tokens=False)
-    biases = {token: 30.0 for token in pieces}
-    assert one(llm, logit_bias=biases).token_ids.count(pieces[-1]) > 0
-    banned = bad_words_token_ids([word], lambda text: tokenizer.encode(text, add_special_tokens=False))
-    output = one(llm, logit_bias=biases, bad_words=[word], ignore_eos=True).token_ids
-    for sequence in banned:
-        assert not any(output[i : i + len(sequence)] == sequence for i in range(len(output)))
+    encode = functools.partial(llm.get_tokenizer().encode, add_special_tokens=False)
+    last = encode(" garden")[-1]
+    biases = {token: 30.0 for token in encode(" garden")}
+    assert last in one(llm, logit_bias=biases).token_ids
+    output = one(llm, logit_bias=biases, bad_words=[" garden"], ignore_eos=True).token_ids
+    assert not any(contains(output, sequence) for sequence in bad_words_token_ids([" garden"], encode))
 
 
 def test_a_bad_word_of_several_tokens(llm: LLM) -> None:
     """Its first tokens are allowed; the last one must not follow them, but is allowed elsewhere."""
-    tokenizer = llm.get_tokenizer()
-    word = "QXZ"
-    (sequence, *_) = bad_words_token_ids([word], lambda text: tokenizer.encode(text, add_special_tokens=False))
+    encode = functools.partial(llm.get_tokenizer().encode, add_special_tokens=False)
+    (sequence, *_) = bad_words_token_ids(["QXZ"], encode)
     assert len(sequence) > 1
     # only the word's own tokens are allowed: eventually the model would spell it
     params: dict[str, Any] = {"allowed_token_ids": sequence, "temperature": 100.0, "max_tokens": 100}
-
-    def spelled(tokens: list[int]) -> bool:
-        return any(tokens[i : i + len(sequence)] == sequence for i in range(len(tokens)))
-
     for seed in range(3):
-        assert spelled(one(llm, seed=seed, **params).token_ids)
-        tokens = one(llm, seed=seed, bad_words=[word], **params).token_ids
-        assert not spelled(tokens)
+        assert contains(one(llm, seed=seed, **params).token_ids, sequence)
+        tokens = one(llm, seed=seed, bad_words=["QXZ"], **params).token_ids
+        assert not contains(tokens, sequence)
         assert set(tokens) == set(sequence)
 
 
 # --- when it ends ---------------------------------------------------------------------------------------------------
 
 
-def test_the_end_token(llm: LLM) -> None:
-    bias: dict[str, Any] = {"logit_bias": {EOS: 1e9}, "max_tokens": 4}
-    shown = {"skip_special_tokens": False}
-    cases: list[tuple[dict[str, Any], tuple[int, str, str, int | None]]] = [
-        ({}, (1, "", "stop", None)),
-        ({"include_stop_str_in_output": True, **shown}, (1, "<|end|>", "stop", None)),
-        ({"ignore_eos": True}, (4, "", "length", None)),
-        ({"ignore_eos": True, **shown}, (4, "<|end|>" * 4, "length", None)),
-        ({"ignore_eos": True, "stop_token_ids": [EOS]}, (1, "", "stop", EOS)),  # the request's own stop token
-    ]
-    for params, (count, text, *reasons) in cases:
-        found = one(llm, **bias, **params)
-        assert (found.token_ids, found.text) == ([EOS] * count, text), params
-        assert [found.finish_reason, found.stop_reason] == reasons, params
+@pytest.mark.parametrize(
+    ("params", "count", "text", "reasons"),
+    [
+        ({}, 1, "", ("stop", None)),
+        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, 1, "<|end|>", ("stop", None)),
+        ({"ignore_eos": True}, 4, "", ("length", None)),
+        ({"ignore_eos": True, "skip_special_tokens": False}, 4, "<|end|>" * 4, ("length", None)),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, 1, "", ("stop", EOS)),  # the request's own stop token
+    ],
+)
+def test_the_end_token(params: dict[str, Any], count: int, text: str, reasons: tuple[Any, Any], llm: LLM) -> None:
+    found = one(llm, logit_bias={EOS: 1e9}, max_tokens=4, **params)
+    assert (found.token_ids, found.text) == ([EOS] * count, text)
+    assert (found.finish_reason, found.stop_reason) == reasons
 
 
 @pytest.mark.parametrize("min_tokens", [1, 5, 12])
@@ -348,30 +336,26 @@ def _check_entry(entry: dict[int, Any], chosen: int, wanted: int, expected: torc
 
 @pytest.mark.parametrize("wanted", [0, 1, 5, 20])
 def test_logprobs(wanted: int, llm: LLM, reference: Any) -> None:
-    # they are the model's own: neither bias nor temperature shows in them
-    completion = one(llm, logprobs=wanted, temperature=2.0, seed=4, logit_bias={7: 3.0}, top_k=50)
-    expected = reference_logits(reference, PROMPT + completion.token_ids).log_softmax(-1)[len(PROMPT) - 1 :]
-    assert completion.logprobs is not None
-    assert len(completion.logprobs) == len(completion.token_ids)
-    for position, (token, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+    """They are the model's own: neither bias nor temperature shows in them."""
+    found = one(llm, logprobs=wanted, temperature=2.0, seed=4, logit_bias={7: 3.0}, top_k=50)
+    expected = reference_logits(reference, PROMPT + found.token_ids).log_softmax(-1)[len(PROMPT) - 1 :]
+    assert found.logprobs is not None
+    pairs = list(zip(found.token_ids, found.logprobs, strict=True))
+    for position, (token, entry) in enumerate(pairs):
         _check_entry(entry, token, wanted, expected[position], llm)
-    chosen = [entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
-    assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+    assert found.cumulative_logprob == pytest.approx(sum(entry[token].logprob for token, entry in pairs))
+
+
+def test_logprobs_of_the_whole_vocabulary(start: Start) -> None:
+    for entry in one(start(max_logprobs=-1), logprobs=-1, max_tokens=2).logprobs or [{}]:
+        assert len(entry) == VOCAB
+        assert sum(torch.tensor([logprob.logprob for logprob in entry.values()]).exp()) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_no_logprobs_by_default(llm: LLM) -> None:
     (output,) = run(llm, PROMPT, SamplingParams())
-    assert output.prompt_logprobs is None
-    assert output.outputs[0].logprobs is None
-    assert output.outputs[0].cumulative_logprob is None
-
-
-def test_logprobs_of_the_whole_vocabulary(start: Start) -> None:
-    completion = one(start(max_logprobs=-1), logprobs=-1, max_tokens=2)
-    assert completion.logprobs is not None
-    for entry in completion.logprobs:
-        assert len(entry) == VOCAB
-        assert sum(torch.tensor([logprob.logprob for logprob in entry.values()]).exp()) == pytest.approx(1.0, abs=1e-3)
+    (completion,) = output.outputs
+    assert (output.prompt_logprobs, completion.logprobs, completion.cumulative_logprob) == (None, None, None)
 
 
 def test_logprobs_end_where_the_output_ends(llm: LLM) -> None:
@@ -381,10 +365,17 @@ def test_logprobs_end_where_the_output_ends(llm: LLM) -> None:
     assert stopped.logprobs is not None and len(stopped.logprobs) == len(stopped.token_ids) <= 5
 
 
-@pytest.mark.parametrize("keywords", [{}, {"max_num_batched_tokens": 8}, {"enable_prefix_caching": False}], ids=str)
+SETTINGS = [{}, {"max_num_batched_tokens": 8}, {"max_num_batched_tokens": 13}, {"enable_prefix_caching": False}]
+
+
+@pytest.mark.parametrize("keywords", SETTINGS, ids=str)
 def test_prompt_logprobs(keywords: dict[str, Any], start: Start, reference: Any) -> None:
+    """Also of requests with several copies."""
     llm = start(**keywords)
-    params = [SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=number % 4) for number in range(len(PROMPTS))]
+    params = [
+        SamplingParams(n=n, seed=0, max_tokens=2, prompt_logprobs=number % 4)
+        for number, n in enumerate((1, 3, 1, 3, 2, 1))
+    ]
     for _ in range(2):  # the second time, the prompts are in the prefix cache, which has no logits
         for output, wanted in zip(run(llm, PROMPTS, params), params, strict=True):
             prompt, found = output.prompt_token_ids, output.prompt_logprobs
@@ -394,18 +385,6 @@ def test_prompt_logprobs(keywords: dict[str, Any], start: Start, reference: Any)
             for position, entry in enumerate(found[1:], start=1):
                 assert entry is not None
                 _check_entry(entry, prompt[position], wanted.prompt_logprobs or 0, expected[position - 1], llm)
-
-
-@pytest.mark.parametrize("keywords", [{}, {"max_num_batched_tokens": 13}], ids=str)
-def test_prompt_logprobs_of_copies(keywords: dict[str, Any], start: Start, reference: Any) -> None:
-    params = SamplingParams(n=3, seed=0, max_tokens=2, prompt_logprobs=0)
-    for prompt in PROMPTS:
-        (output,) = run(start(**keywords), prompt, params)
-        assert output.prompt_logprobs is not None
-        logprobs = reference_logits(reference, prompt).log_softmax(-1)
-        expected = [logprobs[i - 1, prompt[i]].item() for i in range(1, len(prompt))]
-        found = [entry[prompt[i]].logprob for i, entry in enumerate(output.prompt_logprobs) if entry is not None]
-        assert found == pytest.approx(expected, abs=1e-4)
 
 
 # --- streaming ------------------------------------------------------------------------------------------------------

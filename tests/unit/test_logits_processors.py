@@ -14,7 +14,7 @@ from tests.helpers.interpreter import HAS_INTERPRETER, interpreted
 from tests.helpers.logits_processor_cases import ProcessorCase, processor_case
 from tests.helpers.no_values import NoValues
 
-from fleetfoot.kernels.sampling.logits_processors import count_tokens, process_logits_cpu, process_logits_torch
+from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu, process_logits_torch
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.sampling.sampler_v1 import SamplingMetadata, SamplingRow, banned_tokens, process_logits
@@ -136,20 +136,3 @@ def test_plain_rows_keep_every_bit_and_the_logits_are_not_modified() -> None:
     assert torch.equal(result[[0, 2]], logits[[0, 2]])
     assert result[1, 3].item() == pytest.approx(before[1, 3].item() - 2.0)
     assert torch.equal(logits, before)
-
-
-def test_only_the_repetition_penalty_includes_the_prompt() -> None:
-    logits = torch.ones(1, 5)
-    assert torch.equal(processed(logits, row([1, 2], frequency_penalty=2.0, presence_penalty=2.0)), logits)
-    assert processed(logits, row([1, 2], repetition_penalty=2.0)).tolist() == [[1.0, 0.5, 0.5, 1.0, 1.0]]
-
-
-def test_excluded_tokens_stay_excluded() -> None:
-    logits = torch.tensor([[-torch.inf, -torch.inf, 1.0, -torch.inf]])
-    assert torch.equal(processed(logits, row([0, 1, 1], repetition_penalty=0.5, frequency_penalty=-2.0)), logits)
-
-
-def test_count_tokens() -> None:
-    token_ids, counts = count_tokens(np.array([1, 4, 9]), [4, 2, 4])
-    assert dict(zip(token_ids.tolist(), counts.tolist(), strict=True)) == {2: 1, 4: 2, 1: 0, 9: 0}
-    assert count_tokens(None, [])[0].dtype == np.int64

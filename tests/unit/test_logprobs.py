@@ -5,7 +5,12 @@ import torch
 from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kernels import sampling
-from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, select_logprobs, token_logprobs_torch
+from fleetfoot.kernels.sampling.token_logprobs import (
+    MAX_SELECTED,
+    select_logprobs,
+    token_logprobs_torch,
+    token_logprobs_triton,
+)
 from fleetfoot.outputs import Logprob, logprob_dict
 from fleetfoot.sampling.logprobs import prompt_logprobs, token_logprobs
 
@@ -23,12 +28,11 @@ def test_equals_a_stable_sort():
         assert result.ranks[i].item() == order[i].tolist().index(token) + 1
 
 
-def test_equal_tokens_stand_in_order_of_their_ids_whatever_the_count():
-    logits = torch.tensor([[-2.0, -1.0, -1.0, -3.0, -1.0, -2.0]])
-    for num in range(7):
-        result = token_logprobs(logits, num, torch.tensor([4]))
-        assert result.token_ids.tolist() == [[4, 1, 2, 4, 0, 5, 3][: num + 1]]
-        assert result.ranks.tolist() == [3], "as many tokens are at least as probable"
+@pytest.mark.parametrize("num", range(7))
+def test_equal_tokens_are_in_order_of_their_ids_for_every_count(num):
+    result = token_logprobs(torch.tensor([[-2.0, -1.0, -1.0, -3.0, -1.0, -2.0]]), num, torch.tensor([4]))
+    assert result.token_ids.tolist() == [[4, 1, 2, 4, 0, 5, 3][: num + 1]]
+    assert result.ranks.tolist() == [3], "as many tokens are at least as probable"
 
 
 def test_extreme_values_keep_their_order():
@@ -42,34 +46,31 @@ def test_whole_vocabulary_and_counts_per_row():
     assert result.token_ids.tolist() == [[0, 1, 2, 0], [2, 0, 1, 2]]
     assert result.logprobs.dtype == torch.float32
     assert result.logprobs[:, 1:].exp().sum(dim=-1).tolist() == pytest.approx([1.0, 1.0])
-    rows = result.to_rows(counts=[1, 0])
-    assert [row.token_ids for row in rows] == [[0, 1], [2]]
-    assert [row.rank for row in rows] == [3, 3]
-    assert len(rows[1].logprobs) == 1
+    first, second = result.to_rows(counts=[1, 0])
+    assert (first.token_ids, first.rank, second.token_ids, second.rank) == ([0, 1], 3, [2], 3)
+    assert len(second.logprobs) == 1
     assert result.to_rows(counts=[-1, -1]) == result.to_rows()
-    # More than there are is all there are.
-    assert token_logprobs(logits, 99, torch.tensor([0, 2])).token_ids.shape == (2, 4)
+    assert token_logprobs(logits, 99, torch.tensor([0, 2])).token_ids.shape == (2, 4)  # at most the vocabulary
 
 
-def test_no_rows():
-    result = token_logprobs(torch.empty(0, 5), 2, torch.empty(0, dtype=torch.int64))
+@pytest.mark.parametrize("op", [token_logprobs_torch, pytest.param(token_logprobs_triton, marks=interpreted)])
+def test_no_rows(op):
+    result = token_logprobs(torch.empty(0, 5), 2, torch.empty(0, dtype=torch.int64), op)
     assert result.token_ids.shape == (0, 3) and result.to_rows() == []
 
 
 def test_prompt_logprobs_make_few_logits_at_a_time(monkeypatch):
+    hidden, head, next_ids = torch.randn(17, 4), torch.randn(30, 4), torch.randint(0, 30, (17,))
+    whole = token_logprobs(hidden @ head.T, 2, next_ids)
     monkeypatch.setitem(sampling.MAX_ELEMENTS, "cpu", 100)
-    hidden, head = torch.randn(17, 4), torch.randn(30, 4)
     sizes = []
 
     def compute_logits(states):
         sizes.append(len(states))
         return states @ head.T
 
-    next_ids = torch.randint(0, 30, (17,))
     result = prompt_logprobs(hidden, next_ids, 2, compute_logits, vocab_size=30)
     assert sizes == [3, 3, 3, 3, 3, 2]
-    monkeypatch.undo()
-    whole = token_logprobs(hidden @ head.T, 2, next_ids)
     assert torch.equal(result.token_ids, whole.token_ids) and torch.equal(result.ranks, whole.ranks)
     torch.testing.assert_close(result.logprobs, whole.logprobs)
 
@@ -130,22 +131,14 @@ def test_more_logprobs_than_are_selected() -> None:
     assert many[3, 1 : MAX_SELECTED + 51].sort().values.tolist() == list(range(MAX_SELECTED + 50))
 
 
-@interpreted
-def test_kernels_of_no_rows():
-    assert select_logprobs(torch.empty(0, 64), torch.empty(0, dtype=torch.int64), 3)[0].shape == (0, 9)
-
-
 # --- the public API ---------------------------------------------------------------------------------------------------
 
 
 def test_dictionary_has_the_chosen_token_first_then_the_top_in_order():
     entries = logprob_dict([9, 4, 2], [-3.0, -0.1, -2.0], rank=5, decode=str)
-    assert list(entries.items()) == [
-        (9, Logprob(-3.0, 5, "9")),
-        (4, Logprob(-0.1, 1, "4")),
-        (2, Logprob(-2.0, 2, "2")),
-    ]
-    # A chosen token among the top is there once, still first.
+    expected = {9: Logprob(-3.0, 5, "9"), 4: Logprob(-0.1, 1, "4"), 2: Logprob(-2.0, 2, "2")}
+    assert list(entries.items()) == list(expected.items())
+    # A sampled token among the top is there once, still first.
     entries = logprob_dict([2, 4, 2, 7], [-2.0, -0.1, -2.0, -2.0], rank=3)
     assert [(token, entry.rank) for token, entry in entries.items()] == [(2, 2), (4, 1), (7, 3)]
     assert entries[2].decoded_token is None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers.interpreter import HAS_INTERPRETER
+from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kernels.prepare.ngram import (
     prompt_lookup,
@@ -55,51 +55,34 @@ def test_cases(tokens: list[int], expected: list[int]) -> None:
     assert prompt_lookup(np.array(tokens), 3, 3, 1).tolist() == expected
 
 
-@dataclass
-class Paged:
-    """Sequences in shuffled pages, whose newest token is in no page, and one request of padding."""
-
-    idx_mapping: torch.Tensor
-    lengths: torch.Tensor
-    rows: RowTables
-    sequences: list[np.ndarray]
-
-
-def paged(lengths: list[int], block_size: int, num_drafts: int) -> Paged:
+def paged(lengths: list[int], block_size: int, num_drafts: int) -> tuple[torch.Tensor, RowTables, list[list[int]]]:
+    """Each request's row, with padding behind; sequences in shuffled pages, but for their newest tokens."""
     rng = np.random.default_rng(num_drafts)
     num_rows, width = len(lengths) + 2, -(-max(lengths) // block_size) + 1
     table = rng.permutation(num_rows * width).reshape(num_rows, width).astype(np.int32)
     pages = np.full(num_rows * width * block_size, 777, dtype=np.int32)
-    rows = rng.permutation(num_rows)[: len(lengths)].astype(np.int32)
     newest = np.full(num_rows, 778, dtype=np.int32)
-    sequences = [rng.integers(0, 4, length).astype(np.int32) for length in lengths]
+    rows = rng.permutation(num_rows)[: len(lengths)]
+    sequences = [rng.integers(0, 4, length) for length in lengths]
     for row, tokens in zip(rows, sequences, strict=True):
         places = np.arange(len(tokens) - 1)
         pages[table[row, places // block_size] * block_size + places % block_size] = tokens[:-1]
         newest[row] = tokens[-1]
     drafts, unused = torch.full((num_rows + 1, num_drafts), 99, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
     tables = torch.from_numpy(newest), drafts, torch.from_numpy(table), torch.from_numpy(pages)
-    return Paged(
-        idx_mapping=torch.from_numpy(np.append(rows, np.int32(-1))),
-        lengths=torch.tensor([*lengths, 5], dtype=torch.int32),
-        rows=RowTables(unused, unused, unused, *tables, block_size),
-        sequences=sequences,
-    )
+    idx_mapping = torch.tensor([*rows, -1], dtype=torch.int32)
+    return idx_mapping, RowTables(unused, unused, unused, *tables, block_size), [line.tolist() for line in sequences]
 
 
-IMPLEMENTATIONS = {"torch": propose_ngrams_torch, "numpy": propose_ngrams_numpy, "triton": propose_ngrams_triton}
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "propose", [propose_ngrams_torch, propose_ngrams_numpy, pytest.param(propose_ngrams_triton, marks=interpreted)]
+)
 @pytest.mark.parametrize(("block_size", "lengths"), [(4, [1, 2, 3, 17, 40]), (16, [33, 16, 1100]), (8, [8, 9])])
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_in_pages(implementation: str, block_size: int, lengths: list[int], num_drafts: int) -> None:
-    if implementation == "triton" and not HAS_INTERPRETER:
-        pytest.skip("needs Triton's interpreter; on a GPU, tests/gpu runs the same case compiled")
-    case = paged(lengths, block_size, num_drafts)
-    IMPLEMENTATIONS[implementation](case.idx_mapping, case.lengths, case.rows, 4, 2)
-    drafts, mapped = case.rows.draft_tokens, case.idx_mapping.tolist()
-    for row, tokens in zip(mapped, case.sequences, strict=False):
-        assert drafts[row].tolist() == search(tokens.tolist(), num_drafts, 4, 2)
-    for row in set(range(len(drafts) - 1)) - set(mapped):  # padding may write the last row
-        assert (drafts[row] == 99).all()
+def test_in_pages(propose: Callable[..., None], block_size: int, lengths: list[int], num_drafts: int) -> None:
+    idx_mapping, rows, sequences = paged(lengths, block_size, num_drafts)
+    propose(idx_mapping, torch.tensor([*lengths, 5], dtype=torch.int32), rows, 4, 2)
+    expected = torch.full_like(rows.draft_tokens, 99)
+    for row, tokens in zip(idx_mapping.tolist(), sequences, strict=False):
+        expected[row] = torch.tensor(search(tokens, num_drafts, 4, 2))
+    assert rows.draft_tokens[:-1].tolist() == expected[:-1].tolist()  # padding may write the last row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,8 @@ import pytest
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.sampling.request_params import read_sampling_defaults
 
-ALL = {
-    "temperature": 0.6,
-    "top_p": 0.95,
-    "top_k": 20,
-    "min_p": 0.01,
-    "repetition_penalty": 1.05,
-    "max_new_tokens": 300,
-}
+ALL = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05, "max_new_tokens": 300}
+OTHER = {"eos_token_id": 5, "do_sample": True, "num_beams": 4, "transformers_version": "4.51.0"}
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -28,54 +23,44 @@ def write(folder: Path, content: Any) -> Path:
     return path
 
 
-def test_a_model_without_the_file_has_no_defaults(tmp_path: Path) -> None:
-    assert read_sampling_defaults("auto", None, tmp_path) == {}
-    assert read_sampling_defaults("auto", {"top_k": 3}, tmp_path) == {"top_k": 3}
-
-
-def test_what_is_there_is_taken_and_nothing_else(tmp_path: Path) -> None:
-    write(tmp_path, {**ALL, "eos_token_id": 5, "do_sample": True, "num_beams": 4, "transformers_version": "4.51.0"})
-    expected = {**ALL, "max_tokens": 300}
-    del expected["max_new_tokens"]
-    assert read_sampling_defaults("auto", None, tmp_path) == expected
-    write(tmp_path, {"top_p": 0.8, "temperature": None})
-    assert read_sampling_defaults("auto", None, str(tmp_path)) == {"top_p": 0.8}
-
-
-@pytest.mark.parametrize("content", [{"do_sample": False}, {"do_sample": False, "bos_token_id": 1}, {}])
-def test_not_to_sample_says_nothing_about_the_temperature(content: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path, content)
-    assert read_sampling_defaults("auto", None, tmp_path) == {}
-
-
-@pytest.mark.parametrize("setting", ["none", "vllm"])
-def test_the_engines_own_defaults(setting: str, tmp_path: Path) -> None:
-    write(tmp_path, ALL)
-    assert read_sampling_defaults(setting, None, tmp_path) == {}
-    assert read_sampling_defaults(setting, {"max_new_tokens": 9}, tmp_path) == {"max_tokens": 9}
+@pytest.mark.parametrize(
+    ("content", "setting", "override", "expected"),
+    [
+        (None, "auto", None, {}),
+        (None, "auto", {"top_k": 3}, {"top_k": 3}),
+        ({**ALL, **OTHER}, "auto", None, {**ALL, "max_tokens": 300}),
+        ({"top_p": 0.8, "temperature": None}, "auto", None, {"top_p": 0.8}),
+        ({"do_sample": False}, "auto", None, {}),  # which leaves the temperature as it is
+        ({"do_sample": False, "bos_token_id": 1}, "auto", None, {}),
+        ({}, "auto", None, {}),
+        *((ALL, setting, None, {}) for setting in ("none", "vllm")),
+        *((ALL, setting, {"max_new_tokens": 9}, {"max_tokens": 9}) for setting in ("none", "vllm")),
+        (
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+            "auto",
+            {"temperature": 0.1, "top_p": None, "max_new_tokens": 5},
+            {"temperature": 0.1, "top_k": 20, "max_tokens": 5},
+        ),
+    ],
+)
+def test_defaults(
+    content: Any, setting: str, override: dict[str, Any] | None, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    if content is not None:
+        write(tmp_path, content)
+    before = copy.copy(override)
+    expected = {name: value for name, value in expected.items() if name != "max_new_tokens"}
+    assert read_sampling_defaults(setting, override, str(tmp_path)) == expected
+    assert override == before
 
 
 def test_a_folder_stands_in_for_the_models_own(tmp_path: Path) -> None:
     write(tmp_path / "model", ALL)
     write(tmp_path / "mine", {"top_k": 5})
     assert read_sampling_defaults(str(tmp_path / "mine"), None, tmp_path / "model") == {"top_k": 5}
-
-
-def test_a_folder_without_the_file_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, ALL)
-    with pytest.raises(
-        ValueError, match=r"generation_config is 'no/such', but there is no file .*no/such/generation_"
-    ) as caught:
-        read_sampling_defaults("no/such", None, tmp_path)
-    assert "'auto'" in str(caught.value) and "'none'" in str(caught.value)
-
-
-def test_the_override_replaces_fields_and_null_takes_one_out(tmp_path: Path) -> None:
-    write(tmp_path, {"temperature": 0.6, "top_p": 0.95, "top_k": 20})
-    override = {"temperature": 0.1, "top_p": None, "max_new_tokens": 5}
-    expected = {"temperature": 0.1, "top_k": 20, "max_tokens": 5}
-    assert read_sampling_defaults("auto", override, tmp_path) == expected
-    assert override == {"temperature": 0.1, "top_p": None, "max_new_tokens": 5}
+    message = r"generation_config is 'no/such', but there is no file .*no/such/generation_.*'auto'.*'none'"
+    with pytest.raises(ValueError, match=message):
+        read_sampling_defaults("no/such", None, tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -92,15 +77,13 @@ def test_the_override_replaces_fields_and_null_takes_one_out(tmp_path: Path) -> 
 )
 def test_values_out_of_range(field: str, value: Any, allowed: str, tmp_path: Path) -> None:
     path = write(tmp_path, {field: value})
-    with pytest.raises(ValueError, match=allowed) as caught:
-        read_sampling_defaults("auto", None, tmp_path)
-    assert str(caught.value).startswith(f"{path}: {field} is {value!r}: ")
-    assert "generation_config='none'" in str(caught.value)
-    with pytest.raises(ValueError, match=allowed) as caught:
-        read_sampling_defaults("none", {field: value}, tmp_path)
-    assert str(caught.value).startswith(f"override_generation_config: {field} is {value!r}: ")
-    good = read_sampling_defaults("auto", {field: ALL[field]}, tmp_path)  # the file's value has no say any more
-    assert list(good.values()) == [ALL[field]]
+    for setting, override, source in (("auto", None, path), ("none", {field: value}, "override_generation_config")):
+        with pytest.raises(ValueError, match=allowed) as caught:
+            read_sampling_defaults(setting, override, tmp_path)
+        assert str(caught.value).startswith(f"{source}: {field} is {value!r}: ")
+        assert ("generation_config='none'" in str(caught.value)) == (source == path)
+    valid = read_sampling_defaults("auto", {field: ALL[field]}, tmp_path)  # instead of the file's value
+    assert list(valid.values()) == [ALL[field]]
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "cannot be read as JSON"), ("[]", "holds a JSON list")])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
@@ -77,7 +78,7 @@ def token_logprobs_cpu(
     """`token_logprobs_torch` for CPU tensors: sorts only the rows with logprobs."""
     if sizes is None or rows is None:
         return logprobs_by_sorting(logits, token_ids, num)
-    selected = ((rows >= 0) & (sizes[rows] > 0)).nonzero().squeeze(1)
+    selected = torch.from_numpy(np.flatnonzero(((rows >= 0) & (sizes[rows] > 0)).numpy()))
     packed = torch.zeros((len(logits), 2 * num + 3), dtype=torch.int32)
     packed[selected] = logprobs_by_sorting(logits[selected], token_ids[selected], num)
     return packed
