@@ -7,10 +7,11 @@ import contextlib
 import copy
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -320,99 +321,79 @@ async def test_a_bad_request_fails_alone(
 
 @async_test
 async def test_a_bad_abort_affects_no_request(running: AsyncLLM) -> None:
-    for wrong in (5, None, [None], [["r"]], ["r", 5]):
+    wrong: list[Any] = [5, None, [None], [["r"]], ["r", 5]]
+    for request_id in wrong:
         with pytest.raises(TypeError):
-            await running.abort(wrong)  # type: ignore[arg-type]
+            await running.abort(request_id)
     assert tokens_of(await collect(running.generate(PROMPT, params(5), "r"))) == expected_tokens(5)
 
 
-# --- the end --------------------------------------------------------------------------------------------------------
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+class Ending:
+    """An engine whose steps pass a gate; its step ``number`` calls ``do``."""
+
+    def __init__(self, number: int, do: Callable[[AsyncLLM], object]) -> None:
+        self.number, self.do = number, do
+        self.gate = Gate()
+        self.executor = ScriptedExecutor(before_step=self.before_step)
+        self.llm = AsyncLLM.from_engine(scripted_engine(self.executor, max_num_seqs=4))
+
+    def before_step(self, step: SchedulerOutput) -> None:
+        self.gate(step)
+        if step.step == self.number:
+            self.do(self.llm)
+
+    async def errors(self) -> list[EngineDeadError]:
+        """What requests get: of running, waiting and late ones, and of one after the end."""
+        tasks = [submit(self.llm, PROMPT, params(50), str(i)) for i in range(6)]
+        for _ in range(self.number):
+            await self.gate.arrival()
+            self.gate.step()
+        await self.gate.arrival()
+        tasks.append(submit(self.llm, PROMPT, params(50), "late"))
+        await asyncio.sleep(0)  # lets the late one submit its request, which the engine will not run
+        self.gate.open()
+        await asyncio.wait(tasks)
+        assert not self.llm.is_running
+        tasks.append(submit(self.llm, PROMPT, params(1), "too late"))
+        await asyncio.wait(tasks)
+        await self.llm.abort("late")
+        self.llm.shutdown()
+        assert not self.llm._thread.is_alive()
+        assert self.executor.is_shut_down and self.executor.num_steps == 2
+        return [task.exception() for task in tasks]  # type: ignore[misc]
 
 
 @async_test
 async def test_shutdown_ends_pending_generators() -> None:
-    gate = Gate()
-
-    def shut_down_in_the_second_step(step: SchedulerOutput) -> None:
-        gate(step)
-        if step.step == 1:
-            llm.shutdown()
-
-    executor = ScriptedExecutor(before_step=shut_down_in_the_second_step)
-    llm = AsyncLLM.from_engine(scripted_engine(executor))
-    tasks = [submit(llm, PROMPT, params(50), str(i)) for i in range(12)]
-    await gate.arrival()
-    gate.step()
-    await gate.arrival()
-    tasks.append(submit(llm, PROMPT, params(50), "late"))
-    await asyncio.sleep(0)  # lets the late one submit its request, which the engine will not run
-    gate.step()
-    for task in tasks:
-        with pytest.raises(EngineDeadError, match="the engine was shut down"):
-            await task
-    assert not llm.is_running
-    with pytest.raises(EngineDeadError, match="the engine was shut down"):
-        await collect(llm.generate(PROMPT, params(1), "too late"))
-    await llm.abort("late")
-    llm.shutdown()
-    assert not llm._thread.is_alive()
-    assert executor.is_shut_down
-    assert executor.num_steps == 2
+    errors = await Ending(1, AsyncLLM.shutdown).errors()
+    assert [(type(error), str(error)) for error in errors] == [(EngineDeadError, "the engine was shut down")] * 8
 
 
+FAILURE = RuntimeError("the device fell off the bus")
+
+
+@pytest.mark.parametrize("cause", [FAILURE, SystemExit(3), KeyboardInterrupt()], ids=repr)
 @async_test
-async def test_a_failure_reaches_everyone_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
-    cause = RuntimeError("the device fell off the bus")
-    gate = Gate()
+async def test_a_failure_reaches_all_requests_with_its_cause(
+    cause: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(llm: AsyncLLM) -> None:
+        raise cause
 
-    def fail(step: SchedulerOutput) -> None:
-        gate(step)
-        if step.step == 2:
-            raise cause
-
-    llm = AsyncLLM.from_engine(scripted_engine(ScriptedExecutor(before_step=fail), max_num_seqs=4))
-    tasks = [submit(llm, PROMPT, params(50), str(i)) for i in range(6)]
-    for _ in range(2):
-        await gate.arrival()
-        gate.step()
-    await gate.arrival()
-    tasks.append(submit(llm, PROMPT, params(50), "pending"))
-    await asyncio.sleep(0)  # lets it submit its request, which the engine will not run
-    gate.open()
-    for task in tasks:
-        with pytest.raises(EngineDeadError, match="RuntimeError: the device fell off the bus") as caught:
-            await task
-        assert caught.value.__cause__ is cause
-    assert not llm.is_running
-    with pytest.raises(EngineDeadError, match="fell off the bus") as caught:
-        await collect(llm.generate(PROMPT, params(1), "later"))
-    assert caught.value.__cause__ is cause
-    await llm.abort("0")
-    llm.shutdown()
-    assert not llm._thread.is_alive()
-    assert any("fell off the bus" in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
-def test_base_exceptions_end_every_generator(error: BaseException) -> None:
-    def fail(step: SchedulerOutput) -> None:
-        raise error
-
-    llm = AsyncLLM.from_engine(scripted_engine(ScriptedExecutor(before_step=fail)))
-    with pytest.raises(EngineDeadError) as caught:
-        run(collect(llm.generate(PROMPT, params(5), "r")))
-    assert caught.value.__cause__ is error
-    llm.shutdown()
+    for error in await Ending(2, fail).errors():
+        assert isinstance(error, EngineDeadError) and error.__cause__ is cause
+        assert str(error) == (f"the engine has failed: RuntimeError: {cause}" if cause is FAILURE else str(cause))
+    assert any(repr(cause) in record.getMessage() for record in caplog.records)
 
 
 @async_test
 async def test_a_command_that_fails_ends_the_commands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with gated() as (llm, gate):
-
-        def fail(request_ids: Any) -> None:
-            raise RuntimeError("the state is inconsistent")
-
-        monkeypatch.setattr(llm._engine, "abort_request", fail)
+        failing = mock.Mock(side_effect=RuntimeError("the state is inconsistent"))
+        monkeypatch.setattr(llm._engine, "abort_request", failing)
         before = submit(llm, PROMPT, params(50), "before")
         await gate.arrival()
         await llm.abort("before")

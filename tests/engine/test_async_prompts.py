@@ -36,14 +36,15 @@ class SlowTokenizer(Tokenizer):
         self.may_end = threading.Event()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self.threads[text[:1] if len(text) >= LONG_TEXT else text] = threading.current_thread()
-        if len(text) >= LONG_TEXT:
-            self.has_begun.set()
-            assert self.may_end.wait(HANG)
-            if self.failure is not None:
-                raise self.failure
-            return [7, 8, 9]
-        return super().encode(text, add_special_tokens)
+        is_long = len(text) >= LONG_TEXT
+        self.threads["long" if is_long else text] = threading.current_thread()
+        if not is_long:
+            return super().encode(text, add_special_tokens)
+        self.has_begun.set()
+        assert self.may_end.wait(HANG)
+        if self.failure is not None:
+            raise self.failure
+        return [7, 8, 9]
 
     async def beginning(self) -> None:
         """Until the tokenization of a long text is under way."""
@@ -62,6 +63,9 @@ class Setting:
     def _note(self, step: SchedulerOutput) -> None:
         self.entered += [request.request_id for request in step.new_requests]
 
+    async def tokens(self, request_id: str, prompt: Any, max_tokens: int = 5) -> list[int]:
+        return tokens_of(await self.submit(request_id, prompt, max_tokens))
+
     def submit(self, request_id: str, prompt: Any, max_tokens: int = 5) -> asyncio.Task[list[RequestOutput]]:
         params = SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.DELTA)
         return submit(self.llm, prompt, params, request_id)
@@ -70,11 +74,8 @@ class Setting:
 @pytest.fixture
 def setting() -> Iterator[Setting]:
     setting = Setting()
-    try:
-        yield setting
-    finally:
-        setting.tokenizer.may_end.set()
-        setting.llm.shutdown()
+    yield setting
+    setting.tokenizer.may_end.set()
     assert_idle(setting.llm)
 
 
@@ -90,13 +91,12 @@ async def test_steps_go_on_while_a_long_prompt_is_tokenized(setting: Setting) ->
     outputs = await long
     assert tokens_of(outputs) == list(range(10, 15))
     assert (outputs[-1].prompt, outputs[-1].prompt_token_ids) == (LONG, [7, 8, 9])
-    assert setting.tokenizer.threads["a"] not in (setting.llm._thread, threading.main_thread())
+    assert setting.tokenizer.threads["long"] not in (setting.llm._thread, threading.main_thread())
 
 
 @async_test
 async def test_a_short_prompt_is_tokenized_on_the_spot(setting: Setting) -> None:
-    assert len(tokens_of(await setting.submit("r", "Once upon"))) == 5
-    assert len(tokens_of(await setting.submit("s", {"prompt": "The fox"}))) == 5
+    assert len(await setting.tokens("r", "Once upon")) == len(await setting.tokens("s", {"prompt": "The fox"})) == 5
     assert list(setting.tokenizer.threads.values()) == [threading.main_thread()] * 2
 
 
@@ -121,16 +121,29 @@ def test_what_is_long() -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
+class PanicError(BaseException):
+    """What the `tokenizers` library raises is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "failure", "message"),
+    [
+        ({"prompt": LONG, "cache_salt": ""}, None, "cache_salt is ''"),
+        (LONG, ValueError("no UTF-8 form"), "no UTF-8 form"),
+        (LONG, PanicError("index out of bounds"), "index out of bounds"),
+    ],
+    ids=["invalid", "tokenizer", "panic"],
+)
 @async_test
-async def test_a_bad_long_prompt_fails_alone(setting: Setting) -> None:
+async def test_a_bad_long_prompt_fails_alone(
+    prompt: Any, failure: BaseException | None, message: str, setting: Setting
+) -> None:
+    setting.tokenizer.failure = failure
+    good, bad, behind = setting.submit("good", PROMPT, 60), setting.submit("bad", prompt), setting.submit("c", PROMPT)
     setting.tokenizer.may_end.set()
-    good = setting.submit("good", PROMPT, 60)
-    with pytest.raises(ValueError, match="cache_salt is ''"):
-        await setting.submit("bad", {"prompt": LONG, "cache_salt": ""})
-    setting.tokenizer.failure = ValueError("no UTF-8 form")
-    with pytest.raises(ValueError, match="no UTF-8 form"):
-        await setting.submit("bad", LONG)
-    assert len(tokens_of(await good)) == 60
+    with pytest.raises(type(failure) if failure else ValueError, match=message):
+        await bad
+    assert (len(tokens_of(await good)), len(tokens_of(await behind))) == (60, 5)
 
 
 @async_test
@@ -146,19 +159,6 @@ async def test_an_id_in_use_is_the_first_thing_that_is_wrong(setting: Setting) -
     with pytest.raises(ValueError, match="request id 'other' is in use"):
         await third
     assert len(tokens_of(await second)) == 100
-
-
-@async_test
-async def test_a_panic_of_the_tokenizer_fails_its_request_alone(setting: Setting) -> None:
-    class PanicError(BaseException):
-        """What the `tokenizers` library raises is no Exception."""
-
-    setting.tokenizer.failure = PanicError("index out of bounds")
-    panicking, behind = setting.submit("panicking", LONG), setting.submit("behind", PROMPT)
-    setting.tokenizer.may_end.set()
-    with pytest.raises(PanicError, match="index out of bounds"):
-        await panicking
-    assert len(tokens_of(await behind)) == 5
 
 
 # --- leaving --------------------------------------------------------------------------------------------------------
@@ -205,8 +205,8 @@ async def test_a_shutdown_does_not_wait_for_a_tokenizer(setting: Setting) -> Non
 async def test_a_loop_that_has_no_threads_any_more(setting: Setting) -> None:
     setting.tokenizer.may_end.set()
     await asyncio.get_running_loop().shutdown_default_executor()
-    assert len(tokens_of(await setting.submit("long", LONG))) == 5
-    assert setting.tokenizer.threads["a"] is threading.main_thread()
+    assert len(await setting.tokens("long", LONG)) == 5
+    assert setting.tokenizer.threads["long"] is threading.main_thread()
 
 
 def test_a_loop_that_ends_in_between_blocks_no_later_request(setting: Setting) -> None:
@@ -216,8 +216,4 @@ def test_a_loop_that_ends_in_between_blocks_no_later_request(setting: Setting) -
         setting.tokenizer.may_end.set()
 
     run(leave())
-    assert len(tokens_of(run(_one(setting)))) == 5
-
-
-async def _one(setting: Setting) -> list[RequestOutput]:
-    return await setting.submit("next", PROMPT)
+    assert len(run(setting.tokens("next", PROMPT))) == 5

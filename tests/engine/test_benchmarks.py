@@ -27,16 +27,9 @@ def test_host_step(runner: str, overlap: tuple[str, ...]) -> None:
     assert report["step_us"] > 0
 
 
-def test_host_time_of_prompts() -> None:
+def test_host_time_of_prompts_and_of_the_scheduler() -> None:
     report = json.loads(run("host_step", "--prompts", "3x20", "--steps", "2"))
     assert report["host_us"] > report["before_first_launch_us"] > 0
-
-
-def test_scheduler_host_cost() -> None:
-    report = json.loads(run("scheduler_host_cost", "--requests", "3", "--steps", "4"))
-    assert report["step_us"] > 0
-
-
-def test_executor_messages() -> None:
+    assert json.loads(run("scheduler_host_cost", "--requests", "3", "--steps", "4"))["step_us"] > 0
     table = run("executor_messages", "--requests", "3", "--steps", "4", "--workers", "1").splitlines()
     assert any("decodes" in line for line in table)

@@ -37,67 +37,48 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
     assert len(output.outputs[0].token_ids) == 4
 
 
-# --- requests that are refused --------------------------------------------------------------------------------------
+# --- requests that are refused ----------------------------------------------------------------------------------------
+
+TWO = [[5, 6], [7, 8]]
+REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
+    ("", GREEDY, ValueError, "prompt is an empty string"),
+    ([[]], GREEDY, ValueError, "the prompt has no tokens"),
+    ({"prompt": "a", "images": []}, GREEDY, ValueError, "a prompt has no field 'images'"),
+    (None, GREEDY, TypeError, "prompts is a NoneType"),
+    (5, GREEDY, TypeError, "prompts is a int"),
+    (b"abc", GREEDY, TypeError, "prompts is a bytes"),
+    (["a", None], GREEDY, TypeError, "prompt_token_ids is None"),
+    (["a", 5], GREEDY, TypeError, "prompt_token_ids is 5"),
+    ([5, -1], GREEDY, ValueError, r"prompt_token_ids\[1\] is -1; the model's vocabulary has 2048 tokens, 0 to 2047"),
+    ([[5], [6], [9999], [7]], GREEDY, ValueError, r"prompt_token_ids\[0\] is 9999"),
+    ([5] * MAX_LEN, GREEDY, ValueError, rf"prompt has {MAX_LEN} tokens; with max_model_len={MAX_LEN} .* {MAX_LEN - 1}"),
+    ("fox " * 1000, GREEDY, ValueError, r"prompt has \d{4} tokens; with max_model_len=256 it can have at most 255"),
+    ("a \ud800", GREEDY, ValueError, "surrogate"),
+    (TWO, {"stop_token_ids": [VOCAB]}, ValueError, r"stop_token_ids names tokens \[2048\]"),
+    (TWO, {"logprobs": 21}, ValueError, "logprobs must be at most 20, got 21; start the engine with max_logprobs=21"),
+    (TWO, {"min_tokens": 300, "max_tokens": 300}, ValueError, r"min_tokens is 300, but a prompt of 2 .* room for 254"),
+    (TWO, [GREEDY] * 3, ValueError, "sampling_params has 3 entries for 2 prompts"),
+    (TWO, [], ValueError, "sampling_params has 0 entries for 2 prompts"),
+    (TWO, 0, TypeError, "it must be a SamplingParams"),
+    (TWO, [GREEDY, None], TypeError, "it must be a SamplingParams"),
+]
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-@pytest.mark.parametrize(
-    ("prompt", "error", "message"),
-    [
-        ("", ValueError, "prompt is an empty string"),
-        ([[]], ValueError, "the prompt has no tokens"),
-        ({"prompt": "a", "images": []}, ValueError, "a prompt has no field 'images'"),
-        (None, TypeError, "prompts is a NoneType"),
-        (5, TypeError, "prompts is a int"),
-        (b"abc", TypeError, "prompts is a bytes"),
-        (["a", None], TypeError, "prompt_token_ids is None"),
-        (["a", 5], TypeError, "prompt_token_ids is 5"),
-        ([5, -1], ValueError, r"prompt_token_ids\[1\] is -1; the model's vocabulary has 2048 tokens, 0 to 2047"),
-        ([5] * MAX_LEN, ValueError, rf"the prompt has {MAX_LEN} tokens; with max_model_len={MAX_LEN} .* {MAX_LEN - 1}"),
-        ("fox " * 1000, ValueError, r"the prompt has \d{4} tokens; with max_model_len=256 it can have at most 255"),
-        ("a \ud800", ValueError, "surrogate"),
-    ],
-    ids=lambda value: repr(value)[:30] if not isinstance(value, type) else "",
-)
-def test_bad_prompts(prompt: Any, error: type[Exception], message: str, llm: LLM) -> None:
-    with pytest.raises(error, match=message):
-        llm.generate(prompt, GREEDY, use_tqdm=False)
-
-
-@pytest.mark.usefixtures("nothing_is_left")
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"stop_token_ids": [VOCAB]}, r"stop_token_ids names tokens \[2048\]"),
-        ({"logprobs": 21}, "logprobs must be at most 20, got 21; start the engine with max_logprobs=21"),
-        ({"min_tokens": 300, "max_tokens": 300}, r"min_tokens is 300, but a prompt of 2 tokens leaves room for 254"),
-    ],
-    ids=str,
-)
-def test_parameters_that_do_not_suit_the_model(params: dict[str, Any], message: str, llm: LLM) -> None:
-    with pytest.raises(ValueError, match=message):
-        llm.generate([[5, 6]], SamplingParams(**params), use_tqdm=False)
-
-
-@pytest.mark.usefixtures("nothing_is_left")
-@pytest.mark.parametrize(
-    ("call", "arguments", "error", "message"),
-    [
-        ("generate", ([[5, 6], [7, 8]], [GREEDY] * 3), ValueError, "sampling_params has 3 entries for 2 prompts"),
-        ("generate", ([[5, 6], [7, 8]], []), ValueError, "sampling_params has 0 entries for 2 prompts"),
-        ("generate", ([[5, 6], [7, 8]], {"temperature": 0}), TypeError, "it must be a SamplingParams"),
-        ("generate", ([[5, 6], [7, 8]], [GREEDY, None]), TypeError, "it must be a SamplingParams"),
-        ("generate", ([[5], [6], [9999], [7]], GREEDY), ValueError, r"prompt_token_ids\[0\] is 9999"),
-        ("chat", ([], GREEDY), ValueError, "messages is empty"),
-        ("chat", ("hello", GREEDY), ValueError, "messages must be a list"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_wrong_arguments(call: str, arguments: tuple[Any, ...], error: type[Exception], message: str, llm: LLM) -> None:
+@pytest.mark.parametrize(("prompts", "params", "error", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_calls_that_are_refused(prompts: Any, params: Any, error: type[Exception], message: str, llm: LLM) -> None:
     before = llm.stats().num_steps
+    params = SamplingParams(**params) if isinstance(params, dict) else params
     with pytest.raises(error, match=message):
-        getattr(llm, call)(*arguments, use_tqdm=False)
+        llm.generate(prompts, params, use_tqdm=False)
     assert llm.stats().num_steps == before
+
+
+def test_conversations_that_are_refused(llm: LLM) -> None:
+    conversations: dict[str, Any] = {"messages is empty": [], "messages must be a list": "hello"}
+    for message, messages in conversations.items():
+        with pytest.raises(ValueError, match=message):
+            llm.chat(messages, GREEDY, use_tqdm=False)
 
 
 def test_priorities_and_no_prompts(llm: LLM) -> None:

@@ -18,6 +18,7 @@ PARAMS = [
 ]
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 40}
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+FEW_BLOCKS = {"max_num_batched_tokens": 8, "num_gpu_blocks_override": 9, "block_size": 8, "max_model_len": 64}
 EAGLE = {"method": "eagle", "num_speculative_tokens": 2}
 
 
@@ -38,18 +39,7 @@ def expected() -> list[list[int]]:
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {
-            "max_num_seqs": 3,
-            "max_num_batched_tokens": 8,
-            "num_gpu_blocks_override": 9,
-            "block_size": 8,
-            "max_model_len": 64,
-        },
-        {"speculative_config": NGRAMS},
-        {"speculative_config": EAGLE},
-    ],
+    [{}, {"max_num_seqs": 3, **FEW_BLOCKS}, {"speculative_config": NGRAMS}, {"speculative_config": EAGLE}],
     ids=["plain", "few blocks and small steps", "ngram", "eagle"],
 )
 def test_tokens_are_the_same(runner: str, settings: dict[str, Any], expected: list[list[int]]) -> None:
@@ -60,11 +50,8 @@ def test_tokens_are_the_same(runner: str, settings: dict[str, Any], expected: li
 def test_a_connector_loads_what_another_engine_has_saved(
     runner: str, tmp_path: Path, expected: list[list[int]]
 ) -> None:
-    config = {
-        "kv_connector": "SharedStorageConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
+    config: dict[str, Any] = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"}
+    config |= {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
     settings = {"runner": runner, "kv_transfer_config": config, "block_size": 4}
     assert generate(**settings) == expected
     with LLM(**SETTINGS | settings) as llm:
@@ -80,10 +67,7 @@ def test_requests_of_an_async_engine_run_together(expected: list[list[int]]) -> 
         return tokens
 
     async def generate_all() -> list[list[int]]:
-        llm = AsyncLLM(**SETTINGS)
-        try:
+        async with AsyncLLM(**SETTINGS) as llm:
             return await asyncio.gather(*(last(llm, index) for index in range(len(PROMPTS))))
-        finally:
-            llm.shutdown()
 
     assert asyncio.run(generate_all()) == expected

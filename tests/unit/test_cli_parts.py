@@ -35,14 +35,11 @@ class Terminal(io.StringIO):
 
 
 def test_prompts_of_flags_come_before_those_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_bytes(b"first\r\n\n  second \n{}\n")
-    assert read_prompts(["zero"], str(tmp_path / "prompts.txt")) == ["zero", "first", "  second ", "{}"]
-
-
-def test_a_jsonl_file_has_text_and_tokens(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [1, 2]}\n')
-    assert read_prompts([], str(path)) == [{"prompt": "a\nb"}, {"prompt_token_ids": [1, 2]}]
+    text, json_lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_bytes(b"first\r\n\n  second \n{}\n")
+    assert read_prompts(["zero"], str(text)) == ["zero", "first", "  second ", "{}"]
+    json_lines.write_text('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [1, 2]}\n')
+    assert read_prompts([], str(json_lines)) == [{"prompt": "a\nb"}, {"prompt_token_ids": [1, 2]}]
 
 
 @pytest.mark.parametrize(
@@ -62,14 +59,14 @@ def test_a_file_that_holds_no_prompts_is_refused(tmp_path: Path, name: str, cont
 
 
 def test_standard_input_is_the_prompt_unless_it_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert read_prompts([], None) == ["two\nlines"]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert read_prompts([], "-") == ["two", "lines"]
-    for nothing in (Terminal("not read"), io.StringIO(""), None):
-        monkeypatch.setattr(sys, "stdin", nothing)
-        assert read_prompts([], None) == [STORY_OPENING]
-    assert read_prompts(["given"], None) == ["given"]
+    def read(stdin: Any, texts: list[str], file: str | None) -> list[Any]:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        return read_prompts(texts, file)
+
+    assert read(io.StringIO("two\nlines\n"), [], None) == ["two\nlines"]
+    assert read(io.StringIO("two\nlines\n"), [], "-") == ["two", "lines"]
+    assert read(io.StringIO("not read"), ["given"], None) == ["given"]
+    assert all(read(none, [], None) == [STORY_OPENING] for none in (Terminal("not read"), io.StringIO(""), None))
 
 
 # --- what is printed ----------------------------------------------------------------------------------------------
@@ -113,18 +110,15 @@ def test_a_prompt_is_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch, no_colo
 
 
 def test_json_has_no_number_that_json_lacks() -> None:
-    output = RequestOutput(
-        "1",
-        None,
-        [3, 4],
-        [CompletionOutput(0, "é", [5], -math.inf, [{5: Logprob(-math.inf, 1, "é"), 6: Logprob(-1.5, 2)}], "length")],
-        True,
-        prompt_logprobs=[None, {4: Logprob(math.nan, 7, "d")}],
-    )
-    (content,) = json.loads(dump_array([request_json(output)]), parse_constant=pytest.fail)
-    (completion,) = content["outputs"]
-    assert completion["cumulative_logprob"] is None
-    assert completion["logprobs"] == [
+    logprobs = [{5: Logprob(-math.inf, 1, "é"), 6: Logprob(-1.5, 2)}]
+    completion = CompletionOutput(0, "é", [5], -math.inf, logprobs, "length")
+    prompt_logprobs = [None, {4: Logprob(math.nan, 7, "d")}]
+    output = RequestOutput("1", None, [3, 4], [completion], True, prompt_logprobs=prompt_logprobs)
+    text = dump_array([request_json(output)])
+    assert text.isascii()
+    (content,) = json.loads(text, parse_constant=pytest.fail)
+    assert content["outputs"][0]["cumulative_logprob"] is None
+    assert content["outputs"][0]["logprobs"] == [
         {
             "5": {"logprob": None, "rank": 1, "decoded_token": "é"},
             "6": {"logprob": -1.5, "rank": 2, "decoded_token": None},
@@ -132,7 +126,6 @@ def test_json_has_no_number_that_json_lacks() -> None:
     ]
     assert content["prompt_logprobs"] == [None, {"4": {"logprob": None, "rank": 7, "decoded_token": "d"}}]
     assert content["metrics"]["ttft_ms"] is None
-    assert dump_array([request_json(output)]).isascii()
 
 
 def test_the_numbers_are_means_over_requests() -> None:
@@ -214,12 +207,9 @@ def test_requests_arrive_at_the_rate_that_is_asked_for() -> None:
     assert 18.0 < times[-1] < 22.0
 
 
-def test_lengths_are_numbers_or_ranges() -> None:
+def test_lengths_are_numbers_or_ranges_and_percentiles_are_interpolated() -> None:
     assert (Lengths.parse("7"), Lengths.parse("7:9")) == (Lengths(7, 7), Lengths(7, 9))
     assert (str(Lengths(7, 7)), str(Lengths(7, 9))) == ("7", "7:9")
-
-
-def test_percentiles_are_interpolated() -> None:
     values = [value / 1000 for value in range(101)]
     assert distribution(reversed(values), 1e3) == pytest.approx(
         {"mean": 50, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100, "count": 101}
@@ -301,18 +291,12 @@ def test_counters_are_differences_over_all_loads() -> None:
     assert measured["prefix_cache"] == {"queried_tokens": 18, "hit_tokens": 6, "hit_rate": 6 / 18}
 
 
-def test_without_times_all_requests_are_there_at_once() -> None:
+def test_without_times_all_requests_arrive_at_once() -> None:
     engine = FakeEngine()
+    engine.stats_collector.steps = deque(maxlen=1)  # samples are taken before the engine forgets them
     samples = load(engine, [BenchRequest([1, 2], 4)] * 3)
-    assert samples.ttft == [0.5, 1.5, 2.5]
-    assert engine.slept == []
-
-
-def test_samples_are_taken_before_the_engine_forgets_them() -> None:
-    engine = FakeEngine()
-    engine.stats_collector.steps = deque(maxlen=1)
-    assert len(load(engine, [BenchRequest([1], 1)] * 5).steps) == 5
-    assert not engine.stats_collector.steps
+    assert (samples.ttft, engine.slept) == ([0.5, 1.5, 2.5], [])
+    assert len(samples.steps) == 3 and not engine.stats_collector.steps
 
 
 def test_the_documentation_describes_every_field() -> None:

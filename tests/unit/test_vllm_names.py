@@ -61,16 +61,12 @@ def test_settings_that_both_have_are_taken() -> None:
     assert {name: getattr(config, name) for name in both} == both
 
 
-def test_a_misspelt_setting_still_has_its_neighbours() -> None:
+def test_misspelt_settings_and_what_vllm_calls_runner() -> None:
     with pytest.raises(TypeError, match="'gpu_memory_utilisation'; did you mean 'gpu_memory_utilization'"):
         EngineConfig.from_keywords({"gpu_memory_utilisation": 0.5}, owner="LLM")
-
-
-def test_what_vllm_calls_runner() -> None:
-    with pytest.raises(
-        ValueError, match="runner is 'generate'; it can be auto, v1, v2; what vLLM calls runner is task"
-    ):
-        EngineConfig(runner="generate")  # type: ignore[arg-type]
+    message = "runner is 'generate'; it can be auto, v1, v2; what vLLM calls runner is task"
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_keywords({"runner": "generate"}, owner="LLM")
 
 
 def test_advice_is_about_settings_that_there_are() -> None:
@@ -80,11 +76,8 @@ def test_advice_is_about_settings_that_there_are() -> None:
     assert set(ENGINE_FLAGS.values()) <= SETTINGS | ENGINE_KEYWORDS.keys()
     known = SETTINGS | speculative
     known |= {field.name for field in dataclasses.fields(SamplingParams)} | {"chat_template", "prompt_token_ids"}
-    for advice in [
-        *ENGINE_KEYWORDS.values(),
-        *SPECULATIVE_KEYS.values(),
-        *(advice for _, advice in CALL_KEYWORDS.values()),
-    ]:
+    of_calls = [advice for _, advice in CALL_KEYWORDS.values()]
+    for advice in [*ENGINE_KEYWORDS.values(), *SPECULATIVE_KEYS.values(), *of_calls]:
         assert advice and set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", advice)) <= known, advice
 
 
