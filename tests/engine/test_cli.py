@@ -32,6 +32,11 @@ EAGLE = '{"method": "eagle", "num_speculative_tokens": 3, "adaptive": false}'
 LARGE_BATCH = '{"method": "ngram", "num_speculative_tokens": 2, "adaptive": false, "disable_by_batch_size": 1}'
 
 
+Patch = pytest.MonkeyPatch
+Pipe = Callable[[str], None]
+Prompts = list[list[int]]
+
+
 class Command(CommandRunner):
     def generate(self, *flags: str, code: int = 0) -> str:
         return self("generate", *flags, code=code)
@@ -47,13 +52,13 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 @pytest.fixture
-def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def pipe(monkeypatch: Patch) -> Pipe:
     """Sets what is piped in."""
     return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 @pytest.fixture
-def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def prompts(monkeypatch: Patch) -> Prompts:
     """The prompts that reach the engine as token ids."""
     seen: list[list[int]] = []
     add_request = LLMEngine.add_request
@@ -66,7 +71,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-def at_step(monkeypatch: pytest.MonkeyPatch, number: int, do: Callable[[], object], repeat: int = 1) -> None:
+def at_step(monkeypatch: Patch, number: int, do: Callable[[], object], repeat: int = 1) -> None:
     """Call ``do`` inside the engine's step of this number, before it runs, and inside the next ``repeat - 1``."""
     step, count = LLMEngine.step, iter(range(1, 1_000_000))
 
@@ -124,7 +129,7 @@ def test_streaming_prints_what_is_else_printed_at_the_end(run: Command) -> None:
     assert "2 prompts" in run.err and "28 out" in run.err
 
 
-def test_text_is_written_as_it_is_generated(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_written_as_it_is_generated(run: Command, monkeypatch: Patch) -> None:
     seen: list[str] = []
     at_step(monkeypatch, 1, lambda: seen.append(run.capsys.readouterr().out), repeat=99)
     run.generate("--prompt", "One day", "--stream", "--max-tokens", "5", *GREEDY, *ONLY_WORDS)
@@ -144,7 +149,7 @@ def test_the_seed_is_the_requests(run: Command) -> None:
     assert texts("--engine-seed", "6") == texts("--engine-seed", "6") != texts("--engine-seed", "7")
 
 
-def test_a_piped_prompt_and_a_file_of_tokens(run: Command, pipe: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_piped_prompt_and_a_file_of_tokens(run: Command, pipe: Pipe, tmp_path: Path) -> None:
     pipe("A piped prompt\n")
     assert run.json("generate", "--max-tokens", "2", "--json")[0]["prompt"] == "A piped prompt"
     path = tmp_path / "tokens.jsonl"
@@ -184,9 +189,7 @@ def test_a_request_that_fails_is_reported(run: Command, model: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])
-def test_a_failing_engine_ends_the_command_with_its_cause(
-    run: Command, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
+def test_a_failing_engine_ends_the_command_with_its_cause(run: Command, monkeypatch: Patch, flags: list[str]) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("the device fell off")
 
@@ -196,7 +199,7 @@ def test_a_failing_engine_ends_the_command_with_its_cause(
     assert ("Traceback" in run.err) == bool(flags)
 
 
-def test_ctrl_c_ends_generate_and_gives_memory_back(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_generate_and_gives_memory_back(run: Command, monkeypatch: Patch) -> None:
     ended: list[LLMEngine] = []
     monkeypatch.setattr(LLMEngine, "shutdown", lambda self: ended.append(self))
     at_step(monkeypatch, 2, press_ctrl_c)
@@ -204,7 +207,7 @@ def test_ctrl_c_ends_generate_and_gives_memory_back(run: Command, monkeypatch: p
     assert len(ended) == 1 and "Traceback" not in run.err
 
 
-def test_a_reader_that_leaves_ends_generate_quietly(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_leaves_ends_generate_quietly(run: Command, monkeypatch: Patch) -> None:
     class LeavingReader(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError
@@ -234,9 +237,7 @@ def test_drafts_are_counted_and_change_no_token(run: Command) -> None:
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_piped_chat_prints_replies_alone_and_remembers(
-    run: Command, pipe: Callable[[str], None], prompts: list[list[int]]
-) -> None:
+def test_a_piped_chat_prints_replies_alone_and_remembers(run: Command, pipe: Pipe, prompts: Prompts) -> None:
     pipe("Hello!\n\nAnd then?\n/exit\nnot read\n")
     replies = run.chat("--max-tokens", "4", "--system", "Be kind.")
     assert len(replies) == len(prompts) == 2 and run.err == ""
@@ -249,7 +250,7 @@ def test_a_piped_chat_prints_replies_alone_and_remembers(
     assert prompts[1] == TOKENIZER.apply_chat_template_ids(history)
 
 
-def test_commands_of_a_chat(run: Command, pipe: Callable[[str], None], prompts: list[list[int]]) -> None:
+def test_commands_of_a_chat(run: Command, pipe: Pipe, prompts: Prompts) -> None:
     pipe("/stats\nHi\n/reset\nHi\n/system Be brief.\n/reset\nHi\n/stats\n/help\n/what now\n/system\n")
     assert len(run.chat("--max-tokens", "3")) == 3
     assert prompts[1] == prompts[0] and len(prompts[2]) > len(prompts[0])
@@ -259,7 +260,7 @@ def test_commands_of_a_chat(run: Command, pipe: Callable[[str], None], prompts: 
 
 
 def test_ctrl_c_stops_a_reply_and_the_chat_goes_on(
-    run: Command, monkeypatch: pytest.MonkeyPatch, pipe: Callable[[str], None], prompts: list[list[int]]
+    run: Command, monkeypatch: Patch, pipe: Pipe, prompts: Prompts
 ) -> None:
     at_step(monkeypatch, 3, press_ctrl_c)
     pipe("Hello!\nGo on.\n")
@@ -272,9 +273,7 @@ def test_ctrl_c_stops_a_reply_and_the_chat_goes_on(
     assert second
 
 
-def test_a_second_ctrl_c_ends_the_chat(
-    run: Command, monkeypatch: pytest.MonkeyPatch, pipe: Callable[[str], None]
-) -> None:
+def test_a_second_ctrl_c_ends_the_chat(run: Command, monkeypatch: Patch, pipe: Pipe) -> None:
     before = signal.getsignal(signal.SIGINT)
     at_step(monkeypatch, 2, lambda: (press_ctrl_c(), press_ctrl_c()))
     pipe("Hello!\nGo on.\n")
@@ -282,9 +281,7 @@ def test_a_second_ctrl_c_ends_the_chat(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_chat_that_outgrows_the_model_forgets_its_beginning(
-    run: Command, pipe: Callable[[str], None], prompts: list[list[int]]
-) -> None:
+def test_a_chat_that_outgrows_the_model_forgets_its_beginning(run: Command, pipe: Pipe, prompts: Prompts) -> None:
     pipe("One day a fox went out.\n" * 5 + "word " * 90 + "\nShort again.\n")
     flags = ["--max-tokens", "8", "--max-model-len", "64", "--system", "Be kind."]
     replies = run.chat(*flags, code=1)  # a turn was refused
@@ -297,7 +294,7 @@ def test_a_chat_that_outgrows_the_model_forgets_its_beginning(
     assert all(prompt[:4] == prompts[0][:4] for prompt in prompts)  # of the system message
 
 
-def test_a_chat_on_a_terminal(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_on_a_terminal(run: Command, monkeypatch: Patch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
@@ -315,9 +312,7 @@ def test_a_chat_on_a_terminal(run: Command, monkeypatch: pytest.MonkeyPatch) -> 
     run.chat(code=130)
 
 
-def test_chat_templates(
-    run: Command, pipe: Callable[[str], None], prompts: list[list[int]], model: Path, tmp_path: Path
-) -> None:
+def test_chat_templates(run: Command, pipe: Pipe, prompts: Prompts, model: Path, tmp_path: Path) -> None:
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -333,7 +328,7 @@ def test_chat_templates(
 
 
 def test_a_template_that_refuses_a_message_does_not_end_the_chat(
-    run: Command, pipe: Callable[[str], None], prompts: list[list[int]], tmp_path: Path
+    run: Command, pipe: Pipe, prompts: Prompts, tmp_path: Path
 ) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}Hi")

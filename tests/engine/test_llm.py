@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -323,20 +324,12 @@ def test_outputs_do_not_change_after_they_were_returned(
         assert [len(completion.token_ids) for completion in last.outputs] == [6, 6]
 
 
-def watched(llm: LLM) -> list[str]:
-    """Names of the engine's methods that `generate` calls from now on."""
-    calls: list[str] = []
-
-    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*arguments: Any, **keywords: Any) -> Any:
-            calls.append(name)
-            return call(*arguments, **keywords)
-
-        return note
-
-    for name in ("add_request", "step"):
-        setattr(llm.llm_engine, name, noting(name, getattr(llm.llm_engine, name)))
-    return calls
+def watched(llm: LLM) -> mock.Mock:
+    """Records the calls of these two methods of the engine."""
+    engine = llm.llm_engine
+    watch = mock.Mock(**{"add_request.side_effect": engine.add_request, "step.side_effect": engine.step})
+    vars(engine).update(add_request=watch.add_request, step=watch.step)
+    return watch
 
 
 FULL_STEPS: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "max_model_len": 64, "dtype": "float32"}
@@ -349,9 +342,10 @@ def test_a_step_that_is_full_begins_before_the_last_prompts_are_added(use_v2: bo
     results = []
     for policy in ("fcfs", "priority"):  # by which a step depends on what is queued behind it
         with LLM(use_v2_model_runner=use_v2, scheduling_policy=policy, **FULL_STEPS) as llm:
-            calls = watched(llm)
+            watch = watched(llm)
             results.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
             llm.llm_engine.check_integrity()
+        calls = [call[0] for call in watch.mock_calls]
         begun = calls[: calls.index("step")].count("add_request")
         assert begun == (3 if policy == "fcfs" else 7)
         assert calls[:8].count("step") == 1
@@ -361,10 +355,10 @@ def test_a_step_that_is_full_begins_before_the_last_prompts_are_added(use_v2: bo
 
 def test_a_prompt_that_is_refused_behind_a_step_ends_the_call() -> None:
     with LLM(**FULL_STEPS) as llm:
-        calls = watched(llm)
+        watch = watched(llm)
         with pytest.raises(ValueError, match="max_model_len"):
             llm.generate([[5] * 12] * 6 + [[5] * 90], SamplingParams(max_tokens=9), use_tqdm=False)
-        assert "step" in calls
+        watch.step.assert_called()
         assert not llm.llm_engine.has_unfinished_requests()
         llm.llm_engine.check_integrity()
         assert len(llm.generate([[5] * 12] * 6, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)) == 6

@@ -176,35 +176,28 @@ def output(
     return RequestOutput("r", None, prompt or [1], [completion], finished=True)
 
 
+BOTH = [(2, 0, 4, 7), (3, 0, 4, 7)]
+
+
 @pytest.mark.parametrize(
-    ("v1", "v2", "num_equal", "differences", "first"),
+    ("v1", "v2", "reason", "num_equal", "differences"),
     [
-        ([], [], 0, [], None),
-        (
-            [output([1, 2, 3]), output([1, 2, 3]), output([4, 5, 6]), output([4, 5, 6])],
-            [output([1, 2, 9]), output([1, 2, 3]), output([4, 7, 6]), output([4, 7, 6])],
-            2 + 3 + 1 + 1,
-            [(0, 2, 3, 9), (2, 1, 5, 7), (3, 1, 5, 7)],
-            1,
-        ),
-        ([output([1, 2, 3])], [output([1, 2], finish_reason="stop")], 2, [(0, 2, 3, None)], 0),
-        ([output([1, 2])], [output([1, 2], finish_reason="stop")], 2, [(0, 2, None, None)], 0),
+        ([], [], "length", 0, []),
+        ([[1, 2], [1, 2], [4, 5], [4, 5]], [[1, 9], [1, 2], [7, 5], [7, 5]], "length", 3, [(0, 1, 2, 9), *BOTH]),
+        ([[1, 2, 3]], [[1, 2]], "stop", 2, [(0, 2, 3, None)]),
+        ([[1, 2]], [[1, 2]], "stop", 2, [(0, 2, None, None)]),
     ],
     ids=["nothing", "the first is the earliest", "an early end", "an end for another reason"],
 )
 def test_differences(
-    v1: list[RequestOutput],
-    v2: list[RequestOutput],
-    num_equal: int,
-    differences: list[tuple[int, int, int | None, int | None]],
-    first: int | None,
+    v1: list[list[int]], v2: list[list[int]], reason: str, num_equal: int, differences: list[tuple[int | None, ...]]
 ) -> None:
-    result = compare(v1, v2)
-    found = [tuple(entry[name] for name in ("request", "position", "v1_token", "v2_token"))
-             for entry in result["differences"]]  # fmt: skip
-    assert found == differences
+    result = compare([output(ids) for ids in v1], [output(ids, finish_reason=reason) for ids in v2])
+    names = ("request", "position", "v1_token", "v2_token")
+    assert [tuple(entry[name] for name in names) for entry in result["differences"]] == differences
     assert (result["equal"], result["num_equal_tokens"]) == (not differences, num_equal)
-    assert result["first_difference"] == (None if first is None else result["differences"][first])
+    first = result["first_difference"]
+    assert first == (result["differences"][len(v1) > 1] if differences else None)
     assert (result["num_logprobs"], result["largest_logprob_difference"]) == (0, None)
 
 
