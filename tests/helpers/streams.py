@@ -15,7 +15,7 @@ from tests.helpers.gate import HANG, Gate
 T = TypeVar("T")
 
 
-def run(coroutine: Awaitable[T], timeout: float | None = HANG) -> T:
+def run(coroutine: Awaitable[T], timeout: float = HANG) -> T:
     """Run a coroutine in an event loop of its own."""
 
     async def limited() -> T:
