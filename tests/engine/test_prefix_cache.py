@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = prompt_of(20, VOCAB)
 
 
-def ask(engine: LLMEngine, prompt: object, params: SamplingParams = GREEDY) -> tuple[int, list[int]]:
+def run_one(engine: LLMEngine, prompt: object, params: SamplingParams = GREEDY) -> tuple[int, list[int]]:
     """Cached tokens of the prompt, and the output."""
     output = run_requests(engine, {"r": (prompt, params)})["r"]
     return output.num_cached_tokens, output.outputs[0].token_ids
@@ -44,39 +44,39 @@ def forget(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 20])
 def test_full_blocks_are_hit_and_the_last_token_is_computed(length: int, engine: LLMEngine) -> None:
-    cached, tokens = ask(engine, PROMPT[:length])
+    cached, tokens = run_one(engine, PROMPT[:length])
     assert cached == 0
-    assert ask(engine, PROMPT[:length]) == ((length - 1) // 4 * 4, tokens)
+    assert run_one(engine, PROMPT[:length]) == ((length - 1) // 4 * 4, tokens)
 
 
 def test_a_hit_ends_at_the_first_token_that_differs(engine: LLMEngine) -> None:
-    ask(engine, PROMPT)
+    run_one(engine, PROMPT)
     for position, cached in ((0, 0), (3, 0), (4, 4), (11, 8), (19, 16)):
         prompt = list(PROMPT)
         prompt[position] += 1
-        found, tokens = ask(engine, prompt)
+        found, tokens = run_one(engine, prompt)
         assert found == cached
         engine.reset_prefix_cache()
-        assert ask(engine, prompt) == (0, tokens)
-        ask(engine, PROMPT)
-    assert ask(engine, PROMPT[4:])[0] == 0  # the same tokens in another place
+        assert run_one(engine, prompt) == (0, tokens)
+        run_one(engine, PROMPT)
+    assert run_one(engine, PROMPT[4:])[0] == 0  # the same tokens in another place
 
 
 def test_outputs_are_cached_too(engine: LLMEngine) -> None:
-    _, tokens = ask(engine, PROMPT)
-    assert ask(engine, PROMPT + tokens)[0] == 24  # of 25 computed tokens: the last one never was an input
+    _, tokens = run_one(engine, PROMPT)
+    assert run_one(engine, PROMPT + tokens)[0] == 24  # of 25 computed tokens: the last one never was an input
 
 
 def test_requests_of_one_step_share(engine: LLMEngine) -> None:
     """Attention of the second request reads KV that the same layer has just written for the first."""
-    _, alone = ask(engine, PROMPT)
+    _, alone = run_one(engine, PROMPT)
     engine.reset_prefix_cache()
     outputs = run_requests(engine, {name: (PROMPT, GREEDY) for name in "abc"})
     assert [output.num_cached_tokens for output in outputs.values()] == [0, 16, 16]
     assert all(output.outputs[0].token_ids == alone for output in outputs.values())
     engine.reset_prefix_cache()
     before = engine.stats().scheduler
-    ask(engine, PROMPT, SamplingParams(n=3, seed=0))  # so do the sequences of a request
+    run_one(engine, PROMPT, SamplingParams(n=3, seed=0))  # so do the sequences of a request
     after = engine.stats().scheduler
     assert after.prefix_cache_queries - before.prefix_cache_queries == 60
     assert after.prefix_cache_hits - before.prefix_cache_hits == 32
@@ -84,18 +84,18 @@ def test_requests_of_one_step_share(engine: LLMEngine) -> None:
 
 def test_salts_keep_prefixes_apart(engine: LLMEngine) -> None:
     def cached(**salt: str) -> int:
-        return ask(engine, {"prompt_token_ids": PROMPT, **salt})[0]
+        return run_one(engine, {"prompt_token_ids": PROMPT, **salt})[0]
 
     assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
     assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [16, 16, 16]
 
 
 def test_prompt_logprobs_need_the_whole_prompt(engine: LLMEngine) -> None:
-    ask(engine, PROMPT)
-    wants = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
-    cached, tokens = ask(engine, PROMPT, wants)
+    run_one(engine, PROMPT)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
+    cached, tokens = run_one(engine, PROMPT, params)
     assert cached == 0
-    assert ask(engine, PROMPT) == (16, tokens)
+    assert run_one(engine, PROMPT) == (16, tokens)
 
 
 def test_blocks_of_an_aborted_request_are_cached(text_model: Path) -> None:
@@ -106,10 +106,10 @@ def test_blocks_of_an_aborted_request_are_cached(text_model: Path) -> None:
     engine.step()
     engine.abort_request("r")
     drain(engine)
-    cached, tokens = ask(engine, prompt)
+    cached, tokens = run_one(engine, prompt)
     assert cached == 16
     engine.reset_prefix_cache()
-    assert ask(engine, prompt) == (0, tokens)
+    assert run_one(engine, prompt) == (0, tokens)
     engine.shutdown()
 
 
@@ -133,8 +133,8 @@ def test_requests_from_before_a_reset_are_not_cached_after_it() -> None:
 
 def test_caching_off(text_model: Path) -> None:
     engine = make_engine(text_model, enable_prefix_caching=False)
-    first = ask(engine, PROMPT)
-    assert ask(engine, PROMPT) == first == (0, first[1])
+    first = run_one(engine, PROMPT)
+    assert run_one(engine, PROMPT) == first == (0, first[1])
     engine.shutdown()
 
 
@@ -146,7 +146,7 @@ def test_nan_stays_with_its_request(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with LLM(str(tmp_path), device="cpu", block_size=4, num_gpu_blocks_override=12, max_num_seqs=4) as llm:
         healthy = [prompt_of(length, VOCAB, seed=length) for length in (6, 11)]
-        expected = [ask(llm.llm_engine, prompt) for prompt in healthy]
+        expected = [run_one(llm.llm_engine, prompt) for prompt in healthy]
         sick = [*prompt_of(5, VOCAB), 7, 9, 9, 9, 9]
         for _ in range(3):
             prompts = {"0": healthy[0], "sick": sick, "1": healthy[1]}

@@ -1,4 +1,4 @@
-"""Helpers for tests of `AsyncLLM`: async tests, streams of outputs, an engine whose steps wait at a gate."""
+"""Helpers for tests of `AsyncLLM`: async tests, streams of outputs, an engine with steps that wait at a gate."""
 
 from __future__ import annotations
 

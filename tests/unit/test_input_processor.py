@@ -211,9 +211,9 @@ def test_parameters_are_validated_again_and_copied() -> None:
     assert one.seed != other.seed
 
 
-@pytest.mark.parametrize(("wanted", "kept"), [(-1, -1), (0, 0), (VOCAB - 1, VOCAB - 1), (VOCAB, VOCAB), (2**70, VOCAB)])
-def test_top_k_is_at_most_the_vocabulary(wanted: int, kept: int) -> None:
-    assert process([5], top_k=wanted).params.top_k == kept
+@pytest.mark.parametrize(("given", "kept"), [(-1, -1), (0, 0), (VOCAB - 1, VOCAB - 1), (VOCAB, VOCAB), (2**70, VOCAB)])
+def test_top_k_is_at_most_the_vocabulary(given: int, kept: int) -> None:
+    assert process([5], top_k=given).params.top_k == kept
 
 
 @pytest.mark.parametrize("wrong", [None, {}, "params", SamplingParams])
