@@ -122,6 +122,7 @@ def test_every_feature_is_in_the_graph(feature: str) -> None:
     room = FEATURES[feature].get("logprobs")
     expected = SamplingVariant(
         filters=feature in FILTERS or "top_k" in FEATURES[feature],
+        other_filters=feature in FILTERS and "top_k" not in FEATURES[feature],
         logits_processors=feature in PROCESSORS or feature == "of_processed",
         logprobs=None if room is None else max(32, room),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from tests.helpers.interpreter import interpreted
 
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
-from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters, sample_torch
+from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.sample_triton import sample_triton
 
 pytestmark = interpreted
@@ -38,15 +40,20 @@ def cuts_of(logits: torch.Tensor, random: RandomRows) -> torch.Tensor:
 def check(logits: torch.Tensor, *filters: tuple[float, int, float], temperature: float = 0.8) -> None:
     """The same draws as the reference, and the same tokens are kept."""
     random = random_rows(*filters, temperature=temperature)
-    assert sample_triton(logits, random).tolist() == sample_torch(logits, random).tolist()
+    expected = sample_torch(logits, random)
+    assert sample_triton(logits, random).tolist() == expected.tolist()
+    row_filters = random.filters
+    assert row_filters is not None
+    is_cut = (row_filters.top_k == 0) | (row_filters.top_k > MAX_TOP_K)  # in the other rows candidates are drawn
+    top_k_only = sample_triton(logits, replace(random, filters=replace(row_filters, top_k_only=True)))
+    assert (top_k_only == expected)[~is_cut | ~row_filters.are_on()].all()
     scores = (logits.float() - logits.float().max(dim=1, keepdim=True).values) / temperature
     cuts, index = cuts_of(logits, random), torch.arange(logits.shape[1])
     limits = -cuts[:, :1].contiguous().view(torch.float32)
     kept = (scores > limits) | ((scores == limits) & (index <= cuts[:, 1:]))
     kept &= scores > -torch.inf
-    assert random.filters is not None
-    random.filters.apply(scores)
-    assert torch.equal(kept, scores > -torch.inf)
+    row_filters.apply(scores)
+    assert torch.equal(kept[is_cut], (scores > -torch.inf)[is_cut])
 
 
 @pytest.mark.parametrize(("vocab_size", "spread"), [(1, 2.0), (5, 2.0), (300, 0.01), (300, 30.0), (2100, 2.0)])
@@ -62,15 +69,23 @@ def test_ties_are_cut_by_index() -> None:
     logits[:, ::3] = 1.0
     logits[3, 4000:] = 2.0
     check(logits, (0.0, 0, 0.5), (0.0, 0, 0.9), (0.0, 10, 0.0001), (0.9, 0, 0.2))
-    check(logits.to(torch.bfloat16), (0.0, 0, 0.25), (0.0, 5, 1.0), (0.0, 2000, 0.7), (0.0, 150, 0.5))
+    rows = [(0.0, 0, 0.25), (0.0, 5, 1.0), (0.0, 2000, 0.7), (0.0, 3000, 1.0), (0.0, 150, 0.5)]
+    check(logits[[0, 1, 2, 3, 3]].to(torch.bfloat16), *rows)
+
+
+@pytest.mark.parametrize("top_k", [1, 65, 300, 1024])
+def test_few_and_many_candidates(top_k: int) -> None:
+    """Groups of 64 tokens, 64 and 256 candidates, and 1,024 of a search at a time are limits of the kernel."""
+    spread = torch.randn(1200, generator=torch.Generator().manual_seed(top_k))
+    excluded = torch.where(torch.arange(1200) < 5, spread, -torch.inf)
+    logits = torch.stack((spread, torch.zeros(1200), (spread > 1.0).float(), excluded))
+    check(logits, (0.0, top_k, 0.9), (0.0, top_k, 1.0), (0.02, top_k, 0.7), (0.0, top_k, 0.5))
 
 
 @pytest.mark.parametrize(
     ("filters", "score", "last"),
     [
-        ((0.0, 2, 1.0), -0.5, ALL),
-        ((0.0, 3, 1.0), -1.0, ALL),  # and its equal
-        ((0.0, 5, 1.0), -float("inf"), ALL),
+        ((0.0, 0, 1.0), -float("inf"), ALL),
         ((0.0, 0, 0.82), -1.0, 1),  # 1 + 0.61 + 0.37 of 2.39 are enough
         ((0.0, 0, 0.83), -1.0, 2),
         ((0.0, 0, 1e-6), 0.0, 0),

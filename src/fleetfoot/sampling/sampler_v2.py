@@ -11,7 +11,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from fleetfoot.kernels.sampling.logits_processors import (
     LogitsProcessorTables,
     TokenHistory,
 )
-from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
+from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters
 from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED
 from fleetfoot.records.step import NewRequest
 from fleetfoot.sampling.logprobs import LogprobsTensors, PromptLogprobs, token_logprobs
@@ -47,7 +47,7 @@ from fleetfoot.sampling.verification import DeviceSamples, DraftVerification, Lo
 (MIN_TOKENS, TOP_K, IS_LIMITED, NUM_BIASES, NUM_WORDS, NUM_STOPS, LOGPROBS_SIZE,
  TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, FREQUENCY, PRESENCE) = range(NUM_FIELDS)  # fmt: skip
 _FIELDS_AND_SEED = struct.Struct(f"={TEMPERATURE}i{NUM_FIELDS - TEMPERATURE}fQ")
-_RANDOM, _FILTERS, _PROCESSORS = "random", "filters", "logits processors"
+_RANDOM, _FILTERS, _OTHER_FILTERS, _PROCESSORS = "random", "filters", "other filters", "logits processors"
 
 
 class SamplingTables:
@@ -231,7 +231,10 @@ class Sampler:
         """The parts that the running requests use."""
         sizes = [size for size, count in self._num_logprobs.items() if count and not _is_large(size)]
         num_logprobs = min(max(MIN_LOGPROBS, next_power_of_2(max(sizes) or 1)), self._vocab_size) if sizes else None
-        return SamplingVariant(self._features[_FILTERS] > 0, self._features[_PROCESSORS] > 0, num_logprobs)
+        features = self._features
+        return SamplingVariant(
+            features[_FILTERS] > 0, features[_OTHER_FILTERS] > 0, features[_PROCESSORS] > 0, num_logprobs
+        )
 
     @property
     def fits_graph(self) -> bool:
@@ -263,7 +266,7 @@ class Sampler:
         token_ids, invalid = sampled
         random = None
         if not all_greedy:
-            filters = tables.filters if variant.filters else None
+            filters = replace(tables.filters, top_k_only=not variant.other_filters) if variant.filters else None
             random = RandomRows(tables.temperature, tables.seeds, batch.seq_lens, filters, batch.rows)
         self._ops.sample(processed, random, invalid=invalid, out=token_ids)
         logprobs = None
@@ -309,11 +312,13 @@ def _features(request: NewRequest) -> list[str]:
     """The optional parts of sampling that a request uses."""
     params = request.params
     is_random = params.temperature > 0
+    has_filters = is_random and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1)
     is_penalized = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
     has_lists = params.allowed_token_ids is not None or bool(params.logit_bias) or bool(request.bad_words_token_ids)
     features = {
         _RANDOM: is_random,
-        _FILTERS: is_random and (params.min_p > 0 or params.top_k > 0 or params.top_p < 1),
+        _FILTERS: has_filters,
+        _OTHER_FILTERS: has_filters and not 0 < params.top_k <= MAX_TOP_K,
         _PROCESSORS: is_penalized or has_lists or params.min_tokens > 0,
     }
     return [name for name, is_on in features.items() if is_on]

@@ -21,6 +21,8 @@ class SamplingVariant:
 
     filters: bool = False
     """min-p, top-k and top-p."""
+    other_filters: bool = False
+    """Filters of rows without top-k, or with a large one, which take longer; with ``filters`` only."""
     logits_processors: bool = False
     """Penalties, logit bias, allowed tokens, bad words and min_tokens."""
     logprobs: int | None = None
@@ -28,7 +30,7 @@ class SamplingVariant:
 
 
 PLAIN = SamplingVariant()
-EVERYTHING = SamplingVariant(filters=True, logits_processors=True, logprobs=MIN_LOGPROBS)
+EVERYTHING = SamplingVariant(filters=True, other_filters=True, logits_processors=True, logprobs=MIN_LOGPROBS)
 
 
 def mask_size(vocab_size: int) -> int:

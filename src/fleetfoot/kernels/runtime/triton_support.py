@@ -144,3 +144,11 @@ def candidate_value(candidate):
     """float32; NaN for NaN."""
     key = (candidate >> 32).to(tl.int32)
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton_kernel()
+def best_candidate(candidates_ptr, num_candidates: tl.constexpr, padded: tl.constexpr):
+    """The largest of ``num_candidates`` candidates; ``padded`` is a power of two."""
+    slot = tl.arange(0, padded)
+    smallest = -0x7FFFFFFFFFFFFFFF - 1
+    return tl.max(tl.load(candidates_ptr + slot, mask=slot < num_candidates, other=smallest), axis=0)

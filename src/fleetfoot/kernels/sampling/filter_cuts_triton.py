@@ -1,12 +1,11 @@
-"""The cuts of min-p, top-k and top-p in a row of scores, found on a GPU without sorting.
+"""The cuts of min-p, top-k and top-p in rows without top-k or with a large one, found on a GPU without sorting.
 
-A row's scores are ``(logit - highest) / temperature``, at most 0. Their bits without the sign are integers of the
-reverse order, called *depths*: 0 for the best token. Kept are all tokens below some depth, and the first few of those
-at that depth (the reference `fleetfoot.kernels.sampling.sample` explains which).
+Kept are all tokens below some depth (see `fleetfoot.kernels.sampling.draws_triton`), and the first few of those at that
+depth (the reference `fleetfoot.kernels.sampling.sample` explains which).
 
 Top-k and top-p are the same search: the largest depth whose predecessors weigh less than a target. A token weighs 1 for
-top-k and its probability, as an integer, for top-p; integer sums do not depend on the order. Each filter takes a few
-launches. All but the last process a row in tiles, so that one row occupies the whole GPU:
+top-k and its probability, as an integer, for top-p. Each takes a few launches. All but the last process a row in tiles,
+so that one row occupies the whole GPU:
 
     weigh     the weight above each of eight bounds, which are octaves
     weigh     the same within the octave that contains the cut; for top-p again within an eighth of it
@@ -15,8 +14,7 @@ launches. All but the last process a row in tiles, so that one row occupies the 
 
 For top-p the remaining interval may contain thousands of tokens of nearly equal probability.
 
-Programs of rows without filters return at once. No grid depends on device values, so a CUDA graph can contain the
-launches.
+Programs of other rows return at once. No grid depends on device values, so a CUDA graph can contain the launches.
 """
 
 from __future__ import annotations
@@ -26,8 +24,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import launch_dependents, launch_options, wait_for_inputs
-from fleetfoot.kernels.runtime.triton_support import candidate_value, cdiv, next_power_of_2, triton_kernel
-from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.kernels.runtime.triton_support import (
+    best_candidate,
+    candidate_value,
+    cdiv,
+    next_power_of_2,
+    triton_kernel,
+)
+from fleetfoot.kernels.sampling.draws_triton import eighths, mass_of, score_depth
+from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -84,6 +89,7 @@ def filter_cuts_triton(
                 num_tiles=highest.shape[1],
                 tiles_pow2=next_power_of_2(highest.shape[1]),
                 index_bits=vocab_size.bit_length(),
+                max_top_k=MAX_TOP_K,
                 tile=_TILE,
                 num_sums=_NUM_SUMS,
                 overlap=overlap,
@@ -94,17 +100,10 @@ def filter_cuts_triton(
 
 
 @triton_kernel()
-def score_depth(logit, highest, temperature):
-    """int32 depth of a score: 0 for the best token, larger for lower scores."""
-    return tl.div_rn(logit - highest, temperature).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton_kernel()
 def _weight(depth, is_mass: tl.constexpr):
-    """int64: 1, or the probability relative to the best token's, in units of 2**-40."""
+    """int64: 1, or `mass_of`."""
     if is_mass:
-        mass = tl.exp(-depth.to(tl.float32, bitcast=True))
-        return (mass * 1099511627776.0).to(tl.int64)
+        return mass_of(depth)
     else:
         return (depth >= 0).to(tl.int64)
 
@@ -125,13 +124,6 @@ def _octaves(limit):
     place = tl.arange(0, 8)
     octave = tl.where(place < 6, 126 + place, 133)
     return tl.where(place < 7, tl.minimum(octave << 23, limit + 1), limit + 1)
-
-
-@triton_kernel()
-def _eighths(low, high):
-    """``[8]`` bounds from ``low`` to ``high`` (inclusive)."""
-    step = tl.maximum((high - low + 7) // 8, 1)
-    return tl.minimum(low + (tl.arange(0, 8) + 1) * step, high)
 
 
 @triton_kernel()
@@ -156,7 +148,7 @@ def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, 
     low, high, base = _between(_octaves(limit), above, target, limit * 0, limit + 1)
     for level in tl.static_range(1, levels):
         above = base + tl.load(sums_ptr + level * 8 + place)
-        low, high, passed = _between(_eighths(low, high), above, target, low, high)
+        low, high, passed = _between(eighths(low, high), above, target, low, high)
         base = tl.maximum(base, passed)
     return low, high, base, target
 
@@ -183,6 +175,7 @@ def _cuts_kernel(
     num_tiles: tl.constexpr,
     tiles_pow2: tl.constexpr,
     index_bits: tl.constexpr,
+    max_top_k: tl.constexpr,
     tile: tl.constexpr,
     num_sums: tl.constexpr,
     overlap: tl.constexpr,
@@ -195,19 +188,16 @@ def _cuts_kernel(
     if has_rows:
         row = tl.load(rows_ptr + request).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
-    tile_ids = tl.arange(0, tiles_pow2)
-    smallest = -0x7FFFFFFFFFFFFFFF - 1
-    candidates = tl.load(highest_ptr + request * num_tiles + tile_ids, mask=tile_ids < num_tiles, other=smallest)
-    highest = candidate_value(tl.max(candidates, axis=0))
+    highest = candidate_value(best_candidate(highest_ptr + request * num_tiles, num_tiles, tiles_pow2))
     is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # false for NaN
     if phase > levels:
         limit = _limit_of(request, row, limits_ptr, log_min_p_ptr, is_mass)
         last = tl.full((), 0x7FFFFFFF, tl.int32)
+    top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
     if is_mass:
-        is_on = tl.load(top_p_ptr + row, mask=row >= 0, other=1.0) < 1.0
+        is_on = (tl.load(top_p_ptr + row, mask=row >= 0, other=1.0) < 1.0) & ((top_k == 0) | (top_k > max_top_k))
     else:
-        top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
-        is_on = (top_k > 0) & (top_k < vocab_size)
+        is_on = (top_k > max_top_k) & (top_k < vocab_size)
     if is_random & is_on:
         sums_ptr += request * num_sums
         logits_ptr += request * row_stride
@@ -231,7 +221,7 @@ def _cuts_kernel(
                 bounds = _octaves(limit)
                 if phase > 0:
                     first, high, _, _ = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, phase, is_mass)
-                    bounds = _eighths(first, high)
+                    bounds = eighths(first, high)
                 is_counted = is_token & (depth >= first) & (depth <= limit)
                 weight = tl.where(is_counted, _weight(depth, is_mass), 0)
                 sums = tl.sum(tl.where(depth[None, :] < bounds[:, None], weight[None, :], 0), 1)  # [8]
@@ -274,7 +264,7 @@ def _refined(
     if is_mass:
         first, stop = first << index_bits, stop << index_bits
     while stop - first > 1:
-        bounds = _eighths(first, stop)
+        bounds = eighths(first, stop)
         above = tl.zeros([8, tile], tl.int64)
         for start in tl.range(0, num_close, tile):
             slot = start + tl.arange(0, tile)

@@ -19,6 +19,10 @@ _MASS_SCALE = 2.0**40
 _NUM_SORTED = 1024  # most top-p sets are smaller; a larger one takes a sort of the row
 
 
+MAX_TOP_K = 1024
+"""The largest top-k for which a GPU draws from candidates of each row, which are a few more."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowFilters:
     """Filters of ``m`` rows, each ``[m]``."""
@@ -29,6 +33,8 @@ class RowFilters:
     """int32, 0 where off."""
     top_p: torch.Tensor
     """float32, 1 where off."""
+    top_k_only: bool = False
+    """Every row with a filter has a ``top_k`` of 1 to `MAX_TOP_K`: what other rows need can be omitted."""
 
     def are_on(self) -> torch.Tensor:
         """``[m]`` bool: whether any of the three is on."""
@@ -36,7 +42,7 @@ class RowFilters:
 
     def at(self, rows: torch.Tensor | slice) -> RowFilters:
         """The filters of some rows."""
-        return RowFilters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows])
+        return RowFilters(self.log_min_p[rows], self.top_k[rows], self.top_p[rows], self.top_k_only)
 
     def apply(self, scores: torch.Tensor, *, on_host: bool = False) -> None:
         """Filter ``scores [m, vocab]``: min-p first, then top-k, then top-p.

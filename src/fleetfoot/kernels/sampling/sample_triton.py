@@ -1,12 +1,12 @@
-"""Sampling one token per row of logits on a GPU, in two to four launches with grids that depend on shapes alone.
+"""Sampling one token per row of logits on a GPU, in a few launches with grids that depend on shapes alone.
 
 A row is processed in tiles, so that one row occupies the whole GPU. The result of a tile is one candidate
 (`pack_candidates`), and a row's token is the maximum of its tiles, in any order.
 
-    row_max   the best logit of each tile
-    cuts      min-p, top-k and top-p, if the batch has filters (`filter_cuts_triton`)
-    draw      random rows: the best score + noise of each tile, where score = (logit - highest) / temperature
-    pick      the best of each row's tiles
+    row_max   the best logit of each tile; with filters also of each group of tokens
+    cuts      filters of rows without top-k, or with a large one (`filter_cuts_triton`)
+    draw      the best score + noise of each tile of these, where score = (logit - highest) / temperature
+    pick      the best of each row's tiles, or the draw of another row with top-k (`top_k_triton`)
 
 Two logarithms for each token of the vocabulary would be most of the time of a draw. They are approximated by short
 polynomials, and computed exactly for the tokens close enough to the maximum to be it: mostly one.
@@ -20,6 +20,7 @@ import torch
 
 from fleetfoot.kernels.runtime.dependent_launch import can_overlap, launch_dependents, launch_options, wait_for_inputs
 from fleetfoot.kernels.runtime.triton_support import (
+    best_candidate,
     candidate_index,
     candidate_value,
     cdiv,
@@ -27,8 +28,10 @@ from fleetfoot.kernels.runtime.triton_support import (
     pack_candidates,
     triton_kernel,
 )
-from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton, score_depth
-from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.kernels.sampling.draws_triton import exact_noise, rough_noise, score_depth
+from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
+from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows
+from fleetfoot.kernels.sampling.top_k_triton import GROUP, draw_top_k
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -68,10 +71,27 @@ def sample_triton(
     overlap = can_overlap(device)
     options = launch_options(overlap)
     grid, width = (num_rows, num_tiles), next_power_of_2(num_tiles)
-    _row_max_kernel[grid](highest, logits, logits.stride(0), vocab_size, tile=tile, overlap=overlap, **options)
+    filters = None if random is None else random.filters
+    groups = cuts = None
+    if filters is not None:
+        groups = torch.empty((num_rows, cdiv(vocab_size, GROUP)), dtype=torch.float32, device=device)
+    _row_max_kernel[grid](
+        highest,
+        highest if groups is None else groups,
+        logits,
+        logits.stride(0),
+        vocab_size,
+        0 if groups is None else groups.shape[1],
+        has_groups=groups is not None,
+        group=GROUP,
+        tile=tile,
+        overlap=overlap,
+        **options,
+    )
     best = highest
     if random is not None:
-        cuts = None if random.filters is None else filter_cuts_triton(logits, highest, random, overlap=overlap)
+        if filters is not None and not filters.top_k_only:
+            cuts = filter_cuts_triton(logits, highest, random, overlap=overlap)
         best = torch.empty_like(highest)
         _draw_kernel[grid](
             best,
@@ -81,10 +101,13 @@ def sample_triton(
             random.seeds,
             random.positions,
             token_ids if random.rows is None else random.rows,
+            token_ids if filters is None else filters.top_k,
             token_ids if cuts is None else cuts,
             logits.stride(0),
             vocab_size,
             has_rows=random.rows is not None,
+            has_top_k=filters is not None,
+            max_top_k=MAX_TOP_K,
             has_cuts=cuts is not None,
             num_tiles=num_tiles,
             tiles_pow2=width,
@@ -92,6 +115,9 @@ def sample_triton(
             overlap=overlap,
             **options,
         )
+        if groups is not None:
+            draw_top_k(token_ids, best, highest, groups, logits, random, invalid=invalid, overlap=overlap)
+            return token_ids
     _pick_kernel[(num_rows,)](
         token_ids,
         token_ids if invalid is None else invalid,
@@ -109,46 +135,18 @@ def sample_triton(
 
 
 @triton_kernel()
-def random_words(seed, position, block):
-    """The four words of ``block``'s tokens, as `fleetfoot.kernels.sampling.gumbel` defines them."""
-    zero = block * 0
-    return tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
-
-
-@triton_kernel()
-def exact_noise(seed, position, index):
-    """`fleetfoot.kernels.sampling.gumbel.gumbel_noise_at` of one token."""
-    word0, word1, word2, word3 = random_words(seed, position, index // 4)
-    lane = index % 4
-    word = tl.where(lane < 2, tl.where(lane == 0, word0, word1), tl.where(lane == 2, word2, word3))
-    uniform = ((word >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
-    return -tl.log(-tl.log(uniform))
-
-
-@triton_kernel()
-def rough_noise(seed, position, index, tile: tl.constexpr):
-    """The noise of ``tile`` tokens from ``index`` (a multiple of 4) on, with an error below 0.01."""
-    words = random_words(seed, position, index // 4 + tl.arange(0, tile // 4))
-    word = tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))  # [tile]
-    step = (word >> 9).to(tl.float32)
-    uniform = (step + 0.5) * (1.0 / 8388608.0)
-    rest = (8388607.5 - step) * (1.0 / 8388608.0)  # 1 - uniform, exactly
-    series = rest * (1.0 + rest * (0.5 + rest * (0.31 + rest * 0.47)))  # -log(1 - rest) for rest up to a half
-    exponential = tl.where(rest < 0.5, series, -0.6931472 * rough_log2(uniform))
-    return -0.6931472 * rough_log2(exponential)
-
-
-@triton_kernel()
-def rough_log2(x):
-    """The binary logarithm of normal positive numbers, with an error below 0.001."""
-    bits = x.to(tl.int32, bitcast=True)
-    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    line = bits.to(tl.float32) * (1.0 / 8388608.0) - 127.0  # exponent + fraction
-    return line + fraction * (1.0 - fraction) * (0.4427 + fraction * (0.0836 * fraction - 0.2476))
-
-
-@triton_kernel()
-def _row_max_kernel(highest_ptr, logits_ptr, row_stride, vocab_size, tile: tl.constexpr, overlap: tl.constexpr):
+def _row_max_kernel(
+    highest_ptr,
+    groups_ptr,
+    logits_ptr,
+    row_stride,
+    vocab_size,
+    num_groups,
+    has_groups: tl.constexpr,
+    group: tl.constexpr,
+    tile: tl.constexpr,
+    overlap: tl.constexpr,
+):
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)
@@ -157,6 +155,10 @@ def _row_max_kernel(highest_ptr, logits_ptr, row_stride, vocab_size, tile: tl.co
     logit = tl.load(logits_ptr + row * row_stride + index, mask=index < vocab_size, other=float("-inf")).to(tl.float32)
     best = tl.max(pack_candidates(logit, index), axis=0)
     tl.store(highest_ptr + row * tl.num_programs(1) + tl.program_id(1), best)
+    if has_groups:
+        group_id = tl.program_id(1) * (tile // group) + tl.arange(0, tile // group)
+        values = tl.max(tl.reshape(logit, [tile // group, group]), axis=1)
+        tl.store(groups_ptr + row * num_groups + group_id, values, mask=group_id < num_groups)
 
 
 @triton_kernel()
@@ -168,10 +170,13 @@ def _draw_kernel(
     seeds_ptr,
     positions_ptr,
     rows_ptr,
+    top_k_ptr,
     cuts_ptr,
     row_stride,
     vocab_size,
     has_rows: tl.constexpr,
+    has_top_k: tl.constexpr,
+    max_top_k: tl.constexpr,
     has_cuts: tl.constexpr,
     num_tiles: tl.constexpr,
     tiles_pow2: tl.constexpr,
@@ -186,13 +191,12 @@ def _draw_kernel(
     if has_rows:
         row = tl.load(rows_ptr + request).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row, mask=row >= 0, other=0.0)
-
-    tile_ids = tl.arange(0, tiles_pow2)
-    smallest = -0x7FFFFFFFFFFFFFFF - 1
-    candidates = tl.load(highest_ptr + request * num_tiles + tile_ids, mask=tile_ids < num_tiles, other=smallest)
-    highest = candidate_value(tl.max(candidates, axis=0))
+    highest = candidate_value(best_candidate(highest_ptr + request * num_tiles, num_tiles, tiles_pow2))
     best = tl.load(highest_ptr + request * num_tiles + tile_id)
     is_random = (temperature > 0) & (tl.abs(highest) < float("inf"))  # false for NaN
+    if has_top_k:  # most rows with top-k are drawn later
+        top_k = tl.load(top_k_ptr + row, mask=row >= 0, other=0)
+        is_random = is_random & ((top_k == 0) | (top_k > max_top_k))
     if is_random:
         score = tl.div_rn(candidate_value(best) - highest, temperature)
         best = pack_candidates(score, candidate_index(best).to(tl.int32))
@@ -214,7 +218,7 @@ def _draw_kernel(
                 is_close = is_kept & (rough >= tl.max(rough, axis=0) - 0.0625)
             else:
                 is_close = rough >= tl.max(rough, axis=0) - 0.0625
-            best = tl.full((), smallest, tl.int64)
+            best = tl.full((), -0x7FFFFFFFFFFFFFFF - 1, tl.int64)
             num_close = tl.sum(is_close.to(tl.int32), axis=0)
             while num_close > 0:
                 close = tl.min(tl.where(is_close, index, 0x7FFFFFFF), axis=0)
@@ -241,10 +245,7 @@ def _pick_kernel(
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)
-    tile_ids = tl.arange(0, tiles_pow2)
-    smallest = -0x7FFFFFFFFFFFFFFF - 1
-    candidates = tl.load(best_ptr + row * num_tiles + tile_ids, mask=tile_ids < num_tiles, other=smallest)
-    token_id = candidate_index(tl.max(candidates, axis=0))
+    token_id = candidate_index(best_candidate(best_ptr + row * num_tiles, num_tiles, tiles_pow2))
     tl.store(token_ids_ptr + row, token_id)
     if has_invalid:
         logit = tl.load(logits_ptr + row * row_stride + token_id).to(tl.float32)

@@ -24,7 +24,7 @@ _PROMPT_TOKENS = 1024
 """The length of a prompt for which no graph and no kernel for short queries is used."""
 _LATER_AT_ONCE = 4
 """Processes that compile kernels while the engine serves, on all ranks together. Each imports torch first."""
-_VARIANTS = (SamplingVariant(filters=True), EVERYTHING)
+_VARIANTS = (SamplingVariant(filters=True), SamplingVariant(filters=True, other_filters=True), EVERYTHING)
 """Variants that together launch all kernels of sampling; processed logits have another dtype."""
 
 
