@@ -203,15 +203,12 @@ def tensors_of(root: object) -> Iterator[tuple[str, torch.Tensor]]:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             yield path, value
-        elif isinstance(value, dict):
-            waiting += [(f"{path}[{key!r:.20}]", item) for key, item in value.items()]
-        elif isinstance(value, list | tuple | set | frozenset):
-            waiting += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-        else:
-            if hasattr(value, "__self__"):  # a bound method
-                waiting.append((path, value.__self__))
-            names = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
-            names += list(getattr(value, "__dict__", {}))
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{path}[{key!r:.20}]", item) for key, item in items]
+        else:  # a bound method has ``__self__``
+            names = ["__self__", *getattr(value, "__dict__", {})]
+            names += [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
             waiting += [(f"{path}.{name}", getattr(value, name)) for name in names if hasattr(value, name)]
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -137,20 +136,16 @@ def expected_inputs(batch: Batch) -> Outputs:
 
 
 def expected_accepted(batch: Batch) -> Outputs:
-    computed, limits = batch.num_computed.tolist(), batch.limits.tolist()
+    room = (batch.limits - batch.num_computed).clamp(min=0).tolist()
     counts = []
-    for row, sampled, invalid in zip(
-        batch.idx_mapping.tolist(), batch.target_tokens.tolist(), batch.invalid.tolist(), strict=True
-    ):
-        count = 0
-        if row < 0:
-            counts.append((0, 0, 0))
-            continue
-        drafts = batch.draft_tokens[row].tolist()
+    columns = (batch.idx_mapping.tolist(), batch.target_tokens.tolist(), batch.invalid.tolist())
+    for row, sampled, invalid in zip(*columns, strict=True):
+        drafts, count = batch.draft_tokens[row].tolist(), 0
         while count < len(drafts) and sampled[count] == drafts[count] and not invalid[count]:
             count += 1
-        count = min(count + 1, max(0, limits[row] - computed[row]))
-        counts.append((count, len(sampled) - count, sum(draft >= 0 for draft in drafts)))
+        count = min(count + 1, room[row])
+        found = (count, len(sampled) - count, sum(draft >= 0 for draft in drafts))
+        counts.append(found if row >= 0 else (0, 0, 0))
     return {"counts": int32(counts).t()}
 
 
@@ -176,8 +171,7 @@ def expected_writes(batch: Batch) -> Outputs:
     return {"front": int32(staged[: batch.front_size]), "target": int32(target)}
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     call: Callable[[Callable[..., None], Batch, GuardedOutputs], None]
     expected: Callable[[Batch], Outputs]
 

@@ -30,16 +30,12 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "new_empty": lambda x, index: index.new_empty((2, 3)),
     "factories": lambda x, index: (torch.zeros(3), torch.arange(2, 9), torch.full((2,), 7)),
     "ranges": lambda x, index: (
-        torch.arange(5),
+        *map(torch.arange, (5, 2.0)),
         torch.arange(3, dtype=torch.int32),
-        torch.arange(2.0),
         torch.arange(0, 9, 2),
     ),
-    "like": lambda x, index: (
-        torch.zeros_like(x.t()),
-        torch.full_like(x[:, ::2], 3),
-        torch.ones_like(index, dtype=torch.int32),
-    ),
+    "like": lambda x, index: (torch.zeros_like(x.t()), torch.full_like(x[:, ::2], 3)),
+    "like, of another dtype": lambda x, index: torch.ones_like(index, dtype=torch.int32),
     "like, contiguous": lambda x, index: torch.empty_like(x.t(), memory_format=torch.contiguous_format),
     "tensor": lambda x, index: torch.tensor([1, 2]) + index[:2],
     "sum with a number": lambda x, index: index + 1,
@@ -166,10 +162,9 @@ def test_an_index_that_is_out_of_range_is_not_read() -> None:
 
 def test_an_error_names_the_operation() -> None:
     x, _ = arguments()
-    with dry_torch(), pytest.raises(DryPassError, match=r"aten\._local_scalar_dense"):
-        x[0, 0].item()
-    with dry_torch(), pytest.raises(DryPassError, match=r"aten\.add"):  # the shapes do not go together
-        x + x[:3]
+    for operation, use in (("_local_scalar_dense", x[0, 0].item), ("add", lambda: x + x[:3])):  # shapes do not match
+        with dry_torch(), pytest.raises(DryPassError, match=rf"aten\.{operation}"):
+            use()
 
 
 def test_a_tensor_is_invalid_after_its_dry_pass() -> None:

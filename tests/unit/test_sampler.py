@@ -21,14 +21,7 @@ CPU = torch.device("cpu")
 
 
 def row(tokens=(1,), num_prompt_tokens=1, seed=0, stop=(), bad_words=(), **params):
-    return SamplingRow(
-        SamplingParams(**params),
-        seed=seed,
-        token_ids=list(tokens),
-        num_prompt_tokens=num_prompt_tokens,
-        stop_token_ids=frozenset(stop),
-        bad_words_token_ids=bad_words,
-    )
+    return SamplingRow(SamplingParams(**params), seed, list(tokens), num_prompt_tokens, frozenset(stop), bad_words)
 
 
 def run(logits, *rows):
@@ -39,8 +32,7 @@ def draw(logits, count, **params):
     """Tokens of ``count`` requests with different seeds on the same logits, as counts over the vocabulary."""
     shared = SamplingParams(**params)
     rows = [SamplingRow(shared, request_seed(i, 0), [1, 2], 2) for i in range(count)]
-    tokens = sample(logits.expand(count, -1), SamplingMetadata.build(rows, CPU)).token_ids
-    return torch.bincount(tokens, minlength=logits.shape[-1])
+    return torch.bincount(run(logits.expand(count, -1), *rows).token_ids, minlength=logits.shape[-1])
 
 
 # -- greedy ----------------------------------------------------------------------------------------------------------
@@ -136,20 +128,15 @@ def test_the_test_of_fit_refuses_another_distribution():
     assert not fits(draw(LOGITS, 8000).tolist(), [p * 8000 for p in kept(LOGITS.tolist(), temperature=1.1)])
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 3.0},
-        {"top_k": 3},
-        {"top_p": 0.7},
-        {"min_p": 0.2},
-        {"temperature": 1.5, "top_k": 6, "top_p": 0.8},
-        {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.1},
-    ],
-    ids=str,
-)
+DRAWS = [
+    *({"temperature": temperature} for temperature in (0.5, 1.0, 3.0)),
+    *({name: value} for name, value in (("top_k", 3), ("top_p", 0.7), ("min_p", 0.2))),
+    {"temperature": 1.5, "top_k": 6, "top_p": 0.8},
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("params", DRAWS, ids=str)
 def test_draws_follow_the_distribution(params):
     count = 8000
     observed = draw(LOGITS, count, **params).tolist()
@@ -159,11 +146,9 @@ def test_draws_follow_the_distribution(params):
 
 
 def test_draws_along_one_sequence_follow_the_distribution():
-    count = 4000
-    shared = SamplingParams()
+    count, shared = 4000, SamplingParams()
     rows = [SamplingRow(shared, 77, range(position), 1) for position in range(1, count + 1)]
-    tokens = sample(LOGITS.expand(count, -1), SamplingMetadata.build(rows, CPU)).token_ids
-    observed = torch.bincount(tokens, minlength=len(LOGITS)).tolist()
+    observed = torch.bincount(run(LOGITS.expand(count, -1), *rows).token_ids, minlength=len(LOGITS)).tolist()
     assert fits(observed, [p * count for p in kept(LOGITS.tolist())])
 
 

@@ -155,9 +155,6 @@ def apply_staged_writes_numpy(staged: torch.Tensor, front: torch.Tensor, target:
     target.numpy()[pairs[::2]] = pairs[1::2]
 
 
-# --- in C -------------------------------------------------------------------------------------------------------------
-
-
 def prepare_decode_native(library: NativeLibrary, step: StepBuffers, rows: RowTables) -> None:
     """See `prepare_decode_torch`."""
     query_len = uniform_query_len(step, rows)

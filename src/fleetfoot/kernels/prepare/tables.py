@@ -68,9 +68,6 @@ class StepBuffers:
     behind ``ceil(seq_len / block_size)`` are undefined."""
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
 def row_table_bytes(max_num_seqs: int, max_blocks: int, num_drafts: int) -> int:
     """Bytes of `RowTables` and the prompts' lengths, without the token pages."""
     fields = max_num_seqs * (NUM_ROW_FIELDS + 1)  # and the last sampled token

@@ -181,9 +181,6 @@ def _draw(logits: torch.Tensor, highest: torch.Tensor, random: RandomRows, *, on
     return gumbel_argmax(scores, random.seeds, random.positions.to(torch.int64), on_host=on_host)
 
 
-# --- filters ----------------------------------------------------------------------------------------------------------
-
-
 def apply_top_k(scores: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> None:
     """Remove tokens below the k-th highest score; ``top_k [n]`` integers, 0 where off, none above ``max_top_k``."""
     vocab_size = scores.shape[1]

@@ -126,9 +126,6 @@ def _top_token_ids(values: torch.Tensor, num: int) -> torch.Tensor:
     return last - (keys.topk(num).values & 0xFFFFFFFF)
 
 
-# --- Triton -----------------------------------------------------------------------------------------------------------
-
-
 def token_logprobs_triton(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
