@@ -192,7 +192,7 @@ async def test_abort_by_id() -> None:
 
 @async_test
 async def test_an_id_is_free_again_once_its_request_was_aborted() -> None:
-    """The abort and the new request reach the engine in the same breath; each gets its own outputs."""
+    """The abort and the new request reach the engine at the same time; each gets its own outputs."""
     with gated() as (llm, gate):
         old = submit(llm, PROMPT, params(50), "id")
         await gate.arrival()

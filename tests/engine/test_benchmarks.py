@@ -1,4 +1,4 @@
-"""The benchmarks that run on a CPU still run: a few steps of each, whose figures mean nothing."""
+"""The benchmarks that run on a CPU still run: a few steps of each. The figures mean nothing."""
 
 from __future__ import annotations
 

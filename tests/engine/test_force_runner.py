@@ -126,7 +126,7 @@ def test_an_engine_of_another_thread_counts() -> None:
 def test_the_runner_that_ran_counts_not_the_planned_one(
     in_thread: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers report V1 whatever the plan says, and the check of what was built is switched off."""
+    """Workers report V1 whatever the plan names, and the check of what was built is switched off."""
     monkeypatch.setattr(ModelRunnerV2, "name", "v1")
     monkeypatch.setattr("fleetfoot.executor.build.check_builds", lambda plan, builds: None)
     with pytest.raises(AssertionError, match=f"force_runner{message}"), force_runner("v2"):

@@ -146,7 +146,7 @@ def test_the_check_before_the_model_is_known_refuses_nothing_that_its_defaults_m
 def test_help_has_the_source_of_sampling_defaults(run: CommandRunner) -> None:
     for command in ("generate", "chat"):
         text = " ".join(run(command, "--help").split())
-        assert "What is not given here is as the model's generation_config.json says" in text
+        assert "Defaults are those of the model's generation_config.json, and else as shown" in text
         assert "--generation-config NAME" in text and "--override-generation-config JSON" in text
 
 

@@ -118,8 +118,8 @@ def add_sampling_arguments(
     parser.set_defaults(**{_SAMPLING_DEFAULTS: defaults})
     group = parser.add_argument_group(
         "sampling",
-        "What is not given here is as the model's generation_config.json says, and else as shown; --generation-config "
-        "none leaves the file out.",
+        "Defaults are those of the model's generation_config.json, and else as shown; --generation-config none ignores "
+        "the file.",
     )
     shown = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     shown |= {name: "none" if value is None else value for name, value in defaults.items()}

@@ -21,7 +21,7 @@ from fleetfoot.cli.arguments import (
 )
 from fleetfoot.cli.command import Command, UsageError, count, numbers_line, started_engine, usage_errors
 from fleetfoot.inputs import ChatMessage
-from fleetfoot.outputs import CompletionOutput, RequestMetrics
+from fleetfoot.outputs import CompletionOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import StopSignal
 
@@ -64,7 +64,9 @@ def _run(arguments: argparse.Namespace) -> int:
             params = sampling_params(arguments, RequestOutputKind.DELTA, engine.input_processor.sampling_defaults)
         assert engine.tokenizer is not None  # chat has no --skip-tokenizer-init
         template = _chat_template(arguments.chat_template, engine.tokenizer, engine.plan.config.model)
-        return _Chat(engine, engine.tokenizer, params, Conversation(arguments.system), template).run()
+        is_interactive = sys.stdin is not None and sys.stdin.isatty()
+        chat = _Chat(engine, engine.tokenizer, params, Conversation(arguments.system), template, is_interactive)
+        return chat.run()
 
 
 def _chat_template(given: str | None, tokenizer: Tokenizer, model: str) -> str | None:
@@ -133,29 +135,24 @@ class Conversation:
         )
 
 
+@dataclass(slots=True)
 class _Chat:
     """Reads turns and generates a reply to each."""
 
-    def __init__(
-        self,
-        engine: LLMEngine,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-        conversation: Conversation,
-        template: str | None,
-    ) -> None:
-        self._engine, self._tokenizer, self._params, self._template = engine, tokenizer, params, template
-        self._limit = engine.max_request_len
-        self._conversation = conversation
-        self._replies: list[RequestMetrics] = []
-        self._num_requests = 0
-        self._last_s = 0.0
-        self._is_interactive = sys.stdin is not None and sys.stdin.isatty()
+    engine: LLMEngine
+    tokenizer: Tokenizer
+    params: SamplingParams
+    conversation: Conversation
+    template: str | None
+    is_interactive: bool
+    num_replies: int = 0
+    last_reply: str = ""
+    """Its numbers."""
 
     def run(self) -> int:
         """Run until the input ends or /exit. Returns 1 if a piped turn was refused or failed."""
-        if self._is_interactive:
-            engine = self._engine
+        if self.is_interactive:
+            engine = self.engine
             title = f"{engine.plan.config.model} on {engine.plan.device}, runner {engine.runner_name}"
             _print_status(f"{title}. /help shows the commands.")
         failed = False
@@ -165,10 +162,10 @@ class _Chat:
                     break
             elif line.strip():
                 failed |= not self._turn(line)
-        return 1 if failed and not self._is_interactive else 0
+        return 1 if failed and not self.is_interactive else 0
 
     def _lines(self) -> Iterator[str]:
-        if not self._is_interactive:
+        if not self.is_interactive:
             for line in sys.stdin or ():
                 yield line.rstrip("\r\n")
             return
@@ -192,10 +189,10 @@ class _Chat:
             case "/help":
                 _print_status(_COMMANDS)
             case "/reset":
-                self._conversation.turns.clear()
+                self.conversation.turns.clear()
                 _print_status("the conversation is forgotten")
             case "/system":
-                self._conversation.system = rest[0].strip() if rest else None
+                self.conversation.system = rest[0].strip() if rest else None
                 _print_status("the system message is set" if rest else "there is no system message now")
             case "/stats":
                 _print_status(self._stats())
@@ -204,27 +201,26 @@ class _Chat:
         return True
 
     def _stats(self) -> str:
-        if not self._replies:
+        if not self.num_replies:
             return "no reply yet"
-        stats = self._engine.stats()
+        stats = self.engine.stats()
         return (
-            f"last reply: {numbers_line(self._replies[-1:], self._last_s)}\n"
-            f"chat: {count(len(self._replies), 'reply', 'replies')}, "
-            f"{count(len(self._conversation.turns), 'turn')} remembered, {stats.num_prompt_tokens} tokens in "
+            f"last reply: {self.last_reply}\nchat: {count(self.num_replies, 'reply', 'replies')}, "
+            f"{count(len(self.conversation.turns), 'turn')} remembered, {stats.num_prompt_tokens} tokens in "
             f"({stats.scheduler.prefix_cache_hits} from the prefix cache), {stats.num_generation_tokens} out"
         )
 
     def _turn(self, text: str) -> bool:
         """Print the reply to a message; a turn without one is dropped. Returns False on an error."""
-        self._conversation.ask(text)
+        self.conversation.ask(text)
         try:
             reply = self._reply(self._prompt())
         except (ValueError, TypeError) as error:  # refused before anything was generated; the chat continues
             reply = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
         if reply.text or reply.finish_reason in ("stop", "length"):
-            self._conversation.answer(reply.text)
+            self.conversation.answer(reply.text)
         else:
-            self._conversation.turns.pop()
+            self.conversation.turns.pop()
         if reply.finish_reason == "error":
             _print_status(f"fleetfoot chat: error: {reply.stop_reason}")
         elif reply.finish_reason == "abort":
@@ -233,11 +229,10 @@ class _Chat:
 
     def _prompt(self) -> list[int]:
         """Token ids of the conversation; drops its oldest turns if it is too long."""
-        reserve = self._limit // 4
-        if self._params.max_tokens is not None:
-            reserve = min(reserve, self._params.max_tokens)
-        tokenize = partial(self._tokenizer.apply_chat_template_ids, chat_template=self._template)
-        token_ids, num_dropped = self._conversation.fit(tokenize, limit=self._limit, reserve=reserve)
+        limit = self.engine.max_request_len
+        reserve = limit // 4 if self.params.max_tokens is None else min(limit // 4, self.params.max_tokens)
+        tokenize = partial(self.tokenizer.apply_chat_template_ids, chat_template=self.template)
+        token_ids, num_dropped = self.conversation.fit(tokenize, limit=limit, reserve=reserve)
         if num_dropped:
             turns = count(num_dropped, "turn")
             _print_status(f"(the conversation grew too long; forgotten from its beginning: {turns})")
@@ -249,28 +244,26 @@ class _Chat:
         Raises:
             ValueError, TypeError: the engine refuses the request.
         """
-        request_id = str(self._num_requests)
-        self._num_requests += 1
-        room = self._limit - len(token_ids)
-        max_tokens = room if self._params.max_tokens is None else min(room, self._params.max_tokens)
-        params = dataclasses.replace(self._params, max_tokens=max_tokens)
+        room = self.engine.max_request_len - len(token_ids)
+        max_tokens = room if self.params.max_tokens is None else min(room, self.params.max_tokens)
+        params = dataclasses.replace(self.params, max_tokens=max_tokens)
         begin = time.perf_counter()
-        self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+        self.engine.add_request("reply", {"prompt_token_ids": token_ids}, params)
         text = ""
         with StopSignal() as stop:
             while True:
-                for output in self._engine.step():
+                for output in self.engine.step():
                     completion = output.outputs[0]
                     text += completion.text
                     print(completion.text, end="", flush=True)
                     if output.finished:
                         print(flush=True)
-                        self._replies.append(output.metrics)
-                        self._last_s = time.perf_counter() - begin
+                        self.num_replies += 1
+                        self.last_reply = numbers_line([output.metrics], time.perf_counter() - begin)
                         completion.text = text
                         return completion
                 if stop.is_set:
-                    self._engine.abort_request(request_id)
+                    self.engine.abort_request("reply")
 
 
 def _print_status(text: str) -> None:
