@@ -6,8 +6,8 @@ After vLLM's test of an abort in the final step. The executor stops a step where
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.engines import EOS, ScriptedExecutor, scripted_engine
-from tests.helpers.gate import HANG
+from tests.helpers.gate import HANG, Gate
 from tests.helpers.streams import async_test, submit
 
 from fleetfoot import AsyncLLM, SamplingParams
@@ -46,7 +46,7 @@ class CountingConnector(NoSchedulerConnector):
 
 
 class HeldExecutor(ScriptedExecutor):
-    """Stops at a place of a step until the test sets ``go_on``.
+    """Stops at a place of a step until its gate opens.
 
     Args:
         place: ``execute`` (in `execute_model`) or ``result`` (in the output's ``get``).
@@ -55,33 +55,26 @@ class HeldExecutor(ScriptedExecutor):
 
     def __init__(self, script: dict[str, list[int]], place: str, step: int) -> None:
         super().__init__(script)
-        self.hold_at: tuple[str, int] | None = (place, step)
-        self.is_held = threading.Event()
-        self.go_on = threading.Event()
+        self.gate = Gate()
         self.reported: Counter[str] = Counter()
+        self._hold_at = place, step
         self._num_computing = 0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self.reported.update(scheduler_output.finished_req_ids)
-        self._number = self._num_computing
         self._num_computing += not scheduler_output.is_idle
         super().execute_model(scheduler_output)
-        self._hold("execute", self._number)
+        if ("execute", self._num_computing - 1) == self._hold_at and not scheduler_output.is_idle:
+            self.gate(scheduler_output)
 
     def sample_tokens(self, grammar_output: object | None) -> Any:
-        number, output = self._number, super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)
+        return SimpleNamespace(get=functools.partial(self._get, self._num_computing, output))
 
-        def get() -> ModelRunnerOutput:
-            self._hold("result", number)
-            return output
-
-        return SimpleNamespace(get=get)
-
-    def _hold(self, place: str, number: int) -> None:
-        if (place, number) == self.hold_at:
-            self.hold_at = None
-            self.is_held.set()
-            assert self.go_on.wait(HANG)
+    def _get(self, number: int, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        if ("result", number - 1) == self._hold_at:
+            self.gate(None)
+        return output
 
 
 TOKENIZER = Tokenizer.from_path(embedded_model_path())
@@ -111,9 +104,9 @@ class World:
     async def outputs(self, while_held: Callable[[asyncio.Task[list[RequestOutput]]], Any]) -> list[RequestOutput]:
         """Outputs of the request; ``while_held`` runs while the executor is held."""
         task = self.submit()
-        assert await asyncio.to_thread(self.executor.is_held.wait, HANG)
+        await self.executor.gate.arrival()
         await while_held(task)
-        self.executor.go_on.set()
+        self.executor.gate.open()
         return await asyncio.wait_for(task, HANG)
 
     async def check_end(self) -> None:

@@ -33,7 +33,7 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
-from fleetfoot.outputs import CompletionOutput
+from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.plan.oracle import UnsupportedFeatureError
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
@@ -57,8 +57,6 @@ PROMPT = prompt_of(21, VOCAB, seed=1)
 TELL = [0, 587, 349, 286, 264, 1008]  # to the embedded model: Once there was a fox
 PROMPTS = [PROMPT, *(prompt_of(length, VOCAB, seed=length) for length in (3, 9, 30, 34))]
 NUM_TOKENS = 10
-Edit = Callable[[torch.Tensor, list[int]], None]
-"""Changes logits in place, given the output so far."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,9 @@ class Subject:
         engine.shutdown()
         return outputs
 
-    def expected(self, prompt: list[int], edit: Edit | None = None) -> list[int]:
+    def expected(self, prompt: list[int]) -> list[int]:
         """Greedy tokens of the reference."""
-        return greedy(self.reference, prompt, edit)
+        return greedy(self.reference, prompt)
 
     def check(self, engine: LLMEngine, params: SamplingParams | None = None) -> None:
         """PROMPTS have the greedy tokens of the reference."""
@@ -97,13 +95,10 @@ def run_all(engine: LLMEngine, prompts: list[list[int]], params: SamplingParams)
     return [outputs[str(i)].outputs[0] for i in range(len(prompts))]
 
 
-def greedy(reference: Any, prompt: list[int], edit: Edit | None = None) -> list[int]:
+def greedy(reference: Any, prompt: list[int]) -> list[int]:
     output: list[int] = []
     while len(output) < NUM_TOKENS:
-        logits = reference_logits(reference, prompt + output)[-1].clone()
-        if edit is not None:
-            edit(logits, output)
-        output.append(int(logits.argmax()))
+        output.append(int(reference_logits(reference, prompt + output)[-1].argmax()))
     return output
 
 
@@ -206,109 +201,77 @@ def priority_scheduling(subject: Subject) -> None:
 
 
 def sampling(subject: Subject) -> None:
-    """Sampled tokens are in the sets that the filters leave, and depend on the seed."""
-
-    def allowed(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
-        probabilities = (logits / params.temperature).softmax(-1)
-        keep = probabilities >= params.min_p * probabilities.max()
-        if params.top_k:
-            keep &= probabilities >= probabilities.sort(descending=True).values[params.top_k - 1]
-        ordered, order = (probabilities * keep).sort(descending=True)
-        before = (ordered / ordered.sum()).cumsum(0) - ordered / ordered.sum()
-        keep[order[before >= params.top_p]] = False
-        return keep
-
-    seen = []
-    for filters in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}):
-        for seed in (1, 2):
-            params = wishes(temperature=1.3, seed=seed, **filters)
-            outputs = [output.token_ids for output in subject.run(PROMPTS, params)]
-            assert subject.run([PROMPT], params)[0].token_ids == outputs[0]  # alone
-            for prompt, output in zip(PROMPTS, outputs, strict=True):
-                logits = reference_logits(subject.reference, prompt + output)[len(prompt) - 1 : -1]
-                assert all(allowed(params, row)[token] for row, token in zip(logits, output, strict=True))
-            seen.append(outputs)
-    assert all(outputs != other for i, outputs in enumerate(seen) for other in seen[:i])
+    filters: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.9}]
+    seeded = [{"temperature": 1.3, "seed": seed, **more} for more in filters for seed in (1, 2)]
+    outputs = both_runners(subject, *(wishes(**params) for params in seeded))
+    assert all(output != other for i, output in enumerate(outputs) for other in outputs[:i])
     assert subject.run([PROMPT], wishes(temperature=2.0, top_k=1, seed=3))[0].token_ids == subject.expected(PROMPT)
 
 
-def restricted(*tokens: int) -> Edit:
-    def edit(logits: torch.Tensor, output: list[int]) -> None:
-        logits[[token for token in range(VOCAB) if token not in tokens]] = -torch.inf
+def both_runners(subject: Subject, *requests: SamplingParams) -> list[list[list[int]]]:
+    """For each of ``requests`` the tokens of PROMPTS. They differ from greedy ones, and are those of both runners: what
+    they should be, with logprobs, is in test_sampling_features.py."""
+    outputs = []
+    for name in CAPABILITIES:
+        engine = make_engine(subject.folder, runner=name, dtype="float32", max_num_batched_tokens=16)
+        tests = {f"{i} {j}": (prompt, params) for i, params in enumerate(requests) for j, prompt in enumerate(PROMPTS)}
+        outputs.append(run_requests(engine, tests))
+        engine.shutdown()
+    for request_id, output in outputs[0].items():
+        other = outputs[1][request_id]
+        assert output.outputs[0].token_ids == other.outputs[0].token_ids
+        (known, values), (other_known, other_values) = logprobs_of(output), logprobs_of(other)
+        assert known == other_known and values == pytest.approx(other_values, abs=1e-4)
+        asked = tests[request_id][1]
+        assert bool(known) == (asked.logprobs is not None or asked.prompt_logprobs is not None)
+    tokens = [[outputs[0][f"{i} {j}"].outputs[0].token_ids for j in range(len(PROMPTS))] for i in range(len(requests))]
+    greedy = [subject.expected(prompt) for prompt in PROMPTS]
+    assert [found == greedy for found in tokens] == [params == wishes(logprobs=4) for params in requests]
+    return tokens
 
-    return edit
+
+def logprobs_of(output: RequestOutput) -> tuple[list[tuple[int, int | None]], list[float]]:
+    """Tokens with their ranks, and their logprobs, of the prompt and the output."""
+    entries = [entry or {} for entry in (*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ()))]
+    found = [(token, chance) for entry in entries for token, chance in entry.items()]
+    return [(token, chance.rank) for token, chance in found], [chance.logprob for _, chance in found]
 
 
 def penalties(subject: Subject) -> None:
-    few = [PROMPT[3], PROMPT[9], 90, 1000]  # so few that tokens come again, out of the prompt too
-
-    def penalize(logits: torch.Tensor, output: list[int]) -> None:
-        restricted(*few)(logits, output)
-        known = sorted({*PROMPT, *output})
-        logits[known] = torch.where(logits[known] > 0, logits[known] / 1.3, logits[known] * 1.3)
-        for token in set(output):
-            logits[token] -= 0.7 * output.count(token) + 1.1
-
-    expected = subject.expected(PROMPT, penalize)
-    assert expected != subject.expected(PROMPT, restricted(*few))
-    params = wishes(allowed_token_ids=few, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=1.1)
-    assert subject.run([PROMPT], params)[0].token_ids == expected
+    few = {"allowed_token_ids": [PROMPT[3], PROMPT[9], 90, 1000]}  # so few that tokens come again, of the prompt too
+    penalized = wishes(**few, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=1.1)
+    plain, changed = both_runners(subject, wishes(**few), penalized)
+    assert plain != changed
 
 
 def logit_bias(subject: Subject) -> None:
     plain = subject.expected(PROMPT)
-
-    def biased(logits: torch.Tensor, output: list[int]) -> None:
-        logits[plain[1]] -= 5.0
-        logits[77] += 2.0
-
-    for params, edit in (
-        (wishes(logit_bias={plain[1]: -5.0, 77: 2.0}), biased),
-        (wishes(allowed_token_ids=[5, 90, 1000]), restricted(5, 90, 1000)),
-    ):
-        expected = subject.expected(PROMPT, edit)
-        assert expected != plain
-        assert subject.run([PROMPT], params)[0].token_ids == expected
+    allowed = [5, 90, 1000]
+    biased, restricted = both_runners(
+        subject, wishes(logit_bias={plain[1]: -5.0, 77: 2.0}), wishes(allowed_token_ids=allowed)
+    )
+    assert biased[0][1] != plain[1] and {token for tokens in restricted for token in tokens} <= set(allowed)
 
 
 def bad_words(subject: Subject) -> None:
-    engine = subject.engine()
-    tokenizer = engine.tokenizer
+    plain, tokenizer = subject.expected(PROMPT), subject.engine().tokenizer
     assert tokenizer is not None
-    plain = subject.expected(PROMPT)
-    word = tokenizer.decode([plain[2]])
+    word, stops = tokenizer.decode([plain[2]]), {"stop_token_ids": [plain[1]], "ignore_eos": False}
     assert tokenizer.encode(word, add_special_tokens=False) == [plain[2]]
-    banned = run_requests(engine, {"r": (PROMPT, wishes(bad_words=[word]))})["r"].outputs[0].token_ids
-    assert banned[:2] == plain[:2] and plain[2] not in banned
-    stops = {"stop_token_ids": [plain[1]], "ignore_eos": False}
-    early = run_requests(engine, {"r": (PROMPT, wishes(**stops))})["r"].outputs[0]
-    late = run_requests(engine, {"r": (PROMPT, wishes(**stops, min_tokens=6))})["r"].outputs[0]
-    assert early.token_ids == plain[:2] and early.stop_reason == plain[1]
-    assert len(late.token_ids) >= 6 and plain[1] not in late.token_ids[:5]
+    banned, early, late = both_runners(
+        subject, wishes(bad_words=[word]), wishes(**stops), wishes(**stops, min_tokens=6)
+    )
+    assert banned[0][:2] == plain[:2] and plain[2] not in banned[0]
+    assert early[0] == plain[:2]
+    assert len(late[0]) >= 6 and plain[1] not in late[0][:5]
 
 
 def logprobs(subject: Subject) -> None:
-    for output, prompt in zip(subject.run(PROMPTS, wishes(logprobs=4)), PROMPTS, strict=True):
-        rows = reference_logits(subject.reference, prompt + output.token_ids)[len(prompt) - 1 : -1].log_softmax(-1)
-        assert output.logprobs is not None
-        for entry, row, token in zip(output.logprobs, rows, output.token_ids, strict=True):
-            assert list(entry) == row.topk(4).indices.tolist()
-            assert next(iter(entry)) == token and entry[token].rank == 1
-            for candidate, chance in entry.items():
-                assert chance.logprob == pytest.approx(row[candidate].item(), abs=1e-4)
+    both_runners(subject, wishes(logprobs=4))
 
 
 def prompt_logprobs(subject: Subject) -> None:
-    engine = subject.engine(max_num_seqs=2, max_num_batched_tokens=8)  # in chunks
-    output = run_requests(engine, {"r": (PROMPT, wishes(prompt_logprobs=3))})["r"]
-    rows = reference_logits(subject.reference, PROMPT).log_softmax(-1)
-    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
-    assert len(output.prompt_logprobs) == len(PROMPT)
-    for entry, row, token in zip(output.prompt_logprobs[1:], rows[:-1], PROMPT[1:], strict=True):
-        assert entry is not None and set(entry) == {token, *row.topk(3).indices.tolist()}
-        for candidate, chance in entry.items():
-            assert chance.logprob == pytest.approx(row[candidate].item(), abs=1e-4)
-        assert entry[token].rank == 1 + int((row > row[token]).sum())
+    both_runners(subject, wishes(prompt_logprobs=3, allowed_token_ids=[5, 90]))
 
 
 def draft_model(subject: Subject) -> None:

@@ -3,9 +3,9 @@ all events of a step, on both runners, with drafts and without, alone and in a p
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -52,12 +52,12 @@ class FaultError(Exception):
     """What a raising event raises."""
 
 
+@dataclass
 class Log:
     """Events in order, of which some raise."""
 
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.raising: set[str] = set()
+    events: list[str] = field(default_factory=list)
+    raising: Container[str] = ()
 
     def note(self, event: str, more: object = "") -> None:
         if event in self.raising:
@@ -102,18 +102,18 @@ class RecordingConnector(HookedWorker):
         super().clear_connector_metadata()
 
 
-class RecordingModel:
-    """Notes when the model runs."""
+class Noted:
+    """Something callable, with a note of each of its calls."""
 
-    def __init__(self, model: CausalLM, log: Log) -> None:
-        self._model, self._log = model, log
+    def __init__(self, log: Log, event: str, called: Any) -> None:
+        self._log, self._event, self._called = log, event, called
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self._called, name)
 
-    def __call__(self, *args: Any) -> Any:
-        self._log.note("forward")
-        return self._model(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._log.note(self._event)
+        return self._called(*args, **kwargs)
 
 
 class RecordingDrafter:
@@ -150,11 +150,6 @@ class Rank:
         self.connector = RecordingConnector(self.log)
         drafter = RecordingDrafter(self.log) if drafts and pipeline.is_last_rank else None
         ops = cpu_kernels()
-
-        def sample(*args: Any, **kwargs: Any) -> Any:
-            self.log.note("sample")
-            return ops.sample(*args, **kwargs)
-
         self.runner: ModelRunner = make_runner(
             kind,
             DraftSettings(NUM_DRAFTS, drafter=drafter) if drafts else NO_DRAFTING,
@@ -162,8 +157,8 @@ class Rank:
             connector=StepConnector(self.connector),
             pipeline=pipeline,
             layers=None if pipeline.size == 1 else range(pipeline.rank, pipeline.rank + 1),
-            ops=dataclasses.replace(ops, sample=sample),
-            wrap=lambda model: RecordingModel(model, self.log),
+            ops=replace(ops, sample=Noted(self.log, "sample", ops.sample)),
+            wrap=lambda model: Noted(self.log, "forward", model),
         )
         num_layers = (2 if pipeline.size == 1 else 1) + bool(drafter)
         assert self.log.take() == ["load_drafter"] * bool(drafter) + [f"register {num_layers} layers"]

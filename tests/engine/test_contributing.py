@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -68,9 +69,13 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
     return Page(tmp_path, monkeypatch)
 
 
+def tokens_of(outputs: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: output.outputs[0].token_ids for name, output in outputs.items()}
+
+
 def tokens(folder: Path, requests: dict[str, Any] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
     engine = make_engine(folder, **settings)
-    outputs = {name: output.outputs[0].token_ids for name, output in run_requests(engine, requests).items()}
+    outputs = tokens_of(run_requests(engine, requests))
     engine.shutdown()
     return outputs
 
@@ -79,10 +84,13 @@ def tokens(folder: Path, requests: dict[str, Any] = REQUESTS, **settings: Any) -
 
 
 @pytest.fixture
-def granite(page: Page) -> None:
+def granite(page: Page, tmp_path: Path) -> Any:
+    """The reference model; its checkpoint is in ``tmp_path``."""
     page.add_module("fleetfoot.models.granite", "model")
     page.add_entry(architectures, "ARCHITECTURES", "architecture")
     page.add_entry(parity, "MODELS", "parity")
+    model_type, fields = MODELS["granite"]
+    return make_checkpoint(tmp_path, model_type, **fields)
 
 
 @pytest.mark.usefixtures("granite")
@@ -93,51 +101,27 @@ def test_a_model_has_the_logits_and_weights_of_transformers(tmp_path: Path) -> N
 
 
 @RUNNERS
-@pytest.mark.usefixtures("granite")
-def test_a_model_runs_on_both_runners(runner: str, tmp_path: Path) -> None:
-    model_type, fields = MODELS["granite"]
-    reference = make_checkpoint(tmp_path, model_type, **fields)
+def test_a_model_runs_on_both_runners(runner: str, granite: Any, tmp_path: Path) -> None:
     requests = {"a": (prompt(30), GREEDY), "b": (prompt(9), GREEDY)}
-    settings = {"runner": runner, "skip_tokenizer_init": True, "block_size": 4}
-    actual = tokens(tmp_path, requests, **settings)
+    actual = tokens(tmp_path, requests, runner=runner, skip_tokenizer_init=True, block_size=4)
     for name, (prompt_ids, _) in requests.items():
         inputs = torch.tensor([prompt_ids])
-        expected = reference.generate(inputs, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
+        expected = granite.generate(inputs, max_new_tokens=24, min_new_tokens=24, do_sample=False, pad_token_id=0)
         assert actual[name] == expected[0, len(prompt_ids) :].tolist()
 
 
 @pytest.mark.usefixtures("granite")
-def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, *MODELS["granite"][:1], **MODELS["granite"][1])
-    engine = make_engine(tmp_path, skip_tokenizer_init=True)
-    assert engine.runner_name == "v1"
-    engine.shutdown()
-    engine = make_engine(tmp_path, skip_tokenizer_init=True, use_v2_model_runner=True)
-    assert {(layer.is_fused, layer.reason) for layer in engine.plan.fusion} == {
-        (False, "factors on the residual branches")
-    }
-    engine.shutdown()
-
-
-@pytest.mark.usefixtures("granite")
-def test_a_model_that_does_not_declare_its_difference_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fused layers would compute something else."""
-    make_checkpoint(tmp_path, *MODELS["granite"][:1], **MODELS["granite"][1])
+def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings, runner in (({}, "v1"), ({"use_v2_model_runner": True}, "v2")):
+        engine = make_engine(tmp_path, skip_tokenizer_init=True, **settings)
+        assert engine.runner_name == runner
+        reasons = {(layer.is_fused, layer.reason) for layer in engine.plan.fusion}
+        assert runner == "v1" or reasons == {(False, "factors on the residual branches")}
+        engine.shutdown()
+    # without that declaration, fused layers would compute something else
     entry = architectures.ARCHITECTURES["GraniteForCausalLM"]
-    monkeypatch.setitem(
-        architectures.ARCHITECTURES,
-        "GraniteForCausalLM",
-        architectures.Architecture(
-            entry.model_type,
-            entry.base_model,
-            entry.model,
-            entry.defaults,
-            lambda fields: {**entry.traits(fields), "unfusible": ""},
-            entry.windows,
-        ),
-    )
+    undeclared = replace(entry, traits=lambda fields: {**entry.traits(fields), "unfusible": ""})
+    monkeypatch.setitem(architectures.ARCHITECTURES, "GraniteForCausalLM", undeclared)
     with pytest.raises(TypeError, match=r"GraniteDecoderLayer, and only DecoderLayer .* ModelConfig.unfusible"):
         make_engine(tmp_path, skip_tokenizer_init=True, runner="v2")
 
@@ -176,7 +160,7 @@ def test_a_connector_brings_kv_to_the_next_engine(runner: str, text_model: Path,
         engine = make_engine(text_model, runner=runner, block_size=4, kv_transfer_config=transfer)
         outputs = run_requests(engine, REQUESTS)
         engine.shutdown()
-        assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == expected
+        assert tokens_of(outputs) == expected
         assert outputs["30"].num_cached_tokens == num_cached
 
 
@@ -188,26 +172,21 @@ def test_a_drafter_proposes_tokens_and_changes_none(runner: str, text_model: Pat
     expected = tokens(text_model, runner="v1")
     engine = make_engine(text_model, runner=runner, speculative_config=config)
     for _ in range(2):  # the second time it has seen all of it
-        outputs = run_requests(engine, REQUESTS)
-        assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == expected
+        assert tokens_of(run_requests(engine, REQUESTS)) == expected
     assert engine.stats().drafts.num_accepted > 20
     engine.shutdown()
 
 
 def test_a_linear_method_computes_with_its_weights(page: Page, tmp_path: Path) -> None:
     module = page.add_module("fleetfoot.quantization.int8", "quantization")
-    (tmp_path / "whole").mkdir()
-    make_checkpoint(tmp_path / "whole", "qwen3")
-    tensors_of = load_file(tmp_path / "whole" / "model.safetensors")
-    checkpoints = dict(zip(("int8", "rounded"), quantize(tensors_of), strict=True))
-    for name, tensors in checkpoints.items():
-        (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "model.safetensors")
-    config = load_model_config(tmp_path / "whole")
-    model = ModelLoader(config, context(linear_method=module.Int8()), tmp_path / "int8").load()
-    plain = ModelLoader(config, context(), tmp_path / "rounded").load()
-    expected = run(plain, PagedCache(config, 4), {0: prompt(30)})[0]
-    assert_close(run(model, PagedCache(config, 4), {0: prompt(30)})[0], expected)
+    make_checkpoint(tmp_path, "qwen3")
+    config, logits = load_model_config(tmp_path), []
+    methods = (context(linear_method=module.Int8()), context())
+    for method, tensors in zip(methods, quantize(load_file(tmp_path / "model.safetensors")), strict=True):
+        save_file(tensors, tmp_path / "model.safetensors")
+        model = ModelLoader(config, method, tmp_path).load()
+        logits.append(run(model, PagedCache(config, 4), {0: prompt(30)})[0])
+    assert_close(*logits)
 
 
 def test_every_example_is_run() -> None:

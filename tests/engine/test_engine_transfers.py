@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.helpers.engines import ScriptedExecutor, scripted_engine
+from tests.helpers.engines import ScriptedExecutor, drain, scripted_engine
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector, ScriptedConnector
 from tests.helpers.fake_engine import VOCAB, FakeDevice, expected_output
 from tests.helpers.gate import HANG
@@ -87,9 +88,8 @@ def params(max_tokens: int = 2) -> SamplingParams:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_idle_steps_while_a_request_loads_and_none_without_a_reason(depth: int) -> None:
-    executor = TransferExecutor(
-        {3: KVConnectorOutput(loaded={"r"}), 5: KVConnectorOutput(sent={"r"}, counters={"blocks_loaded": 1})}
-    )
+    sent = KVConnectorOutput(sent={"r"}, counters={"blocks_loaded": 1})
+    executor = TransferExecutor({3: KVConnectorOutput(loaded={"r"}), 5: sent})
     connector = ScriptedConnector({"r": 4}, holds={"r"}, params={"from": "here"})
     engine = engine_of(executor, connector, depth=depth)
     assert engine.step() == []
@@ -100,10 +100,7 @@ def test_idle_steps_while_a_request_loads_and_none_without_a_reason(depth: int) 
         engine.step()
         engine.check_integrity()
     assert executor.num_idle == 3
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    last = outputs[-1]
+    last = drain(engine)[-1]
     assert (last.finished, last.outputs[0].token_ids, last.num_cached_tokens) == (True, [10, 11], 4)
     assert last.kv_transfer_params == {"from": "here"}
     assert connector.of("finished") == [("r", "length", 2, 7)]
@@ -136,8 +133,7 @@ def test_requests_do_not_wait_for_blocks_of_others_to_be_sent() -> None:
     engine = engine_of(executor, ScriptedConnector(holds="012"))
     for name in "012":
         engine.add_request(name, [5, 6], params())
-        while engine.has_unfinished_requests():
-            engine.step()
+        drain(engine)
     assert (executor.num_idle, engine.stats().transfers.num_held_blocks) == (0, 3)
 
 
@@ -248,23 +244,8 @@ def test_one_more_step_than_the_depth_is_in_flight(depth: int) -> None:
     engine = engine_of(executor, depth=depth, num_stages=max(1, depth))
     for name in "abcd":
         engine.add_request(name, [5, 6], params(8))
-    while engine.has_unfinished_requests():
-        engine.step()
-        engine.check_integrity()
+    drain(engine)
     assert (executor.most_in_flight, executor.num_in_flight) == (depth + 1, 0)
-
-
-class ListeningController:
-    off_reason = ""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def choose(self, num_decodes: int) -> int:
-        return 1
-
-    def observe(self, *args: Any) -> None:
-        self.seconds.append(args[-1])
 
 
 def test_the_controller_observes_how_long_each_step_took() -> None:
@@ -273,7 +254,10 @@ def test_the_controller_observes_how_long_each_step_took() -> None:
     def work(output: SchedulerOutput) -> None:
         now[0] += 1.0 + len(output.rows)
 
-    controller = ListeningController()
+    seconds: list[float] = []
+    controller: Any = SimpleNamespace(
+        off_reason="", choose=lambda num_decodes: 1, observe=lambda *args: seconds.append(args[-1])
+    )
     scheduler = Scheduler(SchedulerConfig(16, 4, 4, 32, num_drafts=1), controller=controller)
     core = EngineCore(scheduler, ScriptedExecutor(before_step=work), StatsCollector(), clock=lambda: now[0])
     for name in "ab":
@@ -283,7 +267,7 @@ def test_the_controller_observes_how_long_each_step_took() -> None:
     core.step()
     core.finish("a", RequestStatus.FINISHED_ABORTED)
     core.step()
-    assert controller.seconds == [3.0, 3.0, 2.0]
+    assert seconds == [3.0, 3.0, 2.0]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

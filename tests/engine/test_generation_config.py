@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from fleetfoot import LLM, AsyncLLM, LLMEngine, SamplingParams
 from fleetfoot.cli.main import main
 
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 SAYS = {"temperature": 0.5, "top_k": 3, "max_new_tokens": 7, "do_sample": True}
 
 
@@ -39,36 +42,35 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
     return params
 
 
+def chosen(seen: list[SamplingParams]) -> list[tuple[float, int, int | None]]:
+    return [(params.temperature, params.top_k, params.max_tokens) for params in seen]
+
+
 def open_llm(model: Path, **settings: Any) -> LLM:
     return LLM(model, device="cpu", max_num_seqs=2, **settings)
 
 
 def test_generate_and_chat_use_them_when_they_are_given_none(model: Path, seen: list[SamplingParams]) -> None:
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with open_llm(model) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3, max_tokens=7)
         llm.generate("Once", use_tqdm=False)
-        llm.chat([{"role": "user", "content": "Once"}], use_tqdm=False, chat_template=template)
-        assert [(params.temperature, params.top_k, params.max_tokens) for params in seen] == [(0.5, 3, 7)] * 2
-
-
-def test_parameters_of_the_users_own_are_not_touched(model: Path, seen: list[SamplingParams]) -> None:
-    with open_llm(model) as llm:
+        llm.chat([{"role": "user", "content": "Once"}], use_tqdm=False, chat_template=TEMPLATE)
         mine = SamplingParams(top_p=0.9)
         before = repr(mine)
         llm.generate("Once", mine, use_tqdm=False)
         assert repr(mine) == before
-        assert (seen[0].temperature, seen[0].top_k, seen[0].max_tokens) == (1.0, 0, 16)
+        assert chosen(seen) == [(0.5, 3, 7), (0.5, 3, 7), (1.0, 0, 16)]
         changed = llm.get_default_sampling_params()
         changed.top_k = 99
         assert llm.get_default_sampling_params().top_k == 3  # a new object each time
 
 
 def test_settings_turn_them_off_or_replace_them(model: Path) -> None:
-    with open_llm(model, generation_config="none") as llm:
-        assert llm.get_default_sampling_params() == SamplingParams()
-    with open_llm(model, override_generation_config={"top_k": None, "temperature": 0.0}) as llm:
-        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=7)
+    other = SamplingParams(temperature=0.0, max_tokens=7)
+    overrides: dict[str, Any] = {"override_generation_config": {"top_k": None, "temperature": 0.0}}
+    for settings, expected in (({"generation_config": "none"}, SamplingParams()), (overrides, other)):
+        with open_llm(model, **settings) as llm:
+            assert llm.get_default_sampling_params() == expected
 
 
 def test_the_async_engine_has_them_too(model: Path) -> None:
@@ -109,7 +111,7 @@ def test_generate_takes_them_for_what_was_not_given(
     flags: list[str], expected: tuple[float, int, int], model: Path, seen: list[SamplingParams]
 ) -> None:
     assert command("generate", model, "--prompt", "Once", *flags) == 0
-    assert [(params.temperature, params.top_k, params.max_tokens) for params in seen] == [expected]
+    assert chosen(seen) == [expected]
 
 
 def test_generate_keeps_its_own_default_where_the_model_has_none(text_model: Path, seen: list[SamplingParams]) -> None:
@@ -125,11 +127,8 @@ def test_what_contradicts_the_models_defaults_is_a_usage_error(model: Path, caps
 def test_chat_takes_them_too(
     model: Path, seen: list[SamplingParams], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import io
-    import sys
-
     template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    template.write_text(TEMPLATE)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n"))
     assert command("chat", model, "--chat-template", str(template), "--top-k", "5") == 0
-    assert [(params.temperature, params.top_k, params.max_tokens) for params in seen] == [(0.5, 5, 7)]
+    assert chosen(seen) == [(0.5, 5, 7)]

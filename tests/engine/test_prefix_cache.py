@@ -1,4 +1,4 @@
-"""The prefix cache through the engine: what is hit, what must not be, and the same tokens either way."""
+"""The prefix cache through the engine: hits, misses, and the same tokens either way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = prompt_of(20, VOCAB)
 
 
-def ask(engine: LLMEngine, prompt: object, params: SamplingParams = GREEDY) -> tuple[int, list[int]]:
+def run_one(engine: LLMEngine, prompt: object, params: SamplingParams = GREEDY) -> tuple[int, list[int]]:
     """Cached tokens of the prompt, and the output."""
     output = run_requests(engine, {"r": (prompt, params)})["r"]
     return output.num_cached_tokens, output.outputs[0].token_ids
@@ -44,45 +44,39 @@ def forget(engine: LLMEngine) -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 20])
 def test_full_blocks_are_hit_and_the_last_token_is_computed(length: int, engine: LLMEngine) -> None:
-    prompt = PROMPT[:length]
-    cached, tokens = ask(engine, prompt)
+    cached, tokens = run_one(engine, PROMPT[:length])
     assert cached == 0
-    again, same_tokens = ask(engine, prompt)
-    assert again == (length - 1) // 4 * 4
-    assert same_tokens == tokens
+    assert run_one(engine, PROMPT[:length]) == ((length - 1) // 4 * 4, tokens)
 
 
 def test_a_hit_ends_at_the_first_token_that_differs(engine: LLMEngine) -> None:
-    ask(engine, PROMPT)
+    run_one(engine, PROMPT)
     for position, cached in ((0, 0), (3, 0), (4, 4), (11, 8), (19, 16)):
         prompt = list(PROMPT)
         prompt[position] += 1
-        found, tokens = ask(engine, prompt)
+        found, tokens = run_one(engine, prompt)
         assert found == cached
         engine.reset_prefix_cache()
-        assert ask(engine, prompt) == (0, tokens)
-        ask(engine, PROMPT)
-    assert ask(engine, PROMPT[4:])[0] == 0  # the same tokens in another place
+        assert run_one(engine, prompt) == (0, tokens)
+        run_one(engine, PROMPT)
+    assert run_one(engine, PROMPT[4:])[0] == 0  # the same tokens in another place
 
 
 def test_outputs_are_cached_too(engine: LLMEngine) -> None:
-    _, tokens = ask(engine, PROMPT)
-    found, _ = ask(engine, PROMPT + tokens)
-    assert found == 24  # 25 of the 26 tokens were computed: the last one never was an input
+    _, tokens = run_one(engine, PROMPT)
+    assert run_one(engine, PROMPT + tokens)[0] == 24  # of 25 computed tokens: the last one never was an input
 
 
 def test_requests_of_one_step_share(engine: LLMEngine) -> None:
-    """The second one's attention reads what the first one's layer has just written."""
-    _, alone = ask(engine, PROMPT)
+    """Attention of the second request reads KV that the same layer has just written for the first."""
+    _, alone = run_one(engine, PROMPT)
     engine.reset_prefix_cache()
     outputs = run_requests(engine, {name: (PROMPT, GREEDY) for name in "abc"})
     assert [output.num_cached_tokens for output in outputs.values()] == [0, 16, 16]
     assert all(output.outputs[0].token_ids == alone for output in outputs.values())
-
-
-def test_copies_share_their_prompt(engine: LLMEngine) -> None:
+    engine.reset_prefix_cache()
     before = engine.stats().scheduler
-    ask(engine, PROMPT, SamplingParams(n=3, seed=0))
+    run_one(engine, PROMPT, SamplingParams(n=3, seed=0))  # so do the sequences of a request
     after = engine.stats().scheduler
     assert after.prefix_cache_queries - before.prefix_cache_queries == 60
     assert after.prefix_cache_hits - before.prefix_cache_hits == 32
@@ -90,21 +84,21 @@ def test_copies_share_their_prompt(engine: LLMEngine) -> None:
 
 def test_salts_keep_prefixes_apart(engine: LLMEngine) -> None:
     def cached(**salt: str) -> int:
-        return ask(engine, {"prompt_token_ids": PROMPT, **salt})[0]
+        return run_one(engine, {"prompt_token_ids": PROMPT, **salt})[0]
 
     assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
     assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [16, 16, 16]
 
 
 def test_prompt_logprobs_need_the_whole_prompt(engine: LLMEngine) -> None:
-    ask(engine, PROMPT)
-    wants = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
-    cached, tokens = ask(engine, PROMPT, wants)
+    run_one(engine, PROMPT)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1)
+    cached, tokens = run_one(engine, PROMPT, params)
     assert cached == 0
-    assert ask(engine, PROMPT) == (16, tokens)
+    assert run_one(engine, PROMPT) == (16, tokens)
 
 
-def test_an_aborted_request_leaves_what_it_computed(text_model: Path) -> None:
+def test_blocks_of_an_aborted_request_are_cached(text_model: Path) -> None:
     engine = make_engine(text_model, block_size=4, max_num_batched_tokens=8)
     prompt = prompt_of(40, VOCAB)
     engine.add_request("r", prompt, GREEDY)
@@ -112,40 +106,15 @@ def test_an_aborted_request_leaves_what_it_computed(text_model: Path) -> None:
     engine.step()
     engine.abort_request("r")
     drain(engine)
-    cached, tokens = ask(engine, prompt)
+    cached, tokens = run_one(engine, prompt)
     assert cached == 16
     engine.reset_prefix_cache()
-    assert ask(engine, prompt) == (0, tokens)
+    assert run_one(engine, prompt) == (0, tokens)
     engine.shutdown()
 
 
-def test_eviction_never_gives_wrong_tokens(text_model: Path) -> None:
-    """A cache of a few prompts, many prompts with common beginnings, again and again."""
-    plain = make_engine(text_model, enable_prefix_caching=False)
-    small = make_engine(text_model, block_size=4, num_gpu_blocks_override=26)
-    generator = torch.Generator().manual_seed(0)
-    prompts = []
-    for seed in range(30):
-        shared = int(torch.randint(0, 20, (1,), generator=generator))
-        prompts.append(PROMPT[:shared] + prompt_of(1 + seed % 7, VOCAB, seed=seed))
-    requests = {str(number): (prompt, GREEDY) for number, prompt in enumerate(prompts)}
-    expected = {name: output.outputs[0].token_ids for name, output in run_requests(plain, requests).items()}
-    for _ in range(2):
-        outputs = run_requests(small, requests)
-        assert {name: output.outputs[0].token_ids for name, output in outputs.items()} == expected
-    assert small.stats().scheduler.prefix_cache_hits > 0
-    plain.shutdown()
-    small.shutdown()
-
-
-def test_reset_forgets(engine: LLMEngine) -> None:
-    ask(engine, PROMPT)
-    engine.reset_prefix_cache()
-    assert ask(engine, PROMPT)[0] == 0
-
-
-def test_what_began_before_a_reset_is_not_cached_after_it() -> None:
-    """A reset means that the KV so far is of other weights, and what is computed on top of it is no better."""
+def test_requests_from_before_a_reset_are_not_cached_after_it() -> None:
+    """A reset means that KV so far is of other weights, and so is KV that is computed from it."""
     engine = scripted_engine(ScriptedExecutor())
     prompt = list(range(100, 109))
     engine.add_request("old", prompt, SamplingParams(max_tokens=20))
@@ -164,28 +133,27 @@ def test_what_began_before_a_reset_is_not_cached_after_it() -> None:
 
 def test_caching_off(text_model: Path) -> None:
     engine = make_engine(text_model, enable_prefix_caching=False)
-    first = ask(engine, PROMPT)
-    assert ask(engine, PROMPT) == first == (0, first[1])
+    first = run_one(engine, PROMPT)
+    assert run_one(engine, PROMPT) == first == (0, first[1])
     engine.shutdown()
 
 
 def test_nan_stays_with_its_request(tmp_path: Path) -> None:
-    """One token's embedding is NaN: the blocks of requests that hold it are reused by others, unharmed."""
+    """One token's embedding is NaN: other requests reuse the blocks of requests that have it, unharmed."""
     make_text_checkpoint(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with LLM(str(tmp_path), device="cpu", block_size=4, num_gpu_blocks_override=12, max_num_seqs=4) as llm:
         healthy = [prompt_of(length, VOCAB, seed=length) for length in (6, 11)]
-        expected = [ask(llm.llm_engine, prompt) for prompt in healthy]
+        expected = [run_one(llm.llm_engine, prompt) for prompt in healthy]
         sick = [*prompt_of(5, VOCAB), 7, 9, 9, 9, 9]
         for _ in range(3):
-            outputs = run_requests(
-                llm.llm_engine, {"0": (healthy[0], GREEDY), "sick": (sick, GREEDY), "1": (healthy[1], GREEDY)}
-            )
+            prompts = {"0": healthy[0], "sick": sick, "1": healthy[1]}
+            outputs = run_requests(llm.llm_engine, {name: (prompt, GREEDY) for name, prompt in prompts.items()})
             completion = outputs["sick"].outputs[0]
             assert (completion.finish_reason, completion.token_ids, completion.text) == ("error", [], "")
             assert "NaN" in str(completion.stop_reason)
             for number, (_, tokens) in enumerate(expected):
-                assert outputs[str(number)].outputs[0].token_ids == tokens
-                assert outputs[str(number)].outputs[0].finish_reason == "length"
+                completion = outputs[str(number)].outputs[0]
+                assert (completion.token_ids, completion.finish_reason) == (tokens, "length")

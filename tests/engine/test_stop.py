@@ -37,32 +37,32 @@ def tokens_of(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.outputs[0].token_ids]
 
 
-def test_without_stop_strings() -> None:
-    outputs = play(TOKENS)
-    assert (text_of(outputs), tokens_of(outputs)) == (TEXT, TOKENS)
-    assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("length", None)
+COUNT = len(TOKENIZER.encode(TEXT[: TEXT.index("STOP") + 4], add_special_tokens=False))
+"""Tokens up to the first STOP."""
 
 
 @pytest.mark.parametrize(
-    ("stop", "hit"),
+    ("stop", "hit", "min_tokens"),
     [
-        (["STOP"], "STOP"),
-        (["STOPPED"], "STOPPED"),  # the first STOP begins it, and does not match
-        (["PPED, a", "zebra"], "PPED, a"),  # from the middle of a token to the middle of another
-        (["好 😀"], "好 😀"),  # characters that are several tokens each
-        (["it.", "END", "nothing"], "END"),
-        ([" it now", "STOP it"], "STOP it"),  # the one that ends first
-        (["T"], "T"),
-        (["T", "The fox"], "T"),
-        ([TEXT], TEXT),
-        (["."], "."),
+        (["STOP"], "STOP", 0),
+        (["STOPPED"], "STOPPED", 0),  # the first STOP begins it, and does not match
+        (["PPED, a", "zebra"], "PPED, a", 0),  # from the middle of a token to the middle of another
+        (["好 😀"], "好 😀", 0),  # characters that are several tokens each
+        (["it.", "END", "nothing"], "END", 0),
+        ([" it now", "STOP it"], "STOP it", 0),  # the one that ends first
+        (["T"], "T", 0),
+        (["STOP"], "STOP", COUNT - 1),
+        (["STOP"], "STOP", COUNT + 3),
+        (["T", "The fox"], "T", 0),
+        ([TEXT], TEXT, 0),
+        (["."], ".", 0),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("include", [False, True], ids=["cut", "kept"])
-def test_stop_strings(stop: list[str], hit: str, include: bool) -> None:
-    outputs = play(TOKENS, stop=stop, include_stop_str_in_output=include)
-    end = TEXT.index(hit) + len(hit)
+def test_stop_strings(stop: list[str], hit: str, min_tokens: int, include: bool) -> None:
+    outputs = play(TOKENS, stop=stop, include_stop_str_in_output=include, min_tokens=min_tokens)
+    end = (TEXT.rindex(hit) if min_tokens > COUNT else TEXT.index(hit)) + len(hit)
     assert text_of(outputs) == (TEXT[:end] if include else TEXT[: end - len(hit)])
     assert outputs[-1].finished
     assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("stop", hit)
@@ -89,22 +89,6 @@ def test_held_back_text_is_released_at_the_end(ending: str) -> None:
     completion = drain(engine)[-1].outputs[0]
     assert (completion.finish_reason, completion.stop_reason, completion.text) == (ending, None, text)
     assert completion.token_ids == cut + [EOS] * (ending == "stop")
-
-
-def test_an_unfinished_character_is_shown_at_the_end_only() -> None:
-    smile = TOKENIZER.encode("hi 😀", add_special_tokens=False)
-    assert len(TOKENIZER.encode("😀", add_special_tokens=False)) > 1
-    outputs = play(smile[:-1])
-    assert "\ufffd" not in text_of(outputs[:-1])
-    assert text_of(outputs) == "hi \ufffd"
-
-
-def test_stop_strings_wait_for_min_tokens() -> None:
-    count = len(TOKENIZER.encode(TEXT[: TEXT.index("STOP") + 4], add_special_tokens=False))
-    assert text_of(play(TOKENS, stop=["STOP"], min_tokens=count - 1)) == TEXT[: TEXT.index("STOP")]
-    later = play(TOKENS, stop=["STOP"], min_tokens=count + 3)
-    assert text_of(later) == TEXT[: TEXT.rindex("STOP")]
-    assert len(tokens_of(later)) > count + 3
 
 
 def test_a_stop_string_in_the_last_token_allowed() -> None:

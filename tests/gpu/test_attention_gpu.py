@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.attention_batches import Batch, Requests, make_batch, make_fused_batch, relative_error
+from tests.helpers.attention_batches import Batch, Requests, check_batch, make_batch, make_fused_batch, relative_error
 
 from fleetfoot.kernels.attention import triton_backend as triton_module
 from fleetfoot.kernels.attention.prefill import paged_attention_prefill
@@ -21,65 +21,65 @@ BOUND = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 DECODES: Requests = [(1, 100), (1, 1), (1, 0), (1, 5000), (1, 16), (1, 17), (1, 1024), (1, 0)]
 DRAFTS: Requests = [(3, 100), (3, 3), (2, 900), (1, 0), (3, 4097)]
 MIXED: Requests = [
-    (1, 5),
-    (1, 2049),
-    (1, 64),
-    (5, 77),
-    (300, 300),
-    (130, 1030),
-    (7, 7),
-    (128, 128),
-    (1, 40),
-    (333, 4000),
+    *((1, 5), (1, 2049), (1, 64), (5, 77), (300, 300)),
+    *((130, 1030), (7, 7), (128, 128), (1, 40), (333, 4000)),
 ]
 HEADS = [(8, 8), (8, 4), (12, 4), (32, 8), (14, 2), (16, 2), (16, 1)]
+each_kind = pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
 
 
-def check(batch: Batch, window: int | None = None, backend: TritonBackend | None = None) -> None:
-    backend = backend or TritonBackend()
-    expected = batch.expected(window)
-    scale = batch.query.shape[2] ** -0.5
-    for _ in range(2):  # what a launch leaves behind must suit the next one
-        # The output is memory that is taken again, and holds what was in it: poison.
+def check(batch: Batch, window: int | None = None) -> None:
+    backend = TritonBackend()
+    for _ in range(2):  # a launch leaves the workspace as it was
+        # The output is memory that is allocated again, with what was in it: poison.
         poison = torch.full_like(batch.query, float("nan"))
         del poison
-        actual = backend.forward(batch.query, batch.kv_cache, batch.metadata, scale, window)
-        assert actual.dtype == batch.query.dtype
-        assert relative_error(actual, expected) < BOUND[batch.query.dtype]
-        assert not actual[expected.abs().sum((1, 2)) == 0].any()
+        check_batch(batch.attend(backend, window), batch, BOUND, window)
 
 
 def cuda_batch(requests: Requests, heads: tuple[int, int] = (8, 2), **shape: Any) -> Batch:
-    num_heads, num_kv_heads = heads
+    """The reference accepts padding requests among the decodes alone."""
+    if any(query_len != 1 for query_len, _ in requests):
+        requests = [request if request[1] else (0, 0) for request in requests]
     shape = {"head_dim": 128, "dtype": torch.bfloat16} | shape
-    return make_batch(requests, num_heads=num_heads, num_kv_heads=num_kv_heads, device="cuda", **shape)
+    return make_batch(requests, num_heads=heads[0], num_kv_heads=heads[1], device="cuda", **shape)
 
 
-@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+def capture(batch: Batch) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of a decode or a mixed step, and its output."""
+    backend = TritonBackend()
+    batch.attend(backend)  # compiles, and allocates the workspace
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = batch.attend(backend)
+    return graph, output
+
+
+@each_kind
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_head_shapes(requests: Requests, heads: tuple[int, int], head_dim: int) -> None:
-    check(cuda_batch(_supported_by_reference(requests), heads, head_dim=head_dim, behind=3))
+    check(cuda_batch(requests, heads, head_dim=head_dim, behind=3))
 
 
-@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+@each_kind
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_types(requests: Requests, dtype: torch.dtype, head_dim: int) -> None:
-    check(cuda_batch(_supported_by_reference(requests), dtype=dtype, head_dim=head_dim))
+    check(cuda_batch(requests, dtype=dtype, head_dim=head_dim))
 
 
-@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+@each_kind
 @pytest.mark.parametrize("head_dim", [16, 80, 96, 256])
 def test_other_head_sizes(requests: Requests, head_dim: int) -> None:
-    check(cuda_batch(_supported_by_reference(requests), head_dim=head_dim))
+    check(cuda_batch(requests, head_dim=head_dim))
 
 
-@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+@each_kind
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("window", [None, 1, 100, 1000])
 def test_block_sizes_and_windows(requests: Requests, block_size: int, window: int | None) -> None:
-    check(cuda_batch(_supported_by_reference(requests), block_size=block_size), window)
+    check(cuda_batch(requests, block_size=block_size), window)
 
 
 @pytest.mark.parametrize("window", [None, 700])
@@ -101,7 +101,7 @@ def test_plain_decode_kernel_where_hopper_has_its_own(
     requests: Requests, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_module, "_hopper_kernels", lambda device: (None, None))
-    check(cuda_batch(_supported_by_reference(requests), (32, 8), head_dim=head_dim), None)
+    check(cuda_batch(requests, (32, 8), head_dim=head_dim), None)
 
 
 def test_pieces_of_one_long_request_among_short_ones() -> None:
@@ -116,36 +116,26 @@ def test_many_requests(num_reqs: int) -> None:
 
 
 def test_one_decode_in_a_graph_for_all_lengths() -> None:
-    backend = TritonBackend()
     batch = cuda_batch([(1, 4000)] * 6, (32, 8))
-    metadata, scale = batch.metadata, 128**-0.5
-    backend.forward(batch.query, batch.kv_cache, metadata, scale, None)  # compiles, and takes its memory
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        actual = backend.forward(batch.query, batch.kv_cache, metadata, scale, None)
+    graph, actual = capture(batch)
     for lengths in ([4000] * 6, [1, 0, 3999, 64, 65, 0], [5, 2000, 0, 0, 0, 0]):
-        metadata.seq_lens.copy_(torch.tensor(lengths))
+        batch.metadata.seq_lens.copy_(torch.tensor(lengths))
         actual.fill_(float("nan"))
         graph.replay()
-        # What lies behind a length now is a request's own, and finite; the reference gets the same.
+        # Positions past a length are now a request's own, and finite; the reference reads the same.
         assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
 
 
 def test_one_mixed_batch_in_a_graph_for_all_lengths() -> None:
-    backend = TritonBackend()
     batch = cuda_batch([(1, 600), (1, 600), (40, 600), (30, 600), (0, 600)], (32, 8), behind=10)
-    metadata, scale = batch.metadata, 128**-0.5
-    backend.forward(batch.query, batch.kv_cache, metadata, scale, None)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        actual = backend.forward(batch.query, batch.kv_cache, metadata, scale, None)
+    graph, actual = capture(batch)
     for query_lens, lengths in (
         ([1, 1, 40, 30, 0], [600, 1, 40, 600, 0]),
         ([1, 1, 7, 2, 55], [6, 599, 300, 2, 300]),
         ([1, 1, 0, 0, 0], [1, 1, 0, 0, 0]),
     ):
-        metadata.query_start_loc[1:].copy_(torch.tensor(query_lens).cumsum(0))
-        metadata.seq_lens.copy_(torch.tensor(lengths))
+        batch.metadata.query_start_loc[1:].copy_(torch.tensor(query_lens).cumsum(0))
+        batch.metadata.seq_lens.copy_(torch.tensor(lengths))
         actual.fill_(float("nan"))
         graph.replay()
         assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
@@ -159,19 +149,17 @@ def test_the_first_call_may_not_be_captured() -> None:
         torch.cuda.graph(graph),
     ):
         batch.query.add_(1)  # an empty graph would be a warning
-        backend.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, None)
+        batch.attend(backend)
 
 
 def test_one_compilation_serves_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step meets a compiler because its batch has another size."""
     import triton
 
     backend = TritonBackend()
 
     def run(*requests: Requests) -> None:
         for each in requests:
-            batch = cuda_batch(each)
-            backend.forward(batch.query, batch.kv_cache, batch.metadata, 1.0, None)
+            cuda_batch(each).attend(backend)
 
     run([(1, 40)], [(1, 30)] * 17, [(100, 200)], [(1, 3), (16, 20)])
     compiled: list[Any] = []
@@ -194,23 +182,16 @@ def test_a_cache_past_32_bits(requests: Requests) -> None:
     batch.kv_cache = cache
     used = -(-requests[0][1] // 16)
     batch.metadata.block_tables[:, :used] += num_blocks - few
-    actual = TritonBackend().forward(batch.query, cache, batch.metadata, 128**-0.5, None)
-    assert relative_error(actual, expected) < BOUND[torch.bfloat16]
+    assert relative_error(batch.attend(TritonBackend()), expected) < BOUND[torch.bfloat16]
 
 
 def test_plain_and_hopper_kernels_agree_on_a_long_prompt() -> None:
     batch = cuda_batch([(8192, 8192)], (16, 8))
-    actual = TritonBackend().forward(batch.query, batch.kv_cache, batch.metadata, 128**-0.5, None)
+    actual = batch.attend(TritonBackend())
     plain = torch.full_like(actual, float("nan"))
     paged_attention_prefill(batch.inputs(), out=plain)
     assert relative_error(actual, plain) < BOUND[torch.bfloat16]
     assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
-
-
-def _supported_by_reference(requests: Requests) -> Requests:
-    """The reference takes padding requests among the decodes alone."""
-    is_decode = all(query_len == 1 for query_len, _ in requests)
-    return requests if is_decode else [request if request[1] else (0, 0) for request in requests]
 
 
 MANY: Requests = [(1, 100), (1, 1), (1, 0), (1, 300), (1, 16), (1, 17), (1, 600), (1, 0)] * 40
@@ -229,16 +210,9 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
     num_heads, num_kv_heads = heads
     shape: dict[str, Any] = {"head_dim": head_dim, "dtype": torch.bfloat16, "device": "cuda"}
     batch = make_fused_batch(requests, num_heads=num_heads, num_kv_heads=num_kv_heads, has_norm=has_norm, **shape)
-    expected, expected_cache = batch.expected()
     arguments = (batch.qkv, batch.kv_cache, batch.metadata, num_heads, batch.rotary, head_dim**-0.5, None)
     backend = TritonBackend()
-    actual = backend.forward_fused(*arguments)
-    assert actual is not None
-    live = batch.metadata.slot_mapping >= 0
-    assert relative_error(actual[live], expected[live]) < BOUND[torch.bfloat16]
-    written = ~expected_cache.isnan()
-    assert torch.equal(written, ~batch.kv_cache.isnan())
-    assert relative_error(batch.kv_cache[written], expected_cache[written]) < BOUND[torch.bfloat16]
+    actual = batch.check(lambda: backend.forward_fused(*arguments), BOUND[torch.bfloat16])
 
     batch.metadata.seq_lens[0] = 0  # a graph is replayed for other lengths
     graph = torch.cuda.CUDAGraph()
@@ -246,4 +220,6 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
         captured = backend.forward_fused(*arguments)
     batch.metadata.seq_lens[0] = requests[0][1]
     graph.replay()
+    live = batch.metadata.slot_mapping >= 0
+    assert captured is not None
     assert torch.equal(captured[live], actual[live])

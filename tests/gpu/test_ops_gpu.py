@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.helpers.kernels import triton_kernels
 from tests.helpers.ops_checks import (
     REFERENCE,
-    TRITON,
     check_deferred_norm,
     check_rms_norm,
     check_rope_and_cache,
     check_samples,
     check_silu_and_mul,
+    check_sum_of_parts,
     linear_error,
+    logits_without_a_maximum,
     random_logits,
 )
 from tests.helpers.waits import waits_are_errors
@@ -32,7 +34,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+TRITON = triton_kernels()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEFERRED_SHAPES = (
+    *((2048, 1024, 4096), (3072, 1024, 3072), (14336, 4096, 6144)),
+    *((4096, 4096, 14336), (8192, 2048, 3072), (1000, 640, 72)),
+)
+GATED_AND_BIAS = ((False, False), (False, True), (True, False), (True, True))
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +51,14 @@ def _seed() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1024), (3, 100), (64, 4096), (2, 12288), (16384, 1024)])
 def test_rms_norm(dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_rms_norm(dtype, num_rows, size, "cuda")
+    check_rms_norm(TRITON, dtype, (num_rows, size), "cuda")
+    check_sum_of_parts(TRITON, dtype, (num_rows, size), "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 3072), (7, 1001), (16384, 512)])
 def test_silu_and_mul(dtype: torch.dtype, num_rows: int, width: int) -> None:
-    check_silu_and_mul(dtype, num_rows, width, "cuda")
+    check_silu_and_mul(TRITON, dtype, num_rows, width, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,24 +66,18 @@ def test_silu_and_mul(dtype: torch.dtype, num_rows: int, width: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("num_tokens", [1, 33, 700])
 def test_rope_and_cache(dtype: torch.dtype, norm: bool, head_dim: int, num_tokens: int) -> None:
-    check_rope_and_cache(dtype, num_tokens, head_dim, norm, "cuda")
+    check_rope_and_cache(TRITON, dtype, num_tokens, head_dim, norm, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151936), (5, 5), (64, 32003), (3, 262144)])
 @pytest.mark.parametrize("spread", [0.2, 4.0])
 def test_sample(dtype: torch.dtype, num_rows: int, vocab_size: int, spread: float) -> None:
-    check_samples(random_logits(num_rows, vocab_size, dtype, spread), "cuda")
+    check_samples(TRITON, random_logits(num_rows, vocab_size, dtype, spread), "cuda")
 
 
-def test_sample_from_rows_without_a_highest_logit() -> None:
-    logits = random_logits(5, 10000, torch.bfloat16, 1.0)
-    logits[0, 9000], logits[0, 10] = float("nan"), float("inf")
-    logits[1, [7, 9001]] = float("inf")
-    logits[2] = -float("inf")
-    logits[3] = -float("inf")
-    logits[3, 9999] = -5.0
-    check_samples(logits, "cuda")
+def test_sample_from_rows_without_a_maximum() -> None:
+    check_samples(TRITON, logits_without_a_maximum(10000, torch.bfloat16), "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,7 +87,7 @@ def test_sample_from_rows_without_a_highest_logit() -> None:
 )
 def test_linear(dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> None:
     bound = 0.6 * torch.finfo(dtype).eps
-    for gated, bias in ((False, False), (False, True), (True, False), (True, True)):
+    for gated, bias in GATED_AND_BIAS:
         error = linear_error(dtype, (num_rows, *shape), gated=gated, bias=bias, device="cuda", may_split=not gated)
         # A gate is rounded twice more on its way.
         assert error < (4 if gated else 1) * bound, (gated, bias)
@@ -103,7 +106,7 @@ def test_linear(dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> No
     ],
 )
 def test_a_norm_between_two_layers(num_rows: int, shape: tuple[int, int, int]) -> None:
-    for gated, bias in ((False, False), (False, True), (True, False), (True, True)):
+    for gated, bias in GATED_AND_BIAS:
         check_deferred_norm((num_rows, *shape), gated=gated, bias=bias, device="cuda")
 
 
@@ -120,9 +123,6 @@ def test_a_weight_past_32_bits() -> None:
         assert float((actual.double() - expected).norm() / expected.norm()) < 4e-3
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_hopper_kernels(torch.device("cuda")), reason="needs a Hopper GPU"
-)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize(
@@ -132,6 +132,8 @@ def test_a_weight_past_32_bits() -> None:
 def test_gated_layers_of_many_rows(
     num_rows: int, num_outputs: int, num_inputs: int, groups: int, dtype: torch.dtype
 ) -> None:
+    if not has_hopper_kernels(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU")
     from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 
     torch.manual_seed(num_rows)

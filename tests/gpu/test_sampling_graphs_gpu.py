@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.helpers.engines import make_engine
+from tests.helpers.engines import drain, make_engine
 from tests.helpers.kernels import triton_kernels
 from tests.helpers.logits_processor_cases import processor_case
 from tests.helpers.schedules import assert_agree, live, random_lives
 from tests.helpers.waits import waits_are_errors
+from tests.unit.test_logprobs import check_kernels
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton
-from fleetfoot.kernels.sampling.token_logprobs import MAX_SELECTED, token_logprobs_torch, token_logprobs_triton
-from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import NewRequest
 from fleetfoot.runner.v2.device import open_device
@@ -33,7 +31,6 @@ from fleetfoot.sampling.verification import DraftVerification, LogitsBatch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 VOCAB = 151936
-ASSETS = Path(__file__).parent.parent / "assets"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -47,22 +44,7 @@ def test_logits_processors_are_bitwise_those_of_a_cpu(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab_size", [5, 2049, VOCAB])
 def test_logprobs_are_those_of_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = (torch.randn(6, vocab_size, generator=generator) * 3).to(dtype)
-    logits[0, ::2] = logits[0, 0]
-    logits[1, : vocab_size // 2] = -torch.inf
-    chosen = torch.randint(vocab_size, (6,), generator=generator)
-    num = min(vocab_size, 40)
-    expected = token_logprobs_torch(logits, chosen, num)
-    found = token_logprobs_triton(logits.cuda(), chosen.cuda(), num).cpu()
-    assert torch.equal(found[:, : num + 1], expected[:, : num + 1])
-    assert torch.equal(found[:, -1], expected[:, -1])
-    values, wanted = (packed[:, num + 1 : -1].contiguous().view(torch.float32) for packed in (found, expected))
-    torch.testing.assert_close(values, wanted, atol=1e-5, rtol=1e-6)
-    if vocab_size > MAX_SELECTED:  # sorting gives what selecting gives, to the last bit
-        many = token_logprobs_triton(logits.cuda(), chosen.cuda(), MAX_SELECTED + 1).cpu()
-        assert torch.equal(many[:, MAX_SELECTED + 2 : MAX_SELECTED + 2 + num + 1], found[:, num + 1 : -1])
-        assert torch.equal(many[:, : num + 1], found[:, : num + 1])
+    check_kernels(vocab_size, dtype, "cuda")
 
 
 # --- the sampler of rows, captured ----------------------------------------------------------------------------------
@@ -82,28 +64,20 @@ PARAMS: list[dict[str, Any]] = [
 
 def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
     """Nine requests in their rows, in another order in the batch, behind which there is padding."""
-    device = open_device(torch.device("cuda"), triton_kernels())
-    state = DeviceState(
-        device,
-        max_num_seqs=16,
-        max_model_len=128,
-        num_blocks=80,
-        block_size=16,
-        max_num_batched_tokens=2048,
-        vocab_size=VOCAB,
-    )
-    verification = DraftVerification(state.tables, triton_kernels().accept_drafts)
-    sampler = Sampler(state.sampling, verification, triton_kernels(), lambda hidden: hidden, VOCAB)
+    kernels = triton_kernels()
+    sizes = {"max_num_seqs": 16, "max_model_len": 128, "num_blocks": 80, "max_num_batched_tokens": 2048}
+    state = DeviceState(open_device(torch.device("cuda"), kernels), block_size=16, vocab_size=VOCAB, **sizes)
+    verification = DraftVerification(state.tables, kernels.accept_drafts)
+    sampler = Sampler(state.sampling, verification, kernels, lambda hidden: hidden, VOCAB)
     state.staging.begin()
     rng = np.random.default_rng(0)
-    lengths = []
+    lengths = [20 + 9 * row for row in range(len(PARAMS))]
     for row, features in enumerate(PARAMS):
-        tokens = rng.integers(0, 300, 20 + 9 * row).tolist()
-        lengths.append(len(tokens))
+        tokens = rng.integers(0, 300, lengths[row]).tolist()
         request = NewRequest(
-            request_id=str(row),
-            row=row,
-            token_ids=array("i", tokens),
+            str(row),
+            row,
+            array("i", tokens),
             num_prompt_tokens=10 + row,
             num_computed_tokens=0,
             block_ids=list(range(8 * row, 8 * row + 8)),
@@ -116,23 +90,20 @@ def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
         sampler.add(request)
     order = [4, 0, 8, 2, 6, 1, 3, 7, 5]
     state.staging.apply_staged_writes(order, np.arange(17, dtype=np.int32), 16)
-    seq_lens = torch.tensor([*(lengths[row] for row in order), *[0] * 7], dtype=torch.int32, device="cuda")
-    rows = torch.tensor([*order, *[-1] * 7], dtype=torch.int32, device="cuda")
+    padded = [*(lengths[row] for row in order), *[0] * 7], [*order, *[-1] * 7]
+    seq_lens, rows = torch.tensor(padded, dtype=torch.int32, device="cuda")
     return sampler, LogitsBatch(None, rows, seq_lens, rows, 16, 0)
 
 
 def assert_same_rows(got: SamplerOutput, expected: SamplerOutput, rows: torch.Tensor) -> None:
     real = rows >= 0
     assert torch.equal(got.token_ids[real], expected.token_ids[real])
-    assert torch.equal(got.invalid[real], expected.invalid[real])
-    assert not got.invalid[real].any()
-    for index, row in enumerate(rows.tolist()):
-        count = PARAMS[row].get("logprobs") if row >= 0 else None
-        if count is not None and got.logprobs is not None and expected.logprobs is not None:
-            here, there = got.logprobs, expected.logprobs
-            assert torch.equal(here.token_ids[index, : count + 1], there.token_ids[index, : count + 1])
-            assert torch.equal(here.logprobs[index, : count + 1], there.logprobs[index, : count + 1])
-            assert here.ranks[index] == there.ranks[index]
+    assert not got.invalid[real].any() and not expected.invalid[real].any()
+    counts = [PARAMS[row].get("logprobs") if row >= 0 else None for row in rows.tolist()]
+    assert got.logprobs is not None and expected.logprobs is not None
+    found, wanted = (output.logprobs.to_rows([count or 0 for count in counts]) for output in (got, expected))
+    for count, row, other in zip(counts, found, wanted, strict=True):
+        assert count is None or row == other
 
 
 def test_a_graph_samples_what_an_eager_step_does_and_a_row_what_it_does_alone() -> None:
@@ -185,35 +156,26 @@ def graphs_of(engine: LLMEngine) -> Any:
 def test_random_requests_in_graphs(seed: int, drafts: bool) -> None:
     lives = random_lives(seed, 2048)
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False} if drafts else None
-    outputs: list[dict[str, RequestOutput]] = []
-    for enforce_eager in (False, True):
-        tried = engine(
-            runner="v2", enforce_eager=enforce_eager, speculative_config=None if enforce_eager else speculative
-        )
-        outputs.append(live(tried, lives))
-        if not enforce_eager:
-            variants = {key.sampling for key in graphs_of(tried).captured if key.kind != "mixed"}
-            assert variants - {None, PLAIN}
-        tried.shutdown()
+    captured = engine(runner="v2", speculative_config=speculative)
+    outputs = live(captured, lives)
+    variants = {key.sampling for key in graphs_of(captured).captured if key.kind != "mixed"}
+    assert variants - {None, PLAIN}
+    captured.shutdown()
+    eager = engine(runner="v2", enforce_eager=True)
+    expected = live(eager, lives)
+    eager.shutdown()
     for life in lives:
-        assert_agree(outputs[0][life.request_id], outputs[1][life.request_id], tolerance=1e-3)
+        assert_agree(outputs[life.request_id], expected[life.request_id], tolerance=1e-3)
 
 
 def test_no_step_of_decodes_ends_with_its_forward_pass() -> None:
     """Every sampling parameter is in graphs, and each variant is captured once."""
     tried = engine(runner="v2")
-    params = [
-        SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False, **features)
-        for features in (
-            {},
-            {"repetition_penalty": 1.2, "logprobs": 5},
-            {"logit_bias": {5: 1.0}, "top_p": 0.9, "min_tokens": 9},
-        )
-    ]
-    for number, one in enumerate(params):
-        tried.add_request(str(number), [7, 8, 9], one)
-    while tried.has_unfinished_requests():
-        tried.step()
+    biased = {"logit_bias": {5: 1.0}, "top_p": 0.9, "min_tokens": 9}
+    for number, features in enumerate(({}, {"repetition_penalty": 1.2, "logprobs": 5}, biased)):
+        params = SamplingParams(max_tokens=30, ignore_eos=True, detokenize=False, **features)
+        tried.add_request(str(number), [7, 8, 9], params)
+    drain(tried)
     graphs = graphs_of(tried)
     assert graphs.num_steps["decode"] >= 29
     assert graphs.num_steps["eager"] == 0

@@ -1,12 +1,18 @@
-"""Compiles the kernels of the operations for an H100, on any machine: run as a module, without ``TRITON_INTERPRET``.
+"""Compiles the kernels of attention or of the other operations for an H100, on any machine: run as a module with
+``attention`` or ``operations``, without ``TRITON_INTERPRET``.
 
-The interpreter forgives what the compiler does not, and leaves out what overlaps one kernel with the next.
+The interpreter forgives what the compiler does not, leaves out what overlaps one kernel with the next, and does not run
+Gluon. Prints a line for each kernel: its name and the bytes of stack that a thread takes: registers that spilled.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,49 +20,93 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from fleetfoot.kernels.attention import decode, decode_hopper, prefill, prefill_hopper
+from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
+from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling
+from fleetfoot.kernels.runtime import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
+from tests.helpers.attention_batches import make_batch, make_fused_batch
 from tests.helpers.kernels import triton_kernels
 
-_OPTIONS = ("num_warps", "launch_pdl", "enable_fp_fusion")
+H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion")
 
 
-def compile_instead(kernel: TritonKernel, grid: tuple[int, ...]) -> Callable[..., None]:
-    """What `TritonKernel.__getitem__` gives here: a launch that compiles for the types of its arguments."""
+def stack_bytes(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", usage.stdout + usage.stderr)
+    assert found is not None
+    return found[1]
+
+
+def compile_instead(kernel: TritonKernel | GluonJITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+    """What ``kernel[grid]`` gives here: a launch that compiles for the types of its arguments."""
+    is_gluon = isinstance(kernel, GluonJITFunction)
 
     def launch(*arguments: Any, **keywords: Any) -> None:
-        function = kernel.jit
-        options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
-        values = dict(zip(function.arg_names, arguments, strict=False)) | keywords
+        function = kernel if is_gluon else kernel.jit
+        names = function.arg_names
+        options = {name: keywords.pop(name) for name in _OPTIONS if name in keywords and name not in names}
+        values = dict(zip(names, arguments, strict=False)) | keywords
         types, attributes = {}, {}
-        for index, name in enumerate(function.arg_names):
+        for index, name in enumerate(names):
             value = values[name]
             types[name] = "constexpr" if name in keywords else triton.runtime.jit.mangle_type(value)
             is_aligned = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
-            if name not in keywords and is_aligned and name not in kernel.unspecialized:
+            if name not in keywords and is_aligned and not is_gluon and name not in kernel.unspecialized:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(function, types, keywords, attributes)
+        source = (GluonASTSource if is_gluon else ASTSource)(function, types, keywords, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        print(f"{kernel.__name__}: {len(compiled.asm['cubin'])} bytes")
+        print(f"{kernel.__name__}: {stack_bytes(compiled.asm['cubin'])} bytes of stack")
 
     return launch
 
 
-def main() -> None:
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attention() -> None:
+    """Also the linear layers in Gluon."""
+    shape: dict[str, Any] = {"num_heads": 32, "head_dim": 128, "dtype": torch.bfloat16}
+    workspace = AttentionWorkspace(torch.device("cpu"))
+    batch = make_batch([(1, 5)], num_kv_heads=8, **shape)
+    out = torch.empty_like(batch.query)
+    decode.paged_attention_decode(batch.inputs(), workspace=workspace, out=out)
+    for query_len in (1, 4):
+        fused = make_fused_batch([(query_len, 5)], num_kv_heads=8, **shape)
+        decode.paged_attention_decode(
+            fused.inputs(),
+            workspace=workspace,
+            out=empty(len(fused.qkv), 32, 128),
+            rotary=fused.rotary,
+            slot_mapping=fused.metadata.slot_mapping,
+            prefetch_weight=empty(1024, 4096),
+        )
+    for num_kv_heads in (8, 2):  # 8 rows, and 16
+        grouped = make_batch([(1, 5)], num_kv_heads=num_kv_heads, **shape)
+        decode_hopper.paged_attention_decode_hopper(grouped.inputs(), workspace=workspace, out=out)
+    prefill.paged_attention_prefill(batch.inputs(), out=out)
+    prefill_hopper.paged_attention_prefill_hopper(batch.inputs(), counter=workspace.counter, out=out)
+    for groups in (2, 3):
+        gated_linear_hopper(empty(300, 1024), empty(512, 1024), groups, H100.num_sms)
+
+
+def operations() -> None:
     ops = triton_kernels()
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("fleetfoot.kernels.") and hasattr(module, "can_overlap"):
-            module.can_overlap = lambda device: True  # type: ignore[attr-defined]
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
     ops.add_rms_norm(empty(4, 2, 1024, dtype=torch.float32), empty(2, 1024), empty(1024), 1e-6)
     ops.silu_and_mul(empty(2, 256))
     angles, norm = empty(32, 128, dtype=torch.float32), empty(128)
@@ -65,12 +115,11 @@ def main() -> None:
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), rows=rows), invalid=invalid)
     filters = RowFilters(temperatures, rows, temperatures)
     ops.sample(empty(2, 40000), RandomRows(temperatures, zeros(2), zeros(2), filters, rows))
-    tilings = (
+    for num_rows, tiling in (
         (8, Tiling("staged", 16, 256, 8, 1)),
         (1, Tiling("streamed", 16, 128, 1, 4)),
         (40, Tiling("tiled", 64, 128, 64, 3)),
-    )
-    for num_rows, tiling in tilings:
+    ):
         ChainedGateUp(empty(256, 1024)).launch(empty(num_rows, 1024), tiling)
     for num_rows, num_inputs in ((8, 1024), (1, 1000)):
         deferred = ChainedResidual(empty(1024, num_inputs)).add_and_norm(
@@ -81,5 +130,13 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with patch.object(TritonKernel, "__getitem__", compile_instead):
-        main()
+    triton_kernels()  # imports their modules
+    for module in [module for name, module in sys.modules.items() if name.startswith("fleetfoot.kernels.")]:
+        for attribute, value in (("can_overlap", True), ("gpu_limits", H100)):
+            if callable(getattr(module, attribute, None)):
+                setattr(module, attribute, lambda device, value=value: value)
+    with (
+        patch.object(TritonKernel, "__getitem__", compile_instead),
+        patch.object(GluonJITFunction, "__getitem__", compile_instead),
+    ):
+        {"attention": attention, "operations": operations}[sys.argv[1]]()

@@ -105,10 +105,8 @@ class ScriptedExecutor:
             request = self._rows[row]
             position = len(request.token_ids) - request.num_prompt_tokens
             script = self.script.get(request.request_id)
-            if script is None:
-                token = 10 + position
-            else:  # a step may be in flight behind the request's end; its token is discarded
-                token = script[position] if position < len(script) else 0
+            # a step may be in flight behind the request's end; its token is discarded
+            token = 10 + position if script is None else script[position] if position < len(script) else 0
             request.token_ids.append(token)
             sampled.append([token])
         return ModelRunnerOutput(sampled)
@@ -129,18 +127,10 @@ def scripted_engine(
     **limits: Any,
 ) -> LLMEngine:
     """The engine above an executor, with limits as in `SchedulerConfig`; ``depth`` and ``clock`` as in `EngineCore`."""
-    config = SchedulerConfig(
-        **{"num_blocks": 128, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}
-    )
-    processor = InputProcessor(
-        vocab_size=vocab_size,
-        max_model_len=max_model_len,
-        eos_token_ids=[EOS],
-        tokenizer=tokenizer,
-        max_logprobs=20,
-        seed=0,
-    )
-    scheduler = Scheduler(config, connector=connector)
+    sizes = {"num_blocks": 128, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    scheduler = Scheduler(SchedulerConfig(**{**sizes, **limits}), connector=connector)
+    facts: dict[str, Any] = {"vocab_size": vocab_size, "max_model_len": max_model_len, "max_logprobs": 20, "seed": 0}
+    processor = InputProcessor(**facts, eos_token_ids=[EOS], tokenizer=tokenizer)
     core = EngineCore(scheduler, executor, StatsCollector(), depth=depth, clock=clock)
     return LLMEngine(core, processor, tokenizer)
 

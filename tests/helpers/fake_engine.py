@@ -160,14 +160,6 @@ class FakeEngine:
         assert self.scheduler.transfers.num_held_blocks == 0
         assert self.scheduler.pool.num_free == self.config.num_blocks
 
-    def run(self, requests: list[Request]) -> None:
-        """Run requests to their end: each has the output that it has alone."""
-        for request in requests:
-            self.scheduler.add_request(request)
-        self.settle()
-        for request in requests:
-            assert request.output_token_ids == expected_output(request)
-
 
 def expected_output(request: Request) -> list[int]:
     """The output of the fake model for the request alone."""

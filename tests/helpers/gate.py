@@ -19,7 +19,7 @@ class Gate:
         self._arrived = threading.Semaphore(0)
         self._is_open = False
 
-    def __call__(self, step: SchedulerOutput) -> None:
+    def __call__(self, step: SchedulerOutput | None) -> None:
         if not self._is_open:
             self._arrived.release()
             assert self._permits.acquire(timeout=HANG)

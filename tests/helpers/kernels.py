@@ -6,16 +6,26 @@ from functools import cache
 from importlib.util import find_spec
 
 import pytest
+import torch  # noqa: F401  the C library uses its OpenMP runtime
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
-from fleetfoot.native.loading import native_problem
+from fleetfoot.native.loading import native_problem, open_library, supported_variants
+
+_PROBLEM = native_problem()
+NATIVE_VARIANTS = [
+    pytest.param(variant, marks=[pytest.mark.slow, pytest.mark.skipif(bool(_PROBLEM), reason=_PROBLEM)])
+    for variant in (("native",) if _PROBLEM else supported_variants(open_library()))
+]
+"""Every variant of the C kernels that this processor runs, for `pytest.mark.parametrize`."""
+CPU_VARIANTS = ["torch", *NATIVE_VARIANTS]
+"""The references, and the C kernels."""
 
 
 @cache
 def cpu_kernels() -> Kernels:
     """What an engine on this machine's CPU runs."""
-    return load_kernels(plan_kernels(DeviceFacts("cpu", has_native=not native_problem())))
+    return load_kernels(plan_kernels(DeviceFacts("cpu", has_native=not _PROBLEM)))
 
 
 @cache

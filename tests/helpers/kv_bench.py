@@ -64,17 +64,14 @@ class InlineJobs(ManualJobs):
 class Clock:
     """A clock that the test advances."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
 
 
 def transfer_config(connector: str, *, role: str = "kv_both", timeout: float = 60.0, **extra: Any) -> KVTransferConfig:
-    return KVTransferConfig(
-        kv_connector=connector, kv_role=role, kv_transfer_timeout=timeout, kv_connector_extra_config=extra
-    )
+    return KVTransferConfig(connector, role, kv_transfer_timeout=timeout, kv_connector_extra_config=extra)
 
 
 class Bench:
@@ -96,25 +93,16 @@ class Bench:
         device: str | torch.device = "cpu",
     ) -> None:
         self.layout = layout
+        num_bytes = layout.bytes_per_block * num_ranks
+        shared = config, layout.block_size, fingerprint, "bench", num_ranks
         self.contexts = [
-            TransferContext(
-                config=config,
-                block_size=layout.block_size,
-                fingerprint=fingerprint,
-                engine_id="bench",
-                num_ranks=num_ranks,
-                rank=rank,
-                tensor_parallel_size=num_ranks,
-                bytes_per_block=layout.bytes_per_block * num_ranks,
-                clock=clock,
-            )
+            TransferContext(*shared, rank, tensor_parallel_size=num_ranks, bytes_per_block=num_bytes, clock=clock)
             for rank in range(num_ranks)
         ]
         connector = find_connector(config)
         self.scheduler: Any = connector.scheduler_side(self.contexts[0])
         self.connector = self.scheduler
-        self.workers = [(make_worker or connector.worker_side)(context) for context in self.contexts]
-        self.steps = [StepConnector(worker) for worker in self.workers]
+        self.steps = [StepConnector((make_worker or connector.worker_side)(context)) for context in self.contexts]
         self.caches = [[torch.rand(shape, device=device) for shape in layout.layer_shapes] for _ in self.steps]
         for step, caches in zip(self.steps, self.caches, strict=True):
             step.register_kv_caches(caches, layout)
@@ -210,15 +198,17 @@ def same(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool
 
 
 class _LateCopy:
-    """A copy that is made when it is waited for, or at random when it is queried."""
+    """A copy that is made when it is waited for, and with ``rng`` at random when it is queried."""
 
-    def __init__(self, line: list[_LateCopy], rng: random.Random, work: Callable[[], object], blocks: Any, slots: Any):
+    def __init__(
+        self, line: list[_LateCopy], rng: random.Random | None, work: Callable[[], object], blocks: Any, slots: Any
+    ):
         self.work, self.blocks, self.slots = work, frozenset(blocks), frozenset(slots)
         self._line, self._rng = line, rng
         line.append(self)
 
     def query(self) -> bool:
-        if self in self._line and self._rng.random() < 0.3:
+        if self in self._line and self._rng is not None and self._rng.random() < 0.3:
             self.synchronize()
         return self not in self._line
 
@@ -231,8 +221,8 @@ class _LateCopy:
 class LateCopies(BlockCopies):
     """Copies as late as the order of the device's work allows, so that missing synchronization shows."""
 
-    def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, rng: random.Random) -> None:
-        super().__init__(kv_caches, layout)
+    def __init__(self, *arguments: Any, shares_blocks: bool = False, rng: random.Random | None = None) -> None:
+        super().__init__(*arguments)
         self._rng = rng
         self._out: list[_LateCopy] = []
         self._in: list[_LateCopy] = []

@@ -1,4 +1,4 @@
-"""Checks of the Triton operations against float64 and their torch references, on a GPU or in the interpreter.
+"""Checks of the operations against float64 and their torch references: in C, in Triton's interpreter or on a GPU.
 
 The interpreter cuts float32 off where it makes bfloat16 of it, so one bit more is allowed there than rounding takes.
 """
@@ -8,27 +8,36 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling
 from fleetfoot.kernels.sampling.sample import RandomRows
 from tests.helpers.kernels import reference_kernels, triton_kernels
 
-TRITON, REFERENCE = triton_kernels(), reference_kernels()
+REFERENCE = reference_kernels()
 EPS = 1e-6
 
 
-def bits(dtype: torch.dtype, device: str) -> float:
-    """The relative error of a result that was rounded once, and of its sums."""
-    step = torch.finfo(dtype).eps
-    return max(2 * step if device == "cpu" else step, 1e-5)
+def is_triton(ops: Kernels) -> bool:
+    return ops.plan["rms_norm"] == "triton"
 
 
-def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def step(ops: Kernels, dtype: torch.dtype, device: str) -> float:
+    """The relative error of one rounding."""
+    return torch.finfo(dtype).eps * (2 if is_triton(ops) and device == "cpu" else 1)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, ops: Kernels = REFERENCE) -> None:
     """``actual`` is ``expected`` (float64) up to one rounding, and finite where that is."""
     assert actual.shape == expected.shape
-    tolerance = bits(actual.dtype, actual.device.type)
+    rounding = step(ops, actual.dtype, actual.device.type)
+    rtol, atol = (1e-5, rounding / 8) if is_triton(ops) else (3e-6, rounding / 64)
     torch.testing.assert_close(
-        actual.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance / 8, equal_nan=True
+        actual.double().cpu(),
+        expected.double().cpu(),
+        rtol=max(rounding, rtol),
+        atol=max(atol, 1.2e-6),
+        equal_nan=True,
     )
 
 
@@ -37,55 +46,57 @@ def rms_norm_64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x64 / (x64.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-def check_rms_norm(dtype: torch.dtype, num_rows: int, size: int, device: str) -> None:
-    x = torch.randn(num_rows, size, device=device).to(dtype)
-    residual = 20 * torch.randn(num_rows, size, device=device).to(dtype)
-    weight = torch.rand(size, device=device).to(dtype)
-    assert_near(TRITON.rms_norm(x, weight, EPS), rms_norm_64(x, weight))
-    normed, total = TRITON.add_rms_norm(x, residual, weight, EPS)
-    assert_near(total, x.double() + residual.double())
-    assert_near(normed, rms_norm_64(total, weight))
-    parts = torch.randn(3, num_rows, size, device=device)
-    normed, total = TRITON.add_rms_norm(parts, residual, weight, EPS)
-    near = 2 * bits(dtype, device) * residual.double().abs().max()
+def check_rms_norm(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int], device: str = "cpu") -> None:
+    """``shape``: rows and their size."""
+    x, residual = torch.randn(shape, device=device).to(dtype), 20 * torch.randn(shape, device=device).to(dtype)
+    weight = torch.rand(shape[1], device=device).to(dtype)
+    normed = ops.rms_norm(x, weight, EPS)
+    assert normed.dtype == dtype
+    assert_near(normed, rms_norm_64(x, weight), ops)
+    normed, total = ops.add_rms_norm(x, residual, weight, EPS)
+    assert_near(total, x.double() + residual.double(), ops)
+    assert is_triton(ops) or torch.equal(total, (x.float() + residual.float()).to(dtype))
+    assert_near(normed, rms_norm_64(total, weight), ops)
+
+
+def check_sum_of_parts(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int], device: str = "cpu") -> None:
+    """The residual sum and norm of partial sums in float32."""
+    parts, residual = torch.randn(3, *shape, device=device), 20 * torch.randn(shape, device=device).to(dtype)
+    weight = torch.rand(shape[1], device=device).to(dtype)
+    normed, total = ops.add_rms_norm(parts, residual, weight, EPS)
+    near = 2 * max(step(ops, dtype, device), 1e-5) * residual.double().abs().max()
     assert float((total.double() - parts.double().sum(0) - residual.double()).abs().max()) <= near
-    assert_near(normed, rms_norm_64(total, weight))
+    assert_near(normed, rms_norm_64(total, weight), ops)
 
 
-def check_silu_and_mul(dtype: torch.dtype, num_rows: int, width: int, device: str) -> None:
+def check_silu_and_mul(ops: Kernels, dtype: torch.dtype, num_rows: int, width: int, device: str = "cpu") -> None:
     gate_up = torch.cat((torch.linspace(-40, 40, width).repeat(num_rows, 1), torch.randn(num_rows, width)), dim=1)
     gate_up = gate_up.to(device, dtype)
     gate, up = gate_up.double().chunk(2, dim=1)
-    assert_near(TRITON.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+    assert_near(ops.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up, ops)
 
 
-def check_rope_and_cache(dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool, device: str) -> None:
+def check_rope_and_cache(
+    ops: Kernels, dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool, device: str = "cpu"
+) -> None:
     num_heads, num_kv_heads, block_size, num_blocks = 6, 2, 16, num_tokens // 8 + 2
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(num_tokens, width + 16, device=device).to(dtype)[:, :width]  # rows lie further apart
     slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
-    slots[num_tokens // 2] = -1
+    slots[num_tokens // 2 :: 5] = -1
     positions = torch.randint(0, 512, (num_tokens,), device=device)
     angles = torch.outer(torch.arange(512.0, device=device), 1 / (1.5 ** torch.arange(head_dim // 2, device=device)))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    norms = (torch.rand(head_dim, device=device).to(dtype), torch.rand(head_dim, device=device).to(dtype))
-    q_norm, k_norm = norms if norm else (None, None)
+    norms = [torch.rand(head_dim, device=device).to(dtype) if norm else None for _ in range(2)]
     cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype, device=device)
     expected_cache = cache.double().cpu()
-    expected = REFERENCE.rope_and_cache(
-        qkv.double().cpu(),
-        expected_cache,
-        slots.cpu(),
-        positions.cpu(),
-        cos_sin.cpu(),
-        num_heads,
-        None if q_norm is None else q_norm.cpu(),
-        None if k_norm is None else k_norm.cpu(),
-        EPS,
-    )
-    query = TRITON.rope_and_cache(qkv, cache, slots, positions, cos_sin, num_heads, q_norm, k_norm, EPS)
-    assert_near(query, expected)
-    assert_near(cache, expected_cache)
+    places = (slots.cpu(), positions.cpu(), cos_sin.cpu())
+    norms_64 = (None if weight is None else weight.cpu() for weight in norms)
+    expected = REFERENCE.rope_and_cache(qkv.double().cpu(), expected_cache, *places, num_heads, *norms_64, EPS)
+    query = ops.rope_and_cache(qkv, cache, slots, positions, cos_sin, num_heads, *norms, EPS)
+    assert_near(query, expected, ops)
+    assert_near(cache, expected_cache, ops)
+    assert torch.equal(cache[:, 1].double().cpu(), expected_cache[:, 1])  # values are copied
 
 
 def linear_error(
@@ -115,11 +126,15 @@ def linear_error(
         assert may_split or tiling is not None
         actual = actual.double().sum(0)
     assert actual.shape == (num_rows, num_outputs)
-    expected = x.double() @ weight.double().T
-    if offset is not None:
-        expected += offset.double()
+    return _error(actual, x.double(), weight, offset, gated)
+
+
+def _error(
+    actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None, gated: bool
+) -> float:
+    expected = x @ weight.double().T + (0 if offset is None else offset.double())
     if gated:
-        gate, up = expected.to(dtype).double().chunk(2, dim=1)
+        gate, up = expected.to(weight.dtype).double().chunk(2, dim=1)
         expected = F.silu(gate) * up
     return float((actual.double() - expected).norm() / expected.norm())
 
@@ -131,7 +146,7 @@ def check_deferred_norm(shape: tuple[int, int, int, int], *, gated: bool, bias: 
         shape: rows, the first layer's inputs and outputs, and the second's outputs.
     """
     num_rows, num_inputs, hidden, num_outputs = shape
-    dtype = torch.bfloat16
+    dtype, ops = torch.bfloat16, triton_kernels()
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, device=device).to(dtype)
@@ -144,14 +159,10 @@ def check_deferred_norm(shape: tuple[int, int, int, int], *, gated: bool, bias: 
     deferred = adding.add_and_norm(x, residual, norm, EPS)
     assert deferred is not None
     assert reading.reads_deferred_norm(num_rows)
-    total = TRITON.add_rms_norm(adding(x), residual, norm, EPS)[1]
-    assert torch.equal(deferred.total, total)  # the same sums, rounded where the steps apart round
-    assert_near(deferred.finished(), rms_norm_64(total, norm))
-    expected = rms_norm_64(total, norm) @ second.double().T + (0 if offset is None else offset.double())
-    if gated:
-        gate, up = expected.to(dtype).double().chunk(2, dim=1)
-        expected = F.silu(gate) * up
-    error = float((reading(deferred).double() - expected).norm() / expected.norm())
+    total = ops.add_rms_norm(adding(x), residual, norm, EPS)[1]
+    assert torch.equal(deferred.total, total)  # the same sums, rounded at the same places as in separate steps
+    assert_near(deferred.finished(), rms_norm_64(total, norm), ops)
+    error = _error(reading(deferred), rms_norm_64(total, norm), second, offset, gated)
     assert error < (3 if gated else 1) * torch.finfo(dtype).eps
 
 
@@ -159,7 +170,18 @@ def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, spread: fl
     return (torch.randn(num_rows, vocab_size) * spread).to(dtype)
 
 
-def check_samples(logits: torch.Tensor, device: str) -> None:
+def logits_without_a_maximum(vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows with NaN, infinities and ties."""
+    logits = random_logits(6, vocab_size, dtype, 1.0)
+    logits[0, vocab_size - 500], logits[0, 10] = torch.nan, torch.inf
+    logits[1, [7, vocab_size - 100]] = torch.inf
+    logits[[2, 3, 5]] = -torch.inf
+    logits[3, vocab_size - 1] = -5.0
+    logits[4] = torch.where(torch.arange(vocab_size) % 2 == 1, 0.0, -0.0)
+    return logits
+
+
+def check_samples(ops: Kernels, logits: torch.Tensor, device: str = "cpu") -> None:
     """Greedy and drawn tokens are those of the reference on a CPU."""
     num_rows = len(logits)
     temperatures = torch.tensor([0.0, 0.7, 1.0, 3.0]).repeat(num_rows)[: num_rows + 2]
@@ -170,13 +192,13 @@ def check_samples(logits: torch.Tensor, device: str) -> None:
     expected_invalid = torch.empty(num_rows, dtype=torch.bool)
     random = RandomRows(*(t.to(device) for t in (temperatures, seeds, positions)), rows=rows.to(device))
     logits_on_device = logits.to(device)
-    assert TRITON.sample(logits_on_device).tolist() == REFERENCE.sample(logits).tolist()
+    assert ops.sample(logits_on_device).tolist() == REFERENCE.sample(logits).tolist()
     of_cpu = RandomRows(temperatures, seeds, positions, rows=rows)
     expected = REFERENCE.sample(logits, of_cpu, invalid=expected_invalid).tolist()
-    assert TRITON.sample(logits_on_device, random, invalid=invalid).tolist() == expected
+    assert ops.sample(logits_on_device, random, invalid=invalid).tolist() == expected
     assert invalid.tolist() == expected_invalid.tolist()
     together = torch.empty((2, num_rows), dtype=torch.int64, device=device)
-    TRITON.sample(logits_on_device, random, out=together[0], invalid=together[1])
+    ops.sample(logits_on_device, random, out=together[0], invalid=together[1])
     assert together.tolist() == [expected, [int(flag) for flag in expected_invalid]]
     direct = RandomRows(random.temperatures[2:], random.seeds[2:], random.positions)
-    assert TRITON.sample(logits_on_device, direct).tolist() == expected
+    assert ops.sample(logits_on_device, direct).tolist() == expected

@@ -1,4 +1,4 @@
-"""Schedulers for tests: requests with tokens of their own, and steps whose results are given."""
+"""Schedulers for tests: requests with tokens of their own, and steps with given results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUEST_FIELDS = ("priority", "cache_salt", "eos_token_ids", "kv_transfer_params
 
 
 def make_scheduler(*requests: Request, connector: Any = None, controller: Any = None, **config: Any) -> Scheduler:
-    """A scheduler with small limits, to which ``requests`` have been added."""
+    """A scheduler with small limits and ``requests``."""
     scheduler = Scheduler(SchedulerConfig(**{**LIMITS, **config}), connector=connector, controller=controller)
     for request in requests:
         scheduler.add_request(request)
@@ -77,6 +77,14 @@ class Drive:
         batch = self.batch(output)
         self.update(output)
         return batch
+
+    def run(self, *requests: Request) -> None:
+        """Step until these requests have ended; without any, until all have and everything is free."""
+        for request in requests or list(self.scheduler.requests.values()):
+            while not request.is_finished:
+                self.step()
+        if not requests:
+            self.scheduler.check_idle()
 
     def queue(self) -> str:
         """Schedule a step and leave it in flight; the ids of its requests."""

@@ -1,4 +1,4 @@
-"""Helpers for tests of `AsyncLLM`: async tests, streams of outputs, an engine whose steps wait at a gate."""
+"""Helpers for tests of `AsyncLLM`: async tests, streams of outputs, an engine with steps that wait at a gate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.gate import HANG, Gate
 T = TypeVar("T")
 
 
-def run(coroutine: Awaitable[T], timeout: float | None = HANG) -> T:
+def run(coroutine: Awaitable[T], timeout: float = HANG) -> T:
     """Run a coroutine in an event loop of its own."""
 
     async def limited() -> T:

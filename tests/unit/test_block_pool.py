@@ -32,17 +32,6 @@ def lookup(pool: BlockPool, *names: str) -> list[int]:
     return pool.lookup([digest(name) for name in names])
 
 
-def test_blocks_are_taken_and_freed() -> None:
-    pool = BlockPool(5, 4)
-    first, second = pool.take(2), pool.take(3)
-    assert (sorted(first + second), pool.num_free) == ([0, 1, 2, 3, 4], 0)
-    pool.check_integrity([first, second])
-    pool.free(first)
-    assert pool.num_free == 2
-    pool.check_integrity([second])
-    assert sorted(pool.take(2)) == sorted(first)
-
-
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (-1, 16), (4, 0)])
 def test_an_empty_pool_is_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match=f"not {num_blocks} of {block_size}"):

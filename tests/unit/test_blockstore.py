@@ -26,6 +26,7 @@ from tests.helpers.kv_bench import (
     Bench,
     Clock,
     InlineJobs,
+    LateCopies,
     ManualJobs,
     same,
     transfer_config,
@@ -33,7 +34,7 @@ from tests.helpers.kv_bench import (
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
-from fleetfoot.kv_transfer.blockstore import blocks
+from fleetfoot.kv_transfer.blockstore import blocks, worker
 from fleetfoot.kv_transfer.blockstore.blocks import FilesystemSettings, num_host_blocks
 from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler, HostIndex, SharedStorageConnector, SlotTable
 from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
@@ -62,8 +63,10 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> MakeBench:
         else:
             extra = {"shared_storage_path": str(tmp_path / "kv"), **limits}
             config = transfer_config("SharedStorageConnector", role=role, timeout=timeout, **extra)
-            worker = partial(FileStoreWorker, settings=FilesystemSettings.of(config), readers=readers, writers=writers)
-            bench = Bench(config, make_worker=worker, **options)
+            make_worker = partial(
+                FileStoreWorker, settings=FilesystemSettings.of(config), readers=readers, writers=writers
+            )
+            bench = Bench(config, make_worker=make_worker, **options)
         request.addfinalizer(bench.shutdown)
         return bench
 
@@ -150,7 +153,10 @@ def test_roles(make: MakeBench, store: str, tmp_path: Path) -> None:
         assert consumer.load(consumer.request("again", TOKENS, PLACES)).loaded == {"again"}
 
 
-def test_freed_blocks_are_flushed_before_they_are_overwritten(make: MakeBench, store: str) -> None:
+def test_freed_blocks_are_flushed_before_they_are_overwritten(
+    make: MakeBench, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "block_copies", LateCopies)
     bench = make(store)
     request = bench.request("r", TOKENS, BLOCKS)
     contents = bench.contents(BLOCKS[:4])

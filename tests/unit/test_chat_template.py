@@ -118,13 +118,6 @@ def test_rendering_matches_transformers(template: str, conversation: str, option
     assert ids == theirs.apply_chat_template(messages, return_dict=False, **arguments)
 
 
-def test_bos_is_not_added_twice() -> None:
-    tokenizer, _ = both()
-    ids = tokenizer.apply_chat_template_ids(CONVERSATIONS["one"], chat_template="trimming")
-    assert ids.count(tokenizer.bos_token_id) == 1
-    assert tokenizer.encode("x").count(tokenizer.bos_token_id) == 1
-
-
 @pytest.mark.parametrize("template", ["chatml", "trimming", "parts"])
 @pytest.mark.parametrize(
     "content", ["The answer is", " The answer is  ", "", "turn 0", [{"type": "text", "text": "ab "}]]

@@ -154,14 +154,6 @@ def test_characters_come_whole(kind: str) -> None:
     assert detokenizer_of(kind, face[:-1]).finish() == ""
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize(("before", "text"), [("😀😀", "é"), ("x", "a b c  d e   f"), ("", "  two  spaces")])
-def test_bytes_and_spaces_at_borders(kind: str, before: str, text: str) -> None:
-    backend, prompt, ids = tokenizer(kind), encode(kind, before), encode(kind, text)
-    parts = stream_text(detokenizer_of(kind, prompt), ids, range(len(ids)))
-    assert "".join(parts) == backend.decode([*prompt, *ids])[len(backend.decode(prompt)) :]
-
-
 @pytest.mark.parametrize("kind", ["byte_fallback", "byte_fallback_in_window"])
 def test_a_run_of_bytes_that_continues_a_prompt(kind: str) -> None:
     prompt, ids = ([id_of_byte(kind, value) for value in text.encode()] for text in ("😀😀", "é"))
@@ -175,23 +167,6 @@ def test_invalid_bytes_keep_their_neighbours(kind: str) -> None:
     parts = [detokenizer.update([id_of_byte(kind, value)]) for value in data]
     assert parts == ["", "é", "\ufffd", "", "", "\ufffd\ufffdA", "", "", "", "😀", "\ufffd", ""]
     assert detokenizer.finish() == "\ufffd"
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "alone", "behind"),
-    [
-        ("byte_level", " the fox", " the fox", " the fox"),
-        ("byte_fallback", "the fox", "the fox", " the fox"),
-        ("byte_fallback", "  the fox", "  the fox", "   the fox"),
-        ("byte_fallback_without_strip", "the fox", " the fox", " the fox"),
-        ("metaspace", "the fox", "the fox", " the fox"),
-        ("word_level", "the fox", "the fox", " the fox"),
-    ],
-)
-def test_leading_space(kind: str, text: str, alone: str, behind: str) -> None:
-    ids = encode(kind, text)
-    assert detokenizer_of(kind).update(ids) == alone
-    assert detokenizer_of(kind, encode(kind, "runs")).update(ids) == behind
 
 
 def test_special_and_added_tokens() -> None:
@@ -210,14 +185,6 @@ def test_special_and_added_tokens() -> None:
 
     text = "x<think>a spaced tokeny"  # outside of the byte alphabet
     assert detokenizer_of("byte_level").update(encode("byte_level", text)) == text
-
-
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_ids_beyond_the_vocabulary_have_no_text(kind: str) -> None:
-    backend, ids = tokenizer(kind), encode(kind, "the fox")
-    with_gaps = [padding for token_id in ids for padding in (token_id, backend.vocab_size + token_id)]
-    detokenizer = detokenizer_of(kind, [backend.vocab_size])
-    assert detokenizer.update(with_gaps) + detokenizer.finish() == backend.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["byte_level_in_window", "byte_fallback_in_window"])

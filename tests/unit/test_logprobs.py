@@ -88,20 +88,30 @@ def logprob_case(seed: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.
     return logits, torch.randint(vocab_size, (5,), generator=generator)
 
 
+def check_kernels(vocab_size: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """The kernels equal the reference on a CPU, and sorting gives what selecting gives, to the last bit."""
+    logits, sampled = logprob_case(vocab_size, vocab_size, dtype)
+    num = min(9 if device == "cpu" else 40, vocab_size)
+    expected = token_logprobs_torch(logits, sampled, num)
+    packed, normalizers = (found.cpu() for found in select_logprobs(logits.to(device), sampled.to(device), num))
+    assert torch.equal(packed[:, : num + 1], expected[:, : num + 1])
+    assert torch.equal(packed[:, -1], expected[:, -1])
+    values, expected_values = (part[:, num + 1 : -1].contiguous().view(torch.float32) for part in (packed, expected))
+    tolerance = 2e-6 if device == "cpu" else 1e-5
+    torch.testing.assert_close(values, expected_values, atol=tolerance, rtol=1e-6)
+    by_hand = logits.float().gather(1, packed[:, : num + 1].long()) - normalizers[:, :1] - normalizers[:, 1:]
+    assert torch.equal(by_hand, values)
+    if vocab_size > MAX_SELECTED:
+        many = token_logprobs_triton(logits.to(device), sampled.to(device), MAX_SELECTED + 1).cpu()
+        assert torch.equal(many[:, : num + 1], packed[:, : num + 1])
+        assert torch.equal(many[:, MAX_SELECTED + 2 : MAX_SELECTED + 3 + num], packed[:, num + 1 : -1])
+
+
 @interpreted
 @pytest.mark.parametrize("vocab_size", [1, 7, 300, 2049, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_equal_the_reference(vocab_size: int, dtype: torch.dtype) -> None:
-    logits, chosen = logprob_case(vocab_size, vocab_size, dtype)
-    num = min(9, vocab_size)
-    expected = token_logprobs_torch(logits, chosen, num)
-    packed, normalizers = select_logprobs(logits, chosen, num)
-    assert torch.equal(packed[:, : num + 1], expected[:, : num + 1])
-    assert torch.equal(packed[:, -1], expected[:, -1])
-    values = packed[:, num + 1 : -1].view(torch.float32)
-    torch.testing.assert_close(values, expected[:, num + 1 : -1].view(torch.float32), atol=2e-6, rtol=1e-6)
-    by_hand = logits.float().gather(1, packed[:, : num + 1].long()) - normalizers[:, :1] - normalizers[:, 1:]
-    assert torch.equal(by_hand, values)  # as sorting computes them
+    check_kernels(vocab_size, dtype)
 
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=interpreted)], ids=["cpu", "triton"])

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ def test_a_block_that_one_still_copies_out_is_not_loaded_into(
 
     def late_copies(*arguments: Any, shares_blocks: bool) -> LateCopies:
         assert shares_blocks
-        return LateCopies(*arguments, SimpleNamespace(random=lambda: 1.0))  # none is made before it is waited for
+        return LateCopies(*arguments)
 
     monkeypatch.setattr(worker, "block_copies", late_copies)
     bench = make(9)

@@ -1,65 +1,106 @@
-"""The torch twins against plain float64 arithmetic."""
+"""The operations on a CPU, in torch and in C, against float64; what the C kernels promise, and their library."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.kernels import reference_kernels
+from tests.helpers.kernels import CPU_VARIANTS, NATIVE_VARIANTS, native_kernels
+from tests.helpers.ops_checks import (
+    REFERENCE,
+    assert_near,
+    check_rms_norm,
+    check_rope_and_cache,
+    check_samples,
+    check_silu_and_mul,
+    logits_without_a_maximum,
+    random_logits,
+    rms_norm_64,
+)
 
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear import PackedLinear, PlainLinear, can_pack, prepare_linear_torch
+from fleetfoot.kernels.native_ops import NativeLinear
+from fleetfoot.kernels.sampling.sample import RandomRows
+from fleetfoot.native import loading
+from fleetfoot.native.loading import NativeUnavailableError, load_library
 
-OPS = reference_kernels()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NATIVE_DTYPES = DTYPES[:2]
+needs_library = pytest.mark.skipif(bool(loading.native_problem()), reason="needs the C library")
 
 
-def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """One rounding of the result to ``dtype`` and some of float32 before it."""
-    step = torch.finfo(dtype).eps
-    return {"rtol": max(step, 1e-5), "atol": max(step / 8, 1e-6)}
+@pytest.fixture(params=CPU_VARIANTS)
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    return REFERENCE if request.param == "torch" else native_kernels(request.param)
 
 
-def assert_rounded(actual: torch.Tensor, expected64: torch.Tensor) -> None:
-    torch.testing.assert_close(actual.double(), expected64, **tolerance(actual.dtype))
+@pytest.fixture(params=NATIVE_VARIANTS)
+def native(request: pytest.FixtureRequest) -> Kernels:
+    return native_kernels(request.param)
 
 
-def rms_norm_64(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    x64 = x.double()
-    return x64 / (x64.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+@pytest.fixture(params=NATIVE_VARIANTS)
+def library(request: pytest.FixtureRequest) -> loading.NativeLibrary:
+    return load_library(request.param)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 64), (1, 576), (7, 50)])
-def test_rms_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests set two threads explicitly: on a busy machine threads that wait for each other are slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
-    x, weight = torch.randn(shape).to(dtype), torch.rand(shape[1]).to(dtype)
-    actual = OPS.rms_norm(x, weight, 1e-5)
-    assert actual.dtype == dtype
-    assert_rounded(actual, rms_norm_64(x, weight, 1e-5))
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_rms_norm_rounds_the_sum_first(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, residual, weight = torch.randn(5, 64).to(dtype), 50 * torch.randn(5, 64).to(dtype), torch.rand(64).to(dtype)
-    normed, total = OPS.add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(total, (x.float() + residual.float()).to(dtype))
-    assert_rounded(normed, rms_norm_64(total, weight, 1e-6))
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (1, 576), (3, 1024), (5, 67), (7, 50), (200, 100)])
+def test_norms(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check_rms_norm(ops, dtype, shape)
+
+
+def test_the_reference_adds_up_partial_sums() -> None:
+    parts, residual, weight = torch.randn(3, 2, 8), torch.randn(2, 8).bfloat16(), torch.rand(8).bfloat16()
+    actual = REFERENCE.add_rms_norm(parts, residual, weight, 1e-5)
+    expected = REFERENCE.add_rms_norm(parts.sum(0).bfloat16(), residual, weight, 1e-5)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+def test_norm_of_nan_is_nan(ops: Kernels, dtype: torch.dtype) -> None:
+    x = torch.ones(2, 40, dtype=dtype)
+    x[1, 39] = float("nan")
+    normed = ops.rms_norm(x, torch.ones(40, dtype=dtype), 1e-5)
+    assert bool(normed[0].isfinite().all())
+    assert bool(normed[1].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(dtype: torch.dtype) -> None:
-    gate_up = torch.cat((torch.linspace(-40, 40, 96).repeat(3, 1), torch.randn(3, 96)), dim=1).to(dtype)
-    gate, up = gate_up.double().chunk(2, dim=1)
-    assert_rounded(OPS.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 96), (3, 35), (64, 500), (1, 1536)])
+def test_silu_and_mul(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    check_silu_and_mul(ops, dtype, *shape)
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+def test_silu_of_extremes(native: Kernels, dtype: torch.dtype) -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-30, 88.0, 1e30, float("inf"), float("nan")], dtype=dtype)
+    gate_up = torch.cat((gate, torch.ones_like(gate))).unsqueeze(0)
+    actual, expected = native.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_and_cache(dtype: torch.dtype, norm: bool) -> None:
-    torch.manual_seed(0)
+def test_reference_of_rope_and_cache(dtype: torch.dtype, norm: bool) -> None:
+    """Against a loop over tokens and heads."""
     num_tokens, num_heads, num_kv_heads, head_dim, block_size = 6, 4, 2, 16, 4
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
     kv_cache = torch.full((5, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype)
@@ -68,67 +109,143 @@ def test_rope_and_cache(dtype: torch.dtype, norm: bool) -> None:
     angles = torch.outer(torch.arange(128.0), 10.0 ** -torch.arange(0.0, head_dim // 2))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     q_norm, k_norm = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype)) if norm else (None, None)
+    expected_cache = kv_cache.double()
 
-    query = OPS.rope_and_cache(qkv, kv_cache, slots, positions, cos_sin, num_heads, q_norm, k_norm, 1e-6)
+    query = REFERENCE.rope_and_cache(qkv, kv_cache, slots, positions, cos_sin, num_heads, q_norm, k_norm, 1e-6)
 
-    written = set()
-    for token in range(num_tokens):
+    for token, slot in enumerate(slots.tolist()):
         heads = qkv[token].view(-1, head_dim)
         cos, sin = cos_sin[positions[token]].double().chunk(2)
 
         def rotated(x: torch.Tensor, weight: torch.Tensor | None, cos=cos, sin=sin) -> torch.Tensor:
-            x = x.double() if weight is None else rms_norm_64(x, weight, 1e-6)
+            x = x.double() if weight is None else rms_norm_64(x, weight)
             low, high = x.chunk(2)
             return torch.cat((low * cos - high * sin, high * cos + low * sin))
 
         for head in range(num_heads):
-            assert_rounded(query[token, head], rotated(heads[head], q_norm))
-        slot = int(slots[token])
-        if slot < 0:
-            continue
-        written.add(slot)
-        for head in range(num_kv_heads):
-            key, value = kv_cache[slot // block_size, :, head, slot % block_size]
-            assert_rounded(key, rotated(heads[num_heads + head], k_norm))
-            assert torch.equal(value, heads[num_heads + num_kv_heads + head])
-    for slot in set(range(5 * block_size)) - written:
-        assert bool((kv_cache[slot // block_size, :, :, slot % block_size] == 7).all())
+            assert_near(query[token, head], rotated(heads[head], q_norm))
+        if slot >= 0:
+            for head in range(num_kv_heads):
+                cached = expected_cache[slot // block_size, :, head, slot % block_size]
+                cached[0] = rotated(heads[num_heads + head], k_norm)
+                cached[1] = heads[num_heads + num_kv_heads + head]
+    assert_near(kv_cache, expected_cache)
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
+@pytest.mark.parametrize("num_tokens", [0, 1, 9, 120])
+def test_rope_and_cache(native: Kernels, dtype: torch.dtype, norm: bool, head_dim: int, num_tokens: int) -> None:
+    check_rope_and_cache(native, dtype, num_tokens, head_dim, norm)
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+def test_results_do_not_depend_on_threads(native: Kernels, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(90, 400).to(dtype), torch.rand(400).to(dtype)
+    logits, numbers = torch.randn(3, 50000).to(dtype), torch.arange(3)
+
+    def run(num_threads: int) -> list[torch.Tensor]:
+        torch.set_num_threads(num_threads)
+        drawn = native.sample(logits, RandomRows(torch.ones(3), numbers, numbers))
+        normed = (native.rms_norm(x, weight, 1e-5), *native.add_rms_norm(x, x, weight, 1e-5))
+        return [*normed, native.silu_and_mul(x), drawn]
+
+    assert all(torch.equal(one, two) for one, two in zip(run(1), run(2), strict=True))
+
+
+def test_mismatched_tensors_are_rejected(native: Kernels) -> None:
+    with pytest.raises(ValueError, match=r"rms_norm.*x \[2, 8\] torch.float32, weight \[7\]"):
+        native.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="add_rms_norm"):
+        native.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-5)
+    cache = torch.zeros(2, 2, 1, 4, 16)
+    arguments = (torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(9, 16), 1)
+    with pytest.raises(ValueError, match=r"rope_and_cache.*qkv \[1, 47\]"):
+        native.rope_and_cache(torch.zeros(1, 47), cache, *arguments, None, None, 1e-6)
+    for slot, position in ((8, 0), (0, 9), (0, -1)):
+        places = (torch.tensor([slot]), torch.tensor([position]))
+        with pytest.raises(ValueError, match="rope_and_cache: the step's metadata is invalid"):
+            native.rope_and_cache(torch.zeros(1, 48), cache, *places, *arguments[2:], None, None, 1e-6)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 40])
+@pytest.mark.parametrize("vocab_size", [1, 3, 64, 1000, 16384, 40007])
+def test_argmax(native: Kernels, dtype: torch.dtype, vocab_size: int) -> None:
+    logits = torch.randn(7, vocab_size + 3).to(dtype)[:, :vocab_size]  # rows are not contiguous
+    logits[1] = 0  # all equal: the lowest index
+    logits[2] = -torch.inf
+    logits[3, vocab_size // 2 :] = torch.inf
+    logits[4, vocab_size - 1] = torch.nan
+    logits[5, [vocab_size // 3, vocab_size - 1]] = 100.0
+    assert native.sample(logits).tolist() == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 37, 3000, 50001])
+@pytest.mark.parametrize("spread", [0.5, 4.0])
+def test_gumbel_draws_equal_the_reference(native: Kernels, dtype: torch.dtype, vocab_size: int, spread: float) -> None:
+    check_samples(native, random_logits(24, vocab_size, dtype, spread))
+
+
+def test_draws_from_rows_without_a_maximum(native: Kernels) -> None:
+    check_samples(native, logits_without_a_maximum(3000, torch.float32))
+
+
+def test_draws_follow_the_softmax(native: Kernels) -> None:
+    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    count = 4000
+    numbers = torch.arange(count)
+    logits = probabilities.log().repeat(count, 1) * 0.7
+    drawn = native.sample(logits, RandomRows(torch.full((count,), 0.7), numbers * 977, numbers))
+    found = torch.bincount(drawn, minlength=4) / count
+    torch.testing.assert_close(found, probabilities, rtol=0, atol=0.03)
+
+
+# --- linear -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (8, 5), (33, 18), (50, 72), (64, 64), (50, 1026), (300, 700)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_prepared_linear(dtype: torch.dtype, num_tokens: int, bias: bool) -> None:
-    torch.manual_seed(0)
-    weight, x = torch.randn(50, 72).to(dtype), torch.randn(num_tokens, 72).to(dtype)
-    offset = torch.randn(50, 2).to(dtype)[:, 1] if bias else None  # not contiguous
-    expected = x.double() @ weight.double().T + (offset.double() if offset is not None else 0.0)
-    actual = prepare_linear_torch(weight, offset)(x)
-    assert actual.shape == (num_tokens, 50)
-    assert actual.dtype == dtype
-    torch.testing.assert_close(actual.double(), expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-2)
+def test_linear(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int], bias: bool) -> None:
+    weight = torch.randn(shape).to(dtype)
+    offset = torch.randn(shape[0], 2).to(dtype)[:, 1] if bias else None  # not contiguous
+    linear = ops.prepare_linear(weight, offset)
+    for num_rows in (0, 1, 2, 3, 4, 13, 40, 200):
+        x = torch.randn(num_rows, shape[1]).to(dtype)
+        expected = x.double() @ weight.double().T + (offset.double() if offset is not None else 0.0)
+        actual = linear(x)
+        assert actual.dtype == dtype
+        assert actual.shape == expected.shape
+        is_native = isinstance(linear, NativeLinear)
+        bounds = {"rtol": torch.finfo(dtype).eps * (1 if is_native else 2), "atol": 5e-4 if is_native else 1e-2}
+        torch.testing.assert_close(actual.double(), expected, **bounds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (33, 17), (64, 64), (576, 1536)])
-def test_prepared_linear_gives_the_weight_back(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (5, 6), (33, 17), (33, 18), (64, 64), (100, 130), (576, 1536)])
+def test_linear_gives_the_weight_back(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, other = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    linear = prepare_linear_torch(weight)
+    linear = ops.prepare_linear(weight)
     assert torch.equal(linear.weight(), weight)
-    linear.replace(other)
+    linear.replace(other.T.contiguous().T)  # any strides
     assert torch.equal(linear.weight(), other)
     x = torch.randn(2, shape[1]).to(dtype)
-    assert torch.equal(linear(x), prepare_linear_torch(other)(x))
+    assert torch.equal(linear(x), ops.prepare_linear(other)(x))
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(8, 4), torch.zeros(4, 8, dtype=torch.float64)])
-@pytest.mark.parametrize("make", [PlainLinear, PackedLinear])
-def test_replace_refuses_another_shape_or_dtype(make: type, wrong: torch.Tensor) -> None:
-    if make is PackedLinear and not can_pack(torch.float32):
-        pytest.skip("oneDNN is not there")
+@pytest.mark.parametrize("kind", [PlainLinear, PackedLinear, NativeLinear])
+def test_replace_refuses_another_shape_or_dtype(kind: type, wrong: torch.Tensor) -> None:
+    if (kind is PackedLinear and not can_pack(torch.float32)) or (kind is NativeLinear and loading.native_problem()):
+        pytest.skip("the library is not there")
+    library = (load_library(),) if kind is NativeLinear else ()
     with pytest.raises(ValueError, match=r"cannot replace \[4, 8\] torch.float32"):
-        make(torch.zeros(4, 8), None).replace(wrong)
+        kind(torch.zeros(4, 8), None, *library).replace(wrong)
 
 
 def test_packing_releases_the_plain_weight() -> None:
@@ -141,3 +258,87 @@ def test_packing_releases_the_plain_weight() -> None:
     gc.collect()
     assert isinstance(linear, PackedLinear)
     assert alive() is None
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+@pytest.mark.parametrize("shape", [(96, 1200), (70, 64)])
+def test_a_row_has_the_same_bits_in_every_batch(
+    library: loading.NativeLibrary, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    linear, x = NativeLinear(torch.randn(shape).to(dtype), None, library), torch.randn(400, shape[1]).to(dtype)
+    whole = linear(x)
+    torch.set_num_threads(2)
+    for num_rows in (*range(1, 32), 61, 128, 169, 399, 400):
+        assert torch.equal(linear(x[:num_rows]), whole[:num_rows])
+        assert torch.equal(linear(x[-num_rows:]), whole[-num_rows:])
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
+def test_linear_of_strided_rows(library: loading.NativeLibrary, dtype: torch.dtype) -> None:
+    linear, x = NativeLinear(torch.randn(40, 32).to(dtype), None, library), torch.randn(9, 67).to(dtype)
+    for view in (x[:, :32], x[:, 1:33], x[:, 2:34], x[::2, :32], x.T[:32].T, torch.randn(32, 9).to(dtype).T):
+        assert torch.equal(linear(view), linear(view.clone(memory_format=torch.contiguous_format)))
+
+
+def test_linear_rejects_mismatched_tensors(library: loading.NativeLibrary) -> None:
+    linear = NativeLinear(torch.zeros(8, 4), None, library)
+    with pytest.raises(ValueError, match=r"x \[2, 5\] torch.float32 does not match a weight \[8, 4\]"):
+        linear(torch.zeros(2, 5))
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 does not match"):
+        linear(torch.zeros(2, 4, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"bias \[4\]"):
+        NativeLinear(torch.zeros(8, 4), torch.zeros(4), library)
+
+
+def test_prepare_linear_selects_an_implementation(native: Kernels) -> None:
+    assert isinstance(native.prepare_linear(torch.zeros(8, 4)), NativeLinear)
+    for weight in (torch.zeros(8, 5).bfloat16(), torch.zeros(8, 4).half()):  # odd pairs, and no such kernel
+        assert not isinstance(native.prepare_linear(weight), NativeLinear)
+
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+
+@needs_library
+def test_an_unknown_variant_is_refused() -> None:
+    with pytest.raises(NativeUnavailableError, match="no kernels of variant v9"):
+        load_library("v9")
+
+
+@needs_library
+def test_one_openmp_runtime() -> None:
+    """The kernels run on the threads of torch's own runtime; a second one would keep its own threads spinning."""
+    with open("/proc/self/maps") as maps:
+        runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line or "libomp" in line}
+    assert len(runtimes) == 1
+
+
+PROBE = """
+import sys
+from pathlib import Path
+from fleetfoot.native import loading
+loading.PATH = Path(sys.argv[1])
+print(loading.native_problem())
+assert "torch" not in sys.modules
+"""
+
+
+def probe(path: Path) -> str:
+    """The problem with a library, found by a process without torch."""
+    command = [sys.executable, "-c", PROBE, str(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+@needs_library
+@pytest.mark.slow
+def test_problems_are_found_without_torch(tmp_path: Path) -> None:
+    assert probe(loading.PATH) == loading.native_problem() == ""
+    assert "libfleetfoot.so was not built" in probe(tmp_path / "libfleetfoot.so")
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    assert f"{tmp_path / 'broken.so'} does not load: " in probe(tmp_path / "broken.so")
+
+
+@needs_library
+def test_a_library_of_another_version_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(loading._SIGNATURES, "newer_kernel", "")
+    assert "is of another version: it has no newer_kernel; install Fleetfoot again" in loading.native_problem()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -171,13 +172,10 @@ def test_tokens_do_not_depend_on_transfers(
         jobs.append(ManualJobs())
         return jobs[-1]
 
-    def late_copies(*arguments: Any, shares_blocks: bool) -> LateCopies:
-        return LateCopies(*arguments, rng)
-
     with (
         tempfile.TemporaryDirectory() as name,
         patch.object(worker, "IOThreads", late_jobs),
-        patch.object(worker, "block_copies", late_copies),
+        patch.object(worker, "block_copies", partial(LateCopies, rng=rng)),
         patch.object(worker, "WAIT_SECONDS", 0.0),
     ):
         for _ in range(2):  # the second engine finds what the first has left

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.schedulers import Drive, make_scheduler, request_of
 
 from fleetfoot.records.request import RequestStatus
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
+from fleetfoot.scheduler.scheduler import Scheduler
 
 ABORTED = RequestStatus.FINISHED_ABORTED
 
 
 def scheduler_of(**config: Any) -> Scheduler:
     return make_scheduler(**{"max_num_batched_tokens": 16, **config})
-
-
-# --- order and budget -----------------------------------------------------------------------------------------------
 
 
 def test_prompts_are_cut_to_the_budget_and_decodes_go_first() -> None:
@@ -38,13 +33,6 @@ def test_prompts_are_cut_to_the_budget_and_decodes_go_first() -> None:
     stats = drive.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_preemptions) == (3, 0, 0)
     assert stats.kv_cache_usage == pytest.approx((2 + 6 + 1) / 32)
-
-
-def test_prefills_that_end_precede_other_chunks() -> None:
-    drive = Drive(scheduler_of(max_num_batched_tokens=10), request_of("a", 25), request_of("b", 3))
-    assert [drive.step(), drive.step()] == [{"a": 10}, {"a": 10}]
-    output = drive.schedule()
-    assert (drive.batch(output), output.num_sampled) == ({"a": 5, "b": 3}, 2)
 
 
 def test_rows_limit_the_running_requests() -> None:
@@ -78,14 +66,6 @@ def test_whole_prompts_without_chunks() -> None:
         drive.scheduler.add_request(request_of("c", 17))
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_below_one_token_for_each() -> None:
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(3\) must hold .* of max_num_seqs \(4\)"):
-        scheduler_of(max_num_batched_tokens=3)
-
-
 def test_an_id_in_use() -> None:
     drive = Drive(scheduler_of(), request_of("a", 2, 1))
     with pytest.raises(ValueError, match="request id 'a' is in use"):
@@ -101,19 +81,13 @@ def test_an_id_in_use() -> None:
 def test_what_can_never_fit_is_refused(prompt: int, max_tokens: int, fits: bool) -> None:
     scheduler = scheduler_of(num_blocks=4)
     if fits:
-        drive = Drive(scheduler, request_of("a", prompt, max_tokens))
-        while scheduler.has_unfinished:
-            drive.step()
+        Drive(scheduler, request_of("a", prompt, max_tokens)).run()
         assert scheduler.stats().num_preemptions == 0
     else:
-        most = 17 - prompt
-        with pytest.raises(ValueError, match=rf"the whole cache holds 16 \(4 blocks of 4\).*at most {most}"):
+        with pytest.raises(ValueError, match=rf"the whole cache holds 16 \(4 blocks of 4\).*at most {17 - prompt}"):
             scheduler.add_request(request_of("a", prompt, max_tokens))
         assert not scheduler.has_unfinished
     scheduler.check_idle()
-
-
-# --- ends -----------------------------------------------------------------------------------------------------------
 
 
 def test_how_requests_end() -> None:
@@ -135,48 +109,6 @@ def test_how_requests_end() -> None:
     drive.scheduler.check_idle()
 
 
-def test_an_invalid_token_ends_its_request_alone() -> None:
-    requests = [request_of("a", 2), request_of("b", 2, 1), request_of("c", 2)]
-    drive = Drive(scheduler_of(), *requests)
-    output = drive.schedule()
-    results = drive.update(output, invalid={0: "NaN", 1: "NaN too"})
-    assert [result.new_token_ids for result in results] == [[], [], [7]]
-    assert [request.finish_reason for request in requests] == ["error", "error", None]
-    assert [request.stop_reason for request in requests] == ["NaN", "NaN too", None]
-    assert requests[0].output_token_ids == []
-    assert drive.step() == {"c": 1}
-
-
-def test_aborts_at_every_stage() -> None:
-    scheduler = scheduler_of(max_num_seqs=2, max_num_batched_tokens=8)
-    drive = Drive(scheduler, request_of("a", 2), request_of("b", 20), request_of("c", 2))
-    output = drive.schedule()
-    assert drive.batch(output) == {"a": 2, "b": 6}
-    scheduler.finish("c", ABORTED)  # waits
-    scheduler.finish("b", ABORTED)  # in the middle of its prompt, on the device
-    scheduler.check_integrity()
-    assert scheduler.pool.num_free < scheduler.config.num_blocks - 1
-    assert [result.request.request_id for result in drive.update(output)] == ["a"]
-    assert scheduler.pool.num_free == scheduler.config.num_blocks - 1
-    output = drive.schedule()
-    assert output.finished_req_ids == {"b", "c"}
-    assert [name for name, _ in output.finished] == ["b"]  # c never had a row
-    scheduler.finish("a", RequestStatus.FINISHED_STOPPED, "text")  # with a decode on the device
-    assert drive.update(output) == []
-    scheduler.check_idle()
-
-
-def test_aborts_of_all_waiting_requests() -> None:
-    drive = Drive(scheduler_of(max_num_seqs=1), *(request_of(name) for name in "abc"))
-    for name in "abc":
-        drive.scheduler.finish(name, ABORTED)
-    assert drive.scheduler.schedule() is None
-    assert not drive.scheduler.has_unfinished
-    drive.scheduler.check_integrity()
-    drive.scheduler.add_request(request_of("d"))
-    assert drive.step() == {"d": 5}
-
-
 # --- preemption -----------------------------------------------------------------------------------------------------
 
 
@@ -192,43 +124,33 @@ def test_the_last_request_is_preempted_and_resumed_with_all_its_tokens() -> None
     assert (b.status, b.num_preemptions, b.block_ids, b.row) == (RequestStatus.PREEMPTED, 1, [], -1)
     assert drive.scheduler.stats().num_preemptions == 1
     drive.update(output)
-    while not a.is_finished:
-        assert drive.step() == {"a": 1}
+    drive.run(a)
     output = drive.schedule()
     (resumed,) = output.new_requests
     assert resumed.token_ids.tolist() == [*b.prompt_token_ids, 7, 7]
     assert (resumed.num_prompt_tokens, resumed.num_computed_tokens) == (7, 0)
     assert drive.batch(output) == {"b": 9}
     drive.update(output)
-    while not b.is_finished:
-        drive.step()
+    drive.run()
     assert b.output_token_ids == [7] * 9
-    drive.scheduler.check_idle()
 
 
 def test_a_preempted_request_hits_its_own_prefix() -> None:
     a, b = request_of("a", 8, 9), request_of("b", 8, 9)
     drive = Drive(scheduler_of(num_blocks=6), a, b)
-    drive.step()
-    while not b.num_preemptions:
-        drive.step()
-    while not a.is_finished:
-        drive.step()
-    output = drive.schedule()
-    (resumed,) = output.new_requests
+    drive.run(a)
+    assert b.num_preemptions == 1
+    (resumed,) = drive.schedule().new_requests
     assert resumed.num_computed_tokens >= 4
     assert b.num_cached_tokens == 0  # of its first admission
-    drive.update(output)
 
 
 def test_a_prefill_in_progress_is_preempted() -> None:
     a, b = request_of("a", 4, 12), request_of("b", 12, 2)
     drive = Drive(scheduler_of(num_blocks=4, max_num_batched_tokens=5), a, b)
     assert drive.step() == {"a": 4, "b": 1}
-    output = drive.schedule()
-    assert drive.batch(output) == {"a": 1}  # its second block is b's last one
+    assert drive.step() == {"a": 1}  # its second block is b's last one
     assert b.status is RequestStatus.PREEMPTED
-    drive.update(output)
 
 
 # --- steps that overlap ---------------------------------------------------------------------------------------------
@@ -237,12 +159,11 @@ def test_a_prefill_in_progress_is_preempted() -> None:
 def test_a_step_is_scheduled_while_the_last_one_runs() -> None:
     a = request_of("a", 3, 3)
     drive = Drive(scheduler_of(), a)
-    outputs = [drive.schedule(), drive.schedule(), drive.schedule()]
-    assert [drive.batch(output) for output in outputs] == [{"a": 3}, {"a": 1}, {"a": 1}]
+    assert [drive.queue() for _ in range(3)] == ["a", "a", "a"]
+    assert [output.num_scheduled_tokens for output in drive.in_flight] == [[3], [1], [1]]
     assert drive.scheduler.schedule() is None  # its last token is in flight
-    assert len(drive.scheduler._in_flight) == 3
-    for output, expected in zip(outputs, (None, None, "length"), strict=True):
-        drive.update(output)
+    for expected in (None, None, "length"):
+        drive.retire()
         assert a.finish_reason == expected
     drive.scheduler.check_idle()
 
@@ -286,10 +207,8 @@ def test_a_preempted_request_waits_for_its_step_and_keeps_its_token() -> None:
     assert b.row == -1
     assert drive.step() == {"a": 1}
     assert b.num_preemptions == drive.scheduler.stats().num_preemptions == 1
-    while drive.scheduler.has_unfinished:
-        drive.step()
+    drive.run()
     assert a.output_token_ids == b.output_token_ids == [7] * 9
-    drive.scheduler.check_idle()
 
 
 # --- pipelines: steps in flight hold different requests -------------------------------------------------------------
@@ -392,11 +311,3 @@ def test_drafts_are_verified_by_the_next_step_of_the_same_requests() -> None:
     assert [drive.queue() for _ in range(5)] == ["ab", "a", "b", "a", "b"]
     assert [output.num_to_propose for output in drive.in_flight] == [3, 0, 3, 0, 3]
     assert [output.num_drafts for output in drive.in_flight] == [0, 3, 3, 0, 3]
-
-
-@pytest.mark.parametrize("num_drafts", [0, 2])
-def test_a_pipeline_changes_no_token(num_drafts: int) -> None:
-    config = SchedulerConfig(14, 4, 4, 24, num_stages=3, num_drafts=num_drafts, num_lookahead=num_drafts)
-    engine = FakeEngine(config, random.Random(2), depth=3)
-    engine.run([request_of(name, 4 + 3 * number, max_tokens=12) for number, name in enumerate("abcdef")])
-    assert engine.scheduler.stats().num_preemptions > 0

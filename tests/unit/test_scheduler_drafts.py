@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 from tests.helpers import schedulers
-from tests.helpers.fake_engine import FakeEngine
+from tests.helpers.fake_engine import FakeEngine, expected_output
 from tests.helpers.schedulers import make_scheduler, schedule, update
 
 from fleetfoot.records.request import Request, RequestStatus
@@ -94,14 +95,6 @@ def test_a_controller_turns_drafts_on_and_off() -> None:
     assert stats.off == {"turned off": 1}
 
 
-def test_requests_without_proposals_are_not_counted() -> None:
-    scheduler = scheduler_of(2)
-    begin(scheduler, request_of("a"), request_of("b"))
-    update(scheduler, schedule(scheduler), [1], [2, 3], num_drafted=[0, 1])
-    stats = scheduler.stats().drafts
-    assert (stats.num_rows, stats.num_drafted, stats.num_accepted) == (1, 1, 1)
-
-
 def test_prefills_have_no_drafts() -> None:
     scheduler = scheduler_of(3, max_num_batched_tokens=16, max_num_seqs=2)
     begin(scheduler, request_of("a"))
@@ -174,66 +167,27 @@ def test_a_request_that_has_certainly_ended_is_not_scheduled() -> None:
     scheduler.check_idle()
 
 
-def test_tokens_after_the_end_of_a_request_are_dropped() -> None:
-    scheduler = scheduler_of(3)
-    stop: dict[str, Any] = {"stop_token_ids": [3]}
-    requests = [request_of("a", **stop), request_of("b", **stop, min_tokens=4), request_of("c"), request_of("d", 5, 3)]
-    begin(scheduler, *requests)
-    results = update(scheduler, schedule(scheduler), [1, 3, 5, 6], [1, 3, 3, 6], [3, 3, 3, 3], [1, 2, 3, 4])
-    assert [result.new_token_ids for result in results] == [[1, 3], [1, 3, 3], [3, 3, 3, 3], [1, 2]]
-    assert [request.finish_reason for request in requests] == ["stop", "stop", None, "length"]
-    assert [request.stop_reason for request in requests] == [3, 3, None, None]
-
-
-def test_only_known_tokens_with_kv_are_published() -> None:
-    scheduler, request = scheduler_of(3), request_of("a", 5, max_tokens=3)
-    begin(scheduler, request)
-    first, second = schedule(scheduler), schedule(scheduler)
-    update(scheduler, first, [1, 2])
-    assert request.finish_reason == "length"  # 8 tokens: two blocks, but the last token has no KV
-    assert request.num_published == 1
-    update(scheduler, second, [])
-    scheduler.check_idle()
-
-
-def test_a_preempted_request_keeps_accepted_drafts() -> None:
-    scheduler = scheduler_of(3, num_blocks=6, enable_prefix_caching=False)
-    a, b = request_of("a", 8, 12), request_of("b", 8, 12)
-    begin(scheduler, a, b)
-    output = schedule(scheduler)
-    assert output.num_decodes == 2
-    assert scheduler.schedule() is None  # a needs another block: b is preempted, once its step has retired
-    assert b.status is RequestStatus.PREEMPTED
-    update(scheduler, output, [1, 2], [3, 4, 5])
-    assert b.output_token_ids == [7, 3, 4, 5]
-    assert (b.num_computed, b.row) == (0, -1)
-    output = schedule(scheduler)
-    assert (output.num_decodes, output.num_scheduled_tokens) == (1, [4])
-    assert a.num_computed == 14
+@pytest.mark.parametrize(
+    ("num_drafts", "budget", "message"),
+    [
+        (0, 3, "(3) must hold a token of each of max_num_seqs (4) requests: raise it to 4"),
+        (
+            3,
+            15,
+            "(15) must hold 4 tokens (1 and 3 drafts) of each of max_num_seqs (4) requests: raise it to 16, or set "
+            "max_num_seqs to at most 3",
+        ),
+    ],
+)
+def test_a_budget_below_a_decode_of_each_request(num_drafts: int, budget: int, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"max_num_batched_tokens {message}")):
+        scheduler_of(num_drafts, max_num_batched_tokens=budget)
 
 
 def test_drafts_count_against_the_budget() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"max_num_batched_tokens \(15\) must hold 4 tokens \(1 and 3 drafts\) of each of max_num_seqs \(4\) "
-        r"requests: raise it to 16, or set max_num_seqs to at most 3",
-    ):
-        scheduler_of(3, max_num_batched_tokens=15)
     scheduler = scheduler_of(3, max_num_batched_tokens=16)
     begin(scheduler, *(request_of(name, 2) for name in "abcd"))
     assert schedule(scheduler).total_num_scheduled_tokens == 16
-
-
-def test_only_the_last_of_several_tokens_is_invalid() -> None:
-    scheduler = scheduler_of(3)
-    requests = [request_of("a"), request_of("b", stop_token_ids=[2]), request_of("c")]
-    begin(scheduler, *requests)
-    output = schedule(scheduler)
-    results = update(scheduler, output, [1, 9], [2, 9], [9], invalid={0: "NaN", 1: "NaN", 2: "NaN"})
-    assert [result.new_token_ids for result in results] == [[1], [2], []]
-    assert [request.finish_reason for request in requests] == ["error", "stop", "error"]
-    assert requests[0].output_token_ids == [7, 1]
-    scheduler.check_idle()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -241,6 +195,10 @@ def test_only_the_last_of_several_tokens_is_invalid() -> None:
 def test_drafts_save_steps_and_change_no_token(accuracy: float, max_steps: int, depth: int) -> None:
     config = SchedulerConfig(64, 4, 4, 64, num_drafts=3, num_lookahead=3)
     engine = FakeEngine(config, random.Random(1), accuracy=accuracy, drafting=1.0, depth=depth)
-    engine.run([request_of(name, 5, max_tokens=21) for name in "ab"])
+    requests = [request_of(name, 5, max_tokens=21) for name in "ab"]
+    for request in requests:
+        engine.scheduler.add_request(request)
+    engine.settle()
+    assert all(request.output_token_ids == expected_output(request) for request in requests)
     assert engine.device.runner.num_steps <= max_steps
     assert engine.scheduler.stats().drafts.acceptance_rate == pytest.approx(accuracy, abs=0.2)

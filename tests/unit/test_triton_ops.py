@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from tests.helpers.interpreter import HAS_INTERPRETER, compiled, interpreted, run_python
+from tests.helpers.kernels import triton_kernels
 from tests.helpers.ops_checks import (
     REFERENCE,
-    TRITON,
     check_deferred_norm,
     check_rms_norm,
     check_rope_and_cache,
     check_samples,
     check_silu_and_mul,
+    check_sum_of_parts,
     linear_error,
+    logits_without_a_maximum,
     random_logits,
 )
 
@@ -26,6 +28,7 @@ from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_gr
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
 from fleetfoot.kernels.sampling.sample import RandomRows
 
+TRITON = triton_kernels()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 H100 = GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
 
@@ -39,7 +42,8 @@ def _seed() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 100)])
 def test_rms_norm(dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_rms_norm(dtype, num_rows, size, "cpu")
+    check_rms_norm(TRITON, dtype, (num_rows, size))
+    check_sum_of_parts(TRITON, dtype, (num_rows, size))
 
 
 @interpreted
@@ -52,31 +56,14 @@ def test_rms_norm_of_many_dimensions_and_of_nothing() -> None:
 def test_rows_too_long_for_a_program_go_to_the_reference() -> None:
     x, weight = torch.randn(1, MAX_SIZE + 1), torch.rand(MAX_SIZE + 1)
     assert torch.equal(TRITON.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
-    for actual, expected in zip(
-        TRITON.add_rms_norm(x, x, weight, 1e-5), REFERENCE.add_rms_norm(x, x, weight, 1e-5), strict=True
-    ):
-        assert torch.equal(actual, expected)
-
-
-def test_the_twin_adds_up_partial_sums() -> None:
-    parts, residual, weight = torch.randn(3, 2, 8), torch.randn(2, 8).bfloat16(), torch.rand(8).bfloat16()
-    for actual, expected in zip(
-        REFERENCE.add_rms_norm(parts, residual, weight, 1e-5),
-        REFERENCE.add_rms_norm(parts.sum(0).bfloat16(), residual, weight, 1e-5),
-        strict=True,
-    ):
-        assert torch.equal(actual, expected)
+    actual, expected = (ops.add_rms_norm(x, x, weight, 1e-5) for ops in (TRITON, REFERENCE))
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_and_mul(dtype: torch.dtype) -> None:
-    check_silu_and_mul(dtype, 3, 50, "cpu")
-
-
-def test_silu_and_mul_needs_an_even_width() -> None:
-    with pytest.raises(ValueError, match=r"\[2, 7\] must have an even number of columns"):
-        TRITON.silu_and_mul(torch.zeros(2, 7))
+    check_silu_and_mul(TRITON, dtype, 3, 50)
 
 
 @interpreted
@@ -84,7 +71,7 @@ def test_silu_and_mul_needs_an_even_width() -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_rope_and_cache(dtype: torch.dtype, norm: bool, head_dim: int) -> None:
-    check_rope_and_cache(dtype, 5, head_dim, norm, "cpu")
+    check_rope_and_cache(TRITON, dtype, 5, head_dim, norm)
 
 
 @interpreted
@@ -96,42 +83,29 @@ def test_values_are_copied_unchanged() -> None:
     assert torch.equal(cache[0, 1, 0, 2].view(torch.int32), qkv[0, 16:].view(torch.int32))
 
 
-def test_rope_and_cache_rejects_mismatched_shapes() -> None:
-    cache, index = torch.zeros(1, 2, 1, 4, 8), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"qkv \[2, 32\] with strides"):
-        TRITON.rope_and_cache(torch.zeros(2, 32), cache, index, index, torch.zeros(4, 8), 1, None, None, 1e-6)
-
-
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab_size", "spread"), [(5, 1.0), (2048, 0.1), (5003, 4.0)])
 def test_sample(dtype: torch.dtype, vocab_size: int, spread: float) -> None:
     logits = random_logits(6, vocab_size, dtype, spread)
     logits[1] = logits[1].round()  # ties
-    check_samples(logits, "cpu")
+    check_samples(TRITON, logits)
 
 
 @interpreted
 @pytest.mark.parametrize("vocab_size", [4096, 4099])
 def test_sample_for_many_rows(vocab_size: int) -> None:
-    check_samples(random_logits(17, vocab_size, torch.float32, 1.0), "cpu")
+    check_samples(TRITON, random_logits(17, vocab_size, torch.float32, 1.0))
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sample_from_rows_without_a_highest_logit(dtype: torch.dtype) -> None:
-    logits = random_logits(6, 3000, dtype, 1.0)
-    logits[0, 2500], logits[0, 10] = float("nan"), float("inf")
-    logits[1, [7, 2900]] = float("inf")
-    logits[2] = -float("inf")
-    logits[3] = -float("inf")
-    logits[3, 2999] = -5.0
-    logits[4] = torch.where(torch.arange(3000) % 2 == 1, 0.0, -0.0)
-    check_samples(logits, "cpu")
+def test_sample_from_rows_without_a_maximum(dtype: torch.dtype) -> None:
+    check_samples(TRITON, logits_without_a_maximum(3000, dtype))
 
 
 def test_mismatched_tensors_are_rejected() -> None:
-    index = torch.zeros(3, dtype=torch.int64)
+    index, cache = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2, 1, 4, 8)
     with pytest.raises(ValueError, match="contiguous in memory"):
         TRITON.sample(torch.zeros(4, 4).T)
     with pytest.raises(ValueError, match="3 positions for 4 rows"):
@@ -140,6 +114,10 @@ def test_mismatched_tensors_are_rejected() -> None:
         TRITON.rms_norm(torch.zeros(2, 8), torch.zeros(9), 1e-6)
     with pytest.raises(ValueError, match=r"x \[2, 3, 9\], residual \[3, 8\]"):
         TRITON.add_rms_norm(torch.zeros(2, 3, 9), torch.zeros(3, 8), torch.zeros(8), 1e-6)
+    with pytest.raises(ValueError, match=r"\[2, 7\] must have an even number of columns"):
+        TRITON.silu_and_mul(torch.zeros(2, 7))
+    with pytest.raises(ValueError, match=r"qkv \[3, 32\] with strides"):
+        TRITON.rope_and_cache(torch.zeros(3, 32), cache, index, index, torch.zeros(4, 8), 1, None, None, 1e-6)
     with pytest.raises(ValueError, match=r"x \[2, 8\] torch.float32 does not match a weight \[4, 8\] torch.bfloat16"):
         TRITON.prepare_linear(torch.zeros(4, 8).bfloat16())(torch.zeros(2, 8))
 
@@ -221,19 +199,15 @@ def test_linear_leaves_other_batches_to_the_library(num_rows: int, gated: bool) 
 
 def test_the_library_adds_to_the_residual() -> None:
     weight, x, total = torch.randn(1024, 64).bfloat16(), torch.randn(300, 64).bfloat16(), torch.randn(300, 1024)
-    layer = ChainedResidual(weight)
     summed = total.bfloat16()
-    assert layer.add_to(x, summed)
+    assert ChainedResidual(weight).add_to(x, summed)
     expected = total.bfloat16().float() + x.float() @ weight.float().t()
     torch.testing.assert_close(summed, expected.bfloat16(), rtol=1e-2, atol=1e-2)
     # Nothing is done if one of our kernels is faster, or with a bias.
-    few = total[:16].bfloat16()
-    assert not layer.add_to(x[:16], few)
-    biased = ChainedResidual(weight, torch.ones(1024).bfloat16())
-    whole = total.bfloat16()
-    assert not biased.add_to(x, whole)
-    assert torch.equal(few, total[:16].bfloat16())
-    assert torch.equal(whole, total.bfloat16())
+    for rows, bias in ((16, None), (300, torch.ones(1024).bfloat16())):
+        kept = total[:rows].bfloat16()
+        assert not ChainedResidual(weight, bias).add_to(x[:rows], kept)
+        assert torch.equal(kept, total[:rows].bfloat16())
 
 
 def test_float32_is_for_the_library() -> None:
@@ -315,7 +289,7 @@ def test_replace_writes_in_place() -> None:
 
 @compiled
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    output = run_python("-m", "tests.helpers.compile_op_kernels", TRITON_CACHE_DIR=str(tmp_path))
+    output = run_python("-m", "tests.helpers.compile_op_kernels", "operations", TRITON_CACHE_DIR=str(tmp_path))
     assert {line.split(":")[0] for line in output.splitlines()} == {
         "_rms_norm_kernel",
         "_silu_and_mul_kernel",

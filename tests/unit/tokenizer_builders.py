@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind, built from a few lines of text, for the tests of `fleetfoot.tokenizer`."""
+"""Small tokenizers of each kind, built from a few lines of text."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from fleetfoot.config.sharding import num_kv_heads, pipeline_layers, vocab_rows
 
 if TYPE_CHECKING:
     from fleetfoot.config.engine import EngineConfig
+    from fleetfoot.config.kv_transfer import KVTransferConfig
     from fleetfoot.plan.machine import Machine
     from fleetfoot.plan.oracle import Decision
     from fleetfoot.plan.plan import EnginePlan
@@ -157,8 +158,11 @@ def _decision_report(decision: Decision, architecture: str, device: str, *, prob
 
 def plan_report(plan: EnginePlan) -> dict[str, Any]:
     """Everything that was decided. Sizes in bytes, lengths in tokens. `fleetfoot plan --help` describes the keys."""
-    model, memory, most = plan.model, plan.memory, plan.config.max_num_seqs
+    from fleetfoot.kv_transfer.base.registry import LAYOUT_DIMENSIONS
+
+    model, memory, table, most = plan.model, plan.memory, plan.capture_table, plan.config.max_num_seqs
     longest = min(plan.max_model_len, memory.num_tokens)
+    kv_heads = num_kv_heads(model, plan.config.tensor_parallel_size)
     return _decision_report(plan.decision, model.architecture, plan.device) | {
         "warnings": list(plan.warnings),
         "gpu_name": plan.machine.gpu_name if plan.device == "cuda" else None,
@@ -171,11 +175,27 @@ def plan_report(plan: EnginePlan) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "max_num_seqs": most,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
-        "graphs": _graphs(plan),
+        "graphs": {
+            "num_shapes": len(table.keys),
+            "decode": list(table.decode),
+            "num_drafts": table.num_drafts,
+            "uniform": list(table.uniform),
+            "mixed": list(table.mixed),
+            "full_step": table.full_step,
+            "captured_at_start": len(table.first_keys),
+            "is_captured": bool(table.keys) and plan.kernels.is_capturable,
+        },
         "parallel": _parallel(plan),
         "drafter": _drafter(plan),
-        "kv_connector": _kv_connector(plan),
-        "kv_layout": _kv_layout(plan),
+        "kv_connector": None if plan.connector is None else _kv_connector(plan.connector.config),
+        "kv_layout": {
+            "name": plan.kv_layout,
+            "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
+            "shape": [memory.num_blocks, 2, kv_heads, memory.block_size, model.head_dim],
+            "num_layers": model.num_layers,
+            "dtype": plan.dtype,
+            "bytes_per_block": memory.bytes_per_block,
+        },
         "memory": {
             "total": memory.total,
             "budget": memory.budget,
@@ -202,36 +222,19 @@ def _layers(plan: EnginePlan) -> Iterator[dict[str, Any]]:
         yield {"first": layers[0], "last": layers[-1], "fused": fusion.is_fused, "reason": fusion.reason}
 
 
-def _graphs(plan: EnginePlan) -> dict[str, Any]:
-    table = plan.capture_table
-    return {
-        "num_shapes": len(table.keys),
-        "decode": list(table.decode),
-        "num_drafts": table.num_drafts,
-        "uniform": list(table.uniform),
-        "mixed": list(table.mixed),
-        "full_step": table.full_step,
-        "captured_at_start": len(table.first_keys),
-        "is_captured": bool(table.keys) and plan.kernels.is_capturable,
-    }
-
-
 def _parallel(plan: EnginePlan) -> dict[str, Any]:
     model, tensor_size, pipeline_size = plan.model, plan.config.tensor_parallel_size, plan.config.pipeline_parallel_size
     stages = []
     for rank in range(pipeline_size):
         layers, memory = pipeline_layers(model, rank, pipeline_size), plan.memory.stage(rank)
-        stages.append(
-            {
-                "pipeline_rank": rank,
-                "ranks": [rank * tensor_size, (rank + 1) * tensor_size - 1],
-                "layers": [layers.start, layers.stop - 1],
-                "num_heads": model.num_heads // tensor_size,
-                "num_kv_heads": num_kv_heads(model, tensor_size),
-                **memory.parts(),
-                "left": memory.left,
-            }
-        )
+        stage = {
+            "pipeline_rank": rank,
+            "ranks": [rank * tensor_size, (rank + 1) * tensor_size - 1],
+            "layers": [layers.start, layers.stop - 1],
+            "num_heads": model.num_heads // tensor_size,
+            "num_kv_heads": num_kv_heads(model, tensor_size),
+        }
+        stages.append({**stage, **memory.parts(), "left": memory.left})
     sizes = {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": pipeline_size}
     return {**sizes, "vocab_rows": vocab_rows(model.vocab_size, tensor_size), "stages": stages}
 
@@ -252,34 +255,15 @@ def _drafter(plan: EnginePlan) -> dict[str, Any] | None:
     }
 
 
-def _kv_connector(plan: EnginePlan) -> dict[str, Any] | None:
-    """The active KV connector; None: there is none."""
+def _kv_connector(config: KVTransferConfig) -> dict[str, Any]:
     from fleetfoot.kv_transfer.base.registry import MULTI_CONNECTOR, part_configs
 
-    if plan.connector is None:
-        return None
-    connector = plan.connector.config
-    parts = part_configs(connector) if connector.kv_connector == MULTI_CONNECTOR else [connector]
+    parts = part_configs(config) if config.kv_connector == MULTI_CONNECTOR else [config]
     return {
-        "name": connector.kv_connector,
-        "role": connector.kv_role,
+        "name": config.kv_connector,
+        "role": config.kv_role,
         "connectors": [part.kv_connector for part in parts],
-        "load_failure_policy": connector.kv_load_failure_policy,
-    }
-
-
-def _kv_layout(plan: EnginePlan) -> dict[str, Any]:
-    from fleetfoot.kv_transfer.base.registry import LAYOUT_DIMENSIONS
-
-    model, memory = plan.model, plan.memory
-    kv_heads = num_kv_heads(model, plan.config.tensor_parallel_size)
-    return {
-        "name": plan.kv_layout,
-        "dimensions": list(LAYOUT_DIMENSIONS[plan.kv_layout]),
-        "shape": [memory.num_blocks, 2, kv_heads, memory.block_size, model.head_dim],
-        "num_layers": model.num_layers,
-        "dtype": plan.dtype,
-        "bytes_per_block": memory.bytes_per_block,
+        "load_failure_policy": config.kv_load_failure_policy,
     }
 
 

@@ -32,7 +32,7 @@ class SchedulerConfig:
     num_stages: int = 1
     """Pipeline stages: the decodes are spread over as many steps in flight."""
     kv_load_failure_policy: str = "recompute"
-    """What happens to a request whose KV could not be loaded: ``recompute`` or ``fail``."""
+    """After a failed load of its KV a request is computed (``recompute``) or ends with an error (``fail``)."""
 
     def __post_init__(self) -> None:
         width = 1 + self.num_drafts

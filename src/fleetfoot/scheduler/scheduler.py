@@ -195,9 +195,9 @@ class Scheduler:
         self.blocks.publish(request, by_this_step=True)
 
     def _admit(self, budget: int) -> Request | None:
-        """Start the next request, if it fits: one whose KV has been loaded, else the first that waits.
+        """Start the next request, if it fits: one with loaded KV, else the first that waits.
 
-        Requests whose KV can be loaded start to load instead, and the one after them is tried.
+        A request with KV that can be loaded starts to load instead, and the one after it is tried.
         """
         transfers = self.transfers
         if (request := transfers.ready) is not None:
@@ -348,7 +348,7 @@ class Scheduler:
         self._release(request)
 
     def _fail(self, request: Request, message: str, num_new: int, results: list[EngineOutput]) -> None:
-        """End a request whose last new token of this step is invalid, and remove that token."""
+        """The last new token of this step is invalid: end the request, and remove the token."""
         result = next((result for result in results if result.request is request), None)
         if result is None or len(result.new_token_ids) < num_new:
             return  # it had ended before that token

@@ -62,7 +62,7 @@ class TransferStats:
     """Statistics of the KV connector."""
 
     num_loading: int = 0
-    """Requests whose KV is being loaded or has just been loaded, at this moment."""
+    """Requests that load KV or have just loaded it, at this moment."""
     num_held_blocks: int = 0
     """Blocks of ended requests that a transfer still uses, at this moment."""
     loads_started: int = 0

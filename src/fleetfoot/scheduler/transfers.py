@@ -36,7 +36,7 @@ class Transfers:
         self._fail_on_error = fail_on_error
         self._loading: dict[str, Request] = {}
         self._ready: list[Request] = []  # loaded, without a row yet: a heap
-        self._stale: set[str] = set()  # loading requests whose KV belongs to weights that have been replaced
+        self._stale: set[str] = set()  # requests that load KV of weights that have been replaced
         self._aborted: dict[str, Request] = {}  # ended while they were loading
         self._held: dict[str, list[int]] = {}  # blocks of ended requests that the connector reads
         self._counts: Counter[str] = Counter()  # by their names in TransferStats
@@ -51,7 +51,7 @@ class Transfers:
 
     @property
     def ready(self) -> Request | None:
-        """The first request whose KV has been loaded."""
+        """The first request with loaded KV."""
         return self._ready[0] if self._ready else None
 
     def pop_ready(self) -> Request:

@@ -76,7 +76,7 @@ class TextStream:
         return delta
 
     def push(self, new_token_ids: Sequence[int], ends_with_stop_token: bool = False) -> str | None:
-        """Append tokens.
+        """Append tokens. Not called again after a stop string.
 
         Args:
             new_token_ids: The tokens.
@@ -88,8 +88,6 @@ class TextStream:
             later ones are not.
         """
         self.num_tokens_kept = 0
-        if self.stop_string is not None:
-            return self.stop_string
         num_shown = len(new_token_ids) - (ends_with_stop_token and not self._include_stop)
         for token_id in new_token_ids[:num_shown]:
             self._num_tokens += 1
@@ -166,7 +164,6 @@ class StopStringChecker:
         self._first_character = re.compile(f"[{''.join(map(re.escape, self._children[0]))}]")
         self._state = 0
         self._held = ""  # the text of the state: its length is the state's depth
-        self._matched: str | None = None
 
     def feed(self, text: str, can_stop: bool = True) -> tuple[str, str | None]:
         """Append text.
@@ -176,11 +173,9 @@ class StopStringChecker:
             can_stop: Whether a stop string that ends in this part counts.
 
         Returns:
-            The text to release, and the stop string that was found, or None. Text after the stop string is dropped,
-            including all text of later calls.
+            The text to release, and the stop string that was found, or None. Text after the stop string is dropped, and
+            no more is appended.
         """
-        if self._matched is not None:
-            return "", self._matched
         position = 0
         while position < len(text):
             if self._state == 0:  # jump to the next character that can begin a match
@@ -191,7 +186,7 @@ class StopStringChecker:
             self._state = self._next_state(self._state, text[position])
             position += 1
             if can_stop and (stop_string := self._match[self._state]) is not None:
-                text, self._held, self._matched = self._held + text[:position], "", stop_string
+                text, self._held = self._held + text[:position], ""
                 return text if self._include else text[: len(text) - len(stop_string)], stop_string
         text = self._held + text
         num_released = len(text) - self._depth[self._state]
