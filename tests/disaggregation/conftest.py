@@ -1,14 +1,16 @@
-"""What these tests share: a model, what one engine makes of the requests, and that no thread of a transfer is left."""
+"""What these tests share."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.helpers.engines import make_engine, make_text_checkpoint, run_requests
+from tests.helpers.kv_bench import Clock
 from tests.helpers.prefill_decode import REQUESTS, SIZE
 
 from fleetfoot.outputs import RequestOutput
@@ -33,11 +35,19 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(text_model: Path) -> dict[str, RequestOutput]:
-    """What one engine without a connector makes of REQUESTS."""
+    """The outputs of REQUESTS on one engine without a connector."""
     engine = make_engine(text_model, runner="v1", **SIZE)
     outputs = run_requests(engine, REQUESTS)
     engine.shutdown()
     return outputs
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of transfers in this process."""
+    clock = Clock()
+    monkeypatch.setattr("fleetfoot.kv_transfer.nixl.worker.time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 @pytest.fixture(autouse=True)

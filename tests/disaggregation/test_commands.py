@@ -80,7 +80,7 @@ def test_two_engines_and_a_proxy(command: Command, text_model: Path, expected: d
         assert "Traceback" not in errors
 
 
-def test_errors_of_wrong_calls(command: Command) -> None:
+def test_invalid_arguments(command: Command) -> None:
     with reserve() as place:
         place.listen()
         port = place.getsockname()[1]
@@ -97,7 +97,7 @@ def test_errors_of_wrong_calls(command: Command) -> None:
             assert message in errors
 
 
-def test_a_dead_engine_is_reported(text_model: Path) -> None:
+def test_dead_engine_is_reported(text_model: Path) -> None:
     async def everything() -> None:
         llm = AsyncLLM(**engine_settings(text_model, "kv_both", runner="v2"))
         deaths: list[EngineDeadError] = []
@@ -124,8 +124,7 @@ sys.stdin.read()
 """
 
 
-def test_an_engine_ends_with_its_parent(text_model: Path) -> None:
-    """However that has ended."""
+def test_engine_ends_with_its_killed_parent(text_model: Path) -> None:
     settings = json.dumps(engine_settings(text_model, "kv_both", runner="v2"))
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT, settings],

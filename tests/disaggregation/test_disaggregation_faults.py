@@ -1,4 +1,4 @@
-"""Engines that are killed, lines that are slow or cut: the tokens stay what they are, and every block comes back.
+"""Engines that are killed, connections that are slow or cut: the tokens stay the same, and every block is released.
 
 One side of a pair is in the test's own process, where its steps and its clock can be held; the other is killed.
 """
@@ -9,28 +9,17 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.clocked_nixl import clocked
 from tests.helpers.engine_pairs import engine_settings, generate, last_output, start
 from tests.helpers.engines import TEXT_MODEL, drain, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import EngineLine, Gate, Line, cut_at, flip_at, skip_without
-from tests.helpers.prefill_decode import (
-    PARAMS,
-    PROMPTS,
-    RUNNERS,
-    SIZE,
-    decodes,
-    nixl,
-    prefilled,
-    settle,
-)
+from tests.helpers.prefill_decode import PARAMS, PROMPTS, RUNNERS, SIZE, decodes, nixl, prefilled, settle
 from tests.helpers.streams import async_test
 
 from fleetfoot import AsyncLLM, LLMEngine
@@ -47,16 +36,13 @@ StartEngine = Callable[..., EngineProcess]
 
 @pytest.fixture
 def make(text_model: Path, request: pytest.FixtureRequest) -> MakeEngine:
-    """Engines in this process; ``clock``: what their transfers are timed by."""
+    """Engines in this process; ``policy``: the kv_load_failure_policy."""
 
     def make_engine(
-        role: str, *, clock: Clock | None = None, model: Path = text_model, backend: str = "tcp", **settings: Any
+        role: str, *, model: Path = text_model, backend: str = "tcp", policy: str = "recompute", **settings: Any
     ) -> LLMEngine:
-        extra = {name: settings.pop(name) for name in ("kv_load_failure_policy",) if name in settings}
-        config = nixl(role, backend=backend, **extra)
-        settings["kv_transfer_config"] = config if clock is None else clocked(config, clock)
-        fields = engine_settings(model, role, **settings)
-        engine = LLMEngine.from_config(EngineConfig(**fields))
+        settings["kv_transfer_config"] = nixl(role, backend=backend, kv_load_failure_policy=policy)
+        engine = LLMEngine.from_config(EngineConfig(**engine_settings(model, role, **settings)))
         request.addfinalizer(engine.shutdown)
         return engine
 
@@ -75,33 +61,8 @@ def processes(text_model: Path, request: pytest.FixtureRequest) -> StartEngine:
     return start_one
 
 
-@dataclass
-class Killable:
-    """A producer in its own process, which the test kills, and a consumer in this one."""
-
-    backend: str
-    producer: EngineProcess
-    consumer: LLMEngine
-
-    def check(self, output: RequestOutput, expected: Outputs, **counts: int) -> None:
-        """The tokens are the expected ones, all blocks are free, and so many loads have ended in this way."""
-        assert tokens(output) == tokens(expected[output.request_id])
-        settle(self.consumer)
-        transfers = self.consumer.stats().transfers
-        assert {name: getattr(transfers, name) for name in counts} == counts
-
-
-@pytest.fixture(params=["v1-tcp", "v1-nixl", "v2-tcp", "v2-nixl"])
-def pair(make: MakeEngine, processes: StartEngine, request: pytest.FixtureRequest) -> Killable:
-    """On each runner, with each backend."""
-    runner, backend = request.param.split("-")
-    skip_without(backend)
-    producer = processes("kv_producer", runner=runner, backend=backend)
-    return Killable(backend, producer, make("kv_consumer", runner=runner, backend=backend))
-
-
 def held_by(producer: EngineProcess, name: str = "long") -> dict[str, Any]:
-    """KV transfer parameters of one of REQUESTS, which the producer holds."""
+    """The requests for the decode engine, for one of REQUESTS that the producer holds."""
 
     async def prefill() -> dict[str, Any] | None:
         engine = EngineClient(producer.wait_until_ready())
@@ -109,50 +70,70 @@ def held_by(producer: EngineProcess, name: str = "long") -> dict[str, Any]:
 
     held = asyncio.run(prefill())
     assert held is not None
-    return held
+    return {name: held}
+
+
+@contextlib.contextmanager
+def relayed(held: dict[str, Any], line_type: type[Line] = EngineLine) -> Iterator[Line]:
+    """A relay between the producer of "long" and its consumer."""
+    with line_type(held["long"]["remote_addresses"][0]) as line:
+        held["long"]["remote_addresses"] = [line.address]
+        yield line
 
 
 def tokens(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
 
+def finished(engine: LLMEngine) -> RequestOutput:
+    """The output of the only request."""
+    (output,) = [output for output in drain(engine) if output.finished]
+    return output
+
+
 # --- the producer is killed -------------------------------------------------------------------------------------------
 
 
-def test_a_producer_killed_before_the_transfer(pair: Killable, expected: Outputs) -> None:
-    held = held_by(pair.producer)
-    pair.producer.kill()
-    output = run_requests(pair.consumer, decodes({"long": held}))["long"]
-    pair.check(output, expected, loads_failed=1)
-
-
-def test_a_producer_killed_during_the_transfer(pair: Killable, expected: Outputs) -> None:
-    """What it has sent is held back on its way: with TCP in the middle of the KV, with NIXL just before it."""
-    held = held_by(pair.producer)
-    with (EngineLine if pair.backend == "tcp" else Line)(held["remote_addresses"][0]) as line:
-        held["remote_addresses"] = [line.address]
-        gate = Gate() if isinstance(line, EngineLine) else Gate(b"Granted")
-        (line.data if isinstance(line, EngineLine) else line).spoil = gate
-        pair.consumer.add_request("long", *decodes({"long": held})["long"])
-        pair.consumer.step()
-        assert gate.reached.wait(30)
-        pair.producer.kill()
-        gate.opened.set()
-        (output,) = [output for output in drain(pair.consumer) if output.finished]
-    pair.check(output, expected, loads_failed=1)
-
-
-def test_a_producer_killed_after_the_transfer(pair: Killable, processes: StartEngine, expected: Outputs) -> None:
-    """And another one takes its place."""
-    successor = processes("kv_producer", runner=pair.consumer.runner_name, backend=pair.backend)
-    pair.consumer.add_request("long", *decodes({"long": held_by(pair.producer)})["long"])
-    while not pair.consumer.stats().num_generation_tokens:
-        pair.consumer.step()
-    pair.producer.kill()
-    (output,) = [output for output in drain(pair.consumer) if output.finished]
-    pair.check(output, expected, loads_done=1, loads_failed=0)
-    other = run_requests(pair.consumer, decodes({"alone": held_by(successor, "alone")}))["alone"]
-    pair.check(other, expected, loads_done=2, loads_failed=0)
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+@RUNNERS
+def test_producer_killed_around_a_transfer(
+    runner: str, when: str, backend: str, make: MakeEngine, processes: StartEngine, expected: Outputs
+) -> None:
+    """During: with TCP in the middle of the KV, with NIXL just before it. After: another one takes its place."""
+    skip_without(backend)
+    producer = processes("kv_producer", runner=runner, backend=backend)
+    consumer = make("kv_consumer", runner=runner, backend=backend)
+    held = held_by(producer)
+    if when == "before":
+        producer.kill()
+        output = run_requests(consumer, decodes(held))["long"]
+    elif when == "during":
+        with relayed(held, EngineLine if backend == "tcp" else Line) as line:
+            gate = Gate() if isinstance(line, EngineLine) else Gate(b"Granted")
+            (line.data if isinstance(line, EngineLine) else line).spoil = gate
+            consumer.add_request("long", *decodes(held)["long"])
+            consumer.step()
+            assert gate.reached.wait(30)
+            producer.kill()
+            gate.opened.set()
+            output = finished(consumer)
+    else:
+        consumer.add_request("long", *decodes(held)["long"])
+        while not consumer.stats().num_generation_tokens:
+            consumer.step()
+        producer.kill()
+        output = finished(consumer)
+    assert tokens(output) == tokens(expected["long"])
+    settle(consumer)
+    transfers = consumer.stats().transfers
+    assert (transfers.loads_done, transfers.loads_failed) == ((1, 0) if when == "after" else (0, 1))
+    if when == "after":
+        successor = processes("kv_producer", runner=runner, backend=backend)
+        other = run_requests(consumer, decodes(held_by(successor, "alone")))["alone"]
+        assert tokens(other) == tokens(expected["alone"])
+        settle(consumer)
+        assert (consumer.stats().transfers.loads_done, consumer.stats().transfers.loads_failed) == (2, 0)
 
 
 # --- the consumer is killed -------------------------------------------------------------------------------------------
@@ -162,10 +143,9 @@ def test_a_producer_killed_after_the_transfer(pair: Killable, processes: StartEn
 async def reading(consumer: EngineProcess, held: dict[str, Any]) -> AsyncIterator[None]:
     """The consumer reads held KV and is stopped there. The block must end it."""
     client = EngineClient(consumer.wait_until_ready())
-    with EngineLine(held["remote_addresses"][0]) as line:
-        held["remote_addresses"] = [line.address]
+    with relayed(held) as line:
         line.data.spoil = gate = Gate()
-        request = asyncio.ensure_future(last_output(client, *decodes({"long": held})["long"], "long"))
+        request = asyncio.ensure_future(last_output(client, *decodes(held)["long"], "long"))
         assert await asyncio.to_thread(gate.reached.wait, 30)
         yield
         with pytest.raises(EngineUnreachableError, match="has gone away"):
@@ -175,22 +155,24 @@ async def reading(consumer: EngineProcess, held: dict[str, Any]) -> AsyncIterato
 
 @RUNNERS
 @async_test
-async def test_a_consumer_killed_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
+async def test_consumer_killed_while_it_reads(
+    runner: str, make: MakeEngine, processes: StartEngine, clock: Clock
+) -> None:
     """Its connection is lost, so the blocks are freed at once."""
-    consumer = processes("kv_consumer", runner=runner)
-    producer = make("kv_producer", runner=runner, clock=Clock())
-    async with reading(consumer, prefilled(producer, ["long"])["long"]):
+    consumer, producer = processes("kv_consumer", runner=runner), make("kv_producer", runner=runner)
+    async with reading(consumer, prefilled(producer, ["long"])):
         consumer.kill()
         assert settle(producer) == {"sends_lost": 1}
 
 
 @RUNNERS
 @async_test
-async def test_a_consumer_that_hangs_while_it_reads(runner: str, make: MakeEngine, processes: StartEngine) -> None:
+async def test_consumer_that_hangs_while_it_reads(
+    runner: str, make: MakeEngine, processes: StartEngine, clock: Clock
+) -> None:
     """It keeps its connection without a message: the blocks are freed when their lease expires."""
-    consumer = processes("kv_consumer", runner=runner)
-    producer = make("kv_producer", runner=runner, clock=(clock := Clock()))
-    async with reading(consumer, prefilled(producer, ["long"])["long"]):
+    consumer, producer = processes("kv_consumer", runner=runner), make("kv_producer", runner=runner)
+    async with reading(consumer, prefilled(producer, ["long"])):
         os.kill(consumer.pid, signal.SIGSTOP)
         clock.now += 479
         producer.step()
@@ -200,30 +182,31 @@ async def test_a_consumer_that_hangs_while_it_reads(runner: str, make: MakeEngin
         consumer.kill()
 
 
-# --- the line between them ------------------------------------------------------------------------------------------
+# --- the connection between them --------------------------------------------------------------------------------------
 
 
 @RUNNERS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_transfer_that_takes_too_long(runner: str, policy: str, make: MakeEngine, expected: Outputs) -> None:
-    producer = make("kv_producer", runner=runner)
-    consumer = make("kv_consumer", runner=runner, clock=(clock := Clock()), kv_load_failure_policy=policy)
+def test_transfer_that_takes_too_long(
+    runner: str, policy: str, make: MakeEngine, expected: Outputs, clock: Clock
+) -> None:
+    producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner, policy=policy)
     held = prefilled(producer, ["long"])
-    with EngineLine(held["long"]["remote_addresses"][0]) as line:
-        held["long"]["remote_addresses"] = [line.address]
+    with relayed(held) as line:
         line.data.spoil = gate = Gate()
         consumer.add_request("long", *decodes(held)["long"])
         consumer.step()
         assert gate.reached.wait(30)
-        other = run_requests_beside(consumer, "alone")
-        assert tokens(other) == tokens(expected["alone"])  # other requests go on
+        consumer.add_request("alone", PROMPTS["alone"], PARAMS["alone"])  # other requests go on
+        while not (done := [output for output in consumer.step() if output.finished]):
+            pass
+        assert [tokens(output) for output in done] == [tokens(expected["alone"])]
         clock.now += 59
         assert consumer.step() == []
         clock.now += 1
-        (output,) = [output for output in drain(consumer) if output.finished]
+        completion = finished(consumer).outputs[0]
         assert settle(producer) == {"sends_lost": 1}
         gate.opened.set()
-    completion = output.outputs[0]
     if policy == "recompute":
         assert completion.token_ids == tokens(expected["long"])
     else:
@@ -233,15 +216,6 @@ def test_a_transfer_that_takes_too_long(runner: str, policy: str, make: MakeEngi
     settle(consumer)
     stats = consumer.stats().transfers
     assert (stats.loads_failed, stats.loads_timed_out) == (1, 1)
-
-
-def run_requests_beside(engine: LLMEngine, name: str) -> RequestOutput:
-    """One of REQUESTS, beside others that do not get on."""
-    engine.add_request(name, PROMPTS[name], PARAMS[name])
-    while True:
-        for output in engine.step():
-            if output.request_id == name and output.finished:
-                return output
 
 
 SPOIL: dict[str, tuple[str, Callable[[bytes, int], bytes]]] = {
@@ -256,13 +230,12 @@ SPOIL: dict[str, tuple[str, Callable[[bytes, int], bytes]]] = {
 
 @RUNNERS
 @pytest.mark.parametrize("what", SPOIL)
-def test_a_line_that_spoils(runner: str, what: str, make: MakeEngine, expected: Outputs) -> None:
+def test_corrupt_connection(runner: str, what: str, make: MakeEngine, expected: Outputs) -> None:
     producer = make("kv_producer", runner=runner)
     consumer = make("kv_consumer", runner=runner, enable_prefix_caching=False)
     held = prefilled(producer, ["long"])
     where, spoil = SPOIL[what]
-    with EngineLine(held["long"]["remote_addresses"][0]) as line:
-        held["long"]["remote_addresses"] = [line.address]
+    with relayed(held) as line:
         (line.data if where == "data" else line).spoil = spoil
         assert tokens(run_requests(consumer, decodes(held))["long"]) == tokens(expected["long"])
     settle(consumer)
@@ -275,12 +248,9 @@ def test_a_line_that_spoils(runner: str, what: str, make: MakeEngine, expected: 
         assert settle(producer)["sends_lost"] == 1
 
 
-# --- engines that do not fit together -------------------------------------------------------------------------------
-
-
 @RUNNERS
 @pytest.mark.parametrize("unlike", ["model", "weights", "block_size", "dtype"])
-def test_engines_that_are_unlike(
+def test_different_engines(
     runner: str, unlike: str, make: MakeEngine, expected: Outputs, tmp_path: Path, text_model: Path
 ) -> None:
     """The difference is detected at once, and named."""
@@ -290,14 +260,14 @@ def test_engines_that_are_unlike(
         other = {"model": tmp_path, "skip_tokenizer_init": True}
     producer = make("kv_producer", runner=runner, **other)
     for policy in ("fail", "recompute"):
-        consumer = make("kv_consumer", runner=runner, kv_load_failure_policy=policy)
+        consumer = make("kv_consumer", runner=runner, policy=policy)
         held = prefilled(producer, ["long"])
-        theirs = held["long"]["remote_engine"]["fingerprint"]
         completion = run_requests(consumer, decodes(held))["long"].outputs[0]
         if policy == "fail":
-            assert f"its fingerprint is '{theirs}', and '" in str(completion.stop_reason)
-            assert (f"its {unlike} is " in str(completion.stop_reason)) == (unlike in ("block_size", "dtype"))
-            assert str(completion.stop_reason).endswith("' here")
+            reason = str(completion.stop_reason)
+            assert f"its fingerprint is '{held['long']['remote_engine']['fingerprint']}', and '" in reason
+            assert (f"its {unlike} is " in reason) == (unlike in ("block_size", "dtype"))
+            assert reason.endswith("' here")
             assert (completion.finish_reason, completion.token_ids) == ("error", [])
         else:
             assert completion.token_ids == tokens(expected["long"])
@@ -311,13 +281,12 @@ def test_engines_that_are_unlike(
 
 @RUNNERS
 @async_test
-async def test_a_proxy_whose_prefill_engine_dies(
+async def test_proxy_with_a_prefill_engine_that_dies(
     runner: str, text_model: Path, processes: StartEngine, expected: Outputs
 ) -> None:
     """Before a request, and while it computes one: the decode engine computes prompts itself."""
     prefill = processes("kv_producer", runner=runner)
-    settings = engine_settings(text_model, "kv_consumer", runner=runner)
-    async with AsyncLLM(**settings) as llm:
+    async with AsyncLLM(**engine_settings(text_model, "kv_consumer", runner=runner)) as llm:
         with Line(prefill.wait_until_ready()) as line:
             proxy = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm))
             assert await generate(proxy, "alone") == tokens(expected["alone"])
@@ -326,6 +295,9 @@ async def test_a_proxy_whose_prefill_engine_dies(
             request = asyncio.ensure_future(generate(proxy, "long"))
             assert await asyncio.to_thread(line.asked.wait, 30)
             assert not request.done()
+            impatient = DisaggregatedLLM(EngineClient(line.address), LocalEngine(llm), prefill_timeout=0.0)
+            assert await generate(impatient, "one") == tokens(expected["one"])
+            assert impatient.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
             prefill.kill()
             assert await request == tokens(expected["long"])
         assert await generate(proxy, "two") == tokens(expected["two"])
@@ -335,23 +307,7 @@ async def test_a_proxy_whose_prefill_engine_dies(
 
 
 @async_test
-async def test_a_proxy_whose_prefill_engine_takes_too_long(
-    text_model: Path, processes: StartEngine, expected: Outputs
-) -> None:
-    prefill = processes("kv_producer", runner="v2")
-    address = prefill.wait_until_ready()
-    async with AsyncLLM(**engine_settings(text_model, "kv_consumer", runner="v2")) as llm:
-        os.kill(prefill.pid, signal.SIGSTOP)
-        proxy = DisaggregatedLLM(EngineClient(address), LocalEngine(llm), prefill_timeout=0.0)
-        assert await generate(proxy, "long") == tokens(expected["long"])
-        assert proxy.counts == ProxyStats(num_requests=1, num_prefills_failed=1)
-        prefill.kill()
-
-
-@async_test
-async def test_a_proxy_whose_prefill_engine_refuses(
-    text_model: Path, processes: StartEngine, expected: Outputs
-) -> None:
+async def test_proxy_with_a_prefill_engine_that_refuses(text_model: Path, expected: Outputs) -> None:
     """It has another role, or no connector at all."""
     settings = engine_settings(text_model, "kv_consumer", runner="v2")
     async with AsyncLLM(**settings) as llm, AsyncLLM(**{**settings, "kv_transfer_config": None}) as plain:
@@ -362,7 +318,9 @@ async def test_a_proxy_whose_prefill_engine_refuses(
 
 
 @async_test
-async def test_a_proxy_whose_decode_engine_dies(text_model: Path, processes: StartEngine, expected: Outputs) -> None:
+async def test_proxy_with_a_decode_engine_that_dies(
+    text_model: Path, processes: StartEngine, expected: Outputs
+) -> None:
     """Pending and later requests fail, and the prefill engine frees its blocks."""
     decode = processes("kv_consumer", runner="v2", **SIZE)
     async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
@@ -383,7 +341,7 @@ async def test_a_proxy_whose_decode_engine_dies(text_model: Path, processes: Sta
         assert stats["scheduler"]["transfers"]["counters"]["sends_declined"] == 2
 
 
-def test_an_engine_that_cannot_start(processes: StartEngine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_engine_that_cannot_start(processes: StartEngine, capfd: pytest.CaptureFixture[str]) -> None:
     process = processes("kv_consumer", runner="v2", max_num_seqs=0)
     with pytest.raises(RuntimeError, match="has ended with code 1 before it was ready"):
         process.wait_until_ready()

@@ -1,10 +1,10 @@
-"""Two engines in processes of their own and a proxy: what they make together is what one engine makes alone."""
+"""Two engines in processes of their own and a proxy: together they give the outputs of one engine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ class Pair:
 
     async def settled(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Wait until nothing runs or is held; returns the transfers of both since their start."""
-        both = await self.prefill.drain(), await self.decode.drain()
-        transfers = [stats["scheduler"]["transfers"] for stats in both]
-        for content in transfers:
-            assert content["num_loading"] == content["num_held_blocks"] == 0
-        for stats in both:  # blocks of the prefix cache are not in use
-            assert stats["scheduler"]["kv_cache_usage"] == 0
+        transfers = []
+        for engine in (self.prefill, self.decode):
+            scheduler = (await engine.drain())["scheduler"]
+            assert scheduler["kv_cache_usage"] == 0  # blocks of the prefix cache are not in use
+            assert scheduler["transfers"]["num_loading"] == scheduler["transfers"]["num_held_blocks"] == 0
+            transfers.append(scheduler["transfers"])
         return transfers[0], transfers[1]
 
 
@@ -71,13 +71,17 @@ def assert_same(output: RequestOutput, other: RequestOutput) -> None:
 
 @async_test
 async def test_several_requests_at_once(pair: Pair, expected: Outputs) -> None:
-    """Greedy and seeded, with penalties and logprobs."""
+    """Greedy and seeded, with penalties and logprobs, through a proxy behind a port."""
     proxy = pair.proxy()
-    outputs = await generate_all(proxy)
-    for name, output in outputs.items():
+    server = EngineServer(proxy)
+    await server.start(reserve())
+    client = EngineClient(server.address)
+    for name, output in (await generate_all(client)).items():
         assert_same(output, expected[name])
     assert proxy.counts == ProxyStats(num_requests=5, num_prefilled=4)
     sent, loaded = await pair.settled()
+    assert await client.drain() == await client.stats() == asdict(proxy.counts)
+    await server.close()
     # a request with a prefix that another one has loaded meanwhile reads less, or nothing
     assert 3 <= loaded["loads_done"] <= 4 and loaded["loads_failed"] == 0
     counters = sent["counters"]
@@ -88,8 +92,8 @@ async def test_several_requests_at_once(pair: Pair, expected: Outputs) -> None:
 
 
 @async_test
-async def test_what_the_decode_engine_has_is_not_sent_again(pair: Pair) -> None:
-    """A conversation: each turn begins with all that was said before."""
+async def test_cached_blocks_are_not_sent_again(pair: Pair) -> None:
+    """A conversation: each turn begins with all of the one before."""
     proxy = pair.proxy()
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     _, before = await pair.settled()
@@ -106,38 +110,36 @@ async def test_what_the_decode_engine_has_is_not_sent_again(pair: Pair) -> None:
     assert (second.num_cached_tokens, again.num_cached_tokens) == (32, 32)
     assert after_third["counters"]["blocks_loaded"] == blocks[2]
     assert sent["counters"]["sends_declined"] > 0
-    assert second.outputs[0].token_ids == again.outputs[0].token_ids
     alone = await last_output(pair.decode, follow_up, params, "alone")
-    assert alone.outputs[0].token_ids == second.outputs[0].token_ids
+    assert alone.outputs[0].token_ids == second.outputs[0].token_ids == again.outputs[0].token_ids
 
 
 @async_test
-async def test_a_proxy_behind_a_port(pair: Pair, expected: Outputs) -> None:
-    """Clients use it like an engine."""
-    server = EngineServer(pair.proxy())
-    await server.start(reserve())
-    client = EngineClient(server.address)
-    outputs = await generate_all(client)
-    for name, output in outputs.items():
-        assert_same(output, expected[name])
-    assert await client.drain() == {"num_requests": 5, "num_prefilled": 4, "num_prefills_failed": 0}
-    await server.close()
-
-
-@async_test
-async def test_text_as_it_comes(pair: Pair) -> None:
+async def test_streams(pair: Pair, expected: Outputs) -> None:
+    """Read to their end, left in the middle, and left while the prompt is computed."""
+    proxy = pair.proxy()
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, output_kind=RequestOutputKind.DELTA)
     prompt = "Once upon a time there was a little house in the woods, and in it lived"
     alone = await last_output(pair.decode, prompt, replace(params, output_kind=RequestOutputKind.CUMULATIVE), "alone")
-    pieces = [output.outputs[0] async for output in pair.proxy().generate(prompt, params, "r")]
+    pieces = [output.outputs[0] async for output in proxy.generate(prompt, params, "r")]
     assert "".join(piece.text for piece in pieces) == alone.outputs[0].text
     assert [token for piece in pieces for token in piece.token_ids] == alone.outputs[0].token_ids
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    outputs = proxy.generate(PROMPTS["long"], params, "leaves")
+    assert not (await anext(outputs)).finished
+    await outputs.aclose()
+    early = asyncio.ensure_future(last_output(proxy, PROMPTS["alone"], params, "leaves early"))
+    await asyncio.sleep(0)  # it has begun
+    early.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await early
+    assert await generate(proxy, "two") == expected["two"].outputs[0].token_ids
     await pair.settled()
 
 
 @async_test
-async def test_requests_that_go_without_prefill(pair: Pair, expected: Outputs) -> None:
-    """Several sequences, or logprobs of the prompt: they are computed on the decode engine alone."""
+async def test_requests_without_prefill(pair: Pair, expected: Outputs) -> None:
+    """With several sequences or prompt logprobs, they are computed on the decode engine alone."""
     proxy = pair.proxy()
     params = replace(PARAMS["long"], n=2)
     several = await last_output(proxy, PROMPTS["long"], params, "n")
@@ -152,7 +154,7 @@ async def test_requests_that_go_without_prefill(pair: Pair, expected: Outputs) -
 
 
 @async_test
-async def test_requests_that_are_wrong(pair: Pair, expected: Outputs) -> None:
+async def test_invalid_requests(pair: Pair, expected: Outputs) -> None:
     """The decode engine reports the error; other requests go on."""
     proxy = pair.proxy()
     good = asyncio.ensure_future(generate(proxy, "long"))
@@ -168,27 +170,8 @@ async def test_requests_that_are_wrong(pair: Pair, expected: Outputs) -> None:
 
 
 @async_test
-async def test_clients_that_leave(pair: Pair, expected: Outputs) -> None:
-    """In the middle of their output, and while the prompt is computed."""
-    proxy = pair.proxy()
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    outputs = proxy.generate(PROMPTS["long"], params, "leaves")
-    async for output in outputs:
-        assert not output.finished
-        break
-    await outputs.aclose()
-    early = asyncio.ensure_future(last_output(proxy, PROMPTS["alone"], params, "leaves early"))
-    await asyncio.sleep(0)  # it has begun
-    early.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await early
-    assert await generate(proxy, "two") == expected["two"].outputs[0].token_ids
-    await pair.settled()
-
-
-@async_test
-async def test_one_engine_after_the_other_with_the_same_request_id(pair: Pair, expected: Outputs) -> None:
-    """The prefill engine may still lend KV of a request of that id."""
+async def test_equal_request_ids_one_after_the_other(pair: Pair, expected: Outputs) -> None:
+    """The prefill engine may still hold KV of a request of that id."""
     proxy = pair.proxy()
     for _ in range(3):
         assert await generate(proxy, "one") == expected["one"].outputs[0].token_ids

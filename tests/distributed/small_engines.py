@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from tests.helpers.schedules import Life, assert_agree, live
 
+from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
@@ -27,6 +30,16 @@ LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 """Nearly as long as requests can be."""
 
 
+@contextmanager
+def running(**settings: Any) -> Iterator[LLMEngine]:
+    """An engine that is shut down in the end."""
+    engine = LLMEngine.from_config(EngineConfig(**{**SMALL, **settings}))
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
 def executor_of(engine: LLMEngine) -> MultiprocessExecutor:
     executor = engine.core.executor
     assert isinstance(executor, MultiprocessExecutor)
@@ -34,7 +47,7 @@ def executor_of(engine: LLMEngine) -> MultiprocessExecutor:
 
 
 def check_lives(engine: LLMEngine, lives: list[Life], expected: dict[str, RequestOutput]) -> None:
-    """Live them, and compare each with what is expected; afterwards the engine holds nothing."""
+    """Compare each with what is expected; afterwards the engine holds nothing."""
     got = live(engine, lives)
     for life in lives:
         try:

@@ -1,39 +1,31 @@
-"""Drafts, KV connectors and parallelism at once, in worker processes: every two ways of these meet on either runner."""
+"""Drafts, KV connectors and parallelism in worker processes: the tokens are those of one process.
+
+Every two of these meet on either runner.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.small_engines import check_lives
-from tests.helpers.engines import make_engine, run_requests
-from tests.helpers.faulty_rank import faulty_rank
+from tests.distributed.small_engines import check_lives, executor_of, running
+from tests.helpers.engines import run_requests
+from tests.helpers.faulty_rank import OFFLOADING, faulty_rank
+from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE, Tokens, decodes, nixl, prefilled, settle, tokens_of
 from tests.helpers.schedules import Life, live_alone, random_lives
 
-from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 
-MODEL = embedded_model_path()
-VOCAB = 2048
 SEEDS = (6, 9)
-SIZE: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 80,
-    "block_size": 4,
-    "skip_tokenizer_init": True,
-    "num_gpu_blocks_override": 26,
-    "max_num_batched_tokens": 24,
-    "max_num_seqs": 4,
-}
+TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 26, "max_num_batched_tokens": 24}
 """Prompts come in chunks, requests are preempted, blocks are evicted, rows change hands."""
 
-METHODS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any] | None] = {
+    "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
     "draft": {
         "method": "draft_model",
@@ -43,14 +35,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
 }
 WAYS: dict[str, dict[str, Any]] = {
+    "one rank": {},
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
     "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-}
-OFFLOADING: dict[str, Any] = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"num_cpu_blocks": 400},
 }
 CASES = [
     ("ngram", "none", "tensor", "v1"),
@@ -64,6 +52,12 @@ CASES = [
     ("eagle", "host", "tensor", "v1"),
     ("eagle", "host", "both", "v2"),
 ]
+WITHOUT_DRAFTS = [
+    ("none", "none", "tensor", "v1"),
+    ("none", "none", "pipeline", "v2"),
+    ("none", "none", "both", "v2"),
+]
+Expected = dict[int, dict[str, RequestOutput]]
 
 
 def files(folder: Path) -> dict[str, Any]:
@@ -74,30 +68,21 @@ def files(folder: Path) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def running(**settings: Any) -> Iterator[LLMEngine]:
-    engine = make_engine(MODEL, **{**SIZE, **settings})
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-
-
 def lives_of(seed: int) -> list[Life]:
-    """In one of them something comes again and again, which n-grams can foresee."""
-    lives = random_lives(seed, VOCAB)
+    """One of them repeats itself, which n-grams can foresee."""
+    lives = random_lives(seed, 2048)
     lives[0].prompt[:] = [40, 50, 60, 40, 50, 60, 40, 50]
     return lives
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[int, dict[str, RequestOutput]]:
+def expected() -> Expected:
     with running(runner="v1", enable_prefix_caching=False, max_num_seqs=1) as engine:
         return {seed: live_alone(engine, lives_of(seed)) for seed in SEEDS}
 
 
-def check(engine: LLMEngine, expected: dict[int, dict[str, RequestOutput]], seeds: Iterable[int] = SEEDS) -> None:
-    for seed in seeds:
+def check(engine: LLMEngine, expected: Expected) -> None:
+    for seed in SEEDS:
         check_lives(engine, lives_of(seed), expected[seed])
 
 
@@ -109,31 +94,43 @@ def test_every_pair_is_there() -> None:
             assert {(one, other) for one in names[0] for other in names[1]} <= pairs
 
 
-@pytest.mark.parametrize(("method", "connector", "way", "runner"), CASES, ids=[", ".join(case) for case in CASES])
-def test_tokens_are_those_of_one_process_without_drafts(
-    method: str, connector: str, way: str, runner: str, tmp_path: Path, expected: dict[int, dict[str, RequestOutput]]
+@pytest.mark.parametrize("case", [*WITHOUT_DRAFTS, *CASES], ids=", ".join)
+def test_tokens_and_logprobs_are_those_of_one_process(
+    case: tuple[str, str, str, str], tmp_path: Path, expected: Expected
 ) -> None:
-    settings = {"runner": runner, "speculative_config": {**METHODS[method], "adaptive": False}, **WAYS[way]}
+    method, connector, way, runner = case
+    settings = {"runner": runner, **TIGHT, **WAYS[way]}
+    if METHODS[method]:
+        settings["speculative_config"] = {**METHODS[method], "adaptive": False}
     if connector != "none":
         settings["kv_transfer_config"] = OFFLOADING if connector == "host" else files(tmp_path)
     if connector == "files":  # what one engine saves, another one loads
         with running(**settings) as engine:
-            check(engine, expected, SEEDS[:1])
+            check_lives(engine, lives_of(SEEDS[0]), expected[SEEDS[0]])
     with running(**settings) as engine:
         assert engine.runner_name == runner
+        assert len(executor_of(engine).worker_pids) == (4 if way == "both" else 2)
         check(engine, expected)
         if connector == "host":  # a second time: what was evicted since the first comes back
             check(engine, expected)
         stats = engine.stats()
     drafts, transfers = stats.drafts, stats.transfers
     assert stats.scheduler.num_preemptions > 0
-    assert 0 < drafts.num_accepted < drafts.num_drafted
+    assert 0 < drafts.num_accepted < drafts.num_drafted or method == "none"
     assert (transfers.loads_failed, transfers.loads_started) == (0, transfers.loads_done)
     assert (transfers.tokens_loaded > 0) == (connector != "none")
 
 
+@pytest.mark.parametrize(("way", "runner"), [("tensor", "v2"), ("pipeline", "v1")])
+def test_with_room_for_all_requests(way: str, runner: str, expected: Expected) -> None:
+    settings = {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 512, "max_num_seqs": 256, **WAYS[way]}
+    with running(runner=runner, async_scheduling=runner == "v2", **settings) as engine:
+        check(engine, expected)
+        assert (engine.runner_name, engine.stats().scheduler.num_preemptions) == (runner, 0)
+
+
 @pytest.mark.parametrize(("way", "runner"), [("tensor", "v2"), ("pipeline", "v1"), ("pipeline", "v2")])
-def test_every_rank_has_saved_all_of_a_request_that_was_the_last(way: str, runner: str, tmp_path: Path) -> None:
+def test_every_rank_has_saved_all_of_the_last_request(way: str, runner: str, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=13, ignore_eos=True)
     with running(runner=runner, kv_transfer_config=files(tmp_path), **WAYS[way]) as engine:
         run_requests(engine, {"r": ([40, 50, 60, 40, 50, 60, 40, 50], params)})
@@ -142,13 +139,47 @@ def test_every_rank_has_saved_all_of_a_request_that_was_the_last(way: str, runne
 
 
 @pytest.mark.parametrize(("way", "runner", "rank"), [("tensor", "v1", 1), ("pipeline", "v2", 0)])
-def test_a_load_that_fails_on_one_rank_has_failed(
-    way: str, runner: str, rank: int, expected: dict[int, dict[str, RequestOutput]]
-) -> None:
+def test_load_that_fails_on_one_rank_has_failed(way: str, runner: str, rank: int, expected: Expected) -> None:
     faulty = faulty_rank(OFFLOADING, rank, "loads")
-    with running(runner=runner, kv_transfer_config=faulty, **WAYS[way]) as engine:
+    with running(runner=runner, kv_transfer_config=faulty, **TIGHT, **WAYS[way]) as engine:
         for _ in range(2):
             check(engine, expected)
         transfers = engine.stats().transfers
     assert transfers.loads_failed == transfers.loads_started > 0
     assert transfers.tokens_loaded == 0
+
+
+# --- prefill on one engine, decode on another -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone() -> Tokens:
+    """The tokens of REQUESTS on one engine without drafts and connectors."""
+    with running(runner="v1", max_num_seqs=8, **SIZE) as engine:
+        return tokens_of(run_requests(engine, REQUESTS))
+
+
+PAIRS = [("eagle", "tensor", "v2"), ("draft", "pipeline", "v1")]
+PAIRS += [(method, "one rank", runner) for method in METHODS for runner in ("v1", "v2")]
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=", ".join)
+def test_prefill_and_decode_engines(case: tuple[str, str, str], alone: Tokens) -> None:
+    """Each rank reads the blocks of the same rank elsewhere, those of a drafter's layers too."""
+    method, way, runner = case
+    settings = {"max_num_seqs": 8, "speculative_config": METHODS[method], **WAYS[way]}
+    num_ranks = 1 if way == "one rank" else 2
+    with (
+        running(runner=runner, kv_transfer_config=nixl("kv_producer"), **settings, **ROOMY) as producer,
+        running(runner=runner, kv_transfer_config=nixl("kv_consumer"), **settings, **SIZE) as consumer,
+    ):
+        assert consumer.runner_name == runner
+        held = prefilled(producer)
+        assert len(held["long"]["remote_addresses"]) == num_ranks
+        assert tokens_of(run_requests(consumer, decodes(held))) == alone
+        settle(consumer)
+        sent = settle(producer)
+        assert sent["sends_sent"] + sent.get("sends_declined", 0) == num_ranks * 4  # each rank counts
+        stats = consumer.stats().transfers
+        assert (stats.loads_failed, stats.loads_done >= 3) == (0, True)
+        assert stats.counters["blocks_loaded"] * 4 == stats.tokens_loaded * num_ranks

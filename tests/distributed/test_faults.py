@@ -1,4 +1,4 @@
-"""Whatever dies: every request and every call hears why, and no process is left."""
+"""Faults and ends of engines and workers: every request and every call raises the cause, and no process is left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,18 +18,12 @@ from typing import Any
 import pytest
 from tests.distributed.small_engines import LONG, PROMPT, SMALL, executor_of, step_until_dead
 from tests.helpers.engines import change_weights, make_text_checkpoint
-from tests.helpers.faulty_rank import EXIT_CODE, faulty_rank
+from tests.helpers.faulty_rank import EXIT_CODE, OFFLOADING, faulty_rank
 from tests.helpers.gate import HANG
 from tests.helpers.processes import Watched, running_child
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError
 from fleetfoot.executor.protocol import WorkerError
-
-NOWHERE: dict[str, Any] = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"num_cpu_blocks": 8},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +44,7 @@ def running(**settings: Any) -> Iterator[LLM]:
 # --- a worker -------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_worker_ends_every_call_with_the_cause() -> None:
+def test_killed_worker_ends_every_call_with_the_cause() -> None:
     with running(pipeline_parallel_size=2) as llm:
         engine, executor = llm.llm_engine, executor_of(llm.llm_engine)
         pids = executor.worker_pids
@@ -72,7 +67,7 @@ def test_a_killed_worker_ends_every_call_with_the_cause() -> None:
         llm.shutdown()
 
 
-def test_a_killed_worker_ends_every_stream() -> None:
+def test_killed_worker_ends_every_stream() -> None:
     async def read(name: str, has_begun: asyncio.Event) -> None:
         """One stream after the other, so that there is always one."""
         for number in count():
@@ -101,8 +96,8 @@ def test_a_killed_worker_ends_every_stream() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_a_worker_raises_in_a_step_comes_with_its_traceback(rank: int) -> None:
-    faulty = faulty_rank(NOWHERE, rank, "step")
+def test_error_of_a_step_has_its_traceback(rank: int) -> None:
+    faulty = faulty_rank(OFFLOADING, rank, "step")
     with running(pipeline_parallel_size=2, kv_transfer_config=faulty) as llm:
         error = step_until_dead(llm.llm_engine)
         assert isinstance(error.__cause__, WorkerError)
@@ -111,8 +106,8 @@ def test_what_a_worker_raises_in_a_step_comes_with_its_traceback(rank: int) -> N
         assert "Traceback (most recent call last)" in said and "faulty_rank.py" in said
 
 
-def test_what_a_worker_raises_at_its_end_is_heard_of(capfd: pytest.CaptureFixture[str]) -> None:
-    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(NOWHERE, 1, "shutdown"))
+def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(OFFLOADING, 1, "shutdown"))
     llm.generate([PROMPT], LONG, use_tqdm=False)
     pid = executor_of(llm.llm_engine).worker_pids[1]
     with pytest.raises(WorkerError, match=rf"worker 1 \(process {pid}\) ended with exit code 1 when it was to shut"):
@@ -121,20 +116,20 @@ def test_what_a_worker_raises_at_its_end_is_heard_of(capfd: pytest.CaptureFixtur
     assert "InjectedError: injected at the end on rank 1" in capfd.readouterr().err
 
 
-def test_what_a_worker_raises_in_its_last_step_ends_it_at_its_end(capfd: pytest.CaptureFixture[str]) -> None:
-    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(NOWHERE, 1, "flush"))
+def test_error_of_the_last_step_is_raised_at_the_shutdown(capfd: pytest.CaptureFixture[str]) -> None:
+    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(OFFLOADING, 1, "flush"))
     engine = llm.llm_engine
     engine.add_request("r", PROMPT, LONG)
     while engine.has_unfinished_requests():  # without the idle step that `LLM.generate` ends with
         engine.step()
     with pytest.raises(WorkerError, match="worker 1 ") as caught:
         llm.shutdown()
-    said = str(caught.value) + capfd.readouterr().err  # the engine may hear of it before it tells workers to end
+    said = str(caught.value) + capfd.readouterr().err  # the engine may receive it before it ends the workers
     assert "InjectedError: injected in a flush on rank 1" in said
 
 
-@pytest.mark.parametrize("connector", [None, NOWHERE], ids=["none", "host"])
-def test_a_killed_worker_does_not_hold_up_the_end(connector: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("connector", [None, OFFLOADING], ids=["none", "host"])
+def test_killed_worker_does_not_delay_the_shutdown(connector: dict[str, Any] | None) -> None:
     llm = LLM(**SMALL, tensor_parallel_size=2, kv_transfer_config=connector)
     llm.generate([PROMPT], LONG, use_tqdm=False)
     pids = executor_of(llm.llm_engine).worker_pids
@@ -149,42 +144,34 @@ def test_a_killed_worker_does_not_hold_up_the_end(connector: dict[str, Any] | No
 # --- starting -------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_do_not_fit_are_refused_as_in_one_process(tmp_path: Path) -> None:
+def test_invalid_weights_are_refused_as_in_one_process(tmp_path: Path) -> None:
     make_text_checkpoint(tmp_path)
     change_weights(tmp_path, lambda weights: weights.pop("model.norm.weight"))
     messages = []
     for size in (1, 2):
-        with (
-            pytest.raises(ValueError, match=r"model\.norm\.weight") as caught,
-            running(model=str(tmp_path), tensor_parallel_size=size),
-        ):
-            pass
+        with pytest.raises(ValueError, match=r"model\.norm\.weight") as caught:
+            LLM(**SMALL, model=str(tmp_path), tensor_parallel_size=size)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 
 
-def test_what_one_worker_raises_at_its_start_is_raised_while_others_wait_for_it() -> None:
-    faulty = faulty_rank(NOWHERE, 1, "start")
-    with (
-        pytest.raises(ValueError, match="injected at the start of rank 1") as caught,
-        running(tensor_parallel_size=2, kv_transfer_config=faulty),
-    ):
-        pass
+def test_error_of_a_start_is_raised_while_other_workers_wait() -> None:
+    with pytest.raises(ValueError, match="injected at the start of rank 1") as caught:
+        LLM(**SMALL, tensor_parallel_size=2, kv_transfer_config=faulty_rank(OFFLOADING, 1, "start"))
     assert isinstance(caught.value.__cause__, WorkerError)
     assert "faulty_rank.py" in str(caught.value.__cause__)
 
 
-def test_a_worker_that_ends_at_its_start_is_named() -> None:
-    faulty = faulty_rank(NOWHERE, 1, "exit")
+def test_worker_that_ends_at_its_start_is_named() -> None:
     ended = rf"worker 1 \(process \d+\) ended with exit code {EXIT_CODE} before it was ready"
-    with pytest.raises(WorkerError, match=ended), running(pipeline_parallel_size=2, kv_transfer_config=faulty):
-        pass
+    with pytest.raises(WorkerError, match=ended):
+        LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(OFFLOADING, 1, "exit"))
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_was_forgotten_leaves_no_process() -> None:
+def test_collected_engine_leaves_no_process() -> None:
     llm: LLM | None = LLM(tensor_parallel_size=2, **SMALL)
     assert llm is not None
     llm.generate([PROMPT], LONG, use_tqdm=False)
@@ -194,25 +181,48 @@ def test_an_engine_that_was_forgotten_leaves_no_process() -> None:
     workers.wait()
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
-def test_workers_end_with_their_engine(how: str) -> None:
-    with running_child(sys.executable, "-m", "tests.distributed.children", "generate_for_ever") as child:
+PROGRAM = f"""
+print("begins", flush=True)
+from fleetfoot import LLM, SamplingParams
+class Params(SamplingParams):
+    pass
+llm = LLM(tensor_parallel_size=2, **{SMALL})
+print(*llm.llm_engine.core.executor.worker_pids.values(), flush=True)
+def generate():
+    llm.generate([{PROMPT}] * 4, Params(max_tokens=60, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@contextmanager
+def running_program(
+    folder: Path, end: str, *, from_stdin: bool = False
+) -> Iterator[tuple[subprocess.Popen[str], Watched]]:
+    """A program that starts an engine at its top level, which workers do not run again; and its workers."""
+    path = folder / "program.py"
+    path.write_text(PROGRAM + end)
+    with path.open() as file, running_child(sys.executable, "-" if from_stdin else str(path), stdin=file) as child:
         assert child.stdout is not None
-        workers = Watched(int(pid) for pid in child.stdout.readline().split())
+        assert child.stdout.readline() == "begins\n"
+        yield child, Watched(int(pid) for pid in child.stdout.readline().split())
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_workers_end_with_their_engine(how: str, tmp_path: Path) -> None:
+    interruptible = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # as in a terminal
+    with running_program(tmp_path, f"{interruptible}while True: generate()") as (child, workers):
         if how == "SIGINT":
-            os.killpg(child.pid, signal.SIGINT)  # as a terminal does
+            os.killpg(child.pid, signal.SIGINT)
         else:
             child.send_signal(signal.Signals[how])
-        _, complaints = child.communicate(timeout=HANG)
+        _, errors = child.communicate(timeout=HANG)
         workers.wait()
         assert child.returncode == -signal.Signals[how]
-        assert ("KeyboardInterrupt" in complaints) == (how == "SIGINT")
+        assert ("KeyboardInterrupt" in errors) == (how == "SIGINT")
 
 
-def test_workers_end_with_a_program_that_ends_without_shutdown() -> None:
-    with running_child(sys.executable, "-m", "tests.distributed.children", "end_without_shutdown") as child:
-        assert child.stdout is not None
-        workers = Watched(int(pid) for pid in child.stdout.readline().split())
-        _, complaints = child.communicate(timeout=HANG)
+@pytest.mark.parametrize("from_stdin", [False, True])
+def test_workers_end_with_a_program_that_ends_without_shutdown(from_stdin: bool, tmp_path: Path) -> None:
+    with running_program(tmp_path, "generate()", from_stdin=from_stdin) as (child, workers):
+        output, errors = child.communicate(timeout=HANG)
         workers.wait()
-        assert (child.returncode, complaints) == (0, "")
+        assert (child.returncode, output, errors) == (0, "", "")

@@ -1,7 +1,8 @@
-"""Models that are shared by ranks give the logits of the whole model, on every rank the very same ones."""
+"""Models that are shared by ranks give the logits of the whole model, with the same bits on every rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tests.distributed.paged_steps import STEPS, kv_caches, run_steps, step_inputs, step_metadata
 from tests.distributed.world import run_world
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.kernels import cpu_kernels
+from tests.helpers.paged_models import PagedCache, prompt
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
@@ -54,13 +55,33 @@ CASES = [
 
 
 class SummingGroup(TorchTensorGroup):
-    """As GPUs have it: layers are split by their inputs, and the parts are summed over the ranks."""
+    """As on GPUs: layers are split by their inputs, and the parts are summed over the ranks."""
 
     bitwise_reproducible = False
 
 
 def context(group: TensorGroup) -> ModelContext:
     return ModelContext(cpu_kernels(), cpu_kernels().attention, torch.float32, CPU, tensor_group=group)
+
+
+def load(folder: Path, group: TensorGroup, **options: Any) -> CausalLM:
+    return ModelLoader(load_model_config(folder), context(group), folder, **options).load()
+
+
+def steps(model: CausalLM) -> Iterator[tuple[torch.Tensor, ForwardContext]]:
+    """Inputs, the same on every rank: prompts, a decode beside the rest of a prompt, and decodes."""
+    attention = model.model.layers[str(model.layers[0])].self_attn
+    part = replace(model.config, num_layers=len(model.layers), num_kv_heads=attention.num_kv_heads)
+    cache = PagedCache(part, block_size=4)
+    for number, lengths in enumerate(((20, 3), (1, 27), (1, 1))):
+        prompts = [prompt(length, part.vocab_size, seed=10 * number + length) for length in lengths]
+        yield cache.step(dict(enumerate(prompts)))
+
+
+@torch.inference_mode()
+def run_steps(model: CausalLM) -> list[torch.Tensor]:
+    """Logits ``[num_tokens, vocab_size]`` of each step."""
+    return [model.compute_logits(model(input_ids, ctx)).clone() for input_ids, ctx in steps(model)]
 
 
 def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
@@ -70,12 +91,12 @@ def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
     for name, size in CASES:
         if rank < size:
             exact, summing = TorchTensorGroup(groups[size]), SummingGroup(groups[size])
-            model = ModelLoader(load_model_config(folders[name]), context(exact), folders[name]).load()
+            model = load(folders[name], exact)
             found["exact", name, size] = run_steps(model)
             found["fused exact", name, size] = run_steps(fused(model, exact))
             attention = model.model.layers["0"].self_attn
             found["heads", name, size] = (attention.paged.num_heads, attention.num_kv_heads)
-            model = ModelLoader(load_model_config(folders[name]), context(summing), folders[name]).load()
+            model = load(folders[name], summing)
             found["summed", name, size] = run_steps(model)
             found["fused summed", name, size] = run_steps(fused(model, summing))
     if rank < 2:
@@ -100,39 +121,30 @@ def fused(model: CausalLM, group: TensorGroup) -> CausalLM:
     return model
 
 
+@torch.inference_mode()
 def residual_streams(folder: Path, group: TensorGroup, is_fused: bool) -> list[torch.Tensor]:
-    """What the first two layers of a model pass on in each step, ``[num_tokens, hidden_size]``."""
-    model = ModelLoader(load_model_config(folder), context(group), folder, layers=range(2)).load()
+    """The output of the first two layers of a model in each step, ``[num_tokens, hidden_size]``."""
+    model = load(folder, group, layers=range(2))
     if is_fused:
         fused(model, group)
-    caches, found = kv_caches(model), []
-    with torch.inference_mode():
-        for queries in STEPS:
-            ctx = ForwardContext(step_metadata(queries), caches)
-            tensors = model(step_inputs(queries, model.config.vocab_size), ctx)
-            assert isinstance(tensors, IntermediateTensors)
-            found.append(tensors.hidden_states.clone())
-    return found
+    return [model(input_ids, ctx).hidden_states.clone() for input_ids, ctx in steps(model)]
 
 
+@torch.inference_mode()
 def run_pipeline(folder: Path) -> list[torch.Tensor]:
     """Two tensor ranks by two pipeline ranks; logits of the steps on the last ones."""
     config = load_model_config(folder)
     groups = make_groups(2, 2, StepShape(64, config.hidden_size, torch.float32, CPU))
     pipeline = groups.pipeline
-    layers = pipeline_layers(config, pipeline.rank, pipeline.size)
-    model = ModelLoader(config, context(groups.tensor), folder, layers=layers).load()
-    caches, logits = kv_caches(model), []
-    with torch.inference_mode():
-        for queries in STEPS:
-            metadata, input_ids = step_metadata(queries), step_inputs(queries, config.vocab_size)
-            received = pipeline.receive(len(input_ids))
-            hidden = model(input_ids, ForwardContext(metadata, caches), received)
-            if isinstance(hidden, IntermediateTensors):
-                pipeline.send(hidden)
-            else:
-                logits.append(model.compute_logits(hidden).clone())
-    dist.barrier()  # nobody leaves with a step on its way
+    model = load(folder, groups.tensor, layers=pipeline_layers(config, pipeline.rank, pipeline.size))
+    logits = []
+    for input_ids, ctx in steps(model):
+        hidden = model(input_ids, ctx, pipeline.receive(len(input_ids)))
+        if isinstance(hidden, IntermediateTensors):
+            pipeline.send(hidden)
+        else:
+            logits.append(model.compute_logits(hidden).clone())
+    dist.barrier()  # no rank leaves with a step on its way
     return logits
 
 
@@ -159,62 +171,57 @@ def whole_logits(folder: Path, load_format: str = "auto", seed: int = 0) -> list
     return run_steps(ModelLoader(config, context(SINGLE_TENSOR_GROUP), folder, load_format, seed).load())
 
 
-def assert_same_logits(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Within float32's rounding: sums over ranks are made in another order than within one."""
     for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+Found = list[dict[Any, Any]]
+
+
 @pytest.mark.parametrize("way", ["exact", "summed", "fused exact", "fused summed"])
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_logits_are_those_of_the_whole_model(
-    four: list[dict[Any, Any]], folders: dict[str, Path], name: str, size: int, way: str
+    four: Found, folders: dict[str, Path], name: str, size: int, way: str
 ) -> None:
-    expected = whole_logits(folders[name])
     ranks = [found[way, name, size] for found in four[:size]]
-    assert_same_logits(ranks[0], expected)
+    assert_close(ranks[0], whole_logits(folders[name]))
     for logits in ranks[1:]:
-        for one, other in zip(logits, ranks[0], strict=True):
-            assert torch.equal(one, other)  # or else ranks could choose different tokens
+        assert_equal(logits, ranks[0])  # or else ranks could choose different tokens
     config = load_model_config(folders[name])
     heads = (config.num_heads // size, max(1, config.num_kv_heads // size))
     assert [found["heads", name, size] for found in four[:size]] == [heads] * size
 
 
-def test_dummy_weights_are_those_of_the_whole_model(four: list[dict[Any, Any]], folders: dict[str, Path]) -> None:
+def test_dummy_reloaded_and_quantized_weights(four: Found, folders: dict[str, Path]) -> None:
+    dummy = whole_logits(folders["biases"], "dummy", seed=5)
+    int8 = replace(context(SINGLE_TENSOR_GROUP), linear_method=Int8())
+    quantized = run_steps(ModelLoader(load_model_config(folders["int8"]), int8, folders["int8"]).load())
     for found in four[:2]:
-        assert_same_logits(found["dummy"], whole_logits(folders["biases"], "dummy", seed=5))
-
-
-def test_reloaded_weights_take_effect_on_every_rank(four: list[dict[Any, Any]]) -> None:
-    for found in four[:2]:
-        for one, other in zip(found["reloaded"], found["exact", "biases", 2], strict=True):
-            assert torch.equal(one, other)
+        assert_close(found["dummy"], dummy)
+        assert_equal(found["reloaded"], found["exact", "biases", 2])
+        assert_close(found["int8", "exact"], quantized)
+        assert_close(found["int8", "summed"], quantized)
 
 
 @pytest.mark.parametrize("way", ["exact", "summed"])
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_the_residual_stream_between_stages_is_complete_on_every_tensor_rank(
-    four: list[dict[Any, Any]], folders: dict[str, Path], way: str, is_fused: bool
+def test_residual_stream_between_stages_is_complete_on_every_tensor_rank(
+    four: Found, folders: dict[str, Path], way: str, is_fused: bool
 ) -> None:
-    expected = residual_streams(folders["biases"], SINGLE_TENSOR_GROUP, is_fused=False)
     first, second = (found["residual", way, is_fused] for found in four[:2])
-    assert_same_logits(first, expected)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
+    assert_close(first, residual_streams(folders["biases"], SINGLE_TENSOR_GROUP, is_fused=False))
+    assert_equal(first, second)
 
 
-@pytest.mark.parametrize("way", ["exact", "summed"])
-def test_a_quantized_model_is_shared_by_ranks(four: list[dict[Any, Any]], folders: dict[str, Path], way: str) -> None:
-    int8 = replace(context(SINGLE_TENSOR_GROUP), linear_method=Int8())
-    expected = run_steps(ModelLoader(load_model_config(folders["int8"]), int8, folders["int8"]).load())
-    for found in four[:2]:
-        assert_same_logits(found["int8", way], expected)
-
-
-def test_a_pipeline_of_tensor_groups_computes_what_a_tensor_group_does(four: list[dict[Any, Any]]) -> None:
+def test_pipeline_of_tensor_groups_computes_what_a_tensor_group_does(four: Found) -> None:
     assert [len(found["pipeline"]) for found in four] == [0, 0, 3, 3]
     for found in four[2:]:
-        for one, other in zip(found["pipeline"], four[0]["exact", "story-qwen3", 2], strict=True):
-            assert torch.equal(one, other)
+        assert_equal(found["pipeline"], four[0]["exact", "story-qwen3", 2])

@@ -7,16 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
-from tests.distributed.small_engines import LONG, PROMPT, SMALL, check_lives, executor_of, step_until_dead
+from tests.distributed.small_engines import LONG, PROMPT, SMALL, check_lives, executor_of, running, step_until_dead
 from tests.helpers.gate import HANG
 from tests.helpers.processes import Watched, running_child
 from tests.helpers.schedules import live_alone, random_lives
 
-from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.executor import nodes
 from fleetfoot.executor.protocol import WorkerError
@@ -41,26 +40,21 @@ def second_node(port: int, **settings: Any) -> Iterator[subprocess.Popen[str]]:
         yield command
 
 
-@contextmanager
-def first_node(port: int, **settings: Any) -> Iterator[LLMEngine]:
-    engine = LLMEngine.from_config(EngineConfig(**{**SMALL, **settings, "nnodes": 2, "master_port": port}))
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
+def first_node(port: int, **settings: Any) -> AbstractContextManager[LLMEngine]:
+    return running(**settings, nnodes=2, master_port=port)
 
 
 @pytest.mark.parametrize("way", ["tensor", "pipeline"])
 def test_tokens_are_those_of_one_process(way: str, port: int) -> None:
-    engine = LLMEngine.from_config(EngineConfig(**SMALL))
-    expected = live_alone(engine, LIVES)
+    with running() as engine:
+        expected = live_alone(engine, LIVES)
     size = {f"{way}_parallel_size": 2}
     with second_node(port, **size) as command:
         with first_node(port, **size) as engine:
             assert len(executor_of(engine).worker_pids) == 1
             check_lives(engine, LIVES, expected)
-        _, said = command.communicate(timeout=HANG)
-    assert (command.returncode, said) == (0, f"this is node 1 of 2, and waits for node 0 at 127.0.0.1:{port}\n")
+        _, errors = command.communicate(timeout=HANG)
+    assert (command.returncode, errors) == (0, f"this is node 1 of 2, and waits for node 0 at 127.0.0.1:{port}\n")
 
 
 def test_different_settings_are_refused_on_both_sides(port: int) -> None:
@@ -68,9 +62,9 @@ def test_different_settings_are_refused_on_both_sides(port: int) -> None:
     with second_node(port, **size, block_size=8) as command:
         with pytest.raises(ValueError, match=r"node 1 is set up differently.*\n  - block_size: 4 here, 8 there"):
             first_node(port, **size).__enter__()
-        _, complaints = command.communicate(timeout=HANG)
+        _, errors = command.communicate(timeout=HANG)
     assert command.returncode != 0
-    assert "node 0 is set up differently" in complaints and "block_size: 8 here, 4 there" in complaints
+    assert "node 0 is set up differently" in errors and "block_size: 8 here, 4 there" in errors
 
 
 def test_lost_node_ends_the_engine(port: int) -> None:
@@ -93,8 +87,8 @@ def test_killed_worker_ends_the_other_node(port: int) -> None:
         (pid,) = executor_of(engine).worker_pids.values()
         workers = Watched([pid])
         workers.kill(pid)
-        said = f"worker 0 (process {pid}) was ended by {signal.SIGKILL.name}"
-        assert said in str(step_until_dead(engine))
-        _, complaints = command.communicate(timeout=HANG)
+        cause = f"worker 0 (process {pid}) was ended by {signal.SIGKILL.name}"
+        assert cause in str(step_until_dead(engine))
+        _, errors = command.communicate(timeout=HANG)
         assert command.returncode == 1
-        assert f"the engine has failed: {said}" in complaints
+        assert f"the engine has failed: {cause}" in errors

@@ -1,15 +1,14 @@
-"""Worlds of processes for tests: each runs one function on every rank, over gloo, and gives back what that returned."""
+"""Worlds of processes: one function runs on every rank, over gloo."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -26,7 +25,9 @@ def run_world(folder: Path, size: int, function: Callable[..., Any], *arguments:
         variables: of the processes' environment.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _environment(variables):
+    with pytest.MonkeyPatch.context() as patch:  # spawned processes get the environment of their parent
+        for name, value in variables.items():
+            patch.setenv(name, value)
         mp.spawn(_run, (folder, size, function, arguments), nprocs=size)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
@@ -40,18 +41,3 @@ def _run(rank: int, folder: Path, size: int, function: Callable[..., Any], argum
         torch.save(function(rank, *arguments), folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Any:
-    """Spawned processes get the environment of their parent."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -1,4 +1,4 @@
-"""The first rank of a fake pipeline: it knows of sampled tokens only what it was sent, and applies it when told to."""
+"""The first rank of a fake pipeline: it has only the sampled tokens that it was sent, and applies them when it must."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class FirstRank:
     """Makes each step's inputs out of packets, and compares them with what the last rank has.
 
     Args:
-        last_rank: whose state is the truth. It runs a step after `prepare`.
+        last_rank: the reference. It runs a step after `prepare`.
     """
 
     def __init__(self, last_rank: FakeRunner) -> None:
@@ -32,14 +32,14 @@ class FirstRank:
             self._rows[request.row] = request.token_ids[-1], request.num_computed_tokens, []
 
     def compute(self, output: SchedulerOutput) -> None:
-        """Chunks of prompts need nothing that is sent."""
+        """Count the computed tokens of chunks of prompts."""
         counts = output.num_scheduled_tokens
         for row, count in list(zip(output.rows, counts, strict=True))[output.num_decodes :]:
             token, computed, drafts = self._rows[row]
             self._rows[row] = token, computed + count, drafts
 
     def check(self, output: SchedulerOutput) -> None:
-        """After the last rank has taken in who came and went, and before it computes."""
+        """After the last rank has applied the changes of rows, and before it computes."""
         for index, row in enumerate(output.rows):
             token, computed, drafts = self._rows[row]
             assert self._last_rank.computed[row] == computed, "a stage computes at another position"

@@ -1,7 +1,6 @@
-"""A KV connector that goes wrong in one worker process alone; in all others it is the real one.
+"""A KV connector with a fault in one worker process; in all others it is the real one.
 
-Unlike `tests.helpers.faulty_connector`, whose faults are an object that test and worker share, its settings travel to
-worker processes: plain values in ``kv_connector_extra_config``.
+Unlike those of `tests.helpers.faulty_connector`, its settings are plain values, which reach worker processes.
 """
 
 from __future__ import annotations
@@ -20,12 +19,18 @@ from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
 from tests.helpers.faulty_connector import HookedWorker, inner_context
 
+OFFLOADING: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"num_cpu_blocks": 400},
+}
+"""The kv_transfer_config of a real connector."""
 EXIT_CODE = 3
-"""Of a worker that ends without a word."""
+"""Of a worker that ends without a report."""
 
 
 class InjectedError(RuntimeError):
-    """What a worker raises; its constructor wants more than a message, so it cannot be pickled."""
+    """Its constructor has two arguments, so it cannot be pickled."""
 
     def __init__(self, where: str, rank: int) -> None:
         super().__init__(f"injected {where} on rank {rank}")
@@ -36,9 +41,9 @@ def faulty_rank(inner: dict[str, Any], rank: int, fault: str) -> dict[str, Any]:
 
     Args:
         inner: the real connector's.
-        fault: ``step``: the third step raises. ``start``: a ValueError when the KV cache is there. ``exit``: the
-            process ends there. ``loads``: what this rank loads is reported as failed, and is not a number.
-            ``flush``: one that has something to flush raises. ``shutdown``: that raises.
+        fault: what raises or happens. ``step``: the third step. ``start``: a ValueError when the KV cache is there.
+            ``exit``: the process ends there. ``loads``: loads are reported as failed, and their blocks are NaN.
+            ``flush``: a flush of blocks. ``shutdown``: the connector's.
     """
     return {
         "kv_connector": "FaultyRankConnector",

@@ -1,8 +1,9 @@
-"""A pipeline of runners in one process: what ranks send each other waits in queues."""
+"""A pipeline of runners in one process, with queues between the ranks."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -16,19 +17,18 @@ MAX_NUM_TOKENS = 64
 
 
 class LocalPipelineGroup(PipelineGroup):
-    """One rank's end of the queues. Whoever receives something that nobody has sent yet would wait for ever: an error.
+    """One rank's ends of the queues. To receive what was not sent yet would be a deadlock: an error.
 
     Args:
-        ways: hidden states on their way, to ranks 1, 2, ...
-        packets: packets on their way, to ranks 0, 1, ...
-        hidden_size: if it is known, steps are received in persistent buffers; what lies behind a step there is not a
-            number.
+        steps: hidden states on their way to ranks 1, 2, ...
+        packets: packets on their way to ranks 0, 1, ...
+        hidden_size: None: without persistent buffers; else what lies behind a step in a buffer is NaN.
     """
 
     def __init__(
         self,
         rank: int,
-        ways: list[deque[IntermediateTensors]],
+        steps: list[deque[IntermediateTensors]],
         packets: list[deque[torch.Tensor]],
         hidden_size: int | None,
     ) -> None:
@@ -36,15 +36,15 @@ class LocalPipelineGroup(PipelineGroup):
         if hidden_size is not None and rank > 0:
             self._buffers = IntermediateTensors(torch.full((MAX_NUM_TOKENS, hidden_size), float("nan")))
         self.rank = rank
-        self.size = len(ways) + 1
-        self._ways = ways
+        self.size = len(steps) + 1
+        self._steps = steps
         self._packets = packets
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
         if self.is_first_rank:
             return None
-        assert self._ways[self.rank - 1], "a rank receives hidden states that were not sent yet"
-        tensors = self._ways[self.rank - 1].popleft()
+        assert self._steps[self.rank - 1], "a rank receives hidden states that were not sent yet"
+        tensors = self._steps[self.rank - 1].popleft()
         assert tensors.hidden_states.shape[0] == num_tokens
         if self._buffers is None:
             return tensors
@@ -58,7 +58,7 @@ class LocalPipelineGroup(PipelineGroup):
         return self._buffers.first(num_tokens)
 
     def send(self, tensors: IntermediateTensors) -> None:
-        self._ways[self.rank].append(IntermediateTensors(tensors.hidden_states.clone()))
+        self._steps[self.rank].append(IntermediateTensors(tensors.hidden_states.clone()))
 
     def send_sampled_tokens(self, packet: torch.Tensor) -> None:
         assert self.is_last_rank
@@ -72,19 +72,19 @@ class LocalPipelineGroup(PipelineGroup):
 
 
 def local_pipeline(size: int, hidden_size: int | None = None) -> list[PipelineGroup]:
-    """Every rank's group."""
+    """The groups of all ranks."""
     if size == 1:
         return [SINGLE_PIPELINE_GROUP]
-    ways: list[deque[IntermediateTensors]] = [deque() for _ in range(size - 1)]
+    steps: list[deque[IntermediateTensors]] = [deque() for _ in range(size - 1)]
     packets: list[deque[torch.Tensor]] = [deque() for _ in range(size - 1)]
-    return [LocalPipelineGroup(rank, ways, packets, hidden_size) for rank in range(size)]
+    return [LocalPipelineGroup(rank, steps, packets, hidden_size) for rank in range(size)]
 
 
 class LocalPipeline:
-    """Runs steps on all ranks, each rank as late as it may be.
+    """Runs steps on all ranks, each rank as late as possible.
 
-    A rank computes a step when somebody reads its tokens, or when an earlier rank needs to have heard of it. So the
-    first rank is as far ahead of the others as the scheduler's ``awaited_step`` lets it be.
+    Ranks after the first compute a step when its output is read, or when the first rank must have received its packet.
+    So the first rank is as far ahead of the others as the scheduler's ``awaited_step`` allows.
 
     Args:
         runners: in pipeline order.
@@ -92,42 +92,38 @@ class LocalPipeline:
 
     def __init__(self, runners: list[ModelRunner]) -> None:
         self._runners = runners
-        self._behind: deque[tuple[SchedulerOutput, _Waiting]] = deque()  # steps that the first rank alone has computed
+        self._behind: deque[_LateOutput] = deque()  # of steps that only the first rank has computed
         self.max_behind = 0
 
     def execute(self, output: SchedulerOutput) -> PendingOutput:
         """The first rank's part of a step."""
-        while self._behind and self._behind[0][0].step <= output.awaited_step:
-            self._advance()
+        while self._behind and self._behind[0].step.step <= output.awaited_step:
+            self.advance()
         first = self._runners[0]
         assert first.execute_model(output) is None
         assert first.sample_tokens(None).get().sampled_token_ids == []
-        waiting = _Waiting(self)
-        self._behind.append((output, waiting))
+        self._behind.append(_LateOutput(self, output))
         self.max_behind = max(self.max_behind, len(self._behind))
-        return waiting
+        return self._behind[-1]
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """The other ranks' parts of the oldest step."""
-        output, waiting = self._behind.popleft()
+        late = self._behind.popleft()
         for runner in self._runners[1:]:
             is_last = runner is self._runners[-1]
-            assert runner.execute_model(output if is_last else without_token_ids(output)) is None
-            waiting.pending = runner.sample_tokens(None)
-
-    def wait_for(self, waiting: _Waiting) -> None:
-        while waiting.pending is None:
-            self._advance()
+            assert runner.execute_model(late.step if is_last else without_token_ids(late.step)) is None
+            late.pending = runner.sample_tokens(None)
 
 
-class _Waiting:
-    """A step that the last rank may not have begun."""
+@dataclass(eq=False)
+class _LateOutput:
+    """Of a step that the last rank may not have begun."""
 
-    def __init__(self, pipeline: LocalPipeline) -> None:
-        self._pipeline = pipeline
-        self.pending: PendingOutput | None = None
+    pipeline: LocalPipeline
+    step: SchedulerOutput
+    pending: PendingOutput | None = None
 
     def get(self) -> ModelRunnerOutput:
-        self._pipeline.wait_for(self)
-        assert self.pending is not None
+        while self.pending is None:
+            self.pipeline.advance()
         return self.pending.get()

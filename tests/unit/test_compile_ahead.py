@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.interpreter import compiled, run_python
-from tests.helpers.silent_process import SILENT
+from tests.helpers.processes import SILENT
 
 from fleetfoot.kernels import elementwise
 from fleetfoot.kernels.runtime import compile_ahead, compile_worker

@@ -40,38 +40,33 @@ def make(request: pytest.FixtureRequest) -> MakeEngine:
     return make_engine
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_reader_gets_what_was_computed(make: MakeEngine, num_ranks: int, backend: str) -> None:
+CONSUMERS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "two ranks": {"num_ranks": 2},
+    "a buffer for one block": {"extra": {"buffer_bytes": 1, "num_threads": 1}},
+    "a smaller cache": {"layout": KVLayout(13, LAYOUT.block_size, LAYOUT.dtype, LAYOUT.layers)},
+}
+
+
+@pytest.mark.parametrize("options", CONSUMERS.values(), ids=CONSUMERS)
+def test_consumer_loads_what_was_computed(make: MakeEngine, options: dict[str, Any], backend: str) -> None:
+    num_ranks = options.get("num_ranks", 1)
     producer = make(role="kv_producer", num_ranks=num_ranks, backend=backend)
-    consumer = make(role="kv_consumer", num_ranks=num_ranks, backend=backend)
-    params = producer.hold("p")
+    consumer = make(role="kv_consumer", backend=backend, **options)
     untouched = consumer.contents([4, 5, 6])
-    request = consumer.remote(params)
-    assert consumer.matched(request) == 16
-    output = consumer.load(request)
-    assert (output.loaded, output.failed) == ({"r"}, {})
-    assert same(consumer.contents(LOADED), producer.contents(HELD))
-    assert same(consumer.contents([4, 5, 6]), untouched)
-    producer.until_sent("p")
-    num_bytes = 4 * num_ranks * LAYOUT.bytes_per_block
-    assert consumer.counters == {"blocks_loaded": 4 * num_ranks, "bytes_loaded": num_bytes}
-    assert producer.counters == {"sends_sent": num_ranks, "blocks_sent": 4 * num_ranks, "bytes_sent": num_bytes}
-    assert not consumer.scheduler.has_pending and not producer.scheduler.has_pending
-
-
-def test_through_a_buffer_that_holds_a_block(make: MakeEngine, backend: str) -> None:
-    producer, consumer = make(backend=backend), make(backend=backend, extra={"buffer_bytes": 1, "num_threads": 1})
     for name in ("one", "two"):
-        assert consumer.load(consumer.remote(producer.hold(name), name)).loaded == {name}
+        producer.scramble(HELD)
+        request = consumer.remote(producer.hold(name), name)
+        assert consumer.matched(request) == 16
+        output = consumer.load(request)
+        assert (output.loaded, output.failed) == ({name}, {})
         assert same(consumer.contents(LOADED), producer.contents(HELD))
         producer.until_sent(name)
-
-
-def test_a_cache_of_another_size(make: MakeEngine, backend: str) -> None:
-    small = KVLayout(13, LAYOUT.block_size, LAYOUT.dtype, LAYOUT.layers)
-    producer, consumer = make(backend=backend), make(backend=backend, layout=small)
-    assert consumer.load(consumer.remote(producer.hold("p"))).loaded == {"r"}
-    assert same(consumer.contents(LOADED), producer.contents(HELD))
+    assert same(consumer.contents([4, 5, 6]), untouched)
+    num_bytes = 8 * num_ranks * LAYOUT.bytes_per_block
+    assert consumer.counters == {"blocks_loaded": 8 * num_ranks, "bytes_loaded": num_bytes}
+    assert producer.counters == {"sends_sent": 2 * num_ranks, "blocks_sent": 8 * num_ranks, "bytes_sent": num_bytes}
+    assert not consumer.scheduler.has_pending and not producer.scheduler.has_pending
 
 
 def test_cached_blocks_are_not_read(make: MakeEngine) -> None:
@@ -83,8 +78,7 @@ def test_cached_blocks_are_not_read(make: MakeEngine) -> None:
     assert consumer.counters["blocks_loaded"] == 2
 
 
-def test_the_order_does_not_matter(make: MakeEngine) -> None:
-    """A consumer that is faster than the producer's step waits for its lease."""
+def test_consumer_waits_for_the_step_that_grants_its_lease(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     request = consumer.remote(producer.hold("p", step=False))
     consumer.begin(request)
@@ -94,7 +88,7 @@ def test_the_order_does_not_matter(make: MakeEngine) -> None:
     producer.until_sent("p")
 
 
-def test_only_whole_blocks_without_the_last_token_are_lent(make: MakeEngine) -> None:
+def test_full_blocks_without_the_last_token_are_held(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     assert producer.hold("sixteen", TOKENS[:16])["remote_num_tokens"] == 12
     assert producer.hold("five", TOKENS[:5])["remote_num_tokens"] == 4
@@ -106,70 +100,52 @@ def test_only_whole_blocks_without_the_last_token_are_lent(make: MakeEngine) -> 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
 
+OTHER_LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(2, 4)))
+REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fingerprint": (
+        f"its fingerprint is '{'f' * 32}', and '{FINGERPRINT}' here",
+        {"producer": {"fingerprint": "f" * 32}},
+    ),
+    "more ranks": ("its tp_size is 1, and 2 here", {"consumer": {"num_ranks": 2}}),
+    "fewer ranks": ("its tp_size is 3, and 1 here", {"producer": {"num_ranks": 3}}),  # each declines
+    "block size": ("its block_size is 16, and 4 here", {"description": {"block_size": 16}}),
+    "dtype": ("its dtype is 'bfloat16', and ", {"description": {"dtype": "bfloat16"}}),
+    "pipeline ranks": ("its pp_size is 2, and 1 here", {"description": {"pp_size": 2}}),
+    "layout": (  # the producer refuses it: the descriptions are equal
+        f"its layout is '{LAYOUT.fingerprint}', and '{OTHER_LAYOUT.fingerprint}' here",
+        {"consumer": {"layout": OTHER_LAYOUT}},
+    ),
+    "tokens": ("other tokens or another cache_salt", {"request": {"tokens": [1, *TOKENS[1:]]}}),
+    "fewer tokens": ("and the request has 12", {"request": {"tokens": TOKENS[:12]}}),
+}
 
-def refused(consumer: Engine, producer: Engine, params: Any, **options: Any) -> str:
-    """The reason of a load that fails at once; the producer releases its blocks."""
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_refused_loads_write_nothing_and_release_blocks(make: MakeEngine, what: str) -> None:
+    reason, options = REFUSALS[what]
+    producer, consumer = make(**options.get("producer", {})), make(**options.get("consumer", {}))
+    params = producer.hold("p")
+    params["remote_engine"] = {**params["remote_engine"], **options.get("description", {})}
     before = consumer.contents(range(13))
-    output = consumer.load(consumer.remote(params, **options))
+    output = consumer.load(consumer.remote(params, **options.get("request", {})))
     assert output.loaded == set()
+    assert reason in output.failed["r"].reason
     assert same(consumer.contents(range(13)), before)
     producer.until_sent("p")
     assert set(producer.counters) == {"sends_declined"}
-    return output.failed["r"].reason
-
-
-@pytest.mark.parametrize(
-    ("producer_options", "consumer_options", "reason"),
-    [
-        ({"fingerprint": "f" * 32}, {}, f"its fingerprint is '{'f' * 32}', and '{FINGERPRINT}' here"),
-        ({}, {"num_ranks": 2}, "its tp_size is 1, and 2 here"),
-        ({"num_ranks": 3}, {}, "its tp_size is 3, and 1 here"),  # each of its ranks is told
-    ],
-)
-def test_other_engines_are_refused(
-    make: MakeEngine, producer_options: dict[str, Any], consumer_options: dict[str, Any], reason: str
-) -> None:
-    producer, consumer = make(**producer_options), make(**consumer_options)
-    assert reason in refused(consumer, producer, producer.hold("p"))
-
-
-@pytest.mark.parametrize("name, value", [("block_size", 16), ("dtype", "bfloat16"), ("pp_size", 2)])
-def test_other_settings_are_refused(make: MakeEngine, name: str, value: Any) -> None:
-    producer, consumer = make(), make()
-    params = producer.hold("p")
-    params["remote_engine"] = {**params["remote_engine"], name: value}
-    assert f"its {name} is {value!r}, and " in refused(consumer, producer, params)
-
-
-def test_other_layouts_are_refused_by_the_lender(make: MakeEngine) -> None:
-    """Two engines with the same description, and different layouts."""
-    other = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(2, 4)))
-    producer, consumer = make(), make(layout=other)
-    request = consumer.remote(producer.hold("p"))
-    reason = consumer.load(request).failed["r"].reason
-    assert f"its layout is '{LAYOUT.fingerprint}', and '{other.fingerprint}' here" in reason
-    producer.until_sent("p")
-    assert producer.counters == {"sends_declined": 1}
-
-
-def test_other_tokens_are_refused(make: MakeEngine) -> None:
-    producer, consumer = make(), make()
-    reason = refused(consumer, producer, producer.hold("p"), tokens=[1, *TOKENS[1:]])
-    assert "other tokens or another cache_salt" in reason
-    producer.sent.clear()
-    assert "and the request has 12" in refused(consumer, producer, producer.hold("p"), tokens=TOKENS[:12])
 
 
 def test_replaced_weights(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     params = producer.hold("p")
     consumer.scheduler.reset_cache()
-    assert "were replaced" in refused(consumer, producer, params)
+    assert "were replaced" in consumer.load(consumer.remote(params)).failed["r"].reason
+    producer.until_sent("p")
     producer.scheduler.reset_cache()
     assert producer.hold("again") is None
 
 
-def test_an_engine_that_was_restarted(make: MakeEngine) -> None:
+def test_restarted_engine(make: MakeEngine) -> None:
     producer, other, consumer = make(), make(), make()
     params = producer.hold("p")
     params["remote_addresses"] = other.hold("q")["remote_addresses"]
@@ -178,7 +154,7 @@ def test_an_engine_that_was_restarted(make: MakeEngine) -> None:
     assert "this is engine 'bench', and 'gone' was asked for" in output.failed["r"].reason
 
 
-def test_kv_transfer_params_are_checked(make: MakeEngine) -> None:
+def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
     producer, consumer = make(role="kv_producer"), make(role="kv_consumer")
     params = producer.hold("p")
     for wrong, message in [
@@ -205,13 +181,13 @@ def test_default_settings() -> None:
     assert NixlSettings.of(config) == NixlSettings("nixl", "127.0.0.1", 0, 480, 64 << 20, 4)
 
 
-def test_a_port_that_is_taken(make: MakeEngine) -> None:
+def test_port_in_use(make: MakeEngine) -> None:
     port = int(make().hold("p")["remote_addresses"][0].split(":")[1])
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
         make(extra={"side_channel_port": port})
 
 
-# --- what goes wrong ---------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 SPOIL: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
@@ -223,7 +199,7 @@ SPOIL: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
 
 
 @pytest.mark.parametrize("how", SPOIL)
-def test_bytes_that_are_spoiled_on_their_way_never_become_kv(make: MakeEngine, how: str) -> None:
+def test_corrupt_bytes_never_become_kv(make: MakeEngine, how: str) -> None:
     producer, consumer = make(line=True), make()
     params = producer.hold("p")
     producer.lines[0].spoil, reason = SPOIL[how]
@@ -239,12 +215,14 @@ def test_bytes_that_are_spoiled_on_their_way_never_become_kv(make: MakeEngine, h
     assert same(consumer.contents(LOADED), producer.contents(HELD))
 
 
+Stalled = tuple[Engine, Engine, Gate, Clock, Any]
+
+
 @pytest.fixture
-def stalled(make: MakeEngine) -> Iterator[tuple[Engine, Engine, Gate, Clock, Any]]:
+def stalled(make: MakeEngine) -> Iterator[Stalled]:
     """A producer and a consumer with a load that is under way and stalled."""
-    clock = Clock()
+    clock, gate = Clock(), Gate()
     producer, consumer = make(line=True, clock=clock, extra={"abort_timeout": 30}), make(clock=clock, timeout=20.0)
-    gate = Gate()
     producer.lines[0].spoil = gate
     request = consumer.remote(producer.hold("p"))
     consumer.begin(request)
@@ -254,10 +232,7 @@ def stalled(make: MakeEngine) -> Iterator[tuple[Engine, Engine, Gate, Clock, Any
     gate.opened.set()
 
 
-Stalled = tuple[Engine, Engine, Gate, Clock, Any]
-
-
-def test_a_slow_load(stalled: Stalled) -> None:
+def test_slow_load(stalled: Stalled) -> None:
     producer, consumer, gate, clock, request = stalled
     clock.now += 19
     for _ in range(3):
@@ -267,9 +242,9 @@ def test_a_slow_load(stalled: Stalled) -> None:
     assert same(consumer.contents(LOADED), producer.contents(HELD))
 
 
-def test_a_load_that_takes_too_long(stalled: Stalled) -> None:
+def test_load_that_takes_too_long(stalled: Stalled) -> None:
     producer, consumer, gate, clock, _ = stalled
-    before = consumer.contents(range(13))
+    before = consumer.contents(LOADED)
     clock.now += 20
     output = consumer.step()
     assert output.failed["r"].timed_out
@@ -277,10 +252,10 @@ def test_a_load_that_takes_too_long(stalled: Stalled) -> None:
     producer.until_sent("p")  # the consumer has closed its connection
     gate.opened.set()
     assert consumer.load(consumer.remote(producer.hold("q"), "again", blocks=[10, 11, 12, 13, 14])).loaded == {"again"}
-    assert same(consumer.contents([9, 8, 2, 0]), [[layer[[9, 8, 2, 0]] for layer in layers] for layers in before])
+    assert same(consumer.contents(LOADED), before)
 
 
-def test_a_request_that_ends_while_it_loads(stalled: Stalled) -> None:
+def test_request_that_ends_while_it_loads(stalled: Stalled) -> None:
     producer, consumer, _, _, _ = stalled
     output = consumer.step(["r"])
     assert "ended before its KV arrived" in output.failed["r"].reason
@@ -288,7 +263,10 @@ def test_a_request_that_ends_while_it_loads(stalled: Stalled) -> None:
     assert producer.counters == {"sends_lost": 1}
 
 
-def test_blocks_that_were_released_meanwhile_do_not_count(stalled: Stalled) -> None:
+EXPIRED = "has ended: it was not read in time (abort_timeout)"
+
+
+def test_blocks_released_during_a_read_do_not_count(stalled: Stalled) -> None:
     """They may have been overwritten while they were read."""
     producer, consumer, gate, clock, request = stalled
     clock.now += 31
@@ -297,25 +275,22 @@ def test_blocks_that_were_released_meanwhile_do_not_count(stalled: Stalled) -> N
     producer.scramble(HELD)
     clock.now -= 31
     gate.opened.set()
-    output = consumer.until_ended(request)
-    assert "has ended: it was not read in time (abort_timeout)" in output.failed["r"].reason
+    assert EXPIRED in consumer.until_ended(request).failed["r"].reason
 
 
-def test_a_reader_that_comes_too_late(make: MakeEngine) -> None:
-    clock = Clock()
-    producer, consumer = make(clock=clock, extra={"abort_timeout": 30}), make()
+def test_late_consumer(make: MakeEngine) -> None:
+    producer, consumer = make(clock=(clock := Clock()), extra={"abort_timeout": 30}), make()
     params = producer.hold("p")
     clock.now += 29
     assert not producer.step(idle=True).sent
     clock.now += 1
     assert producer.step(idle=True).sent == {"p"}
-    reason = consumer.load(consumer.remote(params)).failed["r"].reason
-    assert "has ended: it was not read in time (abort_timeout)" in reason
+    assert EXPIRED in consumer.load(consumer.remote(params)).failed["r"].reason
     assert producer.counters == {"sends_expired": 1}
 
 
-def test_a_lease_that_is_declined_before_it_is_granted() -> None:
-    """Its consumer is faster than the step that tells the producer's workers of it."""
+def test_lease_declined_before_it_is_granted() -> None:
+    """Its consumer is faster than the step that grants it."""
     leases = Leases(30.0, Clock())
     leases.give_up("early", DECLINED)
     with pytest.raises(LeaseError, match="it was declined"):
@@ -330,28 +305,33 @@ def test_a_lease_that_is_declined_before_it_is_granted() -> None:
     assert [(lease.request_id, how) for lease, how in leases.get_finished()] == [("r", DECLINED)]
 
 
-def test_a_lease_is_read_once(make: MakeEngine) -> None:
+def test_lease_is_read_once(make: MakeEngine) -> None:
     producer, consumer, other = make(), make(), make()
     params = producer.hold("p")
     assert consumer.load(consumer.remote(params)).loaded == {"r"}
     assert "it was read before" in other.load(other.remote(params)).failed["r"].reason
 
 
-def test_an_engine_that_is_gone(make: MakeEngine, backend: str) -> None:
+def test_engine_that_is_gone(make: MakeEngine, backend: str) -> None:
     producer, consumer = make(backend=backend), make(backend=backend)
     params = producer.hold("p")
     producer.shutdown()
     assert "cannot be reached" in consumer.load(consumer.remote(params)).failed["r"].reason
 
 
-def test_nothing_is_left_open() -> None:
-    """Neither connections nor threads, after loads of every outcome."""
+def num_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
 
-    def num_open() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
 
-    before, threads_before = num_open(), set(threading.enumerate())
+def damaged(content: bytes, offset: int) -> bytes:
+    """The last bit of each piece."""
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def test_connections_and_threads_end() -> None:
+    """After loads of every outcome."""
+    before, threads_before = num_descriptors(), set(threading.enumerate())
     producer, consumer = Engine(line=True), Engine(extra={"num_threads": 2})
     for number in range(5):
         for spoil in (damaged, cut_at(0), whole):
@@ -364,23 +344,17 @@ def test_nothing_is_left_open() -> None:
         params = gone.hold("p")
         gone.shutdown()
         assert consumer.load(consumer.remote(params)).failed
-    busy = num_open()
+    busy = num_descriptors()
     consumer.shutdown()
     producer.shutdown()
     for thread in set(threading.enumerate()) - threads_before:
         thread.join(20)
         assert not thread.is_alive(), thread.name
-    assert num_open() == before
+    assert num_descriptors() == before
     assert busy < before + 20  # 20 loads, of which most have failed
 
 
-def damaged(content: bytes, offset: int) -> bytes:
-    """The last bit of each piece."""
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
-def test_one_rank_that_fails(make: MakeEngine) -> None:
-    """The load fails on all."""
+def test_failure_of_one_rank_fails_the_load(make: MakeEngine) -> None:
     producer, consumer = make(num_ranks=2, line=True), make(num_ranks=2)
     producer.lines[1].spoil = flip_at(500)
     output = consumer.load(consumer.remote(producer.hold("p")))
@@ -389,46 +363,38 @@ def test_one_rank_that_fails(make: MakeEngine) -> None:
     assert producer.counters["sends_sent"] == producer.counters["sends_lost"] == 1
 
 
-# --- requests that do not load after all -------------------------------------------------------------------------
+# --- requests that do not load ----------------------------------------------------------------------------------------
 
 
-def test_a_request_that_has_all_of_it_declines(make: MakeEngine) -> None:
+@pytest.mark.parametrize("has_ended", [False, True], ids=["all cached", "ended"])
+def test_request_that_does_not_load_declines(make: MakeEngine, has_ended: bool) -> None:
     producer, consumer = make(), make()
     request = consumer.remote(producer.hold("p"))
-    assert consumer.matched(request, 16) == 0
-    consumer.run(request)
+    if has_ended:
+        assert consumer.scheduler.request_finished(request) == (False, None)
+        consumer.step()
+    else:
+        assert consumer.matched(request, 16) == 0
+        consumer.run(request)
     producer.until_sent("p")
     assert producer.counters == {"sends_declined": 1}
 
 
-def test_a_request_that_ends_before_it_loads_declines(make: MakeEngine) -> None:
-    producer, consumer = make(), make()
-    request = consumer.remote(producer.hold("p"))
-    assert consumer.scheduler.request_finished(request) == (False, None)
-    consumer.step()
-    producer.until_sent("p")
-    assert producer.counters == {"sends_declined": 1}
-
-
-def test_failed_requests_hold_nothing(make: MakeEngine) -> None:
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_failed_requests_hold_nothing(make: MakeEngine, status: RequestStatus) -> None:
     producer = make()
-    for status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR):
-        request = producer.request("p", TOKENS, [1, 2, 3, 4, 5])
-        request.kv_transfer_params = {"do_remote_decode": True}
-        request.status = status
-        assert producer.scheduler.request_finished(request) == (False, None)
+    request = producer.request("p", TOKENS, [1, 2, 3, 4, 5])
+    request.kv_transfer_params = {"do_remote_decode": True}
+    request.status = status
+    assert producer.scheduler.request_finished(request) == (False, None)
     assert not producer.scheduler.has_pending
 
 
 def test_loads_that_wait_for_a_thread(make: MakeEngine) -> None:
     jobs = ManualJobs()
     producer, consumer = make(), make(jobs=jobs, clock=(clock := Clock()), timeout=5.0)
-    first, second = (
-        consumer.remote(producer.hold("p"), "one"),
-        consumer.remote(producer.hold("q"), "two"),
-    )
-    consumer.begin(first)
-    consumer.begin(second)
+    for name in ("one", "two"):
+        consumer.begin(consumer.remote(producer.hold(name), name))
     assert consumer.step().is_empty
     jobs.run(1)
     assert consumer.step().loaded == {"one"}
@@ -436,6 +402,6 @@ def test_loads_that_wait_for_a_thread(make: MakeEngine) -> None:
     assert set(consumer.step().failed) == {"two"}
     jobs.run()  # the load was given up, so its lease is declined
     assert consumer.step().is_empty
-    producer.until_sent("p")
-    producer.until_sent("q")
+    producer.until_sent("one")
+    producer.until_sent("two")
     assert producer.counters["sends_sent"] == producer.counters["sends_declined"] == 1

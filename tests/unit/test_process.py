@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import weakref
+from functools import partial
 
 import pytest
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
@@ -20,7 +21,8 @@ class Knot:
         self.itself = self
 
 
-def test_only_new_garbage_is_collected_within() -> None:
+def test_short_collections() -> None:
+    """Only new garbage is collected within; all of it afterwards."""
     gc.collect()
     old = weakref.ref(Knot())
     with short_collections():
@@ -30,10 +32,13 @@ def test_only_new_garbage_is_collected_within() -> None:
         assert old() is not None
     gc.collect()
     assert old() is None
+    with pytest.raises(KeyError), short_collections(), short_collections():
+        assert gc.get_freeze_count() > 0
+        raise KeyError
     assert gc.get_freeze_count() == 0
 
 
-def test_what_others_have_frozen_stays_so() -> None:
+def test_objects_that_were_frozen_before_stay_so() -> None:
     gc.collect()
     frozen = weakref.ref(Knot())
     gc.freeze()
@@ -48,18 +53,11 @@ def test_what_others_have_frozen_stays_so() -> None:
     assert frozen() is None
 
 
-def test_an_error_ends_it() -> None:
-    with pytest.raises(KeyError), short_collections(), short_collections():
-        assert gc.get_freeze_count() > 0
-        raise KeyError
-    assert gc.get_freeze_count() == 0
-
-
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_request_that_has_ended_leaves_nothing_to_collect(is_aborted: bool) -> None:
+def test_ended_requests_leave_no_garbage(is_aborted: bool) -> None:
     engine = scripted_engine(ScriptedExecutor())
     gc.collect()
-    gc.set_debug(gc.DEBUG_SAVEALL)  # what collections find is kept for us to see
+    gc.set_debug(gc.DEBUG_SAVEALL)  # keeps what collections find
     try:
         for number in range(3):
             engine.add_request(str(number), [5, 6], SamplingParams(max_tokens=4, n=2, detokenize=False))
@@ -81,34 +79,26 @@ def test_a_request_that_has_ended_leaves_nothing_to_collect(is_aborted: bool) ->
 
 def test_every_action_runs_and_the_first_error_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
+    errors: dict[str, BaseException] = {"b": KeyboardInterrupt("first"), "c": OSError("second")}
 
-    def action(name: str, error: BaseException | None = None) -> None:
+    def action(name: str) -> None:
         calls.append(name)
-        if error is not None:
-            raise error
+        if name in errors:
+            raise errors[name]
 
-    first = KeyboardInterrupt("first")
     with pytest.raises(KeyboardInterrupt, match="first") as raised:
-        run_all(
-            lambda: action("a"),
-            lambda: action("b", first),
-            lambda: action("c", OSError("second")),
-            lambda: action("d"),
-        )
-    assert raised.value is first
+        run_all(*(partial(action, name) for name in "abcd"))
+    assert raised.value is errors["b"]
     assert calls == ["a", "b", "c", "d"]
     assert "second" in caplog.text
-
-
-def test_nothing_to_raise() -> None:
     run_all()
-    run_all(lambda: 1, lambda: 2)
+    run_all(partial(action, "a"), partial(action, "d"))
 
 
 # --- interrupts -------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
+def test_second_ctrl_c_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), StopSignal() as stop:
         assert not stop.is_set
@@ -118,7 +108,7 @@ def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_no_interrupt_is_lost() -> None:
+def test_deferred_interrupts() -> None:
     with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as caught, deferred_interrupts():
@@ -132,7 +122,7 @@ def test_no_interrupt_is_lost() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_inside_another_one_nothing_changes() -> None:
+def test_deferred_interrupts_within_a_stop_signal() -> None:
     with StopSignal() as outer:
         with deferred_interrupts() as inner:
             signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,152 @@
+"""Prefill on one engine, decode on another, in one process: the same tokens as on one, whatever becomes of the KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.engines import make_engine, run_requests
+from tests.helpers.kv_bench import Clock
+from tests.helpers.kv_pair import skip_without
+from tests.helpers.prefill_decode import (
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    ROOMY,
+    RUNNERS,
+    SIZE,
+    decodes,
+    nixl,
+    prefilled,
+    settle,
+    tokens_of,
+)
+
+from fleetfoot import LLMEngine
+from fleetfoot.outputs import RequestOutput
+
+Make = Callable[..., LLMEngine]
+Outputs = dict[str, RequestOutput]
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, text_model: Path) -> Make:
+    def make_one(role: str | None, *, backend: str = "tcp", **settings: Any) -> LLMEngine:
+        config = nixl(role, backend=backend) if role else None
+        engine = make_engine(text_model, **{"kv_transfer_config": config, **ROOMY, **settings})
+        request.addfinalizer(engine.shutdown)
+        return engine
+
+    return make_one
+
+
+@RUNNERS
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_tokens_are_those_of_one_engine(
+    runner: str, backend: str, caching: bool, make: Make, expected: Outputs
+) -> None:
+    skip_without(backend)
+    settings: dict[str, Any] = {"runner": runner, "backend": backend, "enable_prefix_caching": caching}
+    producer, consumer = make("kv_producer", **settings), make("kv_consumer", **settings, **SIZE)
+    assert producer.runner_name == consumer.runner_name == runner
+    held = prefilled(producer)
+    assert held["tiny"] is None  # it has no full block
+    assert tokens_of(run_requests(consumer, decodes(held))) == tokens_of(expected)
+    sent = settle(producer)
+    assert sent["sends_sent"] + sent.get("sends_declined", 0) == 4
+    settle(consumer)
+    stats = consumer.stats().transfers
+    assert stats.loads_failed == 0
+    assert (stats.loads_done, stats.tokens_loaded) == (4, 104) or caching  # what another has loaded is not loaded again
+    assert stats.loads_done >= 3
+
+
+@RUNNERS
+def test_cached_blocks_are_not_read(runner: str, make: Make, expected: Outputs) -> None:
+    producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner)
+    alone = tokens_of(expected)
+    assert tokens_of(run_requests(consumer, {"one": REQUESTS["one"]})) == {"one": alone["one"]}
+    for _ in range(2):  # the request's id is free again
+        output = run_requests(consumer, decodes(prefilled(producer, ["two"])))["two"]
+        assert output.outputs[0].token_ids == alone["two"]
+        assert output.num_cached_tokens == 24
+        assert settle(consumer)["blocks_loaded"] == 1  # five blocks of six are those of the other prompt
+        sent = settle(producer)
+    assert sent == {"sends_sent": 1, "blocks_sent": 6, "bytes_sent": 6 * 2048, "sends_declined": 1}
+
+
+@RUNNERS
+def test_shutdown_saves_files_and_waits_for_no_consumer(runner: str, make: Make, tmp_path: Path) -> None:
+    files = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": tmp_path}}
+    several = {"connectors": [nixl("kv_producer"), files]}
+    config = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_connector_extra_config": several}
+    producer = make(None, runner=runner, kv_transfer_config=config)
+    params = replace(PARAMS["alone"], extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    output = run_requests(producer, {"alone": (PROMPTS["alone"], params)})["alone"]
+    assert output.kv_transfer_params is not None and producer.has_transfers()
+    producer.shutdown()
+    assert len(list(tmp_path.rglob("*.kv"))) == 7
+
+
+@RUNNERS
+def test_requests_aborted_before_and_during_their_load(runner: str, make: Make) -> None:
+    producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner)
+    for num_steps in (0, 1):
+        consumer.add_request("long", *decodes(prefilled(producer, ["long"]))["long"])
+        for _ in range(num_steps):
+            consumer.step()
+        consumer.abort_request("long")
+        (output,) = [output for output in consumer.step() if output.finished]
+        assert output.outputs[0].finish_reason == "abort"
+        settle(consumer)
+        settle(producer)
+    assert producer.stats().transfers.counters["sends_declined"] >= 1
+
+
+@RUNNERS
+def test_unread_blocks_are_released(runner: str, make: Make, clock: Clock) -> None:
+    producer = make("kv_producer", runner=runner)
+    prefilled(producer)
+    # each prompt's blocks, with the last that is not full; "one" and "two" begin with the same five
+    assert producer.stats().transfers.num_held_blocks == 5 + 8 + 7 + 10 - 5
+    clock.now += 479
+    producer.step()
+    assert producer.stats().transfers.num_held_blocks == 25
+    clock.now += 1
+    assert settle(producer) == {"sends_expired": 4}
+
+
+@RUNNERS
+def test_beside_host_memory(runner: str, make: Make, expected: Outputs) -> None:
+    """A request is loaded from the connector with more of its tokens; the other producer's lease is declined."""
+    producer = make("kv_producer", runner=runner)
+    consumer = make("kv_consumer", runner=runner, kv_offloading_size=0.01, enable_prefix_caching=False, **SIZE)
+    for _ in range(2):
+        assert tokens_of(run_requests(consumer, decodes(prefilled(producer)))) == tokens_of(expected)
+        settle(consumer)
+        sent = settle(producer)
+    assert tokens_of(run_requests(consumer, REQUESTS)) == tokens_of(expected)  # without another engine
+    counters = settle(consumer)
+    assert counters["NixlConnector.blocks_loaded"] > 0 and counters["OffloadingConnector.blocks_loaded"] > 0
+    assert sent["sends_sent"] + sent.get("sends_declined", 0) == 8
+
+
+def test_wrong_roles_are_refused(make: Make) -> None:
+    producer, consumer, plain = make("kv_producer"), make("kv_consumer"), make(None)
+    request = decodes(prefilled(producer, ["long"]))["long"]
+    with pytest.raises(ValueError, match="do_remote_prefill is true, but kv_role is 'kv_producer'"):
+        producer.add_request("r", *request)
+    with pytest.raises(ValueError, match="do_remote_decode is true, but kv_role is 'kv_consumer'"):
+        prefilled(consumer)
+    with pytest.raises(ValueError, match="this engine has no KV connector that accepts any"):
+        plain.add_request("r", *request)
+    with pytest.raises(ValueError, match="n must be 1"):
+        consumer.add_request("r", request[0], replace(request[1], n=2, temperature=1.0))
+    consumer.add_request("r", *request)
+    consumer.abort_request("r")
+    consumer.step()
+    settle(producer)
