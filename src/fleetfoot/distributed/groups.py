@@ -54,10 +54,7 @@ class TensorGroup(_Ranks):
         return x
 
     def all_gather(self, x: torch.Tensor, num_columns: int | None = None) -> torch.Tensor:
-        """Concatenate ``x [n, m]`` of the ranks in rank order.
-
-        Returns the first ``num_columns`` columns (None: all) of ``[n, size * m]``.
-        """
+        """Concatenate ``x [n, m]`` by rank; the first ``num_columns`` columns (None: all) of ``[n, size * m]``."""
         return x
 
     def reducing(self, add_rms_norm: AddRMSNorm) -> AddRMSNorm:

@@ -43,14 +43,11 @@ class PeerMemory:
 
 
 def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device, instead: str) -> PeerMemory | None:
-    """Allocate a buffer on every rank of an NCCL group. A collective call.
+    """Allocate a buffer of int64 words on every rank of an NCCL group. A collective call.
 
     Returns None on every rank, with a warning, if some rank cannot map the memory.
 
     Args:
-        group: the ranks.
-        num_words: int64 words of each buffer.
-        device: of this rank.
         instead: for the warning: what uses NCCL then.
     """
     try:

@@ -115,7 +115,6 @@ decode_reply = msgspec.msgpack.Decoder(Ready | StepOutput | Failure).decode
 
 # --- sockets --------------------------------------------------------------------------------------------------------
 
-
 Store = str | tuple[str, int]
 """Where torch.distributed finds the ranks: a file on one machine, or the address and port of node 0's store."""
 
@@ -166,11 +165,7 @@ class EngineChannel:
         self.addresses = [WorkerAddresses(address, replies, keys[0] if keys else None) for address in calls]
 
     def send(self, message: bytes, ranks: Iterable[int] | None = None) -> None:
-        """Queue a message for the workers of ``ranks``; None: all.
-
-        Raises:
-            ConnectionError: a worker is not connected.
-        """
+        """Queue a message for the workers of ``ranks``; None: all. Raises ConnectionError if one is not connected."""
         for rank in range(len(self._calls)) if ranks is None else ranks:
             try:
                 self._calls[rank].send(message)

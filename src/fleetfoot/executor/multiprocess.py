@@ -97,8 +97,7 @@ class MultiprocessExecutor:
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Take a step, which is sent when `sample_tokens` is called.
 
-        Raises:
-            WorkerError: a worker has failed or ended; `sample_tokens` and its output raise it too.
+        Raises WorkerError if a worker has failed or ended; so do `sample_tokens` and its output.
         """
         self._check()
         self._step = scheduler_output
@@ -168,8 +167,7 @@ class MultiprocessExecutor:
     def _poll(self) -> None:
         """Wait for replies or the end of a process, and process them.
 
-        Raises:
-            WorkerError: a worker has failed or ended. During the start: what the worker raised.
+        Raises WorkerError if a worker has failed or ended; during the start what the worker raised.
         """
         self._poller.poll()
         while (message := self._channel.receive()) is not None:
@@ -244,8 +242,7 @@ class StepOutputs:
     """Outputs of steps in flight, by the steps' numbers.
 
     Args:
-        output_rank: the rank that reports sampled tokens.
-        num_replies: ranks that reply to each step.
+        output_rank: the rank that reports sampled tokens, one of ``num_replies`` that reply to each step.
     """
 
     def __init__(self, output_rank: int, num_replies: int) -> None:
@@ -270,11 +267,7 @@ class StepOutputs:
 
 class KVOutputMerger:
     """Merges the outputs of all ranks: a transfer has ended when it has ended on every rank, and has failed if it has
-    failed on any.
-
-    Args:
-        num_ranks: how many ranks report.
-    """
+    failed on any."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

@@ -73,11 +73,7 @@ def shared_facts(plan: EnginePlan) -> dict[str, str]:
 
 
 def check_same(facts: Mapping[str, str], others: Mapping[str, str], *, node: int) -> None:
-    """Compare this node's facts with those of another.
-
-    Raises:
-        ValueError: they differ; the message lists each difference.
-    """
+    """Raise ValueError, with each difference, if this node's facts are not those of another."""
     different = [
         f"\n  - {name}: {facts.get(name, 'nothing')} here, {others.get(name, 'nothing')} there"
         for name in {**facts, **others}
@@ -138,16 +134,11 @@ class Link:
         self.close = connection.close
 
     def send(self, greeting: msgspec.Struct) -> None:
-        """Raise ConnectionLostError if the other side has left."""
+        """Send a greeting; raises ConnectionLostError if the other side has left."""
         send_message(self._connection, msgspec.msgpack.encode(greeting))
 
     def receive(self, kind: type[_T], timeout_s: float) -> _T:
-        """The other side's greeting.
-
-        Raises:
-            ConnectionLostError: the connection has ended. StoppedError: nothing arrives. ValueError: the message is of
-                another kind.
-        """
+        """The other side's greeting; raises one of `_NOT_A_NODE`."""
         until = time.monotonic() + timeout_s
         message = receive_message(self._connection, lambda: time.monotonic() >= until)
         self._connection.settimeout(None)

@@ -48,11 +48,7 @@ class WorkerProcesses:
         self._by_rank: dict[int, BaseProcess] = {}
 
     def start(self, plan: EnginePlan, addresses: Sequence[WorkerAddresses], store: Store) -> None:
-        """Start all; if that fails, `kill` ends those that were started.
-
-        Args:
-            addresses: of all ranks, those of other machines too.
-        """
+        """Start all, given the addresses of all ranks; if that fails, `kill` ends those that were started."""
         size = plan.config.local_world_size
         # the parent, if it lives as long as the thread that starts the processes
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
@@ -76,11 +72,7 @@ class WorkerProcesses:
         return [process.sentinel for process in self._by_rank.values()]
 
     def find_loss(self, *, only_failed: bool = False) -> str:
-        """A sentence about a worker whose process has ended; empty if all are there.
-
-        Args:
-            only_failed: leave out exit code 0.
-        """
+        """A sentence about a worker that has ended (``only_failed``: with an error); empty if all are there."""
         over = set(wait(self.sentinels, timeout=0))
         for rank, process in self._by_rank.items():
             if process.sentinel in over:
@@ -92,8 +84,7 @@ class WorkerProcesses:
     def join(self) -> None:
         """Wait at most `SHUTDOWN_S` until all have ended, and kill those that have not.
 
-        Raises:
-            WorkerError: a worker has ended with an error.
+        Raises WorkerError if a worker has ended with an error.
         """
         until = time.monotonic() + SHUTDOWN_S
         for process in self._by_rank.values():
@@ -164,7 +155,6 @@ def run_worker(
     """The main function of a worker process. Torch is imported after the process is certain to end with its parent.
 
     Args:
-        rank: among all ranks of the engine.
         lifeline: the reading end of a pipe that is closed, by whatever means, when the parent ends.
         parent: its process id; None: the thread that started this process may end before it.
     """

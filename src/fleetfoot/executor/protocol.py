@@ -80,11 +80,7 @@ class WorkerBuild:
 
 
 def check_builds(plan: EnginePlan, builds: Mapping[int, WorkerBuild]) -> None:
-    """Compare what each rank has built with the plan.
-
-    Raises:
-        PlanMismatchError: they differ; the message has both sides of each difference.
-    """
+    """Raise PlanMismatchError, with both sides of each difference, if a rank has not built what the plan names."""
     differences = []
     for rank, build in sorted(builds.items()):
         planned = asdict(WorkerBuild.planned(plan, rank))

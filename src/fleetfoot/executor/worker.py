@@ -34,7 +34,6 @@ class Worker:
     """Loads the model, allocates the KV cache, and warms up.
 
     Args:
-        rank: 0 .. world_size - 1.
         groups: of the rank, from ``make_groups``; the device is the current one then. None: it is the only rank.
 
     Raises:
@@ -173,14 +172,7 @@ class Worker:
 
 
 def make_connector(plan: EnginePlan, rank: int) -> StepConnector:
-    """The worker's side of the plan's KV connector.
-
-    Args:
-        rank: of the worker, 0 .. world_size - 1.
-
-    Raises:
-        ValueError: the connector's settings do not fit this engine.
-    """
+    """The worker's side of the plan's KV connector; raises ValueError if its settings do not fit this engine."""
     if plan.connector is None:
         return NoConnector()
     return StepConnector(plan.connector.connector_class.worker_side(transfer_context(plan, rank=rank)))

@@ -79,11 +79,7 @@ class ReceiveBuffers:
         self._blocked: list[tuple[torch.Tensor, Transfer | None]] = []
 
     def acquire(self, should_stop: Callable[[], bool]) -> torch.Tensor:
-        """A free buffer.
-
-        Raises:
-            StoppedError: ``should_stop`` returned True before there was one.
-        """
+        """A free buffer; raises StoppedError if ``should_stop`` returns True before there is one."""
         with self._changed:
             while True:
                 blocked, self._blocked = self._blocked, []
@@ -96,10 +92,7 @@ class ReceiveBuffers:
                 self._changed.wait(_BUFFER_POLL_SECONDS)
 
     def release(self, buffer: torch.Tensor, transfer: Transfer | None) -> None:
-        """
-        Args:
-            transfer: a read into the buffer that may not have ended.
-        """
+        """``transfer``: a read into the buffer that may not have ended."""
         with self._changed:
             if not self._put_back(buffer, transfer):
                 logger.warning("a read of KV cannot be stopped: a buffer of %d bytes waits for its end", buffer.nbytes)
@@ -155,10 +148,7 @@ class Peers:
         self._broken: set[str] = set()
 
     def acquire(self, metadata: bytes) -> str:
-        """
-        Raises:
-            TransferError: the peer cannot be reached.
-        """
+        """Connect to a peer; raises TransferError if it cannot be reached."""
         with self._lock:
             peer = self._agent.connect(metadata)
             if peer in self._broken:
@@ -225,7 +215,6 @@ class Loads:
         counters: TransferCounters,
         *,
         jobs: IOThreads,
-        bytes_per_block: int,
         clock: Callable[[], float],
     ) -> None:
         self._agent = agent
@@ -237,7 +226,7 @@ class Loads:
         self._counters = counters
         self._jobs = jobs
         self._decline_jobs = IOThreads("kv-decline", 1)  # separate, so that unresponsive producers delay no load
-        self._bytes_per_block = bytes_per_block
+        self._bytes_per_block = buffers.memory.shape[1]
         self._clock = clock
         self._loads: list[Load] = []
         self._ended: queue.SimpleQueue[Load] = queue.SimpleQueue()
@@ -245,10 +234,7 @@ class Loads:
     # --- in the worker's thread -------------------------------------------------------------------------------------
 
     def start(self, spec: LoadSpec, after: torch.cuda.Event | None) -> None:
-        """
-        Args:
-            after: after the device's work that is queued so far.
-        """
+        """``after``: after the device's work that is queued so far."""
         load = Load(spec, self._clock() + self._timeout, after, error=spec.refusal)
         self._loads.append(load)
         if spec.refusal:

@@ -49,13 +49,7 @@ class NixlSettings:
 
     @classmethod
     def of(cls, config: KVTransferConfig, *, num_ranks: int = 1) -> NixlSettings:
-        """
-        Args:
-            num_ranks: of the engine; each has its own port.
-
-        Raises:
-            ValueError, TypeError: a setting is unknown or invalid.
-        """
+        """For an engine of ``num_ranks``, each with its own port; ValueError or TypeError if a setting is invalid."""
         settings = ConnectorSettings(config)
         backend = settings.text("backend") or BACKENDS[0]
         if backend not in BACKENDS:

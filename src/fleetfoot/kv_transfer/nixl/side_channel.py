@@ -98,16 +98,10 @@ class RefusedError(RuntimeError):
 def call(
     connection: socket.socket, address: str, should_stop: Callable[[], bool], request: Acquire | Finish, kind: type[_R]
 ) -> _R:
-    """Send a request to a producer, and wait for its reply.
-
-    Args:
-        address: of the producer, for messages.
-        should_stop: polled while waiting for a reply; True raises StoppedError.
-        kind: of the expected reply.
+    """Send a request to a producer, and wait for a reply of this kind, while ``should_stop`` returns False.
 
     Raises:
-        ConnectionLostError: the producer cannot be reached.
-        RefusedError, StoppedError
+        ConnectionLostError, RefusedError, StoppedError
     """
     send_message(connection, msgspec.msgpack.encode(request))
     body = receive_message(connection, should_stop)
@@ -213,14 +207,7 @@ class Leases:
     # --- in consumers' threads --------------------------------------------------------------------------------------
 
     def acquire(self, lease_id: str, timeout: float) -> list[int]:
-        """The blocks of a lease, once they are written.
-
-        Args:
-            timeout: seconds to wait for the step that grants the lease.
-
-        Raises:
-            LeaseError: there is no such lease.
-        """
+        """The blocks of a lease, once they are written; raises LeaseError if no step grants it within ``timeout``."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._is_closed or lease_id in self._live or lease_id in self._past, timeout
@@ -234,11 +221,7 @@ class Leases:
         return lease.block_ids
 
     def finish(self, lease_id: str) -> None:
-        """End a lease whose blocks were read. If it returns, they were held until now.
-
-        Raises:
-            LeaseError: they were not.
-        """
+        """End a lease whose blocks were read; raises LeaseError if they were not held until now."""
         with self._changed:
             self._find(lease_id)
             self._end(lease_id, SENT)
@@ -273,13 +256,9 @@ class ProducerServer:
     """Serves the side channel, each consumer in its own thread.
 
     Args:
-        host, port: where it listens; port 0: any free port.
-        engine_id: of this engine; consumers must name it.
+        host, port: as of `SocketServer`, which may raise ValueError.
         description: consumers' must equal it.
         granted: the reply to `Acquire`, without block ids.
-
-    Raises:
-        ValueError: the address cannot be listened on.
     """
 
     def __init__(

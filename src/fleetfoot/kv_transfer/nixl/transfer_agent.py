@@ -47,11 +47,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Whether all bytes have arrived; does not wait.
-
-        Raises:
-            TransferError: the read has failed.
-        """
+        """Whether all bytes have arrived; does not wait. Raises TransferError if the read has failed."""
 
     @abstractmethod
     def wait(self, seconds: float) -> None:
@@ -59,11 +55,8 @@ class Transfer(ABC):
 
     @abstractmethod
     def release(self) -> bool:
-        """Release the transfer, whether or not it has ended.
-
-        Returns:
-            Whether the local memory is not written any more. If False, call again, and keep the memory until then.
-        """
+        """Release the transfer, whether or not it has ended. Returns whether the local memory is not written any more;
+        if False, call again, and keep the memory until then."""
 
 
 class TransferAgent(ABC):
@@ -82,11 +75,7 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def connect(self, metadata: bytes) -> str:
-        """Connect to a peer and return its name; idempotent.
-
-        Raises:
-            TransferError: the peer cannot be reached.
-        """
+        """Connect to a peer and return its name; idempotent. Raises TransferError if it cannot be reached."""
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
@@ -94,15 +83,12 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def read(self, peer: str, remote: np.ndarray, local: np.ndarray, remote_device: int) -> Transfer:
-        """Start reading regions of a peer's memory.
+        """Start reading regions of a peer's memory. Raises TransferError if the read cannot start.
 
         Args:
             remote: ``[n, 2]`` int64, address and length of each region, within memory that the peer has registered.
             local: ``[n, 2]`` int64, of the same lengths, within memory that was registered here.
             remote_device: index of the remote GPU; 0 for host memory.
-
-        Raises:
-            TransferError: the read cannot start.
         """
 
     @abstractmethod
@@ -208,11 +194,8 @@ class TcpAgent(TransferAgent):
             connection.sendall(_TRAILER.pack(zlib.crc32(content)))
 
     def _find(self, regions: np.ndarray) -> list[torch.Tensor]:
-        """uint8 ``[length]`` of each of ``regions [n, 2]``, address and length.
-
-        Raises:
-            ValueError: a region is not within a registered tensor.
-        """
+        """uint8 ``[length]`` of each of ``regions [n, 2]``, address and length; raises ValueError if one is not
+        registered."""
         found = []
         for address, length in regions.tolist():
             for begin, end, tensor in self._memory:
@@ -304,11 +287,7 @@ class _TcpTransfer(Transfer):
 
 
 def nixl_api() -> Any:
-    """NIXL's Python interface.
-
-    Raises:
-        ValueError: it is not installed, or cannot be loaded.
-    """
+    """NIXL's Python interface; raises ValueError if it is not installed, or cannot be loaded."""
     logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs every agent to standard output
     errors = []
     for name in NIXL_MODULES:
@@ -431,12 +410,5 @@ def _descriptors(regions: np.ndarray, device: int) -> np.ndarray:
 
 
 def make_agent(backend: str, name: str, host: str) -> TransferAgent:
-    """The transfer agent of a backend.
-
-    Args:
-        host: the address of this machine for peers.
-
-    Raises:
-        ValueError: the backend is not installed.
-    """
+    """The transfer agent of a backend; raises ValueError if that is not installed."""
     return NixlAgent(name) if backend == "nixl" else TcpAgent(name, host)

@@ -140,7 +140,6 @@ class NixlWorker(WorkerConnector):
             self._context,
             self._counters,
             jobs=self._jobs,
-            bytes_per_block=layout.bytes_per_block,
             clock=self._clock,
         )
 

@@ -29,9 +29,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class Engine(Protocol):
-    """An engine in this process (`fleetfoot.server.disaggregation.serve.LocalEngine`), one in another process
-    (`fleetfoot.server.disaggregation.client.EngineClient`), or a prefill and a decode engine behind one interface
-    (`fleetfoot.server.disaggregation.proxy.DisaggregatedLLM`)."""
+    """An engine in this process (`LocalEngine` in `fleetfoot.server.disaggregation.serve`), one in another
+    (`EngineClient`), or a prefill and a decode engine (`fleetfoot.server.disaggregation.proxy.DisaggregatedLLM`)."""
 
     def generate(
         self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -46,8 +45,7 @@ class Engine(Protocol):
     async def drain(self) -> dict[str, Any]:
         """Wait until no request is unfinished and no KV is held for a transfer; then return the statistics.
 
-        Raises:
-            RuntimeError: the engine's integrity check fails.
+        Raises RuntimeError if the engine's integrity check fails.
         """
         ...
 
@@ -114,10 +112,7 @@ async def write_message(writer: asyncio.StreamWriter, message: EngineCall | Engi
 
 
 async def read_message(reader: asyncio.StreamReader, kind: Any) -> Any:
-    """Read one message.
-
-    Args:
-        kind: the expected type, or a union of types.
+    """Read one message of the type ``kind``.
 
     Raises:
         ConnectionError: the other end has closed the connection, or sends data that is not a message.
@@ -238,8 +233,7 @@ class EngineProcess:
     def wait_until_ready(self) -> str:
         """Block until the engine accepts requests; return its address.
 
-        Raises:
-            RuntimeError: the process has ended; the reason is on standard error.
+        Raises RuntimeError if the process has ended; the reason is on standard error.
         """
         assert self._process.stdout is not None
         while not self._address:

@@ -80,7 +80,7 @@ def serve_proxy(prefill: str, decode: str, host: str, port: int, *, prefill_time
     Args:
         prefill, decode: addresses of the engines; they may start later, and become unreachable for a while.
         port: 0: any free one.
-        prefill_timeout: seconds to wait for the prefill engine.
+        prefill_timeout: seconds.
 
     Raises:
         ValueError: an address is invalid, or cannot be listened on.
@@ -122,11 +122,7 @@ def _end_of_serving(*, until_stdin_closes: bool = False) -> asyncio.Future[None]
 def reserve(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """Bind a socket before an engine is loaded, which may take minutes. Connections are refused until it listens.
 
-    Args:
-        port: 0: any free one.
-
-    Raises:
-        ValueError: the address cannot be bound; the message has the reason.
+    Port 0 is any free one. Raises ValueError, with the reason, if the address cannot be bound.
     """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -139,11 +135,8 @@ def reserve(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
 
 
 class LocalEngine:
-    """An `AsyncLLM` of this process as a `fleetfoot.server.disaggregation.client.Engine`.
-
-    Args:
-        llm: the engine; shutting it down remains the caller's task.
-    """
+    """An `AsyncLLM` of this process, which the caller shuts down; implements
+    `fleetfoot.server.disaggregation.client.Engine`."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -170,10 +163,9 @@ class LocalEngine:
 
 
 class EngineServer:
-    """Serves an engine on a socket.
+    """Serves an engine, which the caller shuts down, on a socket.
 
     Args:
-        engine: used by all connections; shutting it down remains the caller's task.
         on_death: called when a request raises `EngineDeadError`.
     """
 
@@ -247,11 +239,7 @@ class EngineServer:
 
 
 def main(config: str, host: str, port: str) -> None:
-    """The main function of an `EngineProcess` (`fleetfoot.server.disaggregation.client`).
-
-    Args:
-        config: the engine's settings, a JSON object.
-    """
+    """The main function of an `EngineProcess`; ``config``: the engine's settings, a JSON object."""
     logging.basicConfig(level=logging.WARNING)
     settings = EngineConfig.from_keywords(json.loads(config), owner="EngineProcess")
     serve_engine(settings, host, int(port), until_stdin_closes=True)
