@@ -248,15 +248,21 @@ def test_corrupt_connection(runner: str, what: str, make: MakeEngine, expected: 
         assert settle(producer)["sends_lost"] == 1
 
 
+UNLIKE: dict[str, dict[str, Any]] = {
+    "model": {"intermediate_size": 80},
+    "weights": {"seed": 1},
+    "block_size": {"block_size": 8},
+    "dtype": {"dtype": "bfloat16"},
+}
+
+
 @RUNNERS
-@pytest.mark.parametrize("unlike", ["model", "weights", "block_size", "dtype"])
-def test_different_engines(
-    runner: str, unlike: str, make: MakeEngine, expected: Outputs, tmp_path: Path, text_model: Path
-) -> None:
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_different_engines(runner: str, unlike: str, make: MakeEngine, expected: Outputs, tmp_path: Path) -> None:
     """The difference is detected at once, and named."""
-    other: dict[str, Any] = {"block_size": {"block_size": 8}, "dtype": {"dtype": "bfloat16"}}.get(unlike, {})
+    other = UNLIKE[unlike]
     if unlike in ("model", "weights"):
-        make_checkpoint(tmp_path, "llama", **{**TEXT_MODEL, "intermediate_size": 96 if unlike == "weights" else 80})
+        make_checkpoint(tmp_path, "llama", **{**TEXT_MODEL, **other})
         other = {"model": tmp_path, "skip_tokenizer_init": True}
     producer = make("kv_producer", runner=runner, **other)
     for policy in ("fail", "recompute"):
