@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import random
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.helpers.kv_bench import (
-    BLOCK_SIZE,
     BLOCKS,
     FINGERPRINT,
     LAYOUT,
@@ -35,7 +30,7 @@ from tests.helpers.kv_bench import (
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
 from fleetfoot.kv_transfer.blockstore import blocks, worker
-from fleetfoot.kv_transfer.blockstore.blocks import FilesystemSettings, num_host_blocks
+from fleetfoot.kv_transfer.blockstore.blocks import FilesystemSettings
 from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler, HostIndex, SharedStorageConnector, SlotTable
 from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
 
@@ -253,54 +248,6 @@ def test_a_save_that_was_lost_is_not_taken_for_kv(make: MakeBench) -> None:
     assert "does not hold KV block" in failure.reason
     assert bench.counters == {"loads_failed": 1}
     assert bench.matched(request) == 0  # the lost blocks are not matched again
-
-
-@pytest.mark.parametrize(
-    ("extra", "num_ranks", "expected"),
-    [
-        ({"num_cpu_blocks": 5}, 1, 5),
-        ({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 1, 10),
-        ({"cpu_bytes_to_use": 10 * BLOCK_BYTES}, 2, 5),
-        ({"cpu_bytes_to_use": float(11 * BLOCK_BYTES)}, 2, 5),
-    ],
-)
-def test_size(extra: dict[str, Any], num_ranks: int, expected: int) -> None:
-    config = transfer_config("OffloadingConnector", **extra)
-    context = TransferContext(config, 4, "f", "e", num_ranks, bytes_per_block=num_ranks * BLOCK_BYTES)
-    assert num_host_blocks(context) == expected
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), num_slots=st.integers(1, 12))
-def test_loaded_blocks_hold_what_was_saved(seed: int, num_slots: int) -> None:
-    """Random saves, flushes, loads and steps; every element of a block has a value of the block's tokens."""
-    rng = random.Random(seed)
-    bench = Bench(transfer_config("OffloadingConnector", num_cpu_blocks=num_slots))
-    prompts = [[first, *range(first % 3, first % 3 + 12)] for first in range(4)]
-    truth: dict[bytes, float] = {}
-    for number in range(30):
-        block_ids = rng.sample(range(LAYOUT.num_blocks), 3)
-        request = bench.request(f"r{number}", rng.choice(prompts), block_ids)
-        matched = bench.matched(request) // BLOCK_SIZE
-        if matched and rng.random() < 0.6:
-            bench.scheduler.update_state_after_alloc(request, 0, matched * BLOCK_SIZE)
-            assert bench.until_ended(request).loaded == {request.request_id}
-            for digest, block in zip(request.block_hashes[:matched], block_ids, strict=False):
-                assert all(bool((cache[block] == truth[digest]).all()) for cache in bench.caches[0])
-        else:
-            for digest, block in zip(request.block_hashes, block_ids, strict=True):
-                value = torch.tensor(truth.setdefault(digest, rng.random()))
-                truth[digest] = float(value)  # rounded to float32
-                for cache in bench.caches[0]:
-                    cache[block] = value
-            bench.scheduler.blocks_filled(request, 0, rng.randint(0, 3), by_this_step=rng.random() < 0.5)
-            if rng.random() < 0.7:
-                bench.scheduler.request_finished(request)
-            bench.step()
-            bench.scramble(block_ids)
-        slots_of(bench).check_integrity()
-        assert len(slots_of(bench)) <= num_slots
-    bench.shutdown()
 
 
 def test_pinned_slots_are_not_evicted() -> None:

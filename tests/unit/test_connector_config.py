@@ -167,17 +167,13 @@ def test_one_offloading_connector_only(depth: int) -> None:
 
 
 def test_offloading_beside_another_connector(tmp_path: Path) -> None:
-    transfer = {
-        **SHARED,
-        "kv_role": "kv_consumer",
-        "engine_id": "me",
-        "kv_transfer_timeout": 7,
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
+    extra = {"shared_storage_path": str(tmp_path)}
+    fields = {"engine_id": "me", "kv_transfer_timeout": 7, "kv_load_failure_policy": "fail"}
+    transfer = {**SHARED, **fields, "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
     plan = plan_of(kv_offloading_size=0.01, kv_transfer_config=transfer)
-    assert plan.connector is not None and plan.connector.config.kv_connector == "MultiConnector"
+    assert plan.connector is not None
     config = plan.connector.config
+    assert config.kv_connector == "MultiConnector"
     offload, shared = part_configs(config)
     assert (offload.kv_connector, offload.kv_role) == ("OffloadingConnector", "kv_both")
     assert shared == plan.config.kv_transfer_config

@@ -20,6 +20,7 @@ from tests.helpers.kv_bench import Bench, LateCopies, ManualJobs
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.blockstore import worker
+from fleetfoot.kv_transfer.blockstore.connector import HostIndex
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import Request, RequestStatus
 from fleetfoot.records.sampling_params import SamplingParams
@@ -129,6 +130,7 @@ def play(
         else:
             assert output is not None or not alive, "requests wait, nothing is in flight, and nothing is scheduled"
         scheduler.check_integrity()
+        check_slots(engine.connector.inner)
     scheduler.check_idle()
     assert scheduler.pool.num_free == scheduler.config.num_blocks
     return everyone
@@ -193,6 +195,14 @@ def test_tokens_do_not_depend_on_transfers(
             engine.shutdown()
             for request in requests:
                 check(request, policy)
+
+
+def check_slots(connector: Any) -> None:
+    """Of the host memory of a connector or its parts."""
+    for part in getattr(connector, "_parts", [connector]):
+        if isinstance(part.index, HostIndex):
+            part.index.slots.check_integrity()
+            assert len(part.index.slots) <= part.index.slots.num_slots
 
 
 def check(request: Request, policy: str) -> None:
