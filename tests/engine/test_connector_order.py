@@ -6,11 +6,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.helpers.faulty_connector import HookedWorker
+from tests.helpers.faulty_connector import WORKER_POINTS, HookedWorker
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.local_pipeline import local_pipeline
 from tests.helpers.recording_device import RecordingDevice
@@ -38,14 +39,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 # --- what happens, written down -------------------------------------------------------------------------------------
 
-SHORT = {
-    "register_kv_caches": "register",
-    "bind_connector_metadata": "bind",
-    "start_load_kv": "start",
-    "save_kv": "save",
-    "clear_connector_metadata": "clear",
-}
-"""Names of the methods in the log."""
+CLEAR = WORKER_POINTS[-1]
 
 
 class FaultError(Exception):
@@ -81,9 +75,9 @@ class RecordingConnector(HookedWorker):
 
     def at(self, point: str) -> None:
         if point in ("start_load_kv", "save_kv"):
-            self.is_written[SHORT[point]] = [bool(kv_cache[0].any()) for kv_cache in self.kv_caches]
+            self.is_written[point] = [bool(kv_cache[0].any()) for kv_cache in self.kv_caches]
         details = {"register_kv_caches": f"{len(self.kv_caches)} layers", "bind_connector_metadata": self.metadata}
-        self.log.note(SHORT.get(point, point), details.get(point, ""))
+        self.log.note(point, details.get(point, ""))
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         assert [tuple(kv_cache.shape) for kv_cache in kv_caches] == layout.layer_shapes
@@ -161,7 +155,7 @@ class Rank:
             wrap=lambda model: Noted(self.log, "forward", model),
         )
         num_layers = (2 if pipeline.size == 1 else 1) + bool(drafter)
-        assert self.log.take() == ["load_drafter"] * bool(drafter) + [f"register {num_layers} layers"]
+        assert self.log.take() == ["load_drafter"] * bool(drafter) + [f"register_kv_caches {num_layers} layers"]
 
     def step(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         assert self.runner.execute_model(output) is None
@@ -199,21 +193,22 @@ def idle(step: int = 2) -> SchedulerOutput:
 # --- the contract ---------------------------------------------------------------------------------------------------
 
 
-def prompt_step(*events: str) -> list[str]:
-    return ["bind prompt", "flush", "start", *events, "save", "wait_for_save", "get_finished earlier", "clear"]
+def events_of(metadata: str, *events: str, finished: str = "") -> list[str]:
+    """Of a step with a forward pass."""
+    begin = [f"bind_connector_metadata {metadata}", "flush", "start_load_kv"]
+    end = ["save_kv", "wait_for_save", f"get_finished {finished}".strip(), "clear_connector_metadata"]
+    return [*begin, *events, *end]
 
 
-def decode_step(*events: str) -> list[str]:
-    return ["bind decode", "flush", "start", *events, "save", "wait_for_save", "get_finished", "clear"]
-
-
+prompt_step, decode_step = partial(events_of, "prompt", finished="earlier"), partial(events_of, "decode")
 ALONE = prompt_step("forward", "sample"), decode_step("forward", "sample")
 # a drafter writes KV of its own: nothing is final before it has run, and it runs in every step
 DRAFTING = prompt_step("forward", "sample", "propose 3"), decode_step("forward", "sample", "propose")
 # on a rank that is not the last, the forward pass is the last writer
 NOT_LAST = prompt_step("forward"), decode_step("forward")
 # no KV was written, so there is nothing to wait for; but a load may have ended
-IDLE = ["bind idle", "flush", "start", "wait_for_progress", "save", "get_finished r0", "clear"]
+IDLE = events_of("idle", "wait_for_progress", finished="r0")
+IDLE.remove("wait_for_save")
 
 
 @DRAFTS
@@ -249,8 +244,8 @@ def test_kv_is_final_when_it_is_saved(kind: str, size: int) -> None:
     """Nothing of a step is in the cache when loads begin, and everything is when it is saved: a drafter's too."""
     for rank in ranks_of(kind, size, drafts=True):
         rank.step(prefill())
-        assert not any(rank.connector.is_written["start"])
-        assert all(rank.connector.is_written["save"])
+        assert not any(rank.connector.is_written["start_load_kv"])
+        assert all(rank.connector.is_written["save_kv"])
 
 
 # --- something raises -----------------------------------------------------------------------------------------------
@@ -281,7 +276,7 @@ def test_the_metadata_is_cleared_whatever_raises(kind: str, where: str, step: st
     with pytest.raises(FaultError, match=raising):
         rank.step(output)
     position = [event.split()[0] for event in events].index(raising)
-    assert rank.log.take() == [*events[:position], f"{raising}!", "clear"]
+    assert rank.log.take() == [*events[:position], f"{raising}!", CLEAR]
     assert rank.connector.metadata is None
 
 
@@ -290,10 +285,10 @@ def test_clearing_never_hides_the_first_cause(
     kind: str, step: str, raising: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rank = Rank(kind, drafts=True)
-    rank.log.raising = {raising, "clear"}
+    rank.log.raising = {raising, CLEAR}
     with pytest.raises(FaultError, match=raising):
         rank.step(prefill() if step == "prompt" else idle())
-    assert rank.log.take()[-1] == "clear!"
+    assert rank.log.take()[-1] == f"{CLEAR}!"
     assert "could not clear the metadata" in caplog.text
     rank.runner.shutdown()
     assert rank.log.take() == ["shutdown"]
@@ -301,8 +296,8 @@ def test_clearing_never_hides_the_first_cause(
 
 def test_clearing_that_raises_is_itself_a_cause(kind: str) -> None:
     rank = Rank(kind, drafts=False)
-    rank.log.raising = {"clear"}
-    with pytest.raises(FaultError, match="clear"):
+    rank.log.raising = {CLEAR}
+    with pytest.raises(FaultError, match=CLEAR):
         rank.step(prefill())
 
 

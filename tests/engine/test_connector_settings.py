@@ -97,6 +97,7 @@ def test_invalid_settings_are_refused_everywhere(
 ) -> None:
     """By the plan and by the start, in the same words, and by both sides; nothing is created."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fleetfoot.engine.engine.start_executor", None)
     error = TypeError if "keyword" in message or "did you mean" in message else ValueError
     with pytest.raises(error, match=message) as refused:
         LLM(kv_transfer_config=settings, **SMALL)
@@ -116,12 +117,6 @@ def test_invalid_settings_are_refused_everywhere(
 def test_names_of_settings_are_strings() -> None:
     with pytest.raises(TypeError, match="has the key 5, a int; keys must be strings"):
         LLM(kv_transfer_config={**transfer(SHARED), "kv_connector_extra_config": {**FILES, 5: 6}}, **SMALL)
-
-
-def test_a_start_that_is_refused_has_loaded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fleetfoot.engine.engine.start_executor", None)
-    with pytest.raises(ValueError, match="shared_storage_path is None"):
-        LLM(kv_transfer_config=transfer(SHARED), **SMALL)
 
 
 def test_each_rank_needs_a_port(capsys: Streams) -> None:

@@ -171,28 +171,20 @@ def test_the_asynchronous_engine_steps_while_blocks_are_held_and_then_sleeps() -
 # --- the end --------------------------------------------------------------------------------------------------------
 
 
-def test_shutting_down_reports_the_last_ids_and_does_not_wait_for_held_blocks() -> None:
-    executor, connector = TransferExecutor(), ScriptedConnector(holds="r")
-    engine = engine_of(executor, connector)
-    engine.add_request("r", [5, 6], params(1))
-    engine.step()
-    assert engine.has_transfers() and executor.num_idle == 0
-    engine.shutdown()
-    assert [step.finished_req_ids for step in executor.idle_steps] == [{"r"}]
-    assert engine.has_transfers()
-    assert executor.is_shut_down and connector.calls[-1] == ("shutdown",)
-
-
-def test_shutting_down_sends_the_workers_one_more_step() -> None:
-    executor, connector = TransferExecutor(), ScriptedConnector(pending=True)
+@pytest.mark.parametrize("case", ["held", "pending"])
+def test_shutting_down_takes_one_more_step_and_does_not_wait(case: str) -> None:
+    executor = TransferExecutor()
+    connector = ScriptedConnector(holds="r") if case == "held" else ScriptedConnector(pending=True)
     engine = engine_of(executor, connector)
     engine.add_request("r", [5, 6], params(1))
     assert engine.step()[0].finished
     assert executor.num_idle == 0
-    engine.shutdown()
-    engine.shutdown()
-    assert [step.kv_connector_metadata[1] for step in executor.idle_steps] == [1]  # though more is pending
-    assert connector.of("shutdown") == [()]
+    for _ in range(2):
+        engine.shutdown()
+        (step,) = executor.idle_steps  # though blocks are held, or more is pending
+        assert (step.finished_req_ids, step.kv_connector_metadata[1]) == ({"r"}, 1)
+        assert engine.has_transfers()
+        assert executor.is_shut_down and connector.of("shutdown") == [()]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
