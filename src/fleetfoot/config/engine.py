@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
-from fleetfoot.config.json_fields import ABOVE_ZERO, AT_LEAST_ONE, Bounds, JSONSettings, check_fields
+from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check_fields
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride
 from fleetfoot.config.speculative import SpeculativeConfig
@@ -63,6 +63,11 @@ def _flag(
     if record is not None:
         metadata["record"] = record
     return field(default=default, metadata=metadata, hash=is_hashed)
+
+
+def _count(default: int | None, help: str) -> Any:
+    """A field of at least 1."""
+    return _flag(default, help, bounds=Bounds("be at least 1", 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,13 +132,9 @@ class EngineConfig:
         bounds=Bounds("fit in 64 bits", -(2**63), 2**64 - 1),
     )
 
-    max_model_len: int | None = _flag(
-        None, "longest prompt plus output, in tokens; default: the model's own limit", bounds=AT_LEAST_ONE
-    )
-    max_num_seqs: int = _flag(256, "most requests that run at the same time", bounds=AT_LEAST_ONE)
-    max_num_batched_tokens: int | None = _flag(
-        None, "most tokens in one step; default 8192 on a GPU, 2048 on a CPU", bounds=AT_LEAST_ONE
-    )
+    max_model_len: int | None = _count(None, "longest prompt plus output, in tokens; default: the model's own limit")
+    max_num_seqs: int = _count(256, "most requests that run at the same time")
+    max_num_batched_tokens: int | None = _count(None, "most tokens in one step; default 8192 on a GPU, 2048 on a CPU")
     enable_chunked_prefill: bool = _flag(True, "split long prompts over several steps, mixed with decodes")
     enable_prefix_caching: bool = _flag(True, "reuse the KV blocks of a prompt's known beginning")
     scheduling_policy: SchedulingPolicy = _flag(
@@ -143,18 +144,14 @@ class EngineConfig:
         20, "most logprobs that a request may ask for; -1: no limit", bounds=Bounds("be -1 (no limit), 0 or more", -1)
     )
 
-    block_size: int = _flag(16, "tokens in a KV block", bounds=AT_LEAST_ONE)
+    block_size: int = _count(16, "tokens in a KV block")
     gpu_memory_utilization: float = _flag(
         0.9,
         "share of the GPU's memory for weights, KV and activations together",
         bounds=Bounds("be above 0, at most 1", ABOVE_ZERO, 1),
     )
-    kv_cache_memory_bytes: int | None = _flag(
-        None, "bytes for KV, instead of what the memory plan finds", bounds=AT_LEAST_ONE
-    )
-    num_gpu_blocks_override: int | None = _flag(
-        None, "number of KV blocks on any device, instead of the plan's", bounds=AT_LEAST_ONE
-    )
+    kv_cache_memory_bytes: int | None = _count(None, "bytes for KV, instead of what the memory plan finds")
+    num_gpu_blocks_override: int | None = _count(None, "number of KV blocks on any device, instead of the plan's")
 
     kv_transfer_config: KVTransferConfig | None = _flag(
         None,
@@ -169,15 +166,15 @@ class EngineConfig:
     )
     enable_sleep_mode: bool = _flag(False, "let the engine give its memory back while it sleeps")
 
-    tensor_parallel_size: int = _flag(1, "GPUs that share each layer", bounds=AT_LEAST_ONE)
-    pipeline_parallel_size: int = _flag(1, "GPUs that the layers are spread over", bounds=AT_LEAST_ONE)
-    prefill_context_parallel_size: int = _flag(1, "GPUs that share a long prompt", bounds=AT_LEAST_ONE)
+    tensor_parallel_size: int = _count(1, "GPUs that share each layer")
+    pipeline_parallel_size: int = _count(1, "GPUs that the layers are spread over")
+    prefill_context_parallel_size: int = _count(1, "GPUs that share a long prompt")
     distributed_executor_backend: ExecutorBackend = _flag(
         "auto",
         "where workers run: uni, in the engine's process; mp, each in its own; auto: mp where there are several",
         choices=ExecutorBackend,
     )
-    nnodes: int = _flag(1, "machines that the workers are spread over, equally many on each", bounds=AT_LEAST_ONE)
+    nnodes: int = _count(1, "machines that the workers are spread over, equally many on each")
     node_rank: int = _flag(0, "number of this machine; the engine starts on 0, the others run fleetfoot worker")
     master_addr: str = _flag(
         "127.0.0.1", "address of machine 0, as the others reach it", if_empty="it must be the address of node 0"

@@ -15,14 +15,8 @@ NO_COLOR = "NO_COLOR"
 
 
 def use_v2_model_runner(environ: Mapping[str, str] | None = None) -> bool | None:
-    """The value of ``FLEETFOOT_USE_V2_MODEL_RUNNER``; None: unset.
-
-    Args:
-        environ: the variables; None: the process's own.
-
-    Raises:
-        ValueError: it holds anything but 0 or 1, an empty string included.
-    """
+    """The value of ``FLEETFOOT_USE_V2_MODEL_RUNNER`` in ``environ`` (None: the process's own); None: unset. Raises
+    ValueError: it holds anything but 0 or 1, an empty string included."""
     value = (os.environ if environ is None else environ).get(USE_V2_MODEL_RUNNER)
     return _parse_flag(
         USE_V2_MODEL_RUNNER, value, "0 (Model Runner V1), 1 (Model Runner V2) or unset (the oracle chooses)"
@@ -30,11 +24,8 @@ def use_v2_model_runner(environ: Mapping[str, str] | None = None) -> bool | None
 
 
 def use_native_kernels() -> bool:
-    """Whether the C kernels may be used.
-
-    Raises:
-        ValueError: ``FLEETFOOT_USE_NATIVE_KERNELS`` holds anything but 0 or 1, an empty string included.
-    """
+    """Whether the C kernels may be used. Raises ValueError: ``FLEETFOOT_USE_NATIVE_KERNELS`` holds anything but 0 or 1,
+    an empty string included."""
     return _parse_flag(USE_NATIVE_KERNELS, os.environ.get(USE_NATIVE_KERNELS), "0, 1 or unset (1)") is not False
 
 

@@ -100,7 +100,6 @@ class Bounds:
     most: float = sys.float_info.max
 
 
-AT_LEAST_ONE = Bounds("be at least 1", 1)
 ABOVE_ZERO = math.ulp(0.0)
 """The smallest positive number."""
 
@@ -157,11 +156,8 @@ class JSONSettings:
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """From a dictionary or JSON text; an instance is returned as it is.
-
-        Raises:
-            TypeError, ValueError: it is neither, or has an unknown key or an invalid value; names it.
-        """
+        """From a dictionary or JSON text; an instance is returned as it is. Raises TypeError, ValueError: it is
+        neither, or has an unknown key or an invalid value; names it."""
         if isinstance(value, cls):
             return value
         content = json_object(cls.setting, value)

@@ -113,11 +113,7 @@ class ModelConfig:
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """The content of ``config.json``.
-
-    Raises:
-        ConfigError: the file is missing or is not a JSON object.
-    """
+    """The content of ``config.json``. Raises ConfigError: the file is missing or is not a JSON object."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"no config.json in {path.parent}: a model folder holds config.json and *.safetensors")
@@ -125,11 +121,8 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 
 
 def read_generation_json(folder: str | Path) -> dict[str, Any]:
-    """The content of ``generation_config.json``; empty if there is no such file.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
+    """The content of ``generation_config.json``; empty if there is no such file. Raises ConfigError: the file is not a
+    JSON object."""
     path = Path(folder) / "generation_config.json"
     return _read_json(path) if path.is_file() else {}
 
@@ -152,11 +145,8 @@ class GenerationOverride:
 
     @staticmethod
     def parse(value: Any) -> dict[str, Any]:
-        """A copy of a dictionary, or the object in JSON text.
-
-        Raises:
-            TypeError, ValueError: not an object, or a key outside GENERATION_FIELDS.
-        """
+        """A copy of a dictionary, or the object in JSON text. Raises TypeError, ValueError: not an object, or a key
+        outside GENERATION_FIELDS."""
         content = json_object("override_generation_config", value)
         for key in content:
             check_key("override_generation_config", key, GENERATION_FIELDS)
@@ -187,10 +177,6 @@ def generation_file(setting: str, model_folder: Path) -> Path | None:
 
 
 def read_generation_fields(path: Path) -> Mapping[str, Any]:
-    """The GENERATION_FIELDS of the file that are not null.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
+    """The GENERATION_FIELDS of the file that are not null. Raises ConfigError: the file is not a JSON object."""
     content = read_generation_json(path.parent)
     return {name: content[name] for name in GENERATION_FIELDS if content.get(name) is not None}

@@ -31,12 +31,9 @@ _COMMON_DEFAULTS: dict[str, Any] = {
 
 
 def load_model_config(folder: str | Path) -> ModelConfig:
-    """Read ``config.json`` (and ``generation_config.json``) of a local checkpoint folder.
-
-    Raises:
-        ConfigError: the file is missing or is not JSON, or a field is missing or not supported; the message
-            names the file, the field, the value found and what would work.
-    """
+    """Read ``config.json`` (and ``generation_config.json``) of a local checkpoint folder. Raises ConfigError: the file
+    is missing or is not JSON, or a field is missing or not supported; the message names the file, the field, the value
+    found and what would work."""
     path = Path(folder)
     return parse_model_config(read_config_json(path), read_generation_json(path), source=str(path / "config.json"))
 

@@ -41,11 +41,7 @@ Product = Callable[[Any], torch.Tensor]
 
 
 def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -> None:
-    """Replace runs of consecutive layers of a stack with loaded weights.
-
-    Args:
-        is_fused: for each layer of the stack.
-    """
+    """Replace runs of consecutive layers of a stack with loaded weights. ``is_fused``: for each layer of the stack."""
     runs: list[FusedDecoder | nn.Module] = []
     modules = list(stack.values())
     for fused, group in groupby(zip(modules, is_fused, strict=True), key=itemgetter(1)):
@@ -55,11 +51,8 @@ def fuse(stack: DecoderStack, context: ModelContext, is_fused: Sequence[bool]) -
 
 
 class FusedDecoder:
-    """Consecutive decoder layers as one.
-
-    Args:
-        is_last: the run ends the stack: it returns only the rows of ``ctx.logits``.
-    """
+    """Consecutive decoder layers as one. ``is_last``: the run ends the stack: it returns only the rows of
+    ``ctx.logits``."""
 
     def __init__(self, layers: Sequence[nn.Module], context: ModelContext, *, is_last: bool = False) -> None:
         self._set_layers([_FusedLayer(layer, context) for layer in layers])
@@ -174,11 +167,8 @@ class _FusedLayer:
         next_norm: _Norm,
         logits: LogitsMetadata | None = None,
     ) -> tuple[Hidden, torch.Tensor]:
-        """``(hidden, residual)`` of the layers before -> those of this one.
-
-        Args:
-            next_norm: behind this layer. logits: the rows that are read; None: all.
-        """
+        """``(hidden, residual)`` of the layers before -> those of this one. ``next_norm``: behind it. ``logits``: the
+        rows that are read; None: all."""
         attention = self._attention
         hidden, residual = self.input_norm.add(hidden, residual)
         qkv = self._qkv(hidden)  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
@@ -195,19 +185,12 @@ class _FusedLayer:
         return self._down(self._gate_up(hidden), residual, next_norm), residual
 
     def _attended(self, qkv: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        attention = self._attention
-        attended = attention.backend.forward_fused(
-            qkv,
-            ctx.kv_caches[attention.kv_index],
-            ctx.attention,
-            attention.num_heads,
-            attention.rotary,
-            attention.scale,
-            attention.window,
-            self._o.prefetch_weight,
+        paged, kv_cache, weight = self._attention, ctx.kv_caches[self._attention.kv_index], self._o.prefetch_weight
+        attended = paged.backend.forward_fused(
+            qkv, kv_cache, ctx.attention, paged.num_heads, paged.rotary, paged.scale, paged.window, weight
         )
         if attended is None:
-            attended = attention.attend(attention.rotate_and_cache(qkv, ctx), ctx, ctx.attention)
+            attended = paged.attend(paged.rotate_and_cache(qkv, ctx), ctx, ctx.attention)
         return attended
 
 

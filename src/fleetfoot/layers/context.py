@@ -39,11 +39,7 @@ class WeightModule(nn.Module, ABC):
 
     @abstractmethod
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
-        """Its tensors.
-
-        Args:
-            prefix: the path of the module around it, with a dot at the end. name: its own in there.
-        """
+        """Its tensors. ``prefix``: the path of the module around it, with a dot at the end. ``name``: its own there."""
 
     def process_own_weights(self) -> None:
         """Bring what was written to the specs' destinations into the form that `forward` reads."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from fleetfoot.layers.attention import Attention
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.layers.linear import ColumnParallelLinear, RowParallelLinear
 from fleetfoot.layers.norm import RMSNorm
+from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.records.forward_context import ForwardContext
 
 
@@ -37,25 +38,14 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm, each added to the residual stream.
-
-    Args:
-        has_input_norm: False: attention reads the residual stream as it is (EAGLE heads).
-    """
+    """Attention and MLP, each behind a norm, each added to the residual stream."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: ModelContext,
-        cos_sin: torch.Tensor,
-        layer: int,
-        kv_index: int,
-        *,
-        has_input_norm: bool = True,
+        self, config: ModelConfig, context: ModelContext, cos_sin: torch.Tensor, layer: int, kv_index: int
     ) -> None:
         super().__init__()
         eps = config.rms_norm_eps
-        self.input_layernorm = RMSNorm(context, config.hidden_size, eps) if has_input_norm else nn.Identity()
+        self.input_layernorm: nn.Module = RMSNorm(context, config.hidden_size, eps)
         self.self_attn = Attention(config, context, cos_sin, layer, kv_index)
         self.post_attention_layernorm = RMSNorm(context, config.hidden_size, eps)
         self.mlp = GatedMLP(config, context)
@@ -89,9 +79,13 @@ class DecoderStack(nn.ModuleDict):
     `set_runs` replaces layers by runs of them; the modules stay, and with them the weights.
     """
 
-    def __init__(self, make_layer: Callable[[int, int], nn.Module], numbers: range) -> None:
-        """``make_layer``: called with a layer's number in the model and its index on this rank."""
-        super().__init__({str(number): make_layer(number, index) for index, number in enumerate(numbers)})
+    def __init__(
+        self, config: ModelConfig, context: ModelContext, numbers: range, layer_class: type[DecoderLayer] = DecoderLayer
+    ) -> None:
+        max_positions = context.max_positions or config.max_position_embeddings
+        cos_sin = rotary_table(config.rope, config.head_dim, max_positions, context.device)
+        layers = (layer_class(config, context, cos_sin, layer, index) for index, layer in enumerate(numbers))
+        super().__init__({str(number): layer for number, layer in zip(numbers, layers, strict=True)})
         self._runs: list[DecoderRun | nn.Module] = list(self.values())
         self._selects_logits = False
 
@@ -113,11 +107,7 @@ class DecoderStack(nn.ModuleDict):
         return x if ctx.logits is None or self._selects_logits else ctx.logits.select(x)
 
     def shortened(self, windows: Sequence[int | None]) -> DecoderStack:
-        """The same weights, with as few layers as launch all the kernels that this launches.
-
-        Args:
-            windows: of each layer.
-        """
+        """The same weights, with as few layers as launch all the kernels that this launches. ``windows``: of each."""
         short = copy(self)
         if all(isinstance(run, nn.Module) for run in self._runs):
             short._runs = [self._runs[index] for index in representatives(windows)]

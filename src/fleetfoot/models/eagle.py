@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.layers.context import ModelContext, WeightTree
-from fleetfoot.layers.decoder import DecoderLayer, DecoderStack
+from fleetfoot.layers.decoder import DecoderStack
 from fleetfoot.layers.linear import ColumnParallelLinear, VocabParallelEmbedding
-from fleetfoot.layers.rotary import rotary_table
 from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.weights import WeightSpec
 
@@ -42,17 +42,12 @@ class EagleHead(WeightTree):
     ) -> None:
         super().__init__()
         size = config.hidden_size
-        max_positions = context.max_positions or config.max_position_embeddings
-        cos_sin = rotary_table(config.rope, config.head_dim, max_positions, context.device)
-
-        def make_layer(layer: int, kv_index: int) -> DecoderLayer:
-            has_input_norm = layer > 0 or INPUT_NORM in names
-            return DecoderLayer(config, context, cos_sin, layer, kv_index, has_input_norm=has_input_norm)
-
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(config, context) if has_embedding else None
         self.fc = ColumnParallelLinear(context, 2 * size, (("fc", size),), bias=FC_BIAS in names)
-        self.layers = DecoderStack(make_layer, range(config.num_layers))
+        self.layers = DecoderStack(config, context, range(config.num_layers))
+        if INPUT_NORM not in names:
+            self.layers["0"].input_layernorm = nn.Identity()
 
     def forward(self, embeddings: torch.Tensor, hidden: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Predict the target's hidden states one token on, and write K and V.

@@ -28,12 +28,9 @@ class Decoder(nn.Module):
 
 
 class CausalLM(WeightTree):
-    """A decoder-only language model, or the consecutive layers of it that one pipeline rank holds.
+    """A decoder-only language model, or the consecutive ``layers`` of it that one pipeline rank holds (None: all).
 
     A model's class makes `model` and `lm_head`; the rest is common to all.
-
-    Args:
-        layers: the part to hold; None: all.
 
     Raises:
         ValueError: ``layers`` is empty, has gaps or reaches beyond the model.
@@ -120,11 +117,7 @@ class CausalLM(WeightTree):
 
 
 def model_class(architecture: str) -> type[CausalLM]:
-    """The class that ARCHITECTURES names, imported on first use.
-
-    Raises:
-        ValueError: the architecture is not supported; the message lists those that are.
-    """
+    """The class that ARCHITECTURES names, imported on first use. Raises ValueError: there is no such architecture."""
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     module, _, name = ARCHITECTURES[architecture].model.partition(":")

@@ -25,10 +25,8 @@ from fleetfoot.plan.memory import (
 
 LEAST_CONTEXT = 256
 """The smallest max_model_len that is chosen if the settings have none."""
-_MOST_UTILIZATION = 0.98
-"""The largest gpu_memory_utilization in a suggestion."""
-_LEAST_TOKENS = 256
-"""The smallest max_num_batched_tokens in a suggestion."""
+_MOST_UTILIZATION, _LEAST_TOKENS = 0.98, 256
+"""The largest gpu_memory_utilization and the smallest max_num_batched_tokens in a suggestion."""
 
 
 class MemoryPlanError(ValueError):
@@ -53,13 +51,9 @@ def fit_engine(shape: EngineShape, total: int) -> tuple[EngineShape, MemoryPlan]
 def _try(shape: EngineShape, total: int, **settings: Any) -> tuple[EngineShape, MemoryPlan, str]:
     """Shape, plan, and the reason why they do not fit with these settings changed; empty if they do."""
     shape = replace(shape, config=replace(shape.config, **settings))
-    length = shape.config.max_model_len or _longest(shape, total) or _least_context(shape)
-    shape = replace(shape, max_model_len=length)
+    least = min(LEAST_CONTEXT, shape.model.max_position_embeddings)
+    shape = replace(shape, max_model_len=shape.config.max_model_len or _longest(shape, total) or least)
     return shape, *share_out(shape, total)
-
-
-def _least_context(shape: EngineShape) -> int:
-    return min(LEAST_CONTEXT, shape.model.max_position_embeddings)
 
 
 def _longest(shape: EngineShape, total: int) -> int | None:
@@ -74,7 +68,7 @@ def _longest(shape: EngineShape, total: int) -> int | None:
     if fits(most):
         return most
     # lengths in blocks: the first fits, the last does not
-    low, high = -(-_least_context(shape) // size), -(-most // size)
+    low, high = -(-min(LEAST_CONTEXT, most) // size), -(-most // size)
     if not fits(min(low * size, most)):
         return None
     while high - low > 1:

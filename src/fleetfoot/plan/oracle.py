@@ -22,10 +22,8 @@ from fleetfoot.plan.machine import Machine
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature
 
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_HYBRID_FIELDS = (
-    *("ssm_cfg", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "attn_layer_period"),
-    *("hybrid_override_pattern", "layers_block_type", "linear_num_key_heads"),
-)
+_STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "linear_num_key_heads")
+_HYBRID_FIELDS = (*_STATE_FIELDS, "attn_layer_period", "hybrid_override_pattern", "layers_block_type")
 """Only models with state-space, linear attention or mixed layers have one of these."""
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 

@@ -134,11 +134,8 @@ def check_connector_settings(plan: EnginePlan) -> None:
 
 
 def transfer_context(plan: EnginePlan, *, rank: int = 0) -> TransferContext:
-    """What one side of the plan's connector gets. The fingerprint reads the headers of the weight files.
-
-    Args:
-        rank: of a worker, 0 .. world_size - 1; the scheduler's side has 0.
-    """
+    """What one side of the plan's connector gets. The fingerprint reads the headers of the weight files. ``rank``: of a
+    worker, 0 .. world_size - 1; the scheduler's side has 0."""
     return _context(plan, fingerprint=engine_fingerprint(plan), rank=rank)
 
 

@@ -24,11 +24,7 @@ from fleetfoot.weights.hub import resolve_model
 
 
 def resolve_plan(
-    config: EngineConfig,
-    machine: Machine,
-    *,
-    environ: Mapping[str, str] | None = None,
-    config_only: bool = False,
+    config: EngineConfig, machine: Machine, *, environ: Mapping[str, str] | None = None, config_only: bool = False
 ) -> EnginePlan:
     """Decide everything that can be decided before any memory is taken.
 

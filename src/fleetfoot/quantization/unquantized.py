@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 
 class UnquantizedWeight(LinearWeight):
-    """The weight lies plain while its specs are written to. `process_weights_after_loading` then has it prepared for
-    the device, which may rearrange it (a CPU packs it), and drops the plain copy. A spec that is opened later gets the
-    plain values back; the next `process_weights_after_loading` puts them in the place of the prepared ones.
-    """
+    """The weight is plain while its specs are written to. `process_weights_after_loading` then prepares it for the
+    device (a CPU packs it) and drops the plain copy. A spec that is opened later gets the plain values back; the next
+    `process_weights_after_loading` puts them in the place of the prepared ones."""
 
     def __init__(self, shape: LinearShape, ops: Kernels, dtype: torch.dtype, device: torch.device) -> None:
         import torch  # a plan can be made where there is no torch

@@ -86,11 +86,8 @@ class Checkpoint:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files to read: those of the index, else ``model.safetensors``, else every ``*.safetensors``.
-
-    Raises:
-        WeightError: there are none, or the index cannot be read or names files that are absent.
-    """
+    """The files to read: those of the index, else ``model.safetensors``, else every ``*.safetensors``. Raises
+    WeightError: there are none, or the index cannot be read or names files that are absent."""
     if (folder / INDEX_FILE).is_file():
         return _indexed_files(folder / INDEX_FILE)
     if (folder / SINGLE_FILE).is_file():
@@ -111,11 +108,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def _indexed_files(index: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-        files = [index.parent / name for name in names]
+        files = [index.parent / name for name in sorted(set(weight_map.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{index} has no weight_map from tensor to file: {error}") from error
-    absent = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
+    absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise WeightError(
             f"{index} names {len(absent)} of {len(files)} files that are absent: {', '.join(absent[:10])}"

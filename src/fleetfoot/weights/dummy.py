@@ -13,8 +13,7 @@ from fleetfoot.records.weights import WeightSpec
 _STD = 0.02  # the usual initialization of these models
 # A CPU generates some hundred million values per second, and a model has billions, so the values repeat with a period.
 # It is prime, so that no two rows of a matrix are equal.
-_CPU_PERIOD = 1048573
-_GPU_PERIOD = 16777213
+_CPU_PERIOD, _GPU_PERIOD = 1048573, 16777213
 _MAX_COPIED = 1 << 24  # values that are generated at once to copy some columns
 
 
@@ -62,8 +61,6 @@ def _fill_part(destination: torch.Tensor, spec: WeightSpec, drawn: torch.Tensor)
 
 def _repeat(flat: torch.Tensor, drawn: torch.Tensor, first: int) -> None:
     """Write values ``first``, ``first + 1``, ... of ``drawn``, repeated, to ``flat``."""
-    position, offset = 0, first % len(drawn)
-    while position < len(flat):
-        size = min(len(drawn) - offset, len(flat) - position)
-        flat[position : position + size].copy_(drawn[offset : offset + size])
-        position, offset = position + size, 0
+    rolled = drawn.roll(-(first % len(drawn)))
+    for part in flat.split(len(drawn)):
+        part.copy_(rolled[: len(part)])

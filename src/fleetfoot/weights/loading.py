@@ -55,11 +55,8 @@ class ModelLoader:
 
 
 def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -> None:
-    """Load all weights again from a checkpoint with the same shapes, while no step runs.
-
-    Raises:
-        WeightError: as `ModelLoader.load`; the model keeps its old weights.
-    """
+    """Load all weights again from a checkpoint with the same shapes, while no step runs. Raises WeightError: as
+    `ModelLoader.load`; the model keeps its old weights."""
     elsewhere = set()  # the other tensors of the whole model, whose names a model on the `meta` device has
     if not (model.is_first and model.is_last and context.tensor_group.size == 1):
         meta = replace(context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP)
