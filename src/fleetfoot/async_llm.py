@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
@@ -32,19 +32,18 @@ LONG_TEXT = 4096
 """Characters from which on a prompt is tokenized in a thread of the event loop: it takes about a millisecond."""
 
 _Item = RequestOutput | BaseException
-_T = TypeVar("_T")
 
 
-class _ResultQueue(Generic[_T]):
-    """Results from the engine's thread to a coroutine."""
+class _ResultQueue:
+    """Results from the engine's thread to a coroutine: outputs or an exception; None: a command without one is done."""
 
     __slots__ = ("loop", "queue")
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[_T | BaseException] = asyncio.Queue()
+        self.queue: asyncio.Queue[Any] = asyncio.Queue()
 
-    def put(self, item: _T | BaseException) -> None:
+    def put(self, item: _Item | None) -> None:
         """May be called from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the coroutine
             self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
@@ -56,7 +55,7 @@ class _Command:
 
     run: Callable[[], None] | None
     """None: set later; the command keeps its place in the order."""
-    results: _ResultQueue[Any] | None
+    results: _ResultQueue | None
     """Gets an error if the engine ends before the command has run."""
 
 
@@ -86,7 +85,7 @@ class AsyncLLM:
 
     def _start(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._result_queues: dict[str, _ResultQueue[RequestOutput]] = {}  # used by the engine's thread only
+        self._result_queues: dict[str, _ResultQueue] = {}  # used by the engine's thread only
         self._commands: deque[_Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -114,7 +113,7 @@ class AsyncLLM:
             ValueError, TypeError: the request is refused.
             EngineDeadError: the engine has failed or was shut down; the first cause is chained.
         """
-        results: _ResultQueue[RequestOutput] = _ResultQueue()
+        results = _ResultQueue()
         self._submit_request(results, request_id, prompt, sampling_params, priority)
         finished = False
         try:
@@ -161,7 +160,7 @@ class AsyncLLM:
 
     async def check_integrity(self) -> None:
         """Raises RuntimeError if KV blocks, rows or queues are inconsistent; EngineDeadError as `generate`."""
-        results: _ResultQueue[None] = _ResultQueue()
+        results = _ResultQueue()
 
         def check() -> None:
             try:
@@ -193,7 +192,7 @@ class AsyncLLM:
 
     def _submit_request(
         self,
-        results: _ResultQueue[RequestOutput],
+        results: _ResultQueue,
         request_id: str,
         prompt: PromptType,
         params: SamplingParams,
@@ -224,7 +223,7 @@ class AsyncLLM:
         except RuntimeError:  # the loop is shutting down and starts no threads
             process_in_thread()
 
-    def _submit(self, run: Callable[[], None] | None, results: _ResultQueue[Any] | None) -> _Command:
+    def _submit(self, run: Callable[[], None] | None, results: _ResultQueue | None) -> _Command:
         """Queue a command. With None, it and later commands wait until its function is set."""
         command = _Command(run, results)
         with self._wake:
@@ -285,7 +284,7 @@ class AsyncLLM:
         """The first command's function; None if there is no command, or its function is not set yet."""
         return self._commands[0].run if self._commands else None
 
-    def _add(self, results: _ResultQueue[RequestOutput], request_id: str, request: EngineRequest | Exception) -> None:
+    def _add(self, results: _ResultQueue, request_id: str, request: EngineRequest | Exception) -> None:
         try:
             self._engine.check_request_id(request_id)
             if isinstance(request, Exception):
@@ -301,7 +300,7 @@ class AsyncLLM:
         for output in self._engine.pop_aborted():  # before a new request can have one of the ids
             self._put(output)
 
-    def _discard(self, request_id: str, results: _ResultQueue[RequestOutput]) -> None:
+    def _discard(self, request_id: str, results: _ResultQueue) -> None:
         if self._result_queues.get(request_id) is results:
             del self._result_queues[request_id]
             self._engine.discard([request_id])

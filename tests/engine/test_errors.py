@@ -175,7 +175,6 @@ def test_weights_that_are_not_numbers(value: float, text_model: Path, tmp_path: 
 
 def test_what_was_generated_before_the_error_is_kept(text_model: Path, tmp_path: Path) -> None:
     """A token with a NaN embedding is sampled half-way: earlier output is returned, with text that was held back."""
-
     folder = _with_weight(text_model, tmp_path, "model.embed_tokens.weight", 300, torch.nan)
     with LLM(folder, device="cpu", max_num_seqs=4) as llm:
         free = SamplingParams(temperature=0, max_tokens=8, logit_bias={300: -1e9}, ignore_eos=True)
