@@ -54,8 +54,6 @@ class Picky(SharedStorageConnector):
         raise ValueError(f"no more than 5 bytes a block, and there are {context.bytes_per_block}")
 
 
-# --- the same words -------------------------------------------------------------------------------------------------
-
 PART = {"kv_connector": SHARED, "kv_connector_extra_config": {**FILES, "num_thread": 4}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (transfer(SHARED), "shared_storage_path is None; it must be the folder"),
@@ -150,8 +148,6 @@ def test_more_memory_than_there_is_names_the_setting(settings: dict[str, Any], m
         LLM(kv_transfer_config=settings, **SMALL)
 
 
-# --- what passes ----------------------------------------------------------------------------------------------------
-
 NOT_THERE = {"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_module_path": "no.such.module"}
 ACCEPTED: dict[str, dict[str, Any]] = {
     "files": transfer(SHARED, **FILES, max_bytes_in_flight=1e6),
@@ -202,9 +198,6 @@ def test_a_plan_needs_no_torch_and_imports_connectors_when_they_are_used() -> No
         "sys.exit(code or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, stdout=subprocess.DEVNULL)
-
-
-# --- warnings -------------------------------------------------------------------------------------------------------
 
 
 def test_one_warning_about_a_field_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -87,9 +87,6 @@ def close(engine: LLMEngine) -> TransferStats:
     return stats
 
 
-# --- the same tokens ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["offload", "files", "multi", "own"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_tokens_are_those_without(
@@ -223,9 +220,6 @@ def test_async_engine(runner: str, text_model: Path, configs: Configs, no_connec
                 llm.shutdown()
 
     asyncio.run(everything())
-
-
-# --- faults ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -366,9 +360,6 @@ def test_held_blocks_are_released(start: Start, no_connector: Tokens) -> None:
     assert engine.stats().transfers.num_held_blocks > 30
     faults.released.set()
     close(engine)
-
-
-# --- what is counted ------------------------------------------------------------------------------------------------
 
 
 def test_bench_shows_what_was_loaded(text_model: Path, configs: Configs, tmp_path: Path) -> None:

@@ -83,9 +83,6 @@ def params(max_tokens: int = 2) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, detokenize=False)
 
 
-# --- idle steps -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_idle_steps_while_a_request_loads_and_none_without_a_reason(depth: int) -> None:
     sent = KVConnectorOutput(sent={"r"}, counters={"blocks_loaded": 1})
@@ -168,9 +165,6 @@ def test_the_asynchronous_engine_steps_while_blocks_are_held_and_then_sleeps() -
     assert llm.stats().transfers.num_held_blocks == 0
 
 
-# --- the end --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", ["held", "pending"])
 def test_shutting_down_takes_one_more_step_and_does_not_wait(case: str) -> None:
     executor = TransferExecutor()
@@ -225,9 +219,6 @@ def test_everything_is_shut_down_when_something_raises(case: str, monkeypatch: p
             engine.shutdown()
     assert executor.is_shut_down and connector.of("shutdown") == [()]
     engine.shutdown()
-
-
-# --- steps in flight ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])

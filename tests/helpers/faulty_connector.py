@@ -131,7 +131,7 @@ class FaultyScheduler(SchedulerConnector):
 
 
 class FaultyWorker(HookedWorker):
-    def __init__(self, inner: WorkerConnector, faults: Faults) -> None:
+    def __init__(self, inner: WorkerConnector | None, faults: Faults) -> None:
         super().__init__(inner)
         self.at, self._faults = faults.at, faults
         self._delayed: set[str] = set()

@@ -65,9 +65,6 @@ def layout_of(plan: EnginePlan) -> KVLayout:
     return KVLayout.of(plan.model, 8, plan.config.block_size, plan.dtype)
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", CONNECTORS)
 def test_connectors_accept_the_layout_of_v2(name: str) -> None:
     assert find_connector(KVTransferConfig(name, "kv_both")).accepted_kv_layouts == {V2_LAYOUT}
@@ -95,9 +92,6 @@ def test_invalid_names(name: str, module_path: str | None, message: str) -> None
         find_connector(KVTransferConfig(name, "kv_both", module_path))
 
 
-# --- roles and sizes ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("role", "can_load", "can_save"),
     [("kv_both", True, True), ("kv_producer", False, True), ("kv_consumer", True, False), (None, False, False)],
@@ -120,9 +114,6 @@ def test_roles(role: str | None, can_load: bool, can_save: bool) -> None:
 def test_invalid_transfer_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KVTransferConfig.parse({**SHARED, **settings})
-
-
-# --- which connector is active --------------------------------------------------------------------------------------
 
 
 def test_no_connector() -> None:
@@ -204,9 +195,6 @@ def test_the_context_of_both_sides(monkeypatch: pytest.MonkeyPatch, tensor: int,
     assert context.bytes_per_block == layout_of(plan).bytes_per_block * heads
 
 
-# --- several at once ------------------------------------------------------------------------------------------------
-
-
 def multi(*parts: Any, role: str | None = "kv_both", **settings: Any) -> KVTransferConfig:
     extra = {"connectors": list(parts)}
     return KVTransferConfig(kv_connector="MultiConnector", kv_role=role, kv_connector_extra_config=extra, **settings)
@@ -261,9 +249,6 @@ def test_layouts_must_be_a_set_of_names(monkeypatch: pytest.MonkeyPatch) -> None
 def test_joined_connectors_keep_unused_fields_once() -> None:
     config = joined(KVTransferConfig.parse(OFFLOAD), KVTransferConfig.parse({**SHARED, "kv_port": 5}))
     assert config.kv_port is None and [part.kv_port for part in part_configs(config)] == [None, 5]
-
-
-# --- the fingerprint ------------------------------------------------------------------------------------------------
 
 
 def test_equal_engines_have_equal_fingerprints() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.fake_connector import ScriptedConnector
-from tests.helpers.faulty_connector import WORKER_POINTS, HookedWorker
+from tests.helpers.faulty_connector import WORKER_POINTS, Faults, FaultyWorker, InjectedError
 from tests.helpers.kv_bench import BLOCKS, TOKENS, Bench, InlineJobs, LateCopies, same, transfer_config
 
 from fleetfoot.executor.multiprocess import KVOutputMerger
@@ -101,26 +102,6 @@ def test_a_block_that_one_still_copies_out_is_not_loaded_into(
     assert bench.counters["OffloadingConnector.blocks_loaded"] == 2
 
 
-class Part(HookedWorker):
-    """The worker side of a part with given results, which records the calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-        self.output = KVConnectorOutput()
-        self.raises: set[str] = set()
-
-    def at(self, point: str) -> None:
-        self.calls.append(point)
-        if point in self.raises:
-            raise RuntimeError(f"{point} raises")
-
-    def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        super().get_finished(finished_req_ids)
-        output, self.output = self.output, KVConnectorOutput()
-        return output
-
-
 request_of = partial(Request, prompt_token_ids=TOKENS, params=SamplingParams(), max_tokens=4, seed=0)
 
 
@@ -134,18 +115,20 @@ def test_blocks_are_held_while_any_part_holds_them() -> None:
     given = [{"a": 1}, None, {"b": 2, "a": 3}]
     sides = [ScriptedConnector(holds={"r", "other"} if params else (), params=params) for params in given]
     scheduler = MultiScheduler(sides, 4)
-    parts = [Part(), Part(), Part()]
-    step = StepConnector(MultiWorker({str(index): part for index, part in enumerate(parts)}))
-    parts[0].output = KVConnectorOutput(sent={"r"})
+    parts = [Faults(), Faults(), Faults()]
+    step = StepConnector(MultiWorker({str(index): FaultyWorker(None, part) for index, part in enumerate(parts)}))
+    for part in parts:
+        part.released.set()  # what is in `held` is sent
+    parts[0].held = ["r"]
     assert scheduler.request_finished(request_of("r")) == (True, {"a": 1, "b": 2})
     assert scheduler.request_finished(request_of("other"))[0]
     assert scheduler.has_pending
     assert step.no_forward(step_of(scheduler, "r")) is None
     assert not scheduler.has_pending
-    for index, sent, expected in ((2, {"r", "other"}, {"r"}), (0, {"other"}, {"other"})):
-        parts[index].output = KVConnectorOutput(sent=sent)
+    for index, sent, expected in ((2, ["r", "other"], "r"), (0, ["other"], "other")):
+        parts[index].held += sent
         output = step.no_forward(step_of(scheduler))
-        assert output is not None and output.sent == expected
+        assert output is not None and output.sent == {expected}
 
 
 def test_no_part_holds_blocks(make: Callable[..., Bench]) -> None:
@@ -166,33 +149,33 @@ def test_the_first_with_the_most_loads() -> None:
 
 
 def test_the_order_of_calls_and_a_part_that_raises() -> None:
-    one, two = Part(), Part()
-    step = StepConnector(MultiWorker({"one": one, "two": two}))
+    one, two = Faults(), Faults()
+    step = StepConnector(MultiWorker({"one": FaultyWorker(None, one), "two": FaultyWorker(None, two)}))
     scheduler = MultiScheduler([ScriptedConnector(), ScriptedConnector()], 4)
-    step.pre_forward(step_of(scheduler))
-    step.post_forward(set())
-    assert one.calls == list(WORKER_POINTS)
-    for point in WORKER_POINTS[:-1]:
-        one.calls, two.calls, one.raises = [], [], {point}
-        with pytest.raises(RuntimeError, match=f"{point} raises"):
+
+    def run_step(raising: str) -> None:
+        one.calls, two.calls = [], []
+        with pytest.raises(InjectedError, match=f"injected at {raising}") if raising else nullcontext():
             step.pre_forward(step_of(scheduler))
             step.post_forward(set())
-        assert one.calls[-1] == two.calls[-1] == "clear_connector_metadata"
-        assert one.calls.count("clear_connector_metadata") == 1
-    one.calls, two.calls, one.raises, two.raises = [], [], set(), {"clear_connector_metadata", "shutdown"}
-    step.pre_forward(step_of(scheduler))
-    with pytest.raises(RuntimeError, match="clear_connector_metadata raises"):
-        step.post_forward(set())
-    assert one.calls.count("clear_connector_metadata") == two.calls.count("clear_connector_metadata") == 1
-    with pytest.raises(RuntimeError, match="shutdown raises"):
+        assert one.calls[-1] == two.calls[-1] == WORKER_POINTS[-1]
+        assert one.calls.count(WORKER_POINTS[-1]) == two.calls.count(WORKER_POINTS[-1]) == 1
+
+    run_step("")
+    assert one.calls == two.calls == list(WORKER_POINTS)
+    for one.raise_at in WORKER_POINTS[:-1]:
+        run_step(one.raise_at)
+    one.raise_at, two.raise_at = "", WORKER_POINTS[-1]
+    run_step(two.raise_at)
+    two.raise_at = "shutdown"
+    with pytest.raises(InjectedError, match="injected at shutdown"):
         step.shutdown()
     assert one.calls[-1] == two.calls[-1] == "shutdown"
 
 
 def test_metadata_of_another_connector() -> None:
-    worker = MultiWorker({"one": Part()})
     with pytest.raises(TypeError, match="KV connector metadata is a str; it must be MultiMetadata"):
-        worker.bind_connector_metadata("something")
+        MultiWorker({}).bind_connector_metadata("something")
 
 
 def test_metadata_travels(make: Callable[..., Bench]) -> None:
@@ -201,8 +184,6 @@ def test_metadata_travels(make: Callable[..., Bench]) -> None:
     metadata = bench.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0))
     assert pickle.loads(pickle.dumps(metadata)) == metadata is not None
 
-
-# --- outputs of several ranks ---------------------------------------------------------------------------------------
 
 ENDS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from(["loaded", "failed", "sent"]))
 
