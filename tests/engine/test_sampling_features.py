@@ -278,16 +278,16 @@ def test_max_tokens(llm: LLM) -> None:
     for count in (1, 2, 7):
         completion = one(llm, max_tokens=count, ignore_eos=True)
         assert (len(completion.token_ids), completion.finish_reason) == (count, "length")
-    for wanted in (None, 10_000):  # as many as there is room for
+    for requested in (None, 10_000):  # as many as there is room for
         for prompt in (PROMPT, prompt_of(MAX_LEN - 1, VOCAB)):
-            completion = one(llm, prompt, max_tokens=wanted, ignore_eos=True)
+            completion = one(llm, prompt, max_tokens=requested, ignore_eos=True)
             assert (len(completion.token_ids), completion.finish_reason) == (MAX_LEN - len(prompt), "length")
 
 
 def test_truncated_prompts(llm: LLM) -> None:
     long = prompt_of(MAX_LEN + 50, VOCAB, seed=2)
-    for wanted, kept in ((1, 1), (-1, MAX_LEN - 1)):
-        (output,) = run(llm, long, SamplingParams(temperature=0, max_tokens=3, truncate_prompt_tokens=wanted))
+    for requested, kept in ((1, 1), (-1, MAX_LEN - 1)):
+        (output,) = run(llm, long, SamplingParams(temperature=0, max_tokens=3, truncate_prompt_tokens=requested))
         assert output.prompt_token_ids == long[-kept:]
         assert output.outputs[0].token_ids == one(llm, long[-kept:], max_tokens=3).token_ids
     (output,) = run(llm, "Once upon a time there was a fox", SamplingParams(truncate_prompt_tokens=2))
@@ -319,27 +319,27 @@ def test_special_tokens_in_the_text(llm: LLM) -> None:
 # --- logprobs -------------------------------------------------------------------------------------------------------
 
 
-def _check_entry(entry: dict[int, Any], chosen: int, wanted: int, expected: torch.Tensor, llm: LLM) -> None:
+def _check_entry(entry: dict[int, Any], sampled: int, requested: int, expected: torch.Tensor, llm: LLM) -> None:
     """One position's logprobs against log-probabilities ``expected [vocab]``."""
     order = expected.argsort(descending=True).tolist()
     ids = list(entry)
-    assert ids[0] == chosen
-    assert ids[1:] == [token for token in order[:wanted] if token != chosen]
+    assert ids[0] == sampled
+    assert ids[1:] == [token for token in order[:requested] if token != sampled]
     for token, logprob in entry.items():
         assert logprob.logprob == pytest.approx(expected[token].item(), abs=1e-4)
         assert logprob.rank == order.index(token) + 1
         assert logprob.decoded_token == llm.get_tokenizer().decode_token(token)
 
 
-@pytest.mark.parametrize("wanted", [0, 1, 5, 20])
-def test_logprobs(wanted: int, llm: LLM, reference: Any) -> None:
+@pytest.mark.parametrize("requested", [0, 1, 5, 20])
+def test_logprobs(requested: int, llm: LLM, reference: Any) -> None:
     """They are the model's own: neither bias nor temperature shows in them."""
-    found = one(llm, logprobs=wanted, temperature=2.0, seed=4, logit_bias={7: 3.0}, top_k=50)
+    found = one(llm, logprobs=requested, temperature=2.0, seed=4, logit_bias={7: 3.0}, top_k=50)
     expected = reference_logits(reference, PROMPT + found.token_ids).log_softmax(-1)[len(PROMPT) - 1 :]
     assert found.logprobs is not None
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))
     for position, (token, entry) in enumerate(pairs):
-        _check_entry(entry, token, wanted, expected[position], llm)
+        _check_entry(entry, token, requested, expected[position], llm)
     assert found.cumulative_logprob == pytest.approx(sum(entry[token].logprob for token, entry in pairs))
 
 
@@ -374,14 +374,14 @@ def test_prompt_logprobs(keywords: dict[str, Any], start: Start, reference: Any)
         for number, n in enumerate((1, 3, 1, 3, 2, 1))
     ]
     for _ in range(2):  # the second time, the prompts are in the prefix cache, which has no logits
-        for output, wanted in zip(run(llm, PROMPTS, params), params, strict=True):
+        for output, requested in zip(run(llm, PROMPTS, params), params, strict=True):
             prompt, found = output.prompt_token_ids, output.prompt_logprobs
             assert found is not None and len(found) == len(prompt)
             assert found[0] is None
             expected = reference_logits(reference, prompt).log_softmax(-1)
             for position, entry in enumerate(found[1:], start=1):
                 assert entry is not None
-                _check_entry(entry, prompt[position], wanted.prompt_logprobs or 0, expected[position - 1], llm)
+                _check_entry(entry, prompt[position], requested.prompt_logprobs or 0, expected[position - 1], llm)
 
 
 # --- streaming ------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ PROCESSORS = {
     },
 }
 LOGPROBS: dict[str, dict[str, Any]] = {
-    "chosen": {"logprobs": 0},
+    "sampled": {"logprobs": 0},
     "most_probable": {"logprobs": 5, "temperature": 0.0},
     "as_many_as_fit": {"logprobs": MAX_SELECTED},
     "of_processed": {"logprobs": 3, "logit_bias": {30: 8.0}, "repetition_penalty": 1.3},

@@ -1,5 +1,5 @@
-"""Starts one engine, serves requests of every sort, and says what was compiled when. Run as a module, in a process of
-its own; prints a line of JSON, see `main`.
+"""Starts one engine, serves requests of every sort, and reports what was compiled when. Run as a module, in a process
+of its own; prints a line of JSON, see `main`.
 
 Usage: python -m tests.helpers.cold_start ahead|lazily SETTINGS, the JSON of `EngineConfig`'s.
 """
@@ -46,17 +46,17 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def requests(wave: int) -> dict[str, tuple[Any, SamplingParams]]:
     """By name: prompts of many lengths, and all that sampling has; in the second wave, more of them at once."""
 
-    def request(length: int, place: int, **wishes: Any) -> tuple[Any, SamplingParams]:
+    def request(length: int, place: int, **features: Any) -> tuple[Any, SamplingParams]:
         prompt = prompt_of(length, VOCAB, seed=1000 * wave + place)
         prompt[length // 2 :] = prompt[: length - length // 2]  # so that n-grams are found
-        params = SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "detokenize": False, **wishes})
+        params = SamplingParams(**{"max_tokens": 10, "ignore_eos": True, "detokenize": False, **features})
         return {"prompt_token_ids": prompt}, params
 
     lengths = (1, 7, 40, 130, 350) if wave == 0 else (3, 350, *[20] * 24)
     named = {f"{wave} greedy {place}": request(length, place, **GREEDY) for place, length in enumerate(lengths)}
     return named | {
-        f"{wave} {name}": request(12 + place, 100 + place, **wishes)
-        for place, (name, wishes) in enumerate(SAMPLING.items())
+        f"{wave} {name}": request(12 + place, 100 + place, **features)
+        for place, (name, features) in enumerate(SAMPLING.items())
     }
 
 

@@ -103,14 +103,14 @@ def test_a_dry_pass_touches_no_memory(ahead: CompileAhead) -> None:
     kernel, indices = FakeKernel(), torch.full((64,), 2**30, dtype=torch.int64)
 
     def dry_pass() -> None:
-        chosen = torch.empty(64, 8).index_select(0, indices)  # never written, and far out of range
-        launcher(kernel, (1,))(chosen, chosen[:, 1:], indices.add_(1))
+        gathered = torch.empty(64, 8).index_select(0, indices)  # never written, and far out of range
+        launcher(kernel, (1,))(gathered, gathered[:, 1:], indices.add_(1))
 
     assert ahead.queue(dry_pass).wait() == 0
     assert indices.eq(2**30).all()
-    ((chosen, shifted, written),) = kernel.requested
+    ((gathered, shifted, written),) = kernel.requested
     assert written is indices
-    for tensor in (chosen, shifted):  # invalid after the pass
+    for tensor in (gathered, shifted):  # invalid after the pass
         with pytest.raises(DryPassError, match="has no memory"):
             tensor.data_ptr()
 

@@ -17,14 +17,14 @@ from fleetfoot.sampling.logprobs import prompt_logprobs, token_logprobs
 
 def test_equals_a_stable_sort():
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(5)) * 3
-    chosen = torch.tensor([0, 5, 39, 7, 7, 20])
-    result = token_logprobs(logits, 7, chosen)
+    sampled = torch.tensor([0, 5, 39, 7, 7, 20])
+    result = token_logprobs(logits, 7, sampled)
     expected = logits.double().log_softmax(dim=-1)
     order = expected.sort(dim=-1, descending=True, stable=True).indices
-    token_ids = torch.cat((chosen[:, None], order[:, :7]), dim=1)
+    token_ids = torch.cat((sampled[:, None], order[:, :7]), dim=1)
     assert result.token_ids.tolist() == token_ids.tolist()
     torch.testing.assert_close(result.logprobs.double(), expected.gather(1, token_ids), rtol=1e-5, atol=1e-5)
-    for i, token in enumerate(chosen.tolist()):
+    for i, token in enumerate(sampled.tolist()):
         assert result.ranks[i].item() == order[i].tolist().index(token) + 1
 
 
@@ -116,12 +116,12 @@ def test_kernels_equal_the_reference(vocab_size: int, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("triton", [False, pytest.param(True, marks=interpreted)], ids=["cpu", "triton"])
 def test_rows_are_independent(triton: bool) -> None:
-    logits, chosen = logprob_case(3, 2500, torch.float32)
+    logits, sampled = logprob_case(3, 2500, torch.float32)
     rows = torch.tensor([3, -1, 0, 2, 1], dtype=torch.int32)
     sizes = torch.tensor([1, 0, 6, 3], dtype=torch.int32)
 
     def compute(select: slice, num: int) -> torch.Tensor:
-        arguments = (logits[select], chosen[select], num)
+        arguments = (logits[select], sampled[select], num)
         of_rows = {"sizes": sizes, "rows": rows[select]}
         return select_logprobs(*arguments, **of_rows)[0] if triton else token_logprobs_torch(*arguments, **of_rows)
 
@@ -134,8 +134,8 @@ def test_rows_are_independent(triton: bool) -> None:
 
 
 def test_more_logprobs_than_are_selected() -> None:
-    logits, chosen = logprob_case(1, MAX_SELECTED + 50, torch.float32)
-    many, few = token_logprobs_torch(logits, chosen, MAX_SELECTED + 50), token_logprobs_torch(logits, chosen, 3)
+    logits, sampled = logprob_case(1, MAX_SELECTED + 50, torch.float32)
+    many, few = token_logprobs_torch(logits, sampled, MAX_SELECTED + 50), token_logprobs_torch(logits, sampled, 3)
     assert torch.equal(many[:, :4], few[:, :4])
     assert torch.equal(many[:, MAX_SELECTED + 51 : MAX_SELECTED + 55], few[:, 4:8])
     assert many[3, 1 : MAX_SELECTED + 51].sort().values.tolist() == list(range(MAX_SELECTED + 50))

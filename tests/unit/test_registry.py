@@ -16,25 +16,19 @@ from fleetfoot.native.loading import native_problem
 CPU, GPU = DeviceFacts("cpu", has_native=True), DeviceFacts("cuda", has_native=True, has_triton=True)
 
 
-@pytest.mark.parametrize(
-    ("facts", "operation", "expected"),
-    [
-        (CPU, "attention", "native"),
-        (CPU, "rms_norm", "native"),
-        (CPU, "prepare_inputs", "torch"),
-        (CPU, "apply_staged_writes", "numpy"),
-        (GPU, "attention", "triton"),
-        (GPU, "prepare_decode", "triton"),
-        (GPU, "apply_staged_writes", "triton"),
-        (DeviceFacts("cpu", has_triton=True), "attention", "sdpa"),
-        (DeviceFacts("cpu", has_triton=True), "prepare_decode", "torch"),
-        (DeviceFacts("cuda", has_native=True), "attention", "sdpa"),
-        (DeviceFacts("cuda", has_native=True), "apply_staged_writes", "torch"),
-        (DeviceFacts("mps", has_native=True, has_triton=True), "rms_norm", "torch"),
-    ],
-)
-def test_the_fastest_that_the_device_supports_is_planned(facts: DeviceFacts, operation: str, expected: str) -> None:
-    assert plan_kernels(facts)[operation] == expected
+ANY = DeviceFacts("mps", has_native=True, has_triton=True)
+PLANNED = [
+    (CPU, {"attention": "native", "rms_norm": "native", "prepare_inputs": "torch", "apply_staged_writes": "numpy"}),
+    (GPU, {"attention": "triton", "prepare_decode": "triton", "apply_staged_writes": "triton"}),
+    (DeviceFacts("cpu", has_triton=True), {"attention": "sdpa", "prepare_decode": "torch"}),
+    (DeviceFacts("cuda", has_native=True), {"attention": "sdpa", "apply_staged_writes": "torch"}),
+    (ANY, {"rms_norm": "torch"}),
+]
+
+
+@pytest.mark.parametrize(("facts", "expected"), PLANNED)
+def test_the_fastest_that_the_device_supports_is_planned(facts: DeviceFacts, expected: dict[str, str]) -> None:
+    assert plan_kernels(facts).items() >= expected.items()
 
 
 def test_every_operation_has_a_reference_and_every_listed_function_exists() -> None:

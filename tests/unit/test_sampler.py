@@ -1,4 +1,4 @@
-"""The sampler: what each parameter does, the distribution of draws, and that rows know nothing of each other."""
+"""The sampler: what each parameter does, the distribution of draws, and the independence of rows."""
 
 import math
 
@@ -188,19 +188,22 @@ def test_top_k_keeps_ties_with_the_last():
     assert remaining(scores) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
-def test_top_p_keeps_the_smallest_set_and_the_lowest_ids_of_a_tie():
-    scores = torch.zeros(5, 4)
-    filters.apply_top_p(scores, torch.tensor([0.5, 0.51, 1e-9, 1.0, 0.75]))
-    assert remaining(scores) == [[0, 1], [0, 1, 2], [0], [0, 1, 2, 3], [0, 1, 2]]
-    scores = torch.tensor([0.4, 0.1, 0.4, 0.1]).div(0.4).log().expand(3, 4).clone()
-    filters.apply_top_p(scores, torch.tensor([0.3, 0.79, 0.85]))
-    assert remaining(scores) == [[0], [0, 2], [0, 1, 2]]
+@pytest.mark.parametrize(
+    ("weights", "top_p", "expected"),
+    [
+        ([1.0] * 4, [0.5, 0.51, 1e-9, 1.0, 0.75], [[0, 1], [0, 1, 2], [0], [0, 1, 2, 3], [0, 1, 2]]),
+        ([1.0, 0.25, 1.0, 0.25], [0.3, 0.79, 0.85], [[0], [0, 2], [0, 1, 2]]),
+    ],
+)
+def test_top_p_keeps_the_smallest_set_and_the_lowest_ids_of_a_tie(weights, top_p, expected):
+    scores = torch.tensor(weights).log().repeat(len(top_p), 1)
+    filters.apply_top_p(scores, torch.tensor(top_p))
+    assert remaining(scores) == expected
 
 
 def test_top_p_of_long_rows_equals_a_full_sort():
-    generator = torch.Generator().manual_seed(8)
     # Coarse scores, as bfloat16 gives them, tie often; the sets reach past what is sorted first.
-    scores = (torch.randn(6, 5000, generator=generator) * 4).round() / 8
+    scores = (torch.randn(6, 5000, generator=torch.Generator().manual_seed(8)) * 4).round() / 8
     scores -= scores.amax(dim=-1, keepdim=True)
     top_p = torch.tensor([0.05, 0.3, 0.9, 0.99, 1.0, 0.6])
     expected = []
@@ -219,16 +222,13 @@ def test_top_p_of_long_rows_equals_a_full_sort():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_invalid_rows_are_flagged_and_do_not_affect_others(temperature, value):
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(9))
-    rows = [
-        row(temperature=temperature, seed=i, top_k=5 * i, top_p=1 - 0.1 * i, logprobs=i or None, min_p=0.01)
-        for i in range(3)
-    ]
-    healthy = run(logits, *rows).token_ids.tolist()
-    broken = logits.clone()
-    broken[1] = value
-    output = run(broken, *rows)
+    filtered = [{"top_k": 5 * i, "top_p": 1 - 0.1 * i, "min_p": 0.01, "logprobs": i or None} for i in range(3)]
+    rows = [row(temperature=temperature, seed=i, **params) for i, params in enumerate(filtered)]
+    expected = run(logits, *rows).token_ids[[0, 2]].tolist()
+    logits[1] = value
+    output = run(logits, *rows)
     assert output.invalid.tolist() == [False, True, False]
-    assert [output.token_ids[i].item() for i in (0, 2)] == [healthy[0], healthy[2]]
+    assert output.token_ids[[0, 2]].tolist() == expected
     assert 0 <= output.token_ids[1].item() < 40
 
 

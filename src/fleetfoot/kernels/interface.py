@@ -51,7 +51,7 @@ class KernelPlan(Mapping[str, str]):
 
     def __str__(self) -> str:
         """Each implementation with its operations: ``triton: attention, rms_norm, ...; torch: ...``."""
-        listed = {name: [op for op, chosen in self.choices if chosen == name] for name in self.names}
+        listed = {name: [op for op, choice in self.choices if choice == name] for name in self.names}
         return "; ".join(f"{name}: {', '.join(operations)}" for name, operations in listed.items())
 
 
