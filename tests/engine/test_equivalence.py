@@ -1,16 +1,17 @@
-"""One truth: whatever the runner, the overlap, the cache and the company, a request gets the tokens it gets alone."""
+"""Whatever the runner, overlap, cache, batch and drafts, a request gets the tokens that it gets alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.helpers.draft_matrix import METHODS
 from tests.helpers.engines import make_engine
-from tests.helpers.schedules import assert_agree, live, live_alone, random_lives
+from tests.helpers.schedules import assert_lives_agree, live, live_alone, random_lives
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
@@ -23,63 +24,57 @@ MODELS = {
     "draft": ASSETS / "story-draft",
 }
 VOCAB = 2048
+LIMITS: dict[str, dict[str, int]] = {
+    "roomy": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 256, "block_size": 8},
+    # few blocks, few rows, small chunks: everything happens
+    "tight": {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 22, "block_size": 4},
+}
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One way to run."""
 
     runner: str
     async_scheduling: bool
-    roomy: bool
-    chunked: bool = True
+    limits: str
+    enable_chunked_prefill: bool = True
+    method: str | None = None
 
-    def __str__(self) -> str:
-        overlap = "overlapped" if self.async_scheduling else "lockstep"
-        return f"{self.runner}-{overlap}-{'roomy' if self.roomy else 'tight'}{'' if self.chunked else '-whole'}"
 
-    def engine(self, model: Path) -> LLMEngine:
-        """Roomy: no preemption, whole prompts. Tight: few blocks, few rows, small chunks, so everything happens."""
-        limits = (
-            {"max_num_seqs": 16, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 256, "block_size": 8}
-            if self.roomy
-            else {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 22, "block_size": 4}
-        )
-        if not self.chunked:
-            limits["max_num_batched_tokens"] = 128
-        return make_engine(
-            model,
-            dtype="float32",
-            max_model_len=80,
-            skip_tokenizer_init=True,
-            runner=self.runner,
-            async_scheduling=self.async_scheduling,
-            enable_chunked_prefill=self.chunked,
-            **limits,
-        )
+def engine_of(model: Path, **wishes: Any) -> LLMEngine:
+    return make_engine(model, dtype="float32", max_model_len=80, skip_tokenizer_init=True, **wishes)
+
+
+def engine_in(way: Way, model: Path) -> LLMEngine:
+    wishes: dict[str, Any] = {"runner": way.runner, "async_scheduling": way.async_scheduling, **LIMITS[way.limits]}
+    if way.method is not None:
+        wishes["speculative_config"] = {**METHODS[way.method], "adaptive": False}
+    if not way.enable_chunked_prefill:
+        wishes |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 128}
+    return engine_of(model, **wishes)
 
 
 WAYS = [
-    *(Way(runner, overlap, roomy) for runner in ("v1", "v2") for overlap in (False, True) for roomy in (True, False)),
-    Way("v1", False, False, chunked=False),
-    Way("v2", True, False, chunked=False),
+    *(Way(runner, overlap, limits) for runner in ("v1", "v2") for overlap in (False, True) for limits in LIMITS),
+    Way("v1", False, "tight", enable_chunked_prefill=False),
+    Way("v2", True, "tight", enable_chunked_prefill=False),
 ]
+DRAFTING = [
+    *(Way(runner, True, "tight", method=method) for runner in ("v1", "v2") for method in ("ngram", "eagle")),
+    Way("v1", False, "tight", method="draft_model"),
+    Way("v2", True, "tight", method="draft_model"),
+    Way("v2", False, "tight", method="eagle"),
+]
+"""For the llama, for which there are drafters."""
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=str)
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[Way | None, LLMEngine]]:
     """An engine for each way, and under None the reference: V1, no prefix cache, one request at a time."""
     model = MODELS[request.param]
-    made: dict[Way | None, LLMEngine] = {way: way.engine(model) for way in WAYS}
-    made[None] = make_engine(
-        model,
-        dtype="float32",
-        max_model_len=80,
-        skip_tokenizer_init=True,
-        runner="v1",
-        enable_prefix_caching=False,
-        max_num_seqs=1,
-    )
+    ways = WAYS + DRAFTING if request.param == "llama" else WAYS
+    made: dict[Way | None, LLMEngine] = {way: engine_in(way, model) for way in ways}
+    made[None] = engine_of(model, runner="v1", enable_prefix_caching=False, max_num_seqs=1)
     yield made
     for engine in made.values():
         engine.shutdown()
@@ -90,26 +85,22 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Way | None, LLMEngi
 def test_every_way_gives_the_same_tokens(engines: dict[Way | None, LLMEngine], seed: int) -> None:
     lives = random_lives(seed, VOCAB)
     expected = live_alone(engines[None], lives)
-    for way in WAYS:
-        engine = engines[way]
-        assert engine.runner_name == way.runner
-        got = live(engine, lives)
-        for life in lives:
-            try:
-                assert_agree(got[life.request_id], expected[life.request_id])
-            except AssertionError as error:
-                raise AssertionError(f"seed {seed}, {way}, {life}: {error}") from error
-        engine.core.scheduler.check_idle()
+    for way, engine in engines.items():
+        if way is not None:
+            assert engine.runner_name == way.runner
+            tolerance = 1e-5 if way.method is None else 1e-4
+            assert_lives_agree(engine, lives, expected, f"seed {seed}, {way}", tolerance=tolerance)
 
 
 @pytest.mark.parametrize("seed", [6, 19])
 def test_the_tight_ways_really_preempt(engines: dict[Way | None, LLMEngine], seed: int) -> None:
-    """With seeds of which that is known, whatever other tests have run on these engines."""
+    """With seeds for which that is known, whatever other tests have run on these engines."""
     lives = random_lives(seed, VOCAB)
-    for way in WAYS:
-        if not way.roomy:
-            before = engines[way].stats().scheduler
-            live(engines[way], lives)
-            after = engines[way].stats().scheduler
-            assert after.num_preemptions > before.num_preemptions
-            assert after.prefix_cache_hits > before.prefix_cache_hits
+    for way in (way for way in engines if way is not None and way.limits == "tight"):
+        before = engines[way].stats()
+        live(engines[way], lives)
+        after = engines[way].stats()
+        assert after.scheduler.num_preemptions > before.scheduler.num_preemptions
+        assert after.scheduler.prefix_cache_hits > before.scheduler.prefix_cache_hits
+        assert way.method is None or after.drafts.num_drafted > before.drafts.num_drafted
+        assert way.method in (None, "ngram") or after.drafts.num_accepted > before.drafts.num_accepted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "priority": {"num_gpu_blocks_override": 30, "block_size": 3, "max_num_seqs": 6, "scheduling_policy": "priority"},
     "whole": {"enable_chunked_prefill": False, "max_model_len": 90, "max_num_batched_tokens": 90},
 }
-Catalogue = list[tuple[list[int], SamplingParams, list[tuple[list[int], str, Any, Any]]]]
+Contents = list[tuple[list[int], str, Any, Any]]
+Catalogue = list[tuple[list[int], SamplingParams, Contents]]
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    """Anything that a user may ask for; the output kind is the test's business."""
+    """Any parameters but the output kind."""
     params: dict[str, Any] = {"max_tokens": rng.randint(1, 30)}
     if rng.random() < 0.7:
         params |= {"temperature": rng.choice([0.3, 1.0, 2.0]), "seed": rng.randrange(2**32), "n": rng.choice([1, 1, 3])}
@@ -47,7 +49,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(**params)
 
 
-def content(output: RequestOutput) -> list[tuple[list[int], str, Any, Any]]:
+def content(output: RequestOutput) -> Contents:
     return [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.outputs]
 
 
@@ -76,55 +78,58 @@ def engine(request: pytest.FixtureRequest, text_model: Path) -> Iterator[LLMEngi
     engine.shutdown()
 
 
+@dataclass
+class Running:
+    """A request of the catalogue that has not ended; for each of its sequences, tokens and text so far."""
+
+    expected: Contents
+    kind: RequestOutputKind
+    so_far: list[tuple[list[int], str]]
+    is_aborted: bool = False
+
+    def take(self, output: RequestOutput) -> None:
+        for index, (completion, wanted) in enumerate(zip(output.outputs, self.expected, strict=True)):
+            tokens, text = completion.token_ids, completion.text
+            if self.kind is RequestOutputKind.DELTA:
+                tokens, text = self.so_far[index][0] + tokens, self.so_far[index][1] + text
+            self.so_far[index] = tokens, text
+            assert tokens == wanted[0][: len(tokens)]
+            if completion.finish_reason == "abort":
+                assert self.is_aborted
+            elif output.finished:
+                assert (tokens, text, completion.finish_reason, completion.stop_reason) == wanted
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_requests(seed: int, depth: int, engine: LLMEngine, catalogue: Catalogue) -> None:
     rng = random.Random(1000 * depth + seed)
     core = EngineCore(engine.core.scheduler, engine.core.executor, engine.core.stats, depth=depth)
     engine = LLMEngine(core, engine.input_processor, engine.tokenizer)
-    alive: dict[str, int] = {}  # request id -> place in the catalogue
-    kinds: dict[str, RequestOutputKind] = {}
-    aborted: set[str] = set()
-    so_far: dict[str, list[tuple[list[int], str]]] = {}
+    running: dict[str, Running] = {}
     num_added = num_finished = 0
     while num_added < 25 or engine.has_unfinished_requests():
         if num_added < 25 and rng.random() < 0.5:
-            number = rng.randrange(len(catalogue))
-            prompt, params, expected = catalogue[number]
+            prompt, params, expected = rng.choice(catalogue)
             params = params.clone()
             params.output_kind = rng.choice(list(RequestOutputKind))
-            name = f"r{num_added}"
-            num_added += 1
             priority = rng.randint(0, 2) if core.scheduler.config.priority else 0
-            engine.add_request(name, prompt, params, priority=priority)
-            alive[name] = number
-            kinds[name] = params.output_kind
-            so_far[name] = [([], "")] * len(expected)
-        if alive and rng.random() < 0.08:
-            name = rng.choice(sorted(alive))
+            engine.add_request(f"r{num_added}", prompt, params, priority=priority)
+            running[f"r{num_added}"] = Running(expected, params.output_kind, [([], "")] * len(expected))
+            num_added += 1
+        if running and rng.random() < 0.08:
+            name = rng.choice(sorted(running))
             engine.abort_request(name)
-            aborted.add(name)
+            running[name].is_aborted = True
         if rng.random() < 0.03:
             engine.reset_prefix_cache()
         outputs = engine.step()
         engine.check_integrity()
         for output in outputs:
-            name = output.request_id
-            _, params, expected = catalogue[alive[name]]
-            for index, completion in enumerate(output.outputs):
-                tokens, text = completion.token_ids, completion.text
-                if kinds[name] is RequestOutputKind.DELTA:
-                    tokens, text = so_far[name][index][0] + tokens, so_far[name][index][1] + text
-                so_far[name][index] = tokens, text
-                wanted = expected[index]
-                assert tokens == wanted[0][: len(tokens)]
-                if output.finished and completion.finish_reason != "abort":
-                    assert (tokens, text, completion.finish_reason, completion.stop_reason) == wanted
+            running[output.request_id].take(output)
             if output.finished:
                 num_finished += 1
-                del alive[name]
-                reasons = {completion.finish_reason for completion in output.outputs}
-                assert ("abort" in reasons) <= (name in aborted)
-    assert not alive
+                del running[output.request_id]
+    assert not running
     assert num_finished == 25
     core.scheduler.check_idle()

@@ -32,7 +32,6 @@ from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import ModelRunnerOutput, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings, NgramSettings
 
@@ -44,10 +43,6 @@ NGRAM = DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
 ALONE = [("v1",), ("v2",)]
 PAIRS = [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")]
 KIND = pytest.mark.parametrize("kind", ["v1", "v2"])
-
-
-def case_id(value: object) -> str | None:
-    return "-".join(value) if isinstance(value, tuple) else None
 
 
 def scripted(share_of_errors: float = 0.3) -> DraftSettings:
@@ -101,7 +96,7 @@ def test_every_request_is_a_case_of_its_own(expected: dict[str, Life]) -> None:
     assert len(expected["r9"].token_ids) == MAX_MODEL_LEN
 
 
-@pytest.mark.parametrize("kinds", [("v2",), *PAIRS], ids=case_id)
+@pytest.mark.parametrize("kinds", [("v2",), *PAIRS])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_tokens_are_those_of_one_runner(expected: dict[str, Life], kinds: tuple[str, ...], depth: int) -> None:
     ranks = Ranks(kinds)
@@ -115,7 +110,6 @@ def test_tokens_are_those_of_one_runner(expected: dict[str, Life], kinds: tuple[
         *((kinds, depth, budget) for kinds in ALONE for depth in (0, 1) for budget in (64, 24)),
         *((kinds, depth, 64) for kinds in PAIRS for depth in (0, 1, 2)),
     ],
-    ids=case_id,
 )
 @pytest.mark.parametrize("share_of_errors", [0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
 def test_drafts_change_no_token(
@@ -132,7 +126,6 @@ def test_drafts_change_no_token(
 @pytest.mark.parametrize(
     ("kinds", "depth"),
     [*((kinds, depth) for kinds in ALONE for depth in (0, 1)), *((kinds, 2) for kinds in PAIRS[:2])],
-    ids=case_id,
 )
 def test_n_grams_change_no_token(expected: dict[str, Life], kinds: tuple[str, ...], depth: int) -> None:
     assert_same(Ranks(kinds, NGRAM).live(REQUESTS, depth=depth), expected)
@@ -144,7 +137,6 @@ def test_n_grams_change_no_token(expected: dict[str, Life], kinds: tuple[str, ..
         *((kinds, 0, depth) for kinds in ALONE for depth in (0, 1)),
         *((kinds, seed, 1 + seed % 2) for kinds in PAIRS for seed in range(6)),
     ],
-    ids=case_id,
 )
 def test_drafting_can_pause(expected: dict[str, Life], kinds: tuple[str, ...], seed: int, depth: int) -> None:
     """Then a step has requests with new drafts beside others without: all ranks have the same for them."""
@@ -197,23 +189,6 @@ def test_nothing_is_computed_beyond_the_end(kind: str, seed: int) -> None:
 
 
 # --- what a step returns ----------------------------------------------------------------------------------------------
-
-
-@KIND
-def test_right_drafts_save_steps(kind: str) -> None:
-    params = [SamplingParams(max_tokens=41, ignore_eos=True, temperature=0.0)]
-    expected = Ranks((kind,)).live(params)
-    ranks, steps = Ranks((kind,), scripted(0.0)), []
-    execute = ranks.execute
-
-    def counted(output: SchedulerOutput) -> ModelRunnerOutput:
-        steps.append(execute(output).get())
-        return steps[-1]
-
-    ranks.execute = counted
-    assert_same(ranks.live(params, expected=expected), expected)
-    assert len(steps) == 1 + 40 // (1 + NUM_DRAFTS)
-    assert [step.num_drafted for step in steps] == [[]] + [[NUM_DRAFTS]] * (len(steps) - 1)
 
 
 @KIND

@@ -1,63 +1,53 @@
 """{n-grams, draft model, EAGLE} x {no connector, files, offloading} x {V1, V2} x {lockstep, overlapped}, with few
-blocks and small steps: whatever a request asks for, it gets what it gets alone and without drafts."""
+blocks and small steps: whatever its parameters, a request gets what it gets alone and without drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests.helpers.draft_matrix import (
     METHODS,
+    NUM_DRAFTS,
+    OPENINGS,
+    STORY,
     Case,
     Outcome,
     assert_same_outcomes,
     make_cases,
+    outcomes_alone,
     run_cases,
     story_engine,
 )
-from tests.helpers.schedules import assert_agree, live, live_alone, random_lives
 
+from fleetfoot.config.speculative import MAX_SPECULATIVE_TOKENS
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import SchedulerOutput
+from fleetfoot.scheduler.stats import DraftStats
+from fleetfoot.speculative.controller import FIRST_PATIENCE, MEASURING, NUM_SAMPLES
+from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 TIGHT = {"max_num_seqs": 6, "max_num_batched_tokens": 40, "num_gpu_blocks_override": 26}
-CONNECTORS: dict[str, Callable[[Path], dict[str, Any] | None]] = {
-    "none": lambda folder: None,
-    "files": lambda folder: {
-        "kv_connector": "SharedStorageConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    },
-    "offload": lambda folder: {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"num_cpu_blocks": 60},
-    },
+CONNECTORS: dict[str, tuple[str, dict[str, Any]] | None] = {
+    "none": None,
+    "files": ("SharedStorageConnector", {"shared_storage_path": ""}),  # the folder of a test
+    "offload": ("OffloadingConnector", {"num_cpu_blocks": 60}),
 }
 
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, Case]:
-    return make_cases(greedy_text()[61:67])
-
-
-def greedy_text() -> str:
-    engine = story_engine(runner="v1")
-    (outcome,) = run_cases(engine, {"greedy": make_cases("none")["greedy"]}).values()
-    engine.shutdown()
-    return outcome.texts[0]
+    greedy = outcomes_alone({"greedy": make_cases("none")["greedy"]})["greedy"]
+    return make_cases(greedy.texts[0][61:67])
 
 
 @pytest.fixture(scope="module")
 def expected(cases: dict[str, Case]) -> dict[str, Outcome]:
-    """Of V1, one request at a time, nothing cached."""
-    engine = story_engine(runner="v1", enable_prefix_caching=False)
-    outcomes = run_cases(engine, cases, together=False)
-    engine.shutdown()
-    return outcomes
+    return outcomes_alone(cases)
 
 
 def close(engine: LLMEngine) -> None:
@@ -113,7 +103,10 @@ def test_outputs_are_those_without(
     cases: dict[str, Case],
     expected: dict[str, Outcome],
 ) -> None:
-    transfers = CONNECTORS[connector](tmp_path)
+    transfers: dict[str, Any] | None = None
+    if (named := CONNECTORS[connector]) is not None:
+        extra = {name: value or str(tmp_path) for name, value in named[1].items()}
+        transfers = {"kv_connector": named[0], "kv_role": "kv_both", "kv_connector_extra_config": extra}
     engine = story_engine(
         runner=runner,
         async_scheduling=async_scheduling,
@@ -141,65 +134,127 @@ def test_outputs_are_those_without(
     close(engine)
 
 
-# --- random lives ---------------------------------------------------------------------------------------------------
-
-WAYS = [
-    ("ngram", "v1", True),
-    ("ngram", "v2", True),
-    ("draft_model", "v1", False),
-    ("draft_model", "v2", True),
-    ("eagle", "v1", True),
-    ("eagle", "v2", False),
-    ("eagle", "v2", True),
-]
+FEW = ("greedy", "random", "stop-string", "copies", "one", "two", "last", "last-two", "one-token", "everything")
 
 
-@pytest.fixture(scope="module")
-def engines() -> Iterator[dict[tuple[str, str, bool] | None, LLMEngine]]:
-    """One for each way; under None the reference."""
-    both: dict[str, Any] = {"max_model_len": 80, "skip_tokenizer_init": True}
-    tight = {"max_num_seqs": 4, "max_num_batched_tokens": 28, "num_gpu_blocks_override": 22, "block_size": 4}
-    made: dict[tuple[str, str, bool] | None, LLMEngine] = {
-        way: story_engine(
-            runner=way[1],
-            async_scheduling=way[2],
-            speculative_config={**METHODS[way[0]], "adaptive": False},
-            **tight,
-            **both,
-        )
-        for way in WAYS
-    }
-    made[None] = story_engine(
-        runner="v1", enable_prefix_caching=False, max_num_seqs=1, max_model_len=80, skip_tokenizer_init=True
-    )
-    yield made
-    for engine in made.values():
-        engine.shutdown()
-
-
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 2**32 - 1))
-def test_random_requests(engines: dict[tuple[str, str, bool] | None, LLMEngine], seed: int) -> None:
-    lives = random_lives(seed, 2048, most=8)
-    wanted = live_alone(engines[None], lives)
-    for way in WAYS:
-        got = live(engines[way], lives)
-        for life in lives:
-            try:
-                assert_agree(got[life.request_id], wanted[life.request_id], tolerance=1e-4)
-            except AssertionError as error:
-                raise AssertionError(f"seed {seed}, {way}, {life}: {error}") from error
-        engines[way].core.scheduler.check_idle()
-
-
-def test_random_requests_have_drafts_and_are_preempted(
-    engines: dict[tuple[str, str, bool] | None, LLMEngine],
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_drafts", [1, MAX_SPECULATIVE_TOKENS])
+def test_the_fewest_and_the_most_drafts(
+    num_drafts: int, method: str, runner: str, cases: dict[str, Case], expected: dict[str, Outcome]
 ) -> None:
-    """With seeds of which that is known, whatever other tests have run on these engines."""
-    for way in WAYS:
-        before = engines[way].stats()
-        for seed in (6, 9, 14):
-            live(engines[way], random_lives(seed, 2048))
-        stats = engines[way].stats()
-        assert stats.drafts.num_accepted > before.drafts.num_accepted
-        assert stats.scheduler.num_preemptions > before.scheduler.num_preemptions
+    """Up to 64 of them, also behind prompts that leave room for one token."""
+    config = {**METHODS[method], "num_speculative_tokens": num_drafts, "adaptive": False}
+    engine = story_engine(runner=runner, speculative_config=config, max_num_batched_tokens=600)
+    assert_same_outcomes(run_cases(engine, {name: cases[name] for name in FEW}), {name: expected[name] for name in FEW})
+    drafts = engine.stats().drafts
+    assert len(drafts.accepted_at) == num_drafts
+    assert drafts.num_accepted > 20
+    assert method != "ngram" or drafts.accepted_at[-1] > 0  # of a token that comes again and again
+    engine.shutdown()
+
+
+# --- adaptive drafting -----------------------------------------------------------------------------------------------
+
+WAY = pytest.mark.parametrize(
+    "way",
+    [{"runner": "v1"}, {"runner": "v2"}, {"runner": "v2", "async_scheduling": True}],
+    ids=["v1", "v2", "v2-overlapped"],
+)
+LENGTHS = (30, 420, 420)
+"""Two of three requests are long enough for two tests of drafting."""
+DOES_NOT_PAY = "it does not pay at 2 to 3 requests"
+
+
+class TimedExecutor:
+    """The engine's executor, on a clock that only steps move.
+
+    Attributes:
+        draft_cost: seconds that drafts add to the one second of a step, by the number of steps before it.
+        reasons: for each step, why it proposed nothing.
+    """
+
+    def __init__(self, engine: LLMEngine, draft_cost: Callable[[int], float]) -> None:
+        self.now = 100.0
+        self.draft_cost = draft_cost
+        self.steps: list[SchedulerOutput] = []
+        self.reasons: list[str] = []
+        self._engine = engine
+        self._executor = executor = engine.core.executor
+        self.runner_name, self.sample_tokens = executor.runner_name, executor.sample_tokens
+        self.shutdown = executor.shutdown
+        engine.core.executor = self
+        engine.core.clock = lambda: self.now
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self.now += 1.0 + (self.draft_cost(len(self.steps)) if scheduler_output.num_drafts else 0.0)
+        self.steps.append(scheduler_output)
+        self.reasons.append(self._engine.stats().drafts.off_reason)
+        self._executor.execute_model(scheduler_output)
+
+
+def run(
+    lengths: tuple[int, ...], draft_cost: Callable[[int], float] = lambda step: 0.0, **settings: Any
+) -> tuple[dict[str, list[int]], TimedExecutor, DraftStats]:
+    """A request of each output length: their tokens, the steps, and what is counted of drafts."""
+    settings = {"async_scheduling": False, "max_model_len": 700, "num_gpu_blocks_override": 400, **settings}
+    engine, tokenizer = story_engine(**settings), Tokenizer.from_path(STORY)
+    timed = TimedExecutor(engine, draft_cost)
+    for number, length in enumerate(lengths):
+        params = SamplingParams(temperature=0.8, seed=number, max_tokens=length, ignore_eos=True, detokenize=False)
+        engine.add_request(str(number), tokenizer.encode(OPENINGS[number % 4]), params)
+    tokens = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] = output.outputs[0].token_ids
+        engine.check_integrity()
+    drafts = engine.stats().drafts
+    engine.shutdown()
+    return tokens, timed, drafts
+
+
+@functools.cache
+def tokens_without(lengths: tuple[int, ...]) -> dict[str, list[int]]:
+    return run(lengths, runner="v1")[0]
+
+
+@WAY
+def test_drafting_that_does_not_pay_is_turned_off(way: dict[str, Any]) -> None:
+    # few n-grams are repeated in these stories
+    tokens, timed, drafts = run(LENGTHS, lambda step: 2.0, speculative_config=METHODS["ngram"], **way)
+    assert tokens == tokens_without(LENGTHS)
+    assert drafts.off[MEASURING] >= NUM_SAMPLES
+    assert drafts.off[DOES_NOT_PAY] > FIRST_PATIENCE
+    of_two = [number for number, step in enumerate(timed.steps) if step.num_decodes >= 2]
+    assert timed.reasons[of_two[-1]] == DOES_NOT_PAY
+    with_drafts = [number for number in of_two if timed.steps[number].num_drafts]
+    first_test = [number for number in with_drafts if number < 3 * NUM_SAMPLES]
+    second_test = [number for number in with_drafts if number > FIRST_PATIENCE]
+    assert NUM_SAMPLES <= len(first_test) <= NUM_SAMPLES + 4
+    assert NUM_SAMPLES <= len(second_test) <= NUM_SAMPLES + 4
+    assert len(first_test) + len(second_test) == len(with_drafts)
+
+
+@WAY
+def test_drafting_begins_again_where_it_comes_to_pay(way: dict[str, Any]) -> None:
+    tokens, timed, drafts = run(
+        LENGTHS, lambda step: 9.0 if step < 60 else 0.1, speculative_config=METHODS["eagle"], **way
+    )
+    assert tokens == tokens_without(LENGTHS)
+    assert drafts.off[DOES_NOT_PAY] == pytest.approx(FIRST_PATIENCE, abs=16)
+    assert drafts.off_reason == ""
+    assert [step.num_drafts for step in timed.steps[-10:]] == [NUM_DRAFTS] * 10
+    assert drafts.mean_acceptance_length > 2
+
+
+@WAY
+def test_large_batches_have_no_drafts(way: dict[str, Any]) -> None:
+    lengths = (10, 20, 50, 60)
+    config = {**METHODS["eagle"], "disable_by_batch_size": 2, "adaptive": False}
+    tokens, timed, drafts = run(lengths, speculative_config=config, **way)
+    assert tokens == tokens_without(lengths)
+    assert all(step.num_decodes <= 2 for step in timed.steps if step.num_to_propose)
+    assert not any(step.num_drafts for step in timed.steps if step.num_decodes > 2)
+    assert list(drafts.off) == ["more than 2 requests"]
+    assert drafts.num_accepted > 20
+    assert drafts.off_reason == ""

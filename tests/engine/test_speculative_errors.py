@@ -1,4 +1,4 @@
-"""Drafters that cannot be had or do not fit: what an engine says before it starts."""
+"""Drafters that are missing or do not fit: the errors before a start; and the plan of a drafter."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fleetfoot.records.weights import WeightError
 Streams = pytest.CaptureFixture[str]
 
 
-def start(model: str | Path | None = None, method: str = "", **settings: Any) -> None:
+def start(model: str | Path | None = None, method: str = "", target: str = "story-llama", **settings: Any) -> None:
     wish: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
     if model is not None:
         wish["model"] = str(model)
-    LLM(device="cpu", num_gpu_blocks_override=64, speculative_config=wish, **settings).shutdown()
+    LLM(model=target, device="cpu", num_gpu_blocks_override=64, speculative_config=wish, **settings).shutdown()
 
 
 def copy_of(source: Path, folder: Path, **fields: Any) -> Path:
@@ -55,23 +55,26 @@ def test_a_whole_model_is_no_head() -> None:
         start("story-llama", "eagle")
 
 
+HEAD = embedded_eagle_path()
+
+
 @pytest.mark.parametrize(
-    ("source", "method", "fields", "message"),
+    ("source", "fields", "message"),
     [
-        (embedded_eagle_path(), "eagle", {"vocab_size": 100}, "a vocabulary of 100 tokens and the model one of 2,048"),
-        (DRAFT, "draft_model", {"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]"),
-        (DRAFT, "draft_model", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not"),
-        (DRAFT, "draft_model", {"intermediate_size": 64}, "do not fit its config.json"),
-        (embedded_eagle_path(), "eagle", {"intermediate_size": 64}, "do not fit its config.json"),
+        (HEAD, {"vocab_size": 100}, "a vocabulary of 100 tokens and the model one of 2,048"),
+        (DRAFT, {"architectures": ["GPT2LMHeadModel"]}, r"architectures is \['GPT2LMHeadModel'\]"),
+        (DRAFT, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not"),
+        (DRAFT, {"intermediate_size": 64}, "do not fit its config.json"),
+        (HEAD, {"intermediate_size": 64}, "do not fit its config.json"),
     ],
 )
-def test_what_does_not_fit(source: Path, method: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_drafter_that_does_not_fit(source: Path, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        start(copy_of(source, tmp_path, **fields), method)
+        start(copy_of(source, tmp_path, **fields), "eagle" if source == HEAD else "draft_model")
 
 
 def test_a_drafter_with_few_positions(tmp_path: Path, capsys: Streams) -> None:
-    """Also where nobody has said how long requests may be: they are then as long as the model allows."""
+    """Also without ``max_model_len``, which is then the model's."""
     folder = copy_of(DRAFT, tmp_path, max_position_embeddings=512)
     message = r"has 512 positions \(max_position_embeddings\), fewer than the max_model_len 1,024; set max_model_len to"
     with pytest.raises(ValueError, match=message):
@@ -82,11 +85,11 @@ def test_a_drafter_with_few_positions(tmp_path: Path, capsys: Streams) -> None:
     start(folder, max_model_len=512)
 
 
-# --- the plan says who drafts ---------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------------------------
 
 
 def plan(capsys: Streams, wish: dict[str, Any] | None, *flags: str) -> tuple[dict[str, Any], str]:
-    """The object, and the text with every run of blanks as one."""
+    """The report, and the text with every run of blanks as one."""
     given = [] if wish is None else ["--speculative-config", json.dumps(wish)]
     flags = ("--device", "cpu", "--cpu-memory", "64GiB", *given, *flags)
     assert main(["plan", "--json", *flags]) == 0
@@ -95,35 +98,46 @@ def plan(capsys: Streams, wish: dict[str, Any] | None, *flags: str) -> tuple[dic
     return report, " ".join(capsys.readouterr().out.split())
 
 
-def test_the_plan_of_a_head(capsys: Streams) -> None:
+PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "eagle": (
+        {"method": "eagle", "num_speculative_tokens": 3},
+        "drafter EAGLE head story-llama-eagle: 3 drafts for each decode, where it is seen to pay 1 layer: ",
+    ),
+    "draft_model": (
+        {"model": str(DRAFT), "num_speculative_tokens": 1, "adaptive": False, "disable_by_batch_size": 8},
+        f"drafter draft model {DRAFT}: 1 draft for each decode, up to 8 requests at a time 2 layers: ",
+    ),
+    "ngram": (
+        {"num_speculative_tokens": 4, "prompt_lookup_max": 3},
+        "drafter n-grams of 1 to 3 tokens: 4 drafts for each decode, where it is seen to pay KV layout",
+    ),
+}
+MODELS = {"eagle": ("story-llama-eagle", 1), "draft_model": (str(DRAFT), 2), "ngram": (None, 0)}
+"""Name, and number of layers."""
+
+
+@pytest.mark.parametrize("method", PLANS)
+def test_the_plan_of_a_drafter(method: str, capsys: Streams) -> None:
+    wish, line = PLANS[method]
     plain, plain_text = plan(capsys, None)
-    report, text = plan(capsys, {"method": "eagle", "num_speculative_tokens": 3})
+    report, text = plan(capsys, wish)
     drafter, memory = report["drafter"], report["memory"]
     assert plain["drafter"] is None and "drafter" not in plain_text
-    assert (drafter["method"], drafter["model"]) == ("eagle", "story-llama-eagle")
-    assert (drafter["num_speculative_tokens"], drafter["num_layers"], drafter["adaptive"]) == (3, 1, True)
+    assert line in text
+    assert (drafter["method"], drafter["model"], drafter["num_layers"]) == (method, *MODELS[method])
+    assert {"adaptive": True, **wish}.items() <= {**drafter, "disable_by_batch_size": 8}.items()
+    assert method != "ngram" or (drafter["prompt_lookup_max"], drafter["prompt_lookup_min"]) == (3, 1)
     assert drafter["weights"] == memory["weights"] - plain["memory"]["weights"]
-    assert drafter["bytes_per_block"] == 2 * 2 * 32 * 16 * 2  # key and value, heads, size, tokens, bfloat16
     assert report["kv_layout"]["bytes_per_block"] == plain["kv_layout"]["bytes_per_block"] + drafter["bytes_per_block"]
     assert drafter["kv_cache"] == memory["num_blocks"] * drafter["bytes_per_block"]
-    assert "drafter EAGLE head story-llama-eagle: 3 drafts for each decode, where it is seen to pay 1 layer: " in text
+    assert method != "eagle" or drafter["bytes_per_block"] == 2 * 2 * 32 * 16 * 2  # K and V, heads, size, tokens, bf16
+    assert (drafter["weights"] > 0) == (drafter["kv_cache"] > 0) == (method != "ngram")
 
 
-def test_the_plan_of_a_draft_model_on_the_last_rank(capsys: Streams) -> None:
-    wish = {"model": str(DRAFT), "num_speculative_tokens": 1, "adaptive": False, "disable_by_batch_size": 8}
-    report, text = plan(capsys, wish, "--pipeline-parallel-size", "2")
-    assert (report["drafter"]["model"], report["drafter"]["num_layers"]) == (str(DRAFT), 2)
+def test_the_drafter_is_on_the_last_rank(capsys: Streams) -> None:
+    report, _ = plan(capsys, {"model": str(DRAFT), "num_speculative_tokens": 1}, "--pipeline-parallel-size", "2")
     first, last = report["parallel"]["stages"]
     assert last["kv_cache"] - first["kv_cache"] == report["drafter"]["kv_cache"] > 0
-    assert f"drafter draft model {DRAFT}: 1 draft for each decode, up to 8 requests at a time 2 layers: " in text
-
-
-def test_the_plan_of_n_grams(capsys: Streams) -> None:
-    report, text = plan(capsys, {"num_speculative_tokens": 4, "prompt_lookup_max": 3})
-    drafter = report["drafter"]
-    assert (drafter["method"], drafter["model"], drafter["weights"], drafter["kv_cache"]) == ("ngram", None, 0, 0)
-    assert (drafter["prompt_lookup_max"], drafter["prompt_lookup_min"]) == (3, 1)
-    assert "drafter n-grams of 1 to 3 tokens: 4 drafts for each decode, where it is seen to pay KV layout" in text
 
 
 def test_the_plan_of_graphs_with_drafts(capsys: Streams) -> None:
@@ -136,11 +150,7 @@ def test_the_plan_of_graphs_with_drafts(capsys: Streams) -> None:
     assert graphs["captured_at_start"] == 4
 
 
-def test_the_embedded_model_is_found_by_its_path_too() -> None:
-    LLM(
-        model=str(embedded_model_path()),
-        device="cpu",
-        max_model_len=64,
-        num_gpu_blocks_override=16,
-        speculative_config={"method": "eagle", "num_speculative_tokens": 2},
-    ).shutdown()
+@pytest.mark.parametrize("target", ["story-llama", embedded_model_path()], ids=["name", "path"])
+@pytest.mark.parametrize("model", [None, "story-llama-eagle"])
+def test_the_embedded_head_is_found(target: str | Path, model: str | None) -> None:
+    start(model, "eagle", target=str(target), max_model_len=64)

@@ -26,28 +26,16 @@ def make_step(rng: random.Random, num_decodes: int, num_ending: int) -> tuple[Ho
     rows = rng.sample(range(NUM_ROWS), num_decodes + num_ending + 1)
     requests = []
     for index, row in enumerate(rows):
-        length = rng.randint(5, 30)
-        computed = length - 1 if index < num_decodes else 0
-        blocks = list(range(row * 11, row * 11 + 11))
-        tokens = array("i", [rng.randint(1, 3) for _ in range(length)])
-        most = length + (rng.randint(0, 5) if index < num_decodes else 9)
-        requests.append(
-            NewRequest(
-                str(row), row, tokens, 2, computed, blocks, SamplingParams(), 0, frozenset(), [], max_total_tokens=most
-            )
-        )
-    counts = [1 + NUM_DRAFTS] * num_decodes + [len(r.token_ids) for r in requests[num_decodes:]]
+        is_decode, length = index < num_decodes, rng.randint(5, 30)
+        tokens, blocks = array("i", [rng.randint(1, 3) for _ in range(length)]), list(range(row * 11, row * 11 + 11))
+        most = length + (rng.randint(0, 5) if is_decode else 9)
+        of_request = (str(row), row, tokens, 2, length - 1 if is_decode else 0, blocks, SamplingParams(), 0)
+        requests.append(NewRequest(*of_request, frozenset(), [], max_total_tokens=most))
+    counts = [1 + NUM_DRAFTS] * num_decodes + [len(request.token_ids) for request in requests[num_decodes:]]
     counts[-1] -= 2
-    output = SchedulerOutput(
-        0,
-        rows,
-        counts,
-        num_decodes,
-        num_decodes + num_ending,
-        sum(counts),
-        new_requests=requests,
-        num_drafts=NUM_DRAFTS if num_decodes else 0,
-    )
+    num_drafts = NUM_DRAFTS if num_decodes else 0
+    sizes = (num_decodes, num_decodes + num_ending, sum(counts))
+    output = SchedulerOutput(0, rows, counts, *sizes, new_requests=requests, num_drafts=num_drafts)
     host.update(output)
     for row in rows[:num_decodes]:
         host.drafts[row] = [rng.choice((-1, 1, 2, 3)) for _ in range(NUM_DRAFTS)]
@@ -55,7 +43,7 @@ def make_step(rng: random.Random, num_decodes: int, num_ending: int) -> tuple[Ho
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_as_on_the_device(seed: int) -> None:
+def test_drafts_are_accepted_as_on_the_device(seed: int) -> None:
     rng = random.Random(seed)
     num_decodes, num_ending = rng.randint(1, 3), rng.randint(0, 2)
     host, output, inputs = make_step(rng, num_decodes, num_ending)
@@ -76,16 +64,8 @@ def test_as_on_the_device(seed: int) -> None:
 
     verified, width = num_decodes * (1 + NUM_DRAFTS), 1 + NUM_DRAFTS
     unused = torch.zeros(0, dtype=torch.int32)
-    tables = RowTables(
-        num_computed=torch.from_numpy(host.num_computed),
-        prefill_lens=unused,
-        limits=torch.from_numpy(host.limits),
-        last_sampled=unused,
-        draft_tokens=torch.from_numpy(host.drafts),
-        block_table=unused,
-        token_pages=unused,
-        block_size=host.block_size,
-    )
+    num_computed, limits, draft_tokens = map(torch.from_numpy, (host.num_computed, host.limits, host.drafts))
+    tables = RowTables(num_computed, unused, limits, unused, draft_tokens, unused, unused, host.block_size)
     counts = torch.zeros((3, num_decodes), dtype=torch.int32)
     decodes, *of_decodes = (torch.tensor(values) for values in (output.rows[:num_decodes], chosen, flags))
     accept_drafts_torch(decodes, *(t[:verified].view(num_decodes, width) for t in of_decodes), tables, counts)
@@ -99,7 +79,7 @@ def test_as_on_the_device(seed: int) -> None:
         assert (index in new.invalid) == (bool(tokens) and flags[begin + len(tokens) - 1])
 
 
-def test_a_query_beyond_the_end_is_kept_nowhere() -> None:
+def test_a_query_beyond_the_end_has_no_slots() -> None:
     host, output, inputs = make_step(random.Random(3), 2, 1)
     slots = inputs.metadata.slot_mapping.numpy()
     is_dead = inputs.positions >= host.limits[inputs.token_rows]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers import runner_lives
 from tests.helpers.recording_device import RecordingDevice
-from tests.helpers.runner_lives import DRAFT, TakenStep, in_one_runner, queue_step, run_steps, take_steps
+from tests.helpers.runner_lives import TakenStep, in_one_runner, queue_step, run_steps, take_steps
 
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.parsing import load_model_config
@@ -25,21 +25,8 @@ from fleetfoot.sampling.shape import LIST_CAPACITY, NUM_PLANES, PLAIN
 from fleetfoot.scheduler.scheduler import Scheduler
 
 MAX_NUM_SEQS = 8
-
-
-def make_runner(device: RecordingDevice | None = None, folder: Path = DRAFT, max_num_batched_tokens: int = 64) -> Any:
-    return runner_lives.make_runner(
-        "v2",
-        device=device,
-        folder=folder,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=128,
-    )
-
-
-def make_scheduler(**limits: Any) -> Scheduler:
-    return runner_lives.make_scheduler(max_num_seqs=MAX_NUM_SEQS, **limits)
+make_runner = functools.partial(runner_lives.make_runner, "v2", max_num_seqs=MAX_NUM_SEQS, max_model_len=128)
+make_scheduler = functools.partial(runner_lives.make_scheduler, max_num_seqs=MAX_NUM_SEQS)
 
 
 def add(scheduler: Scheduler, name: str, size: int, max_tokens: int = 60, **wishes: Any) -> Request:
@@ -57,7 +44,7 @@ def add_several(scheduler: Scheduler, sizes: list[int], *args: Any, **wishes: An
 @pytest.mark.parametrize("wishes", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "random"])
 def test_a_steady_decode_step_is_one_copy_in_one_copy_out_and_no_wait(wishes: dict[str, float]) -> None:
     device = RecordingDevice()
-    runner, scheduler = make_runner(device), make_scheduler()
+    runner, scheduler = make_runner(device=device), make_scheduler()
     add_several(scheduler, [3, 4, 5, 6, 7], **wishes)
     take_steps(scheduler, in_one_runner(runner), 3)  # the prefill, and the first decodes
     for _ in range(12):  # across a block border, where a block id is staged: still one copy
@@ -72,7 +59,7 @@ def test_a_steady_decode_step_is_one_copy_in_one_copy_out_and_no_wait(wishes: di
 
 def test_a_captured_decode_step_is_one_copy_and_one_launch() -> None:
     device = RecordingDevice(has_graphs=True)
-    runner, scheduler = make_runner(device), make_scheduler()
+    runner, scheduler = make_runner(device=device), make_scheduler()
     runner.warm_up()
     assert device.counts["capture"] == 5  # four decode sizes, and the size of the prefill that warms up
     for number in range(3):
@@ -104,7 +91,7 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_captured_and_padded_steps_give_the_same_tokens(seed: int) -> None:
-    captured = make_runner(RecordingDevice(has_graphs=True))
+    captured = make_runner(device=RecordingDevice(has_graphs=True))
     captured.warm_up()
     assert run_lives(captured, seed) == run_lives(make_runner(), seed)
     assert captured.graphs.num_steps["decode"] > 0
@@ -122,7 +109,9 @@ def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
 def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> None:
     """Of 100 tokens, or at least 97; also where prompt logprobs are computed behind the graph."""
     runs = []
-    runners = [make_runner(device, max_num_batched_tokens=100) for device in (RecordingDevice(has_graphs=True), None)]
+    runners = [
+        make_runner(device=device, max_num_batched_tokens=100) for device in (RecordingDevice(has_graphs=True), None)
+    ]
     for runner in runners:
         scheduler = make_scheduler(budget=100, enable_prefix_caching=False)
         taken: list[TakenStep] = []
@@ -148,24 +137,9 @@ def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> No
     assert (graphs.num_steps["mixed"], graphs.num_steps["eager"]) == (3, 1)
 
 
-def test_steps_can_be_queued_before_any_token_is_read() -> None:
-    device = RecordingDevice()
-    runner, scheduler = make_runner(device), make_scheduler()
-    requests = add_several(scheduler, [5, 5, 5])
-    queued = [queue_step(scheduler, in_one_runner(runner)) for _ in range(6)]
-    assert device.counts["wait_copy_out"] == 0
-    for output, pending in queued:
-        scheduler.update(output, pending.get())
-    lockstep = make_scheduler()
-    alone = add_several(lockstep, [5, 5, 5])
-    take_steps(lockstep, in_one_runner(make_runner()), 6)
-    assert [request.token_ids for request in requests] == [request.token_ids for request in alone]
-    assert requests[0].num_output_tokens == 6
-
-
 def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
     device = RecordingDevice()
-    staging = make_runner(device)._state.staging
+    staging = make_runner(device=device)._state.staging
     device.events.clear()
     device.is_behind = True
     num_slots = len(staging._host)
@@ -180,7 +154,7 @@ def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
 
 def test_the_copy_is_as_long_as_the_writes() -> None:
     device = RecordingDevice()
-    runner, scheduler = make_runner(device), make_scheduler()
+    runner, scheduler = make_runner(device=device), make_scheduler()
     add(scheduler, "a", 9)
     of_new_request = 9 + 2 + shape.NUM_FIELDS + NUM_ROW_FIELDS + 2  # tokens, blocks, fields and seed
     for expected_writes in (of_new_request, 0, 0):

@@ -1,27 +1,37 @@
-"""The whole engine on a GPU: captured steps against eager ones, and against the CPU's float32 tokens."""
+"""The whole engine on a GPU, with drafts and without: captured and eager steps have the CPU's float32 tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.helpers.engines import make_engine
-from tests.helpers.schedules import assert_agree, live, live_alone, random_lives
+from tests.helpers.engines import make_engine, run_requests
+from tests.helpers.schedules import assert_lives_agree, live_alone, random_lives
 
+from fleetfoot import SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ASSETS = Path(__file__).parent.parent / "assets"
-MODELS = {
-    "llama": embedded_model_path(),
-    "qwen3": ASSETS / "story-qwen3",
-    "mistral": ASSETS / "story-mistral",
-}
+MODELS = {"llama": embedded_model_path(), "qwen3": ASSETS / "story-qwen3", "mistral": ASSETS / "story-mistral"}
 VOCAB = 2048
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {"runner": "v2"},
+    "eager": {"runner": "v2", "enforce_eager": True},
+    "v1": {"runner": "v1"},
+    "tight": {"runner": "v2", "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
+}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "draft": {"method": "draft_model", "model": str(ASSETS / "story-draft"), "num_speculative_tokens": 3},
+    "eagle": {"method": "eagle", "num_speculative_tokens": 2},
+}
+OPENING = [0, 587, 349, 286, 264, 1008]  # of the embedded model: Once there was a fox
 
 
 def engine(model: Path, device: str, **wishes: object) -> LLMEngine:
@@ -31,37 +41,55 @@ def engine(model: Path, device: str, **wishes: object) -> LLMEngine:
     )
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=str)
-def model(request: pytest.FixtureRequest) -> Iterator[Path]:
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield MODELS[request.param]
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+@pytest.fixture(autouse=True)
+def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
-@pytest.mark.parametrize("way", ["graphs", "eager", "v1", "tight"])
-def test_tokens_equal_the_cpus(model: Path, way: str) -> None:
-    wishes: dict[str, dict[str, object]] = {
-        "graphs": {"runner": "v2"},
-        "eager": {"runner": "v2", "enforce_eager": True},
-        "v1": {"runner": "v1"},
-        "tight": {"runner": "v2", "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
-    }
-    reference = engine(model, "cpu", runner="v1", enable_prefix_caching=False)
-    tried = engine(model, "cuda", **wishes[way])
-    assert tried.runner_name == wishes[way]["runner"]
+@pytest.fixture
+def reference(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
+    made = engine(MODELS[getattr(request, "param", "llama")], "cpu", runner="v1", enable_prefix_caching=False)
+    yield made
+    made.shutdown()
+
+
+def checked_engine(reference: LLMEngine, model: str, **settings: Any) -> tuple[LLMEngine, Any]:
+    """An engine with the tokens of the reference, and its graphs, if it has any."""
+    tried = engine(MODELS[model], "cuda", **settings)
+    assert tried.runner_name == settings["runner"]
     for seed in range(3):
         lives = random_lives(seed, VOCAB)
-        expected = live_alone(reference, lives)
-        got = live(tried, lives)
-        for life in lives:
-            try:
-                assert_agree(got[life.request_id], expected[life.request_id], tolerance=1e-3)
-            except AssertionError as error:
-                raise AssertionError(f"seed {seed}, {life}: {error}") from error
+        assert_lives_agree(tried, lives, live_alone(reference, lives), f"seed {seed}", tolerance=1e-3)
+    return tried, getattr(tried.core.executor._worker.runner, "graphs", None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("reference", "model"), [(name, name) for name in MODELS], indirect=["reference"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_equal_the_cpus(reference: LLMEngine, model: str, way: str) -> None:
+    tried, graphs = checked_engine(reference, model, **WAYS[way])
     if way == "graphs":
-        graphs = tried.core.executor._worker.runner.graphs  # type: ignore[attr-defined]
         assert graphs.num_steps["decode"] > 0
         assert graphs.captured
     tried.shutdown()
-    reference.shutdown()
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("method", DRAFTS)
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_drafts_change_no_token(reference: LLMEngine, runner: str, method: str, adaptive: bool) -> None:
+    drafts = {**DRAFTS[method], "adaptive": adaptive}
+    tried, graphs = checked_engine(reference, "llama", runner=runner, speculative_config=drafts)
+    assert tried.stats().scheduler.drafts.num_drafted > 0
+    if runner == "v2":
+        assert graphs.num_steps["uniform"] > 0
+        assert any(key.kind == "uniform" and key.drafting for key in graphs.captured)
+    tried.shutdown()
+
+
+@pytest.mark.parametrize("method", ["draft", "eagle"])
+def test_most_drafts_are_accepted(method: str) -> None:
+    tried = engine(MODELS["llama"], "cuda", runner="v2", speculative_config={**DRAFTS[method], "adaptive": False})
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    run_requests(tried, {str(number): ([*OPENING, number], params) for number in range(4, 12)})
+    assert tried.stats().scheduler.drafts.acceptance_rate > 0.5
+    tried.shutdown()

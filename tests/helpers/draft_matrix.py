@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,13 +31,8 @@ OPENINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A request.
-
-    Attributes:
-        abort_at: it is aborted once it has that many output tokens; None: it is not.
-    """
+class Case(NamedTuple):
+    """A request; it is aborted once it has ``abort_at`` output tokens."""
 
     prompt: list[int]
     params: SamplingParams
@@ -63,6 +58,15 @@ def make_cases(stop_inside: str) -> dict[str, Case]:
         return Case(long[:length], SamplingParams(**{"max_tokens": None, "ignore_eos": True, **wishes}))
 
     greedy, random = {"temperature": 0.0}, {"temperature": 1.0, "seed": 5}
+    everything: dict[str, Any] = {
+        "temperature": 0.7,
+        "seed": 9,
+        "top_k": 50,
+        "repetition_penalty": 1.2,
+        "min_tokens": 6,
+    }
+    everything |= {"stop": ["zz", " and"], "bad_words": ["Pip"], "logit_bias": {common[1]: 2.0}}
+    everything |= {"logprobs": 2, "prompt_logprobs": 1}
     return {
         "greedy": case(0, **greedy, max_tokens=40),
         "greedy-delta": case(1, **greedy, output_kind=RequestOutputKind.DELTA),
@@ -91,19 +95,7 @@ def make_cases(stop_inside: str) -> dict[str, Case]:
         "one-token": near_the_end(20, **random, logit_bias={common[0]: 100.0}),
         "aborted": case(3, abort_at=7, **greedy, output_kind=RequestOutputKind.CUMULATIVE),
         "aborted-at-once": case(0, abort_at=0, **greedy),
-        "everything": case(
-            2,
-            temperature=0.7,
-            seed=9,
-            top_k=50,
-            repetition_penalty=1.2,
-            min_tokens=6,
-            stop=["zz", " and"],
-            bad_words=["Pip"],
-            logit_bias={common[1]: 2.0},
-            logprobs=2,
-            prompt_logprobs=1,
-        ),
+        "everything": case(2, **everything),
     }
 
 
@@ -121,14 +113,12 @@ class Outcome:
     last: RequestOutput | None = None
 
     def take(self, output: RequestOutput, kind: RequestOutputKind) -> None:
-        if kind is not RequestOutputKind.DELTA or self.last is None:
-            self.token_ids = [list(completion.token_ids) for completion in output.outputs]
-            self.texts = [completion.text for completion in output.outputs]
-        else:
-            for index, completion in enumerate(output.outputs):
-                self.token_ids[index] += completion.token_ids
-                self.texts[index] += completion.text
-        self.last = output
+        token_ids = [list(completion.token_ids) for completion in output.outputs]
+        texts = [completion.text for completion in output.outputs]
+        if kind is RequestOutputKind.DELTA and self.last is not None:
+            token_ids = list(map(list.__add__, self.token_ids, token_ids))
+            texts = list(map(str.__add__, self.texts, texts))
+        self.token_ids, self.texts, self.last = token_ids, texts, output
 
 
 def run_cases(engine: LLMEngine, cases: dict[str, Case], *, together: bool = True) -> dict[str, Outcome]:
@@ -150,26 +140,30 @@ def run_cases(engine: LLMEngine, cases: dict[str, Case], *, together: bool = Tru
     return outcomes
 
 
+def outcomes_alone(cases: dict[str, Case]) -> dict[str, Outcome]:
+    """Of V1, one request at a time, nothing cached and no drafts."""
+    engine = story_engine(runner="v1", enable_prefix_caching=False)
+    outcomes = run_cases(engine, cases, together=False)
+    engine.shutdown()
+    return outcomes
+
+
 def assert_same_outcomes(got: dict[str, Outcome], expected: dict[str, Outcome]) -> None:
     for name, outcome in expected.items():
-        try:
-            _assert_same(got[name], outcome)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
+        _assert_same(name, got[name], outcome)
 
 
-def _assert_same(got: Outcome, expected: Outcome) -> None:
-    assert got.last is not None and expected.last is not None
-    assert got.last.finished and expected.last.finished
-    if got.last.outputs[0].finish_reason == "abort":  # when it ends depends on the tokens that a step brings
-        assert expected.last.outputs[0].finish_reason == "abort"
+def _assert_same(name: str, got: Outcome, expected: Outcome) -> None:
+    assert got.last is not None and expected.last is not None, name
+    assert got.last.finished and expected.last.finished, name
+    if got.last.outputs[0].finish_reason == "abort":  # when it ends depends on the number of tokens of a step
+        assert expected.last.outputs[0].finish_reason == "abort", name
         length = min(len(got.token_ids[0]), len(expected.token_ids[0]))
-        assert got.token_ids[0][:length] == expected.token_ids[0][:length]
+        assert got.token_ids[0][:length] == expected.token_ids[0][:length], name
         return
-    assert got.token_ids == expected.token_ids
-    assert got.texts == expected.texts
+    assert (name, got.token_ids, got.texts) == (name, expected.token_ids, expected.texts)
     for here, there in zip(got.last.outputs, expected.last.outputs, strict=True):
-        assert (here.finish_reason, here.stop_reason) == (there.finish_reason, there.stop_reason)
+        assert (name, here.finish_reason, here.stop_reason) == (name, there.finish_reason, there.stop_reason)
         _assert_logprobs(here.logprobs, there.logprobs)
         if there.cumulative_logprob is not None:
             assert here.cumulative_logprob == pytest.approx(there.cumulative_logprob, abs=1e-3)

@@ -1,7 +1,6 @@
-"""A runner without a model: it remembers which token was written to which KV slot, and checks every read.
+"""A runner without a model: it records which token was written to which KV slot, and checks every read.
 
-It knows how long each sequence really is and what was really computed, as a device does, and takes nothing of that from
-the scheduler, whose counts are bounds where drafts are in flight.
+As a device it keeps the true lengths and what was computed; the scheduler's counts are bounds with drafts in flight.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.kv_blocks import BlockPool
@@ -24,50 +24,38 @@ def reference(
     prompt: Sequence[int], max_tokens: int, stops: frozenset[int], min_tokens: int, vocab_size: int
 ) -> list[int]:
     """The output of the fake model for a request that runs alone."""
-    token_ids = list(prompt)
-    while len(token_ids) - len(prompt) < max_tokens:
-        token = next_token(token_ids, vocab_size)
-        token_ids.append(token)
-        if token in stops and len(token_ids) - len(prompt) >= min_tokens:
-            break
-    return token_ids[len(prompt) :]
+    output: list[int] = []
+    while len(output) < max_tokens and not (output and output[-1] in stops and len(output) >= min_tokens):
+        output.append(next_token([*prompt, *output], vocab_size))
+    return output
 
 
+@dataclass
 class FakeRunner:
-    """Executes steps in the order in which they are queued, as a device stream does.
+    """Executes steps in the order in which they are queued, as a device stream does."""
 
-    Args:
-        num_drafts: proposed for each request, in steps that propose.
-        accuracy: how probable it is that a proposal is what the model will choose.
-        has_draft_kv: whether the drafter writes KV of its own for what it proposes.
-        pool: to check that no block is written to which is free.
-    """
+    block_size: int
+    vocab_size: int
+    _: KW_ONLY
+    num_drafts: int = 0
+    """Proposed for each request, in steps that propose."""
+    accuracy: float = 0.7
+    """The probability that a proposal is the model's own token."""
+    has_draft_kv: bool = False
+    """Whether the drafter writes KV of its own for its proposals."""
+    pool: BlockPool | None = None
+    """To check that no free block is written."""
+    seed: InitVar[int] = 0
+    slots: dict[int, int] = field(default_factory=dict)  # KV slot -> token
+    weights: int = 0  # the model's version of weights; others are loaded while it runs
+    versions: dict[int, int] = field(default_factory=dict)  # KV slot -> the oldest weights behind its KV
+    rows: dict[int, NewRequest] = field(default_factory=dict)  # their token_ids grow with what is sampled
+    computed: dict[int, int] = field(default_factory=dict)
+    oldest: dict[int, int] = field(default_factory=dict)  # the oldest weights behind a row's KV
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # -1: nothing was found
+    num_steps: int = 0
 
-    def __init__(
-        self,
-        block_size: int,
-        vocab_size: int,
-        *,
-        num_drafts: int = 0,
-        accuracy: float = 0.7,
-        has_draft_kv: bool = False,
-        pool: BlockPool | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.block_size = block_size
-        self.vocab_size = vocab_size
-        self.num_drafts = num_drafts
-        self.accuracy = accuracy
-        self.has_draft_kv = has_draft_kv
-        self.pool = pool
-        self.slots: dict[int, int] = {}  # KV slot -> token
-        self.weights = 0  # which ones the model has; others are loaded while it runs
-        self.versions: dict[int, int] = {}  # KV slot -> the oldest weights that its KV stands on
-        self.rows: dict[int, NewRequest] = {}  # their token_ids grow with what is sampled
-        self.computed: dict[int, int] = {}
-        self.oldest: dict[int, int] = {}  # weights that a row's KV stands on
-        self.drafts: dict[int, list[int]] = {}  # -1: nothing was found
-        self.num_steps = 0
+    def __post_init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -75,7 +63,7 @@ class FakeRunner:
         return self.compute(output)
 
     def apply(self, output: SchedulerOutput) -> None:
-        """Take in who came and went."""
+        """Process finished and new requests, and new blocks."""
         for request_id, row in output.finished:
             assert self.rows.pop(row).request_id == request_id
         for request in output.new_requests:
@@ -83,7 +71,7 @@ class FakeRunner:
             self.rows[request.row] = request
             self.computed[request.row] = request.num_computed_tokens
             self.oldest[request.row] = self.weights
-            # whatever was proposed to the row's last owner is still there
+            # the drafts of the row's previous request are still there
         for row, start, block_ids in output.new_block_ids:
             assert start == len(self.rows[row].block_ids)
             self.rows[row].block_ids += block_ids

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
@@ -60,10 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {}),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 20}),
-    "qwen3-layer-types": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYER_TYPES},
-    ),
+    "qwen3-layer-types": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYER_TYPES}),
 }
 
 
@@ -83,30 +82,29 @@ class PagedCache:
         """``(input_ids, ctx)`` of a step that appends to each request; single tokens have to come first."""
         positions: list[int] = []
         slots: list[int] = []
-        starts = [0]
+        starts, size = [0], self._block_size
         for request, tokens in new_tokens.items():
             table = self._tables.setdefault(request, [])
             begin = self._lengths.get(request, 0)
             self._lengths[request] = end = begin + len(tokens)
-            while len(table) * self._block_size < end:
+            while len(table) * size < end:
                 table.append(self._free.pop())
             positions += range(begin, end)
-            slots += [table[i // self._block_size] * self._block_size + i % self._block_size for i in range(begin, end)]
+            slots += [table[i // size] * size + i % size for i in range(begin, end)]
             starts.append(len(positions))
-        tables = [self._tables[request] for request in new_tokens]
-        width = max(map(len, tables))
+        tables = [torch.tensor(self._tables[request], dtype=torch.int32) for request in new_tokens]
         seq_lens = [self._lengths[request] for request in new_tokens]
         query_lens = [len(tokens) for tokens in new_tokens.values()]
         num_decodes = next((i for i, length in enumerate(query_lens) if length != 1), len(query_lens))
         metadata = AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
-            positions=torch.tensor(positions),
-            num_decodes=num_decodes,
-            max_query_len=max(query_lens),
-            max_seq_len=max(seq_lens),
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(seq_lens, dtype=torch.int32),
+            pad_sequence(tables, batch_first=True),
+            torch.tensor(slots),
+            torch.tensor(positions),
+            num_decodes,
+            max(query_lens),
+            max(seq_lens),
         )
         input_ids = torch.tensor([token for tokens in new_tokens.values() for token in tokens])
         return input_ids, ForwardContext(metadata, self.kv_caches)
@@ -121,13 +119,8 @@ def run(model: CausalLM, cache: PagedCache, new_tokens: dict[int, list[int]]) ->
 
 
 def context(**changes: Any) -> ModelContext:
-    defaults = {
-        "ops": reference_kernels(),
-        "attention": SDPABackend(),
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-    }
-    return ModelContext(**{**defaults, **changes})
+    context = ModelContext(reference_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
+    return replace(context, **changes)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,9 +1,10 @@
-"""A CPU that plays a device with a queue, and counts what the host asks of it."""
+"""A CPU in place of a device with a queue, which counts the host's requests."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class RecordingDevice(CpuDevice):
         self.counts: Counter[str] = Counter()
         self.events: list[str] = []
         self.sizes_in: list[int] = []
-        self.is_behind = False  # True: no event has been passed before somebody waits for it
+        self.is_behind = False  # True: no event has been passed before a wait for it
 
     def _note(self, event: str) -> None:
         self.counts[event] += 1
@@ -47,29 +48,28 @@ class RecordingDevice(CpuDevice):
         return RecordedEvent(self, "copy_in")
 
 
+@dataclass
 class RecordedCapture:
     """Runs its work again."""
 
+    device: RecordingDevice
+    work: Callable[[], Any]
     output: Any = None
 
-    def __init__(self, device: RecordingDevice, work: Callable[[], Any]) -> None:
-        self._device = device
-        self._work = work
-
     def replay(self) -> None:
-        self._device._note("replay")
-        self.output = self._work()
+        self.device._note("replay")
+        self.output = self.work()
 
 
+@dataclass
 class RecordedEvent:
-    """Notes that somebody waited, and for what."""
+    """Records waits, and for which event."""
 
-    def __init__(self, device: RecordingDevice, what: str) -> None:
-        self._device = device
-        self._what = what
+    device: RecordingDevice
+    what: str
 
     def query(self) -> bool:
-        return not self._device.is_behind
+        return not self.device.is_behind
 
     def synchronize(self) -> None:
-        self._device._note(f"wait_{self._what}")
+        self.device._note(f"wait_{self.what}")

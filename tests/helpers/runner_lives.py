@@ -162,10 +162,7 @@ def make_runner(
 
     Args:
         kind: ``v1`` or ``v2``.
-        device: of V2 alone.
-        layers: the rank's part of the model; None: all.
-        folder: of the checkpoint.
-        ops: None: those of the CPU.
+        device: of V2 alone. layers: None: all. ops: None: those of the CPU.
         wrap: given the model, returns what the runner takes for it.
         options: of `ModelRunner`: ``connector``, ``pipeline``.
     """
@@ -220,9 +217,8 @@ def make_scheduler(
 ) -> Scheduler:
     """``num_lookahead``: None: of a drafter with KV of its own."""
     lookahead = num_drafts if num_lookahead is None else num_lookahead
-    config = SchedulerConfig(
-        num_blocks, BLOCK_SIZE, max_num_seqs, budget, num_drafts=num_drafts, num_lookahead=lookahead, **options
-    )
+    drafts = {"num_drafts": num_drafts, "num_lookahead": lookahead}
+    config = SchedulerConfig(num_blocks, BLOCK_SIZE, max_num_seqs, budget, **drafts, **options)
     return Scheduler(config) if controller is None else Scheduler(config, controller=controller)
 
 
@@ -298,10 +294,8 @@ def prompt_length(number: int) -> int:
 
 def requests_of(params: list[SamplingParams], prompts: list[list[int]] | None = None) -> list[Request]:
     """``r0``, ``r1``, ... with these prompts, or some of many lengths."""
-    if prompts is None:
-        prompts = [
-            [20 + 7 * number + place % 5 for place in range(prompt_length(number))] for number in range(len(params))
-        ]
+    numbers = range(len(params))
+    prompts = prompts or [[20 + 7 * n + place % 5 for place in range(prompt_length(n))] for n in numbers]
     return [
         Request(
             f"r{number}",
@@ -326,14 +320,7 @@ def live(
     depth: int = 0,
     prompts: list[list[int]] | None = None,
 ) -> dict[str, Life]:
-    """Run requests to their end, in lockstep or with ``depth`` steps queued ahead.
-
-    Args:
-        execute: runs a step; see `in_one_runner`.
-        scheduler: None: one without drafts, or with those of ``drafter``.
-        expected: the scripts of ``drafter``.
-        prompts: see `requests_of`.
-    """
+    """Run `requests_of` to their end, with ``depth`` steps queued ahead; ``expected`` scripts the drafter."""
     scheduler = scheduler or make_scheduler(0 if drafter is None else NUM_DRAFTS)
     lives: dict[str, Life] = {}
     for request in requests_of(params, prompts):

@@ -99,6 +99,19 @@ def live_alone(engine: LLMEngine, lives: list[Life]) -> dict[str, RequestOutput]
     return {life.request_id: live(engine, [replace(life, arrival=0, abort_at=None)])[life.request_id] for life in lives}
 
 
+def assert_lives_agree(
+    engine: LLMEngine, lives: list[Life], expected: dict[str, RequestOutput], label: str, *, tolerance: float = 1e-5
+) -> None:
+    """Run the requests together: each agrees with its output of `live_alone`."""
+    got = live(engine, lives)
+    for life in lives:
+        try:
+            assert_agree(got[life.request_id], expected[life.request_id], tolerance=tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{label}, {life}: {error}") from error
+    engine.core.scheduler.check_idle()
+
+
 def assert_agree(got: RequestOutput, expected: RequestOutput, *, tolerance: float = 1e-5) -> None:
     """The same tokens, reasons and logprobs; an aborted request has a beginning of them."""
     mine, other = got.outputs[0], expected.outputs[0]

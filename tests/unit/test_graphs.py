@@ -90,10 +90,8 @@ def test_a_step_runs_in_the_smallest_shape_that_holds_it(
     shapes: CaptureTable, output: SchedulerOutput, key: tuple[str, int, int] | None
 ) -> None:
     assert shapes.dispatch(output) == (key and GraphKey(*key))
-
-
-def test_mixed_steps_that_draft_run_eagerly() -> None:
-    assert FULL.dispatch(mixed(20, 8192), drafting=3) is None
+    if key is not None and key[0] == "mixed":
+        assert shapes.dispatch(output, drafting=3) is None
 
 
 def test_mixed_shapes_grow_where_launches_dominate() -> None:
@@ -106,7 +104,7 @@ def test_the_keys_of_a_table() -> None:
     assert (FULL.mixed[-1], FULL.full_step, FULL.keys[-1]) == (2048, 8192, GraphKey("mixed", 256, 8192))
     assert FULL.first_keys == table().first_keys
     assert all(key.num_tokens == 4 * key.num_reqs for key in DRAFTING.keys if key.kind == "uniform")
-    assert table(device="cpu").keys == table(enforce_eager=True).keys == ()
+    assert table(device="cpu", **LARGE).keys == table(enforce_eager=True, **LARGE).keys == ()
 
 
 @pytest.mark.parametrize(
@@ -126,25 +124,18 @@ def test_which_budgets_are_captured(budget: int, most: int, full_step: int | Non
     assert shapes.full_step == full_step
     assert [key.num_tokens for key in shapes.keys if key.kind == "mixed"] == list(shapes.mixed_sizes)
     assert shapes.mixed_sizes == tuple(sorted(set(shapes.mixed_sizes)))
-    assert table(device="cpu", most_full_tokens=most).full_step is None
-    assert table(enforce_eager=True, most_full_tokens=most).full_step is None
 
 
 class Captures:
     """Records what a manager captures."""
 
-    output = None
-
     def __init__(self, shapes: CaptureTable, **options: bool) -> None:
         self.captured: list[GraphKey] = []
         self.manager = GraphManager(shapes, self.capture, **options)
 
-    def capture(self, key: GraphKey) -> Captures:
+    def capture(self, key: GraphKey) -> Any:
         self.captured.append(key)
         return self
-
-    def replay(self) -> None:
-        raise NotImplementedError
 
     def run(self, output: SchedulerOutput, **options: Any) -> GraphKey | None:
         """Dispatch a step and capture its graph."""
