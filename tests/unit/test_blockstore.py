@@ -283,6 +283,8 @@ def test_files_are_looked_up_once(make: MakeBench, monkeypatch: pytest.MonkeyPat
     assert [other.matched(request) for _ in range(2)] == [16, 16]
     monkeypatch.setattr(os.path, "exists", lambda path: pytest.fail("files are looked up once"))
     assert [other.matched(request, 4) for _ in range(2)] == [12, 12]
+    other.step(["waits"])
+    assert other.scheduler.index._found == {}
 
 
 def test_blocks_in_the_prefix_cache_are_not_taken_for_files(make: MakeBench) -> None:

@@ -28,10 +28,10 @@ class StepConnector:
 
     fills_blocks = True
     """Whether a block may hold KV that no step of this runner has computed."""
+    _is_bound = False
 
     def __init__(self, connector: WorkerConnector) -> None:
         self._connector = connector
-        self._is_bound = False
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self._connector.register_kv_caches(kv_caches, layout)
@@ -106,9 +106,6 @@ class NoConnector(StepConnector):
 
     def no_forward(self, scheduler_output: SchedulerOutput) -> None:
         return None
-
-    def abandon(self) -> None:
-        pass
 
     def shutdown(self) -> None:
         pass

@@ -39,12 +39,13 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def connect(address: str, timeout: float) -> socket.socket:
-    """A tuned connection. Raises ConnectionLostError if there is none within ``timeout`` seconds."""
+    """A connection without delays. Raises ConnectionLostError if there is none within ``timeout`` seconds."""
     try:
         connection = socket.create_connection(parse_address(address), timeout=timeout)
     except OSError as error:
         raise ConnectionLostError(f"{address} cannot be reached ({error})") from error
-    _tune(connection)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(connection)
     return connection
 
 
@@ -85,11 +86,6 @@ def _receive(connection: socket.socket, count: int, should_stop: Callable[[], bo
             raise ConnectionLostError("the other end has closed the connection")
         content += received
     return bytes(content)
-
-
-def _tune(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(connection)
 
 
 def keep_alive(connection: Any) -> None:
@@ -154,7 +150,8 @@ class SocketServer:
 
     def _run(self, connection: socket.socket) -> None:
         try:
-            _tune(connection)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection)
             self._serve(connection)
         except (ConnectionLostError, OSError):
             pass

@@ -8,6 +8,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence, Set
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -92,9 +93,12 @@ class BlockIndex(ABC):
 
     epoch: str
 
-    @abstractmethod
     def count_stored(self, request: Request, first: int, last: int) -> int:
         """How many of the request's blocks ``first .. last - 1`` are stored before the first that is not."""
+        return sum(1 for _ in takewhile(self._is_stored, request.block_hashes[first:last]))
+
+    @abstractmethod
+    def _is_stored(self, block_hash: bytes) -> bool: ...
 
     @abstractmethod
     def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
@@ -193,9 +197,7 @@ class FileIndex(BlockIndex):
         found = self._found.get(request.request_id, range(first, first))
         if not found.start <= first <= found.stop:  # evicted from the prefix cache, and perhaps without files
             found = range(first, first)
-        stop = found.stop
-        while stop < last and self._is_stored(request.block_hashes[stop]):
-            stop += 1
+        stop = found.stop + super().count_stored(request, found.stop, last)
         self._found[request.request_id] = range(found.start, stop)
         return max(0, min(stop, last) - first)
 
@@ -235,15 +237,14 @@ class FileIndex(BlockIndex):
 
     def _identities(self, block_hash: bytes) -> list[tuple[int, int] | None]:
         """Inode and modification time of each rank's file; None: there is no such file."""
-        return [_identity(path) for path in self._paths(block_hash)]
-
-
-def _identity(path: str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+        identities: list[tuple[int, int] | None] = []
+        for path in self._paths(block_hash):
+            try:
+                found = os.stat(path)
+                identities.append((found.st_ino, found.st_mtime_ns))
+            except OSError:
+                identities.append(None)
+        return identities
 
 
 def _transfers(request: Request, first: int, last: int) -> list[BlockTransfer]:
@@ -267,12 +268,6 @@ class HostIndex(BlockIndex):
         self.epoch = "0"
         self._unsent: set[bytes] = set()  # saves of the metadata to be built next
         self._loading: list[tuple[str, list[BlockTransfer]]] = []  # an id may return before its first load ends
-
-    def count_stored(self, request: Request, first: int, last: int) -> int:
-        stop = first
-        while stop < last and self._is_stored(request.block_hashes[stop]):
-            stop += 1
-        return stop - first
 
     def load(self, request: Request, first: int, last: int) -> list[BlockTransfer]:
         blocks = _transfers(request, first, last)
