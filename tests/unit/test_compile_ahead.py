@@ -42,7 +42,7 @@ class FakeKernel:
         self.requested: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
 
-    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
+    def warmup(self, *arguments: Any, **options: Any) -> None:
         self.requested.append(arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -71,13 +71,14 @@ def test_a_dry_pass_requests_once_and_launches_nothing(ahead: CompileAhead) -> N
     kernel, numbers = FakeKernel(), torch.zeros(64)
 
     def dry_pass() -> None:
-        for grid in ((1,), (2,)):
-            launcher(kernel, grid)(numbers, 1, width=16)
-        launcher(kernel, (1,))(numbers, True, width=16)  # equal to 1, and another type
-        launcher(kernel, (1,))(numbers[1:], 1, width=16)  # not aligned
-        launcher(kernel, (1,))(numbers.double(), 1, width=16)
-        for _ in range(2):
-            launcher(kernel, (1,))([1], 1, width=16)  # not hashable, so it is requested again
+        launcher(kernel, (2,))(numbers, 1, width=16)
+        launch = launcher(kernel, (1,))
+        launch(numbers, 1, width=16)
+        launch(numbers, True, width=16)  # equal to 1, and another type
+        launch(numbers[1:], 1, width=16)  # not aligned
+        launch(numbers.double(), 1, width=16)
+        launch([1], 1, width=16)  # not hashable, so it is requested again
+        launch([1], 1, width=16)
 
     assert ahead.queue(dry_pass).wait() == 0
     assert len(kernel.requested) == 4 + 2

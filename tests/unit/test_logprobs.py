@@ -133,14 +133,6 @@ def test_rows_are_independent(triton: bool) -> None:
         assert together[index, -1] == alone[0, -1]
 
 
-def test_more_logprobs_than_are_selected() -> None:
-    logits, sampled = logprob_case(1, MAX_SELECTED + 50, torch.float32)
-    many, few = token_logprobs_torch(logits, sampled, MAX_SELECTED + 50), token_logprobs_torch(logits, sampled, 3)
-    assert torch.equal(many[:, :4], few[:, :4])
-    assert torch.equal(many[:, MAX_SELECTED + 51 : MAX_SELECTED + 55], few[:, 4:8])
-    assert many[3, 1 : MAX_SELECTED + 51].sort().values.tolist() == list(range(MAX_SELECTED + 50))
-
-
 # --- the public API ---------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.helpers.interpreter import interpreted
 
@@ -35,24 +35,13 @@ sequences = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 @given(sequences, st.integers(1, 6), st.integers(1, 4), st.integers(0, 3))
+@example([1, 7, 8, 2, 7, 8], 3, 1, 2)  # the longest match, not the latest
+@example([5, 5, 5, 5], 3, 1, 2)
+@example([4], 3, 1, 2)
 def test_the_longest_latest_match_is_continued(tokens: list[int], num_drafts: int, shortest: int, more: int) -> None:
     got = prompt_lookup(np.array(tokens), num_drafts, shortest + more, shortest)
     assert got.dtype == np.int32
     assert got.tolist() == search(tokens, num_drafts, shortest + more, shortest)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([1, 2, 3, 9, 1, 2, 3], [9, 1, 2]),
-        ([5, 5, 5, 5], [5, 5, 5]),
-        ([1, 7, 8, 2, 7, 8], [2, 7, 8]),  # the longest match, not the latest
-        ([1, 2, 3, 4], [-1, -1, -1]),
-        ([4], [-1, -1, -1]),
-    ],
-)
-def test_cases(tokens: list[int], expected: list[int]) -> None:
-    assert prompt_lookup(np.array(tokens), 3, 3, 1).tolist() == expected
 
 
 def paged(lengths: list[int], block_size: int, num_drafts: int) -> tuple[torch.Tensor, RowTables, list[list[int]]]:
