@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.helpers.checkpoints import make_checkpoint, reference_logits
 from tests.helpers.engines import (
     TEXT_MODEL,
@@ -23,25 +22,16 @@ from tests.helpers.engines import (
     run_requests,
     scripted_engine,
 )
-from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.runner_lives import in_one_runner, live, make_runner, make_scheduler
 
 from fleetfoot import LLM, LLMEngine, SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.json_fields import ConfigError
-from fleetfoot.config.parsing import load_model_config
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
-from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
-from fleetfoot.layers.context import ModelContext
 from fleetfoot.outputs import CompletionOutput, RequestOutput
 from fleetfoot.plan.oracle import UnsupportedFeatureError
-from fleetfoot.records.kv_layout import KVLayout
-from fleetfoot.records.request import Request
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature, Support
-from fleetfoot.runner.graphs import CaptureTable
-from fleetfoot.runner.v2.runner import ModelRunnerV2
-from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
-from fleetfoot.weights.loading import ModelLoader
 
 DECLARED, REFUSED = (
     [
@@ -128,32 +118,13 @@ def sliding_window(subject: Subject) -> None:
 def graphs(subject: Subject) -> None:
     """A device that plays graphs by running their work again: the tokens are those of eager steps."""
     assert subject.runner == "v2"
-    eager, captured = RecordingDevice(), RecordingDevice(has_graphs=True)
-    assert run_v2(subject.folder, eager) == run_v2(subject.folder, captured) == subject.expected(PROMPT)
-    assert captured.counts["replay"] >= NUM_TOKENS
-    assert eager.counts["replay"] == 0
-
-
-def run_v2(folder: Path, device: RecordingDevice) -> list[int]:
-    class CapturableAttention(SDPABackend):
-        is_capturable = True
-
-    model, limits = load_model_config(folder), {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-    context = ModelContext(cpu_kernels(), CapturableAttention(), torch.float32, torch.device("cpu"))
-    table = CaptureTable.of(device="cuda", enforce_eager=False, **limits)
-    loader = ModelLoader(model, context, folder)
-    runner = ModelRunnerV2(loader, max_model_len=64, capture_table=table, device=device, **limits)
-    runner.load_model()
-    runner.initialize_kv_cache(KVLayout.of(model, 16, 8, "float32"))
-    runner.warm_up()
-    device.counts.clear()
-    scheduler = Scheduler(SchedulerConfig(16, 8, **limits))
-    request = Request("r", list(PROMPT), wishes(), max_tokens=NUM_TOKENS, seed=0)
-    scheduler.add_request(request)
-    while (output := scheduler.schedule()) is not None:
-        runner.execute_model(output)
-        scheduler.update(output, runner.sample_tokens(None).get())
-    return request.output_token_ids
+    for device in (RecordingDevice(), RecordingDevice(has_graphs=True)):
+        runner = make_runner("v2", device=device, folder=subject.folder)
+        runner.warm_up()
+        device.counts.clear()
+        lives = live(in_one_runner(runner), [wishes()], scheduler=make_scheduler(), prompts=[PROMPT])
+        assert lives["r0"].token_ids == [*PROMPT, *subject.expected(PROMPT)]
+        assert (device.counts["replay"] >= NUM_TOKENS) == device.has_graphs
 
 
 def async_scheduling(subject: Subject) -> None:
@@ -435,9 +406,3 @@ def test_an_engine_put_together_by_hand_has_no_plan() -> None:
 
 def test_there_is_no_case_for_what_no_runner_declares() -> None:
     assert set(CASES) == {feature for param in DECLARED for feature in param.values[1:]}
-
-
-@pytest.mark.parametrize("prompt", [{"prompt_embeds": torch.zeros(2, 64)}, {"prompt_token_ids": [5], "lora": "x"}])
-def test_a_prompt_that_asks_for_more_is_refused(prompt: Any, text_model: Path) -> None:
-    with LLM(str(text_model), device="cpu", max_num_seqs=2) as llm, pytest.raises(ValueError, match="has no field"):
-        llm.generate(prompt, use_tqdm=False)

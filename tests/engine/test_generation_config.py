@@ -103,25 +103,24 @@ def command(name: str, model: Path, *flags: str) -> int:
         ([], (0.5, 3, 7)),
         (["--temperature", "0.9", "--max-tokens", "2"], (0.9, 3, 2)),
         (["--generation-config", "none", "--max-tokens", "2"], (1.0, 0, 2)),
+        (["--generation-config", "none"], (1.0, 0, 256)),  # the command's own default
         (["--override-generation-config", '{"max_new_tokens": 4}'], (0.5, 3, 4)),
+        (["--min-tokens", "9"], "min_tokens must be at most max_tokens=7, got 9"),
     ],
     ids=str,
 )
 def test_generate_takes_them_for_what_was_not_given(
-    flags: list[str], expected: tuple[float, int, int], model: Path, seen: list[SamplingParams]
+    flags: list[str],
+    expected: tuple[float, int, int] | str,
+    model: Path,
+    seen: list[SamplingParams],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert command("generate", model, "--prompt", "Once", *flags) == 0
-    assert chosen(seen) == [expected]
-
-
-def test_generate_keeps_its_own_default_where_the_model_has_none(text_model: Path, seen: list[SamplingParams]) -> None:
-    assert command("generate", text_model, "--prompt", "Once", "--temperature", "0") == 0
-    assert seen[0].max_tokens == 256
-
-
-def test_what_contradicts_the_models_defaults_is_a_usage_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("generate", model, "--prompt", "Once", "--min-tokens", "9") == 2
-    assert "min_tokens must be at most max_tokens=7, got 9" in capsys.readouterr().err
+    status = command("generate", model, "--prompt", "Once", *flags)
+    if isinstance(expected, str):
+        assert status == 2 and expected in capsys.readouterr().err
+    else:
+        assert (status, chosen(seen)) == (0, [expected])
 
 
 def test_chat_takes_them_too(

@@ -363,11 +363,13 @@ def test_a_gpu_that_is_a_little_too_small_gets_flags_that_would_do(run: Command,
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     """Nor numpy, a tokenizer or the hub, whether the plan is for this machine (where there is no GPU) or another."""
     model = config_folder(tmp_path / "model")
+    eagle = '{"method": "eagle", "num_speculative_tokens": 3}'
     script = f"""
 import sys
 from fleetfoot.cli.main import main
 calls = [[{model!r}, "--device", "cpu", "--cpu-memory", "64GiB"], ["--gpu-memory", "1GiB"],
-         ["--json", "--device", "cpu", "--enable-lora"], [{model!r}, "--gpu-memory", "1GiB"]]
+         ["--json", "--device", "cpu", "--enable-lora", "--speculative-config", {eagle!r}],
+         [{model!r}, "--gpu-memory", "1GiB"]]
 codes = [main(["plan", *call]) for call in calls]
 heavy = [name for name in ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2") if name in sys.modules]
 sys.exit(f"{{codes}} {{heavy}}" if codes != [0, 2, 0, 2] or heavy else 0)

@@ -29,12 +29,8 @@ TINY: dict[str, Any] = {
 def make_checkpoint(
     folder: Path, model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 ) -> PreTrainedModel:
-    """Write a checkpoint of ``model_type`` (of ``transformers``) to ``folder`` and return the model, for reference.
-
-    Args:
-        dtype: of the checkpoint; the returned model is in float32 with the same (rounded) values.
-        config: fields that differ from TINY.
-    """
+    """Write a checkpoint of ``model_type`` (of ``transformers``) in ``dtype``, and return the model in float32 with the
+    same values. ``config``: fields that differ from TINY."""
     model = make_reference(model_type, seed=seed, **config)
     with torch.no_grad():
         for parameter in model.parameters():

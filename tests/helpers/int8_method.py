@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +30,12 @@ class Int8Weight(LinearWeight):
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         for name, size, rows, span in self._shape.row_spans():
-            name = prefix + name
-            values, scales, bias = self._values[span], self._scales[span], self._bias
-            size_in = (size, self._shape.in_features)
-            part = (rows, self._shape.columns)
-            yield WeightSpec(f"{name}.weight", size_in, lambda values=values: values, part=part, is_integer=True)
-            yield WeightSpec(f"{name}.weight_scale", (size,), lambda scales=scales: scales, part=(rows,))
-            if bias is not None:
-                yield WeightSpec(f"{name}.bias", (size,), lambda part=bias[span]: part, part=(rows,))
+            whole, part = (size, self._shape.in_features), (rows, self._shape.columns)
+            values = partial(self._values.__getitem__, span)
+            yield WeightSpec(f"{prefix}{name}.weight", whole, values, part=part, is_integer=True)
+            for kind, tensor in (("weight_scale", self._scales), ("bias", self._bias)):
+                if tensor is not None:
+                    yield WeightSpec(f"{prefix}{name}.{kind}", (size,), partial(tensor.__getitem__, span), part=(rows,))
 
     def process_weights_after_loading(self) -> None:
         """Nothing: they are applied as they are stored."""

@@ -208,13 +208,11 @@ def test_buffers_between_ranks() -> None:
 
 
 def test_ranks_share_the_work() -> None:
-    whole, half = fitted(80 * GIB), fitted(80 * GIB, tensor_parallel_size=2)
-    assert half.bytes_per_block * 2 == whole.bytes_per_block
+    whole, half, replicated = (fitted(80 * GIB, tensor_parallel_size=size) for size in (1, 2, 16))
+    assert half.bytes_per_block * 2 == whole.bytes_per_block == 8 * replicated.bytes_per_block  # of 8 KV heads
     assert half.footprint["weights"] < 0.51 * whole.footprint["weights"]
     assert half.footprint["activations"] < 0.7 * whole.footprint["activations"]
     assert half.num_blocks > 2 * whole.num_blocks
-    replicated = fitted(80 * GIB, tensor_parallel_size=16)  # 8 KV heads, each on two ranks
-    assert replicated.bytes_per_block * 8 == whole.bytes_per_block
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

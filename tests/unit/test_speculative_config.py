@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -212,17 +210,3 @@ def test_a_head_far_from_the_embedding_has_its_own() -> None:
 def test_n_grams_take_nothing_but_room_for_tokens() -> None:
     assert shape_of(wish(method="ngram"), TARGET, "float32", "cpu") == DrafterShape(3)
     assert shape_of(EngineConfig(), TARGET, "float32", "cpu") == NO_DRAFTER
-
-
-def test_none_of_it_needs_torch() -> None:
-    code = f"""
-import sys
-from fleetfoot.config.engine import EngineConfig
-from fleetfoot.config.parsing import load_model_config
-from fleetfoot.speculative.find import drafter_shape, find_drafter
-config = EngineConfig(speculative_config={{"method": "eagle", "num_speculative_tokens": 3}})
-target = load_model_config({str(embedded_model_path())!r})
-assert drafter_shape(config, target, find_drafter(config, target), "float32", "cpu").weight_bytes
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
