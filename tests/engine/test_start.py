@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tests.helpers.engines import TEXT_MODEL, change_weights
 
 from fleetfoot import LLM, AsyncLLM, SamplingParams
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.env import USE_NATIVE_KERNELS
 from fleetfoot.executor.build import start_executor
 from fleetfoot.executor.protocol import PlanMismatchError, WorkerBuild, check_builds
 from fleetfoot.kernels.interface import KernelPlan
@@ -148,14 +148,15 @@ def test_token_ids_need_no_tokenizer_and_dummy_weights_no_files(text_model: Path
 
 
 @pytest.fixture
-def no_library(tmp_path: Path) -> Iterator[None]:
+def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A C library that exists and does not load."""
     (tmp_path / "libfleetfoot.so").write_bytes(b"not a library")
+    monkeypatch.setattr(loading, "PATH", tmp_path / "libfleetfoot.so")
+    monkeypatch.setenv(USE_NATIVE_KERNELS, "1")
     caches = (loading.open_library, loading.load_library)
-    with mock.patch.object(loading, "PATH", tmp_path / "libfleetfoot.so"):
-        for cached in caches:
-            cached.cache_clear()
-        yield
+    for cached in caches:
+        cached.cache_clear()
+    yield
     for cached in caches:
         cached.cache_clear()
 

@@ -54,10 +54,10 @@ def test_settings_that_both_have_are_taken() -> None:
         "tokenizer": "t",
         "seed": 3,
         "gpu_memory_utilization": 0.8,
-        "tensor_parallel_size": 1,
         "enforce_eager": True,
+        "trust_remote_code": True,
     }
-    config = EngineConfig.from_keywords({"model": "m", "trust_remote_code": True, **both}, owner="LLM")
+    config = EngineConfig.from_keywords({"model": "m", "tensor_parallel_size": 1, **both}, owner="LLM")
     assert {name: getattr(config, name) for name in both} == both
 
 

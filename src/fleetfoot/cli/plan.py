@@ -269,10 +269,6 @@ def _kv_connector(config: KVTransferConfig) -> dict[str, Any]:
 
 # --- the report as text -----------------------------------------------------------------------------------------------
 
-_MEMORY_PARTS = (
-    *("weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"),
-    *("communication", "driver", "left"),
-)
 _MEMORY_NAMES = {"kv_cache": "KV cache", "communication": "buffers between ranks"}
 """Names of parts of the memory, where they are not those of the report."""
 
@@ -373,7 +369,8 @@ def _memory_lines(report: dict[str, Any]) -> _Lines:
     is_shared = parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"] > 1
     of_each = " on each rank" * is_shared
     yield "memory", f"{readable(memory['budget']):>12}  to use{of_each}, of {readable(memory['total'])}"
-    for key in _MEMORY_PARTS:
+    keys = list(memory)
+    for key in keys[keys.index("weights") : keys.index("left") + 1]:
         if key != "communication" or is_shared:
             yield "", f"{readable(memory[key]):>12}  {memory[key]:>16,} bytes  {_part_name(key)}"
     blocks = f"{memory['num_blocks']:,} blocks of {memory['block_size']}, {memory['num_tokens']:,} tokens"
