@@ -140,7 +140,7 @@ def test_every_rank_has_saved_all_of_the_last_request(way: str, runner: str, tmp
 
 @pytest.mark.parametrize(("way", "runner", "rank"), [("tensor", "v1", 1), ("pipeline", "v2", 0)])
 def test_load_that_fails_on_one_rank_has_failed(way: str, runner: str, rank: int, expected: Expected) -> None:
-    faulty = faulty_rank(OFFLOADING, rank, "loads")
+    faulty = faulty_rank(rank, "loads")
     with running(runner=runner, kv_transfer_config=faulty, **TIGHT, **WAYS[way]) as engine:
         for _ in range(2):
             check(engine, expected)

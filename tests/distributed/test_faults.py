@@ -97,7 +97,7 @@ def test_killed_worker_ends_every_stream() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_error_of_a_step_has_its_traceback(rank: int) -> None:
-    faulty = faulty_rank(OFFLOADING, rank, "step")
+    faulty = faulty_rank(rank, "step")
     with running(pipeline_parallel_size=2, kv_transfer_config=faulty) as llm:
         error = step_until_dead(llm.llm_engine)
         assert isinstance(error.__cause__, WorkerError)
@@ -107,7 +107,7 @@ def test_error_of_a_step_has_its_traceback(rank: int) -> None:
 
 
 def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
-    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(OFFLOADING, 1, "shutdown"))
+    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "shutdown"))
     llm.generate([PROMPT], LONG, use_tqdm=False)
     pid = executor_of(llm.llm_engine).worker_pids[1]
     with pytest.raises(WorkerError, match=rf"worker 1 \(process {pid}\) ended with exit code 1 when it was to shut"):
@@ -117,7 +117,7 @@ def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_error_of_the_last_step_is_raised_at_the_shutdown(capfd: pytest.CaptureFixture[str]) -> None:
-    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(OFFLOADING, 1, "flush"))
+    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "flush"))
     engine = llm.llm_engine
     engine.add_request("r", PROMPT, LONG)
     while engine.has_unfinished_requests():  # without the idle step that `LLM.generate` ends with
@@ -157,7 +157,7 @@ def test_invalid_weights_are_refused_as_in_one_process(tmp_path: Path) -> None:
 
 def test_error_of_a_start_is_raised_while_other_workers_wait() -> None:
     with pytest.raises(ValueError, match="injected at the start of rank 1") as caught:
-        LLM(**SMALL, tensor_parallel_size=2, kv_transfer_config=faulty_rank(OFFLOADING, 1, "start"))
+        LLM(**SMALL, tensor_parallel_size=2, kv_transfer_config=faulty_rank(1, "start"))
     assert isinstance(caught.value.__cause__, WorkerError)
     assert "faulty_rank.py" in str(caught.value.__cause__)
 
@@ -165,7 +165,7 @@ def test_error_of_a_start_is_raised_while_other_workers_wait() -> None:
 def test_worker_that_ends_at_its_start_is_named() -> None:
     ended = rf"worker 1 \(process \d+\) ended with exit code {EXIT_CODE} before it was ready"
     with pytest.raises(WorkerError, match=ended):
-        LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(OFFLOADING, 1, "exit"))
+        LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "exit"))
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------

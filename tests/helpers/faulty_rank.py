@@ -36,11 +36,10 @@ class InjectedError(RuntimeError):
         super().__init__(f"injected {where} on rank {rank}")
 
 
-def faulty_rank(inner: dict[str, Any], rank: int, fault: str) -> dict[str, Any]:
-    """A kv_transfer_config.
+def faulty_rank(rank: int, fault: str) -> dict[str, Any]:
+    """The kv_transfer_config of OFFLOADING with a fault.
 
     Args:
-        inner: the real connector's.
         fault: what raises or happens. ``step``: the third step. ``start``: a ValueError when the KV cache is there.
             ``exit``: the process ends there. ``loads``: loads are reported as failed, and their blocks are NaN.
             ``flush``: a flush of blocks. ``shutdown``: the connector's.
@@ -49,7 +48,7 @@ def faulty_rank(inner: dict[str, Any], rank: int, fault: str) -> dict[str, Any]:
         "kv_connector": "FaultyRankConnector",
         "kv_connector_module_path": __name__,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"inner": inner, "rank": rank, "fault": fault},
+        "kv_connector_extra_config": {"inner": OFFLOADING, "rank": rank, "fault": fault},
     }
 
 

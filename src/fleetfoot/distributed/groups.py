@@ -328,22 +328,19 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
             f"{pipeline_size} is {tensor_size * pipeline_size}"
         )
     by_pipeline_rank = torch.arange(world).view(pipeline_size, tensor_size)
+    backend = "nccl" if shape.device.type == "cuda" else "gloo"
     with env.variable("NCCL_NVLS_ENABLE", "0"):  # see `fleetfoot.distributed.peer_memory.NO_MULTICAST`
         tensor = SINGLE_TENSOR_GROUP
         if tensor_size > 1:
-            tensor = _tensor_group(_own_group(by_pipeline_rank.tolist(), shape.device), shape)
+            group, _ = dist.new_subgroups_by_enumeration(by_pipeline_rank.tolist(), backend=backend)
+            tensor = _tensor_group(group, shape)
         pipeline = SINGLE_PIPELINE_GROUP
         if pipeline_size > 1:
-            columns = by_pipeline_rank.t().tolist()
-            activations, token_group = _own_group(columns, shape.device), _own_group(columns, shape.device)
+            activations, token_group = (
+                dist.new_subgroups_by_enumeration(by_pipeline_rank.t().tolist(), backend=backend)[0] for _ in range(2)
+            )
             pipeline = TorchPipelineGroup(activations, token_group, shape, _channel(activations, shape))
     return WorkerGroups(tensor, pipeline)
-
-
-def _own_group(members: list[list[int]], device: torch.device) -> dist.ProcessGroup:
-    """Make a group of each list of ranks, and return the one with this rank."""
-    own, _ = dist.new_subgroups_by_enumeration(members, backend="nccl" if device.type == "cuda" else "gloo")
-    return own
 
 
 def _tensor_group(group: dist.ProcessGroup, shape: StepShape) -> TensorGroup:

@@ -51,7 +51,9 @@ def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device,
         instead: for the warning: what uses NCCL then.
     """
     try:
-        memory: PeerMemory | None = _rendezvous(group, num_words, device) if _is_one_host(group) else None
+        names: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(names, socket.gethostname(), group=group)
+        memory = _rendezvous(group, num_words, device) if len(set(names)) == 1 else None
         reason = "its ranks are on different hosts"
     except (RuntimeError, ValueError, NotImplementedError) as error:
         memory, reason = None, str(error)
@@ -66,12 +68,6 @@ def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device,
         instead,
     )
     return None
-
-
-def _is_one_host(group: dist.ProcessGroup) -> bool:
-    names: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(names, socket.gethostname(), group=group)
-    return len(set(names)) == 1
 
 
 def _rendezvous(group: dist.ProcessGroup, num_words: int, device: torch.device) -> PeerMemory:

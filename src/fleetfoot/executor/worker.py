@@ -73,7 +73,7 @@ class Worker:
             attention=context.attention.name,
             kv_layout=KVLayout.name,
             connector="none" if plan.connector is None else qualified_name(plan.connector.connector_class),
-            drafter=_drafter_name(draft_settings),
+            drafter="ngram" if draft_settings.ngram is not None else getattr(self._drafter, "method", "none"),
             num_ranks=self.groups.tensor.size * self.groups.pipeline.size,
         )
 
@@ -176,12 +176,6 @@ def make_connector(plan: EnginePlan, rank: int) -> StepConnector:
     if plan.connector is None:
         return NoConnector()
     return StepConnector(plan.connector.connector_class.worker_side(transfer_context(plan, rank=rank)))
-
-
-def _drafter_name(draft_settings: DraftSettings) -> str:
-    if draft_settings.ngram is not None:
-        return "ngram"
-    return "none" if draft_settings.drafter is None else draft_settings.drafter.method
 
 
 @contextmanager

@@ -81,7 +81,9 @@ class NixlWorker(WorkerConnector):
     def start_load_kv(self) -> None:
         if self._metadata is NO_TRANSFERS:
             return
-        queued = self._record_event()  # after all work that writes to held blocks, or accesses blocks to be loaded
+        queued = None  # after all work that writes to held blocks, or accesses blocks to be loaded
+        if self._device.type != "cpu":
+            queued = torch.cuda.current_stream(self._device).record_event()
         for hold in self._metadata.holds:
             self._leases.grant(hold.lease, hold.request_id, hold.block_ids, queued)
         if self._loads is not None:
@@ -152,8 +154,3 @@ class NixlWorker(WorkerConnector):
         host, port = self._settings.side_channel_host, self._settings.side_channel_port
         port = port + self._context.rank if port else 0
         return ProducerServer(host, port, self._context.engine_id, description, self._leases, granted)
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        if self._device.type == "cpu":
-            return None
-        return torch.cuda.current_stream(self._device).record_event()
