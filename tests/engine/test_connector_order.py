@@ -37,8 +37,6 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-# --- what happens, written down -------------------------------------------------------------------------------------
-
 CLEAR = WORKER_POINTS[-1]
 
 
@@ -190,9 +188,6 @@ def idle(step: int = 2) -> SchedulerOutput:
     return SchedulerOutput(step, [], [], 0, 0, 0, **finished, kv_connector_metadata="idle")
 
 
-# --- the contract ---------------------------------------------------------------------------------------------------
-
-
 def events_of(metadata: str, *events: str, finished: str = "") -> list[str]:
     """Of a step with a forward pass."""
     begin = [f"bind_connector_metadata {metadata}", "flush", "start_load_kv"]
@@ -248,8 +243,6 @@ def test_kv_is_final_when_it_is_saved(kind: str, size: int) -> None:
         assert all(rank.connector.is_written["save_kv"])
 
 
-# --- something raises -----------------------------------------------------------------------------------------------
-
 STEPS = {
     "alone": {"prompt": DRAFTING[0], "idle": IDLE},
     "last": {"prompt": DRAFTING[0], "idle": IDLE},
@@ -299,9 +292,6 @@ def test_clearing_that_raises_is_itself_a_cause(kind: str) -> None:
     rank.log.raising = {CLEAR}
     with pytest.raises(FaultError, match=CLEAR):
         rank.step(prefill())
-
-
-# --- rows -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_idle_step_frees_rows(kind: str) -> None:

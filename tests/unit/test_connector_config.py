@@ -93,15 +93,6 @@ def test_invalid_names(name: str, module_path: str | None, message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("role", "can_load", "can_save"),
-    [("kv_both", True, True), ("kv_producer", False, True), ("kv_consumer", True, False), (None, False, False)],
-)
-def test_roles(role: str | None, can_load: bool, can_save: bool) -> None:
-    config = KVTransferConfig("SharedStorageConnector", role)
-    assert (config.can_load, config.can_save, config.is_active) == (can_load, can_save, role is not None)
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"kv_load_failure_policy": "ignore"}, "kv_load_failure_policy is 'ignore'; it can be recompute, fail"),
@@ -117,8 +108,8 @@ def test_invalid_transfer_settings(settings: dict[str, Any], message: str) -> No
 
 
 def test_no_connector() -> None:
-    for settings in ({}, {"kv_transfer_config": {}}, {"kv_transfer_config": {"kv_connector": "NixlConnector"}}):
-        plan = plan_of(**settings)
+    for config in (None, {}, {"kv_connector": "NixlConnector"}, {**SHARED, "kv_role": None}):
+        plan = plan_of(kv_transfer_config=config)
         assert isinstance(scheduler_connector(plan), NoSchedulerConnector)
         assert type(worker_connector(plan, 0)) is NoConnector
         assert plan.connector is None

@@ -92,7 +92,7 @@ def transfer_config(kind: str, folder: Path, rng: random.Random, faults: Faults)
     return KVTransferConfig.parse(faulty({"offload": parts[0], "shared": parts[1], "multi": several}[kind], faults))
 
 
-def make_request(rng: random.Random, name: str, config: SchedulerConfig) -> Request:
+def make_request(rng: random.Random, name: str) -> Request:
     size = rng.randint(1, 16)
     tail = rng.randint(0, min(size, 2))
     prompt = [position % 10 for position in range(size - tail)] + [rng.randrange(VOCAB) for _ in range(tail)]
@@ -110,7 +110,7 @@ def play(
     num_requests = rng.randint(1, 10)
     while len(everyone) < num_requests or scheduler.has_unfinished or in_flight or scheduler.transfers.has_pending:
         if len(everyone) < num_requests and (not alive or rng.random() < 0.5):
-            request = make_request(rng, f"r{len(everyone)}", scheduler.config)
+            request = make_request(rng, f"r{len(everyone)}")
             everyone.append(request)
             alive[request.request_id] = request
             scheduler.add_request(request)
@@ -157,13 +157,9 @@ def inject(rng: random.Random, faults: Faults, folder: Path, engine: Engine, *, 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    kind=st.sampled_from(["offload", "shared", "multi"]),
-    policy=st.sampled_from(["recompute", "fail"]),
-    caching=st.booleans(),
-    num_ranks=st.integers(1, 2),
-    depth=st.integers(0, 2),
-    seed=st.integers(0, 2**32),
-)
+    kind=st.sampled_from(["offload", "shared", "multi"]), policy=st.sampled_from(["recompute", "fail"]),
+    caching=st.booleans(), num_ranks=st.integers(1, 2), depth=st.integers(0, 2), seed=st.integers(0, 2**32),
+)  # fmt: skip
 def test_tokens_do_not_depend_on_transfers(
     kind: str, policy: str, caching: bool, num_ranks: int, depth: int, seed: int
 ) -> None:
@@ -207,9 +203,8 @@ def check_slots(connector: Any) -> None:
 
 def check(request: Request, policy: str) -> None:
     prompt = request.token_ids[: request.num_prompt_tokens]
-    expected = reference(
-        prompt, request.max_total_tokens - len(prompt), request.stop_token_ids, request.params.min_tokens, VOCAB
-    )
+    num_tokens = request.max_total_tokens - len(prompt)
+    expected = reference(prompt, num_tokens, request.stop_token_ids, request.params.min_tokens, VOCAB)
     got = request.output_token_ids
     if request.status == RequestStatus.FINISHED_LENGTH:
         assert got == expected

@@ -38,9 +38,6 @@ def step(scheduler: Scheduler, **transfers: Any) -> tuple[SchedulerOutput, list[
     return output, update(scheduler, output, **transfers)
 
 
-# --- loads ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_request_waits_for_its_kv_and_computes_the_rest() -> None:
     a = request_of("a", prompt=11)
     scheduler, connector = world(ScriptedConnector({"a": 8}), a)
@@ -150,9 +147,6 @@ def test_a_connector_that_matches_what_cannot_be(matched: int) -> None:
         scheduler.schedule()
 
 
-# --- loads that fail ------------------------------------------------------------------------------------------------
-
-
 def test_a_load_that_failed_is_computed_and_not_tried_again() -> None:
     a = request_of("a")
     scheduler, connector = world(ScriptedConnector({"a": 8}), a, request_of("b", prompt=3))
@@ -179,9 +173,6 @@ def test_a_load_that_failed_fails_its_request_if_it_is_to() -> None:
     scheduler.check_idle()
     with pytest.raises(ValueError, match="kv_load_failure_policy is 'ignore'; it can be 'recompute' or 'fail'"):
         world(connector, kv_load_failure_policy="ignore")
-
-
-# --- loads of requests that end ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", [{"loaded": {"a"}}, {"failed": FAILED}], ids=["loaded", "failed"])
@@ -250,9 +241,6 @@ def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_
     assert schedule(scheduler).new_requests[0].num_computed_tokens == 0
 
 
-# --- what is saved --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("caching", [True, False])
 def test_blocks_are_reported_once_chunk_by_chunk_and_when_a_request_leaves(caching: bool) -> None:
     scheduler, connector = world(ScriptedConnector(), max_num_batched_tokens=10, enable_prefix_caching=caching)
@@ -282,9 +270,6 @@ def test_what_an_error_left_is_not_saved() -> None:
     scheduler.update(output, ModelRunnerOutput([[7]], invalid={0: "NaN"}))
     assert connector.of("filled") == [("a", 0, 1, True)]
     assert connector.of("finished") == [("a", "error", 2, 7)]
-
-
-# --- held blocks ----------------------------------------------------------------------------------------------------
 
 
 def test_blocks_stay_held_until_they_are_sent() -> None:
@@ -354,9 +339,6 @@ def test_reports_about_strangers_are_no_matter(caplog: pytest.LogCaptureFixture)
     step(scheduler, loaded={"x"}, failed={"y": TransferFailure("gone")}, sent={"z"})
     assert [record.args for record in caplog.records] == [("x",), ("y",), ("z",)]
     scheduler.check_idle()
-
-
-# --- idle steps -----------------------------------------------------------------------------------------------------
 
 
 def test_no_idle_step_without_a_reason_nor_behind_a_step_in_flight() -> None:
