@@ -250,21 +250,15 @@ def test_neutral_keywords_change_nothing(llm: LLM) -> None:
     assert (output.prompt, output.outputs) == (expected.prompt, expected.outputs)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"lora_request": "adapter"}, "'lora_request'; LoRA adapters are not served"),
-        ({"sampling_parameters": greedy(4)}, r"'sampling_parameters'; did you mean 'sampling_params'\?"),
-        ({"nonsense": None}, "'nonsense'; it takes"),
-    ],
-    ids=str,
-)
-def test_other_keywords_are_refused_and_nothing_runs(keywords: dict[str, Any], message: str, llm: LLM) -> None:
+def test_other_keywords_are_refused_and_nothing_runs(llm: LLM) -> None:
     before = llm.stats().num_steps
-    with pytest.raises(TypeError, match=rf"LLM.generate got an unknown keyword {message}"):
-        llm.generate("Once", use_tqdm=False, **keywords)
-    with pytest.raises(TypeError, match=rf"LLM.chat got an unknown keyword {message}"):
-        llm.chat(CONVERSATION, use_tqdm=False, chat_template=TEMPLATE, **keywords)
+    keywords: dict[str, Any] = {"lora_request": "adapter", "sampling_parameters": None, "nonsense": None}
+    messages = ("LoRA adapters are not served", "did you mean 'sampling_params'", "it takes")
+    for (name, value), message in zip(keywords.items(), messages, strict=True):
+        with pytest.raises(TypeError, match=f"LLM.generate got an unknown keyword '{name}'; {message}"):
+            llm.generate("Once", use_tqdm=False, **{name: value})
+        with pytest.raises(TypeError, match=f"LLM.chat got an unknown keyword '{name}'; {message}"):
+            llm.chat(CONVERSATION, use_tqdm=False, chat_template=TEMPLATE, **{name: value})
     assert llm.stats().num_steps == before
 
 

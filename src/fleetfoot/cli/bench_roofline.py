@@ -73,38 +73,31 @@ def _positions(first: int, count: int, window: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PeakRates:
-    """Of one device, or of all devices of an engine together."""
+class Roofline:
+    """The least time of a model's work on a machine, in seconds. Rates are those of all devices together."""
 
+    costs: Costs
     bytes_per_s: float
     """Read plus written, by a copy larger than the caches."""
     flops_per_s: float
     """Of a square matrix product in the model's dtype; a multiply-add counts as two."""
 
-
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """The least time of a model's work on a machine, in seconds."""
-
-    costs: Costs
-    peak_rates: PeakRates
-
     def linear_s(self, num_tokens: int, num_sampled: int) -> float:
         """Of one step without its attention."""
         flops = num_tokens * self.costs.flops_per_token + num_sampled * self.costs.flops_per_logits
-        return max(self.costs.weight_bytes / self.peak_rates.bytes_per_s, flops / self.peak_rates.flops_per_s)
+        return max(self.costs.weight_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
     def prefill_attention_s(self, num_tokens: int, num_cached: int = 0) -> float:
         """Of a prompt, over all its chunks; ``num_cached`` of its tokens were found in the prefix cache."""
         num_computed = num_tokens - num_cached
         unread = _positions(num_cached, max(0, num_computed - 1), self.costs.windows[-1])
         pairs = self.costs.positions(num_cached, num_computed) - unread
-        return pairs * self.costs.attention_flops / self.peak_rates.flops_per_s
+        return pairs * self.costs.attention_flops / self.flops_per_s
 
     def decode_attention_s(self, num_prompt_tokens: int, num_output_tokens: int) -> float:
         """Of a request's steps after its prompt: all its outputs but the last are an input of one."""
         positions = self.costs.positions(num_prompt_tokens, max(0, num_output_tokens - 1))
-        return positions * self.costs.kv_bytes / self.peak_rates.bytes_per_s
+        return positions * self.costs.kv_bytes / self.bytes_per_s
 
 
 # --- the roofline of what was run -------------------------------------------------------------------------------------
@@ -116,13 +109,12 @@ def measure_floor(engine: LLMEngine) -> Roofline | None:
 
     plan = engine.plan
     try:
-        rates = measure_peak_rates(plan.device, plan.dtype)
+        bytes_per_s, flops_per_s = measure_peak_rates(plan.device, plan.dtype)
     except torch.OutOfMemoryError:
         return None
     # on a CPU, all ranks share the measured rates
     num_devices = plan.config.world_size if plan.device == "cuda" else 1
-    peak_rates = PeakRates(num_devices * rates.bytes_per_s, num_devices * rates.flops_per_s)
-    return Roofline(Costs.of(plan.model, plan.dtype), peak_rates)
+    return Roofline(Costs.of(plan.model, plan.dtype), num_devices * bytes_per_s, num_devices * flops_per_s)
 
 
 def floor_report(
@@ -144,8 +136,8 @@ def floor_report(
         for request in samples.work
     )
     return {
-        "copy_bandwidth_gb_s": floor.peak_rates.bytes_per_s / 1e9,
-        "matmul_tflop_s": floor.peak_rates.flops_per_s / 1e12,
+        "copy_bandwidth_gb_s": floor.bytes_per_s / 1e9,
+        "matmul_tflop_s": floor.flops_per_s / 1e12,
         "duration_s": linear + attention,
         "linear_s": linear,
         "attention_s": attention,
@@ -167,8 +159,8 @@ def batch_floors(floor: Roofline, batch_size: int, input_len: int, output_len: i
 # --- peak rates of the machine ----------------------------------------------------------------------------------------
 
 
-def measure_peak_rates(device: str, dtype: str) -> PeakRates:
-    """Peak rates of one device. Takes a second or less, and 1 GB of GPU memory meanwhile.
+def measure_peak_rates(device: str, dtype: str) -> tuple[float, float]:
+    """``bytes_per_s`` and ``flops_per_s`` of one device. Takes a second or less, and 1 GB of GPU memory meanwhile.
 
     Args:
         device: ``cpu`` or ``cuda``, the current one.
@@ -184,7 +176,7 @@ def measure_peak_rates(device: str, dtype: str) -> PeakRates:
     size = _MATRIX_SIZE[device]
     a = torch.randn(size, size, dtype=getattr(torch, dtype), device=device)
     matmul_s = _seconds(partial(torch.mm, a, torch.randn_like(a), out=torch.empty_like(a)), device)
-    return PeakRates(2 * _COPY_BYTES / copy_s, 2 * size**3 / matmul_s)
+    return 2 * _COPY_BYTES / copy_s, 2 * size**3 / matmul_s
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:
