@@ -37,14 +37,11 @@ class TransferExecutor(ScriptedExecutor):
         self.ended, self._error = ended or {}, error
         self.idle_steps: list[SchedulerOutput] = []
         self.all_reported = threading.Event()
-        self.num_in_flight = self.most_in_flight = 0
-
-    @property
-    def num_idle(self) -> int:
-        return len(self.idle_steps)
+        self.num_idle = self.num_in_flight = self.most_in_flight = 0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.is_idle:
+            self.num_idle += 1
             self.idle_steps.append(scheduler_output)
             if self._error is not None:
                 raise self._error

@@ -143,7 +143,7 @@ class EngineLine(Line):
 
 
 class LineAgent(TcpAgent):
-    """A TCP agent whose peers reach it through a `Line`."""
+    """A TCP agent that is reached through a `Line`."""
 
     def __init__(self, name: str, host: str) -> None:
         super().__init__(name, host)

@@ -211,7 +211,7 @@ def test_parts_inherit_settings() -> None:
         (multi("OffloadingConnector"), "connector 0 of MultiConnector is 'OffloadingConnector'; it must be an object"),
         (
             dataclasses.replace(multi(), kv_connector_extra_config={"connectors": [SHARED], "path": 1}),
-            "knows 'connectors' alone, and kv_connector_extra_config also has path",
+            "accepts 'connectors' only, and kv_connector_extra_config also has path",
         ),
     ],
 )

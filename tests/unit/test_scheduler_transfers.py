@@ -85,7 +85,7 @@ def test_what_is_loaded_comes_behind_what_is_here() -> None:
     assert scheduler.stats().prefix_cache_hits == 8
 
 
-def test_others_overtake_a_request_that_loads_but_no_more_than_there_are_rows() -> None:
+def test_requests_overtake_a_loading_one_up_to_the_number_of_rows() -> None:
     requests = [request_of("a"), request_of("b"), request_of("x", prompt=3), request_of("c"), request_of("d")]
     scheduler, connector = world(ScriptedConnector({"a": 8, "b": 8, "c": 8, "d": 8}), *requests, max_num_seqs=3)
     output, _ = step(scheduler)
@@ -102,7 +102,7 @@ def test_others_overtake_a_request_that_loads_but_no_more_than_there_are_rows() 
     assert [new.request_id for new in output.new_requests] == ["a"]
 
 
-def test_those_whose_kv_has_come_run_in_their_order_and_before_all_who_wait() -> None:
+def test_loaded_requests_run_in_order_of_arrival_before_waiting_ones() -> None:
     scheduler, _ = world(ScriptedConnector({"a": 8, "b": 8}), max_num_batched_tokens=8, max_num_seqs=8)
     for name in "ab":
         scheduler.add_request(request_of(name, prompt=12))
@@ -234,7 +234,7 @@ def test_what_ran_with_old_weights_is_not_found_after_new_ones_even_if_its_step_
     scheduler.reset_prefix_cache(reset_connector=True)
     for output in outputs:
         update(scheduler, output)
-    assert b.finish_reason == "length"  # its second block is full, of KV that nobody must find
+    assert b.finish_reason == "length"  # its second block is full, of KV that must not be found
     assert connector.of("filled") == [("a", 0, 1, True), ("b", 0, 1, True)]
     scheduler.finish("a", RequestStatus.FINISHED_ABORTED)
     scheduler.add_request(request_of("b2", prompt=list(b.token_ids)))
@@ -334,7 +334,7 @@ def test_held_and_still_loading() -> None:
     scheduler.check_idle()
 
 
-def test_reports_about_strangers_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_of_unknown_requests_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     scheduler, _ = world(ScriptedConnector(pending=True))
     step(scheduler, loaded={"x"}, failed={"y": TransferFailure("gone")}, sent={"z"})
     assert [record.args for record in caplog.records] == [("x",), ("y",), ("z",)]

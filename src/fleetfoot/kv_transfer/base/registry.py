@@ -151,7 +151,7 @@ def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     unknown = sorted(str(name) for name in extra if name != PARTS)
     if unknown:
         raise ValueError(
-            f"kv_transfer_config: {MULTI_CONNECTOR} knows {PARTS!r} alone, and kv_connector_extra_config also has "
+            f"kv_transfer_config: {MULTI_CONNECTOR} accepts {PARTS!r} only, and kv_connector_extra_config also has "
             f"{', '.join(unknown)}; settings of one of the connectors belong into its own config"
         )
     return tuple(_part(config, index, value) for index, value in enumerate(listed))
