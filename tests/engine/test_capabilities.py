@@ -76,7 +76,7 @@ class Subject:
 
     def check(self, engine: LLMEngine, params: SamplingParams | None = None) -> None:
         """PROMPTS have the greedy tokens of the reference."""
-        tokens = [output.token_ids for output in run_all(engine, PROMPTS, params or wishes())]
+        tokens = [output.token_ids for output in run_all(engine, PROMPTS, params or make_params())]
         assert tokens == [self.expected(prompt) for prompt in PROMPTS]
 
 
@@ -92,7 +92,7 @@ def greedy(reference: Any, prompt: list[int]) -> list[int]:
     return output
 
 
-def wishes(**more: Any) -> SamplingParams:
+def make_params(**more: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, **more})
 
 
@@ -110,7 +110,7 @@ def sliding_window(subject: Subject) -> None:
         for size in (8, None)
     )
     engine = subject.engine(subject.tmp_path / "8", skip_tokenizer_init=True)
-    tokens = [output.token_ids for output in run_all(engine, PROMPTS, wishes())]
+    tokens = [output.token_ids for output in run_all(engine, PROMPTS, make_params())]
     assert tokens == [greedy(window, prompt) for prompt in PROMPTS]
     assert greedy(whole, PROMPT) != tokens[0]  # the window counts
 
@@ -122,7 +122,7 @@ def graphs(subject: Subject) -> None:
         runner = make_runner("v2", device=device, folder=subject.folder)
         runner.warm_up()
         device.counts.clear()
-        lives = live(in_one_runner(runner), [wishes()], scheduler=make_scheduler(), prompts=[PROMPT])
+        lives = live(in_one_runner(runner), [make_params()], scheduler=make_scheduler(), prompts=[PROMPT])
         assert lives["r0"].token_ids == [*PROMPT, *subject.expected(PROMPT)]
         assert (device.counts["replay"] >= NUM_TOKENS) == device.has_graphs
 
@@ -132,7 +132,7 @@ def async_scheduling(subject: Subject) -> None:
     assert engine.plan.async_scheduling
     expected = [subject.expected(prompt) for prompt in PROMPTS]
     for number, prompt in enumerate(PROMPTS):
-        engine.add_request(str(number), prompt, wishes(stop_token_ids=[expected[0][4]]))
+        engine.add_request(str(number), prompt, make_params(stop_token_ids=[expected[0][4]]))
     assert engine.step() == []  # the second step is queued before the tokens of the first are processed
     outputs = {output.request_id: output.outputs[0].token_ids for output in drain(engine) if output.finished}
     assert outputs["0"] == expected[0][:5]  # tokens beyond the stop are dropped
@@ -144,14 +144,14 @@ def chunked_prefill(subject: Subject) -> None:
     chunks = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
     for settings, steps in ((chunks, [8, 8, 5]), ({"enable_chunked_prefill": False, "max_model_len": 64}, [21, 1])):
         engine = subject.engine(**settings)
-        assert run_all(engine, [PROMPT], wishes())[0].token_ids == subject.expected(PROMPT)
+        assert run_all(engine, [PROMPT], make_params())[0].token_ids == subject.expected(PROMPT)
         assert [step.num_tokens for step in engine.stats_collector.steps][: len(steps)] == steps
 
 
 def prefix_caching(subject: Subject) -> None:
     engine, prompt = subject.engine(block_size=4), PROMPT
     for num_cached in (0, 24):
-        output = run_requests(engine, {"r": (prompt, wishes())})["r"]
+        output = run_requests(engine, {"r": (prompt, make_params())})["r"]
         assert (output.num_cached_tokens, output.outputs[0].token_ids) == (num_cached, subject.expected(prompt))
         prompt = prompt + output.outputs[0].token_ids[:5]
 
@@ -165,7 +165,7 @@ def preemption(subject: Subject) -> None:
 def priority_scheduling(subject: Subject) -> None:
     engine = subject.engine(scheduling_policy="priority", max_num_seqs=1)
     for number, prompt in enumerate(PROMPTS):
-        engine.add_request(str(number), prompt, wishes(), priority=-number)
+        engine.add_request(str(number), prompt, make_params(), priority=-number)
     finished = [output for output in drain(engine) if output.finished]
     assert [output.request_id for output in finished] == ["4", "3", "2", "1", "0"]
     assert [output.outputs[0].token_ids for output in finished] == [subject.expected(p) for p in PROMPTS[::-1]]
@@ -174,9 +174,9 @@ def priority_scheduling(subject: Subject) -> None:
 def sampling(subject: Subject) -> None:
     filters: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.9}]
     seeded = [{"temperature": 1.3, "seed": seed, **more} for more in filters for seed in (1, 2)]
-    outputs = both_runners(subject, *(wishes(**params) for params in seeded))
+    outputs = both_runners(subject, *(make_params(**params) for params in seeded))
     assert all(output != other for i, output in enumerate(outputs) for other in outputs[:i])
-    assert subject.run([PROMPT], wishes(temperature=2.0, top_k=1, seed=3))[0].token_ids == subject.expected(PROMPT)
+    assert subject.run([PROMPT], make_params(temperature=2.0, top_k=1, seed=3))[0].token_ids == subject.expected(PROMPT)
 
 
 def both_runners(subject: Subject, *requests: SamplingParams) -> list[list[list[int]]]:
@@ -193,11 +193,11 @@ def both_runners(subject: Subject, *requests: SamplingParams) -> list[list[list[
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
         (known, values), (other_known, other_values) = logprobs_of(output), logprobs_of(other)
         assert known == other_known and values == pytest.approx(other_values, abs=1e-4)
-        asked = tests[request_id][1]
-        assert bool(known) == (asked.logprobs is not None or asked.prompt_logprobs is not None)
+        params = tests[request_id][1]
+        assert bool(known) == (params.logprobs is not None or params.prompt_logprobs is not None)
     tokens = [[outputs[0][f"{i} {j}"].outputs[0].token_ids for j in range(len(PROMPTS))] for i in range(len(requests))]
     greedy = [subject.expected(prompt) for prompt in PROMPTS]
-    assert [found == greedy for found in tokens] == [params == wishes(logprobs=4) for params in requests]
+    assert [found == greedy for found in tokens] == [params == make_params(logprobs=4) for params in requests]
     return tokens
 
 
@@ -210,8 +210,8 @@ def logprobs_of(output: RequestOutput) -> tuple[list[tuple[int, int | None]], li
 
 def penalties(subject: Subject) -> None:
     few = {"allowed_token_ids": [PROMPT[3], PROMPT[9], 90, 1000]}  # so few that tokens come again, of the prompt too
-    penalized = wishes(**few, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=1.1)
-    plain, changed = both_runners(subject, wishes(**few), penalized)
+    penalized = make_params(**few, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=1.1)
+    plain, changed = both_runners(subject, make_params(**few), penalized)
     assert plain != changed
 
 
@@ -219,7 +219,7 @@ def logit_bias(subject: Subject) -> None:
     plain = subject.expected(PROMPT)
     allowed = [5, 90, 1000]
     biased, restricted = both_runners(
-        subject, wishes(logit_bias={plain[1]: -5.0, 77: 2.0}), wishes(allowed_token_ids=allowed)
+        subject, make_params(logit_bias={plain[1]: -5.0, 77: 2.0}), make_params(allowed_token_ids=allowed)
     )
     assert biased[0][1] != plain[1] and {token for tokens in restricted for token in tokens} <= set(allowed)
 
@@ -230,7 +230,7 @@ def bad_words(subject: Subject) -> None:
     word, stops = tokenizer.decode([plain[2]]), {"stop_token_ids": [plain[1]], "ignore_eos": False}
     assert tokenizer.encode(word, add_special_tokens=False) == [plain[2]]
     banned, early, late = both_runners(
-        subject, wishes(bad_words=[word]), wishes(**stops), wishes(**stops, min_tokens=6)
+        subject, make_params(bad_words=[word]), make_params(**stops), make_params(**stops, min_tokens=6)
     )
     assert banned[0][:2] == plain[:2] and plain[2] not in banned[0]
     assert early[0] == plain[:2]
@@ -238,11 +238,11 @@ def bad_words(subject: Subject) -> None:
 
 
 def logprobs(subject: Subject) -> None:
-    both_runners(subject, wishes(logprobs=4))
+    both_runners(subject, make_params(logprobs=4))
 
 
 def prompt_logprobs(subject: Subject) -> None:
-    both_runners(subject, wishes(prompt_logprobs=3, allowed_token_ids=[5, 90]))
+    both_runners(subject, make_params(prompt_logprobs=3, allowed_token_ids=[5, 90]))
 
 
 def draft_model(subject: Subject) -> None:
@@ -256,7 +256,7 @@ def draft_model(subject: Subject) -> None:
 
 def eagle(subject: Subject) -> None:
     """The embedded model with its head."""
-    requests = {str(seed): ([*TELL, seed], wishes(temperature=seed % 2, seed=seed)) for seed in range(4, 10)}
+    requests = {str(seed): ([*TELL, seed], make_params(temperature=seed % 2, seed=seed)) for seed in range(4, 10)}
     texts = []
     for drafts in (None, {"method": "eagle", "num_speculative_tokens": 3}):
         engine = subject.engine(embedded_model_path(), speculative_config=drafts)
@@ -268,7 +268,7 @@ def eagle(subject: Subject) -> None:
 def ngram(subject: Subject) -> None:
     """A prompt that repeats itself, and an output that must: one token is allowed."""
     engine = subject.engine(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    outputs = run_all(engine, [[PROMPT[0]] * 9, PROMPT], wishes(allowed_token_ids=[PROMPT[0]]))
+    outputs = run_all(engine, [[PROMPT[0]] * 9, PROMPT], make_params(allowed_token_ids=[PROMPT[0]]))
     assert [output.token_ids for output in outputs] == [[PROMPT[0]] * NUM_TOKENS] * 2
     assert engine.stats().scheduler.drafts.num_accepted > NUM_TOKENS // 2
     subject.check(engine)
@@ -306,7 +306,7 @@ def loaded_tokens(subject: Subject, *, engines: int, **settings: Any) -> int:
     """Run the same prompt twice, in one engine or two; how many tokens came by a connector the second time."""
     engine = subject.engine(block_size=4, **settings)
     for turn in range(2):
-        outputs = run_requests(engine, {"r": (PROMPT, wishes())})
+        outputs = run_requests(engine, {"r": (PROMPT, make_params())})
         assert outputs["r"].outputs[0].token_ids == subject.expected(PROMPT)
         while engine.has_transfers():
             engine.step()
@@ -342,20 +342,20 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.PROMPT_EMBEDDINGS: {"enable_prompt_embeds": True},
     Feature.LORA: {"enable_lora": True},
 }
-"""Features that an engine is asked for."""
+"""Features that settings require."""
 
 MODELS: dict[Feature, dict[str, Any]] = {
     Feature.QUANTIZED_WEIGHTS: {"quantization_config": {"quant_method": "fp8"}},
     Feature.MIXTURE_OF_EXPERTS: {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
     Feature.HYBRID_LAYERS: {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16},
 }
-"""Features that a model asks for, by fields of its config.json."""
+"""Features that a model requires, by fields of its config.json."""
 
 REQUESTS: dict[Feature, str] = {
     Feature.LOGITS_PROCESSORS: "logits_processors",
     Feature.STRUCTURED_OUTPUTS: "structured_outputs",
 }
-"""Features that a request would ask for, by the name that it would have in SamplingParams."""
+"""Features that a request would require, by the name that it would have in SamplingParams."""
 
 CALLS: dict[Feature, tuple[str, ...]] = {
     Feature.LIVE_WEIGHTS: ("update_config", "reload_weights", "apply_sparse_weight_patches"),

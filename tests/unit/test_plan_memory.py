@@ -274,12 +274,12 @@ def test_a_cpu_gives_a_share_and_never_more_than_its_limit() -> None:
     plan = fitted(20 * GIB, device="cpu")
     assert 0 <= int((20 * GIB - weights) * 0.4) - plan.kv_cache < plan.bytes_per_block
     assert fitted(200 * GIB, device="cpu").kv_cache == 4 * GIB
-    asked = fitted(200 * GIB, device="cpu", kv_cache_memory_bytes=10 * GIB)
-    assert (asked.kv_cache, asked.kv_reason) == (10 * GIB, "kv_cache_memory_bytes")
+    chosen = fitted(200 * GIB, device="cpu", kv_cache_memory_bytes=10 * GIB)
+    assert (chosen.kv_cache, chosen.kv_reason) == (10 * GIB, "kv_cache_memory_bytes")
     assert fitted(200 * GIB, device="cpu", num_gpu_blocks_override=7).num_blocks == 7
 
 
-def test_the_models_own_length_need_not_fit_but_one_that_was_asked_for_must() -> None:
+def test_a_max_model_len_in_the_settings_must_fit() -> None:
     for total, settings in ((24, {}), (30, {"max_num_seqs": 4}), (80, {"num_gpu_blocks_override": 40})):
         shape, plan = fitted_engine(total * GIB, **settings)
         assert 256 <= shape.max_model_len <= plan.num_tokens < LLAMA_8B.max_position_embeddings
@@ -371,7 +371,7 @@ ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enfo
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
-def test_a_plan_that_does_not_fit_says_what_would(
+def test_advice_for_a_plan_that_does_not_fit(
     total: float, device: str, settings: dict[str, Any], advised: set[str]
 ) -> None:
     """A negative ``total``: so much less than the least that is enough."""
@@ -403,7 +403,7 @@ def least_gib(**settings: Any) -> float:
     kv_cache_memory_bytes=st.sampled_from([None, None, 1, GIB, 100 * GIB]),
     enforce_eager=st.booleans(),
 )
-def test_whatever_the_memory(model: ModelConfig, device: str, total: int, **settings: Any) -> None:
+def test_any_amount_of_memory(model: ModelConfig, device: str, total: int, **settings: Any) -> None:
     try:
         shape, plan = fitted_engine(total * GIB, model, device, **settings)
     except MemoryPlanError as error:
@@ -413,8 +413,8 @@ def test_whatever_the_memory(model: ModelConfig, device: str, total: int, **sett
         assert plan.left >= 0
         assert plan.budget - plan.left == sum(plan.parts().values()) <= total * GIB
         assert footprint(shape) == plan.footprint
-        asked = settings["max_model_len"]
-        assert shape.max_model_len == asked if asked else shape.max_model_len <= plan.num_tokens
-        assert asked is None or asked <= plan.num_tokens or settings["kv_cache_memory_bytes"] is not None
+        length = settings["max_model_len"]
+        assert shape.max_model_len == length if length else shape.max_model_len <= plan.num_tokens
+        assert length is None or length <= plan.num_tokens or settings["kv_cache_memory_bytes"] is not None
         longer, _ = fitted_engine((total + 8) * GIB, model, device, **settings)
         assert longer.max_model_len >= shape.max_model_len

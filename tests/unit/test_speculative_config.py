@@ -114,7 +114,7 @@ DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 TARGET = load_model_config(embedded_model_path())
 
 
-def wish(drafter: str | Path | None = None, method: str = "", **engine: Any) -> EngineConfig:
+def make_config(drafter: str | Path | None = None, method: str = "", **engine: Any) -> EngineConfig:
     settings = {"num_speculative_tokens": 3, "method": method, **({} if drafter is None else {"model": str(drafter)})}
     return EngineConfig(speculative_config=settings, **engine)  # type: ignore[arg-type]
 
@@ -137,15 +137,19 @@ def changed_head(folder: Path, **fields: Any) -> Path:
 
 
 def test_models_are_found() -> None:
-    assert find(wish("story-llama")).folder == embedded_model_path()
-    assert find(wish(method="eagle")).folder == find(wish("story-llama-eagle", "eagle")).folder == embedded_eagle_path()
-    assert find(wish(DRAFT)).folder == DRAFT
-    assert find_drafter(EngineConfig(), TARGET) is find_drafter(wish(method="ngram"), TARGET) is None
+    assert find(make_config("story-llama")).folder == embedded_model_path()
+    assert (
+        find(make_config(method="eagle")).folder
+        == find(make_config("story-llama-eagle", "eagle")).folder
+        == embedded_eagle_path()
+    )
+    assert find(make_config(DRAFT)).folder == DRAFT
+    assert find_drafter(EngineConfig(), TARGET) is find_drafter(make_config(method="ngram"), TARGET) is None
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle"])
 def test_names_that_heads_have(tmp_path: Path, name: str) -> None:
-    found = find(wish(changed_head(tmp_path, architectures=[name]), "eagle"))
+    found = find(make_config(changed_head(tmp_path, architectures=[name]), "eagle"))
     assert found.config.architecture == "LlamaForCausalLM"
 
 
@@ -168,17 +172,17 @@ def test_heads_that_do_not_fit(
 ) -> None:
     head = None if fields is None else changed_head(tmp_path, **fields)
     with pytest.raises(ValueError, match=message):
-        find(wish(head, "eagle", **engine))
+        find(make_config(head, "eagle", **engine))
 
 
 def test_a_head_has_its_own_method_and_length(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"an EAGLE head, .* set method to 'eagle'"):
-        find(wish("story-llama-eagle"))
-    find(wish(changed_head(tmp_path, **SHORT), "eagle", max_model_len=512)).check_length(512)
+        find(make_config("story-llama-eagle"))
+    find(make_config(changed_head(tmp_path, **SHORT), "eagle", max_model_len=512)).check_length(512)
 
 
 def test_a_heads_memory() -> None:
-    config = wish(method="eagle", max_model_len=256)
+    config = make_config(method="eagle", max_model_len=256)
     shape = shape_of(config, TARGET, "bfloat16", "cuda")
     with Checkpoint(embedded_eagle_path()) as checkpoint:
         values = sum(checkpoint.tensor(name).numel() for name in checkpoint.names())
@@ -189,7 +193,7 @@ def test_a_heads_memory() -> None:
 
 
 def test_a_draft_models_memory() -> None:
-    config = wish(DRAFT, max_model_len=256)
+    config = make_config(DRAFT, max_model_len=256)
     shape = shape_of(config, TARGET, "float32", "cuda")
     draft = load_model_config(DRAFT)
     assert shape.weight_bytes == 4 * draft.num_parameters + (256 + 3) * 32 * 4
@@ -202,11 +206,11 @@ def test_a_draft_models_memory() -> None:
 
 def test_a_head_far_from_the_embedding_has_its_own() -> None:
     untied = dataclasses.replace(TARGET, tie_word_embeddings=False)
-    near = shape_of(wish(method="eagle"), untied, "float32", "cuda")
-    far = shape_of(wish(method="eagle", pipeline_parallel_size=2), untied, "float32", "cuda")
+    near = shape_of(make_config(method="eagle"), untied, "float32", "cuda")
+    far = shape_of(make_config(method="eagle", pipeline_parallel_size=2), untied, "float32", "cuda")
     assert far.weight_bytes - near.weight_bytes == 4 * 2048 * 192
 
 
 def test_n_grams_take_nothing_but_room_for_tokens() -> None:
-    assert shape_of(wish(method="ngram"), TARGET, "float32", "cpu") == DrafterShape(3)
+    assert shape_of(make_config(method="ngram"), TARGET, "float32", "cpu") == DrafterShape(3)
     assert shape_of(EngineConfig(), TARGET, "float32", "cpu") == NO_DRAFTER

@@ -24,7 +24,7 @@ class LlamaModel(Decoder):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Biases, head norms, windows and tying are as the config says: Llama, Mistral (sliding windows, Jiang et al.
+    """Biases, head norms, windows and tying follow the config: Llama, Mistral (sliding windows, Jiang et al.
     2023), Qwen2 (biases on q, k and v, Yang et al. 2024) and Qwen3 (head norms, Yang et al. 2025)."""
 
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer

@@ -30,7 +30,7 @@ class ConnectorPlan:
     layouts: ConnectorLayouts
     """The KV layouts that it accepts."""
     requested_by: str
-    """The setting that asks for it."""
+    """The setting that requires it."""
     class_name: str = ""
     """Of the class, with its module; set once an engine is planned, and empty if there is no such class."""
 

@@ -71,7 +71,7 @@ def may_have_gpu() -> bool:
 
 
 def _available_memory() -> int:
-    """Bytes that a new program could take: what Linux says it could free, elsewhere half of what is installed."""
+    """Bytes that a new program could take: what Linux could free, elsewhere half of what is installed."""
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
