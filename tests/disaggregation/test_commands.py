@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.engine_pairs import ONE_THREAD, engine_settings, generate_all
-from tests.helpers.prefill_decode import nixl
+from tests.helpers.prefill_decode import ONE_THREAD, engine_settings, generate_all, nixl
 
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.config import env

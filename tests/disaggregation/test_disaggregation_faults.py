@@ -15,11 +15,23 @@ from typing import Any
 
 import pytest
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.engine_pairs import engine_settings, generate, last_output, start
 from tests.helpers.engines import TEXT_MODEL, drain, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import EngineLine, Gate, Line, cut_at, flip_at, skip_without
-from tests.helpers.prefill_decode import PARAMS, PROMPTS, RUNNERS, SIZE, decodes, nixl, prefilled, settle
+from tests.helpers.prefill_decode import (
+    PARAMS,
+    PROMPTS,
+    RUNNERS,
+    SIZE,
+    decodes,
+    engine_settings,
+    generate,
+    last_output,
+    nixl,
+    prefilled,
+    settle,
+    start,
+)
 from tests.helpers.streams import async_test
 
 from fleetfoot import AsyncLLM, LLMEngine

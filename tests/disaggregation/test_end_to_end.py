@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.engine_pairs import generate, generate_all, last_output, start
-from tests.helpers.engines import prompt_of
 from tests.helpers.kv_pair import skip_without
-from tests.helpers.prefill_decode import PARAMS, PROMPTS, SIZE, VOCAB
+from tests.helpers.prefill_decode import PARAMS, PROMPTS, SIZE, generate, generate_all, last_output, start
 from tests.helpers.streams import async_test
 
 from fleetfoot import SamplingParams
@@ -89,29 +87,6 @@ async def test_several_requests_at_once(pair: Pair, expected: Outputs) -> None:
     assert counters["sends_sent"] + counters.get("sends_declined", 0) == 4
     assert loaded["tokens_loaded"] == 4 * loaded["counters"]["blocks_loaded"]
     assert loaded["counters"]["bytes_loaded"] == 2048 * loaded["counters"]["blocks_loaded"]
-
-
-@async_test
-async def test_cached_blocks_are_not_sent_again(pair: Pair) -> None:
-    """A conversation: each turn begins with all of the one before."""
-    proxy = pair.proxy()
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    _, before = await pair.settled()
-    first = await last_output(proxy, prompt_of(20, VOCAB, seed=77), params, "first")
-    _, after_first = await pair.settled()
-    follow_up = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7, 8, 9, 10]  # 33, of which 28 were there
-    second = await last_output(proxy, follow_up, params, "second")
-    _, after_second = await pair.settled()
-    again = await last_output(proxy, follow_up, params, "again")
-    sent, after_third = await pair.settled()
-    blocks = [content["counters"].get("blocks_loaded", 0) for content in (before, after_first, after_second)]
-    assert after_first["loads_done"] > before["loads_done"] and blocks[1] > blocks[0]
-    assert blocks[2] == blocks[1] + 1  # the eighth block; the seven before it were computed here
-    assert (second.num_cached_tokens, again.num_cached_tokens) == (32, 32)
-    assert after_third["counters"]["blocks_loaded"] == blocks[2]
-    assert sent["counters"]["sends_declined"] > 0
-    alone = await last_output(pair.decode, follow_up, params, "alone")
-    assert alone.outputs[0].token_ids == second.outputs[0].token_ids == again.outputs[0].token_ids
 
 
 @async_test

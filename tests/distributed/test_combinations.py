@@ -52,11 +52,7 @@ CASES = [
     ("eagle", "host", "tensor", "v1"),
     ("eagle", "host", "both", "v2"),
 ]
-WITHOUT_DRAFTS = [
-    ("none", "none", "tensor", "v1"),
-    ("none", "none", "pipeline", "v2"),
-    ("none", "none", "both", "v2"),
-]
+WITHOUT_DRAFTS = [("none", "none", "tensor", "v1"), ("none", "none", "pipeline", "v2"), ("none", "none", "both", "v2")]
 Expected = dict[int, dict[str, RequestOutput]]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from tests.engine.test_contributing import Page
 from tests.helpers import prefill_decode
-from tests.helpers.engine_pairs import last_output
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
 from tests.helpers.faulty_connector import (
     SCHEDULER_POINTS,
@@ -24,7 +23,7 @@ from tests.helpers.faulty_connector import (
     InjectedError,
     faulty,
 )
-from tests.helpers.prefill_decode import ROOMY, SIZE, VOCAB, Tokens, settle, tokens_of
+from tests.helpers.prefill_decode import ROOMY, SIZE, VOCAB, Tokens, last_output, settle, tokens_of
 
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
 from fleetfoot.cli.main import main

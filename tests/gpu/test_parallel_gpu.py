@@ -10,20 +10,13 @@ import torch
 from tests.gpu.test_engine_gpu import MODELS, VOCAB, engine
 from tests.helpers.schedules import assert_agree, live, live_alone, random_lives
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel_size": 2},
     "tensor, v1": {"tensor_parallel_size": 2, "runner": "v1"},
     "pipeline": {"pipeline_parallel_size": 2},
-    "pipeline, tight": {
-        "pipeline_parallel_size": 2,
-        "num_gpu_blocks_override": 12,
-        "max_num_batched_tokens": 24,
-    },
+    "pipeline, tight": {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 12, "max_num_batched_tokens": 24},
     "pipeline, drafts": {
         "pipeline_parallel_size": 2,
         "speculative_config": {"method": "eagle", "num_speculative_tokens": 2, "adaptive": False},

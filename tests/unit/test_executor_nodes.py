@@ -145,10 +145,7 @@ def test_timeouts_name_the_missing_node(
 
 
 def test_node_0_logs_once_which_nodes_are_missing(
-    port: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nodes, "GATHER_S", 0.0)
     message = (
