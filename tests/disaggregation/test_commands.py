@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.helpers.prefill_decode import ONE_THREAD, engine_settings, generate_all, nixl
+from tests.helpers.prefill_decode import engine_settings, generate_all, nixl
+from tests.helpers.processes import Watched, running_child
 
 from fleetfoot import AsyncLLM, SamplingParams
-from fleetfoot.config import env
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.server.disaggregation.client import EngineClient
@@ -26,25 +25,14 @@ Command = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def command() -> Iterator[Command]:
-    started: list[subprocess.Popen[str]] = []
+def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with ExitStack() as stack:
 
-    def run(*arguments: str) -> subprocess.Popen[str]:
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "fleetfoot.cli.main", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=env.for_child(ONE_THREAD),
-            )
-        )
-        return started[-1]
+        def run(*arguments: str) -> subprocess.Popen[str]:
+            return stack.enter_context(running_child(sys.executable, "-m", "fleetfoot.cli.main", *arguments))
 
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
+        yield run
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
@@ -112,28 +100,21 @@ def test_dead_engine_is_reported(text_model: Path) -> None:
     asyncio.run(everything())
 
 
-_PARENT = """
-import json, sys
+PARENT = """
+import json, signal, sys
 from fleetfoot.server.disaggregation.client import EngineProcess
 
-process = EngineProcess(json.loads(sys.argv[1]))
+process = EngineProcess(json.loads(sys.argv[1]), environment={"OMP_NUM_THREADS": "1"})
 process.wait_until_ready()
 print(process.pid, flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
 def test_engine_ends_with_its_killed_parent(text_model: Path) -> None:
     settings = json.dumps(engine_settings(text_model, "kv_both", runner="v2"))
-    with subprocess.Popen(
-        [sys.executable, "-c", _PARENT, settings],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=env.for_child(ONE_THREAD),
-    ) as parent:
+    with running_child(sys.executable, "-c", PARENT, settings) as parent:
         assert parent.stdout is not None
-        engine = os.pidfd_open(int(parent.stdout.readline()))
+        engine = Watched([int(parent.stdout.readline())])
         parent.kill()
-        ended, _, _ = select.select([engine], [], [], 60)
-        os.close(engine)
-    assert ended == [engine]
+        engine.wait()
