@@ -18,7 +18,16 @@ from tests.helpers.engines import make_engine
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.interpreter import interpreted
 from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
-from tests.helpers.paged_models import MODELS, PagedCache, assert_close, context, prompt, run
+from tests.helpers.paged_models import (
+    MODELS,
+    PagedCache,
+    assert_close,
+    checkpoint,
+    context,
+    logits_metadata,
+    prompt,
+    run,
+)
 from torch import nn
 
 from fleetfoot.config.parsing import load_model_config
@@ -130,26 +139,10 @@ def make(folder: Path, model_context: ModelContext, fused: Sequence[bool] = (), 
     return model
 
 
-def checkpoint(folder: Path, case: str, seed: int = 0) -> Any:
-    model_type, fields = MODELS[case]
-    return make_checkpoint(folder, model_type, seed=seed, **fields)
-
-
 def last_rows(metadata: AttentionMetadata, num_reqs: int) -> LogitsMetadata:
     """The last token of each of the first requests."""
-    return LogitsMetadata(
-        metadata.query_start_loc[1 : num_reqs + 1].long() - 1,
-        replace(
-            metadata,
-            query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32),
-            seq_lens=metadata.seq_lens[:num_reqs],
-            block_tables=metadata.block_tables[:num_reqs],
-            slot_mapping=metadata.slot_mapping[:0],
-            positions=metadata.positions[:0],
-            num_decodes=num_reqs,
-            max_query_len=1,
-        ),
-    )
+    indices = (metadata.query_start_loc[1 : num_reqs + 1] - 1).tolist()
+    return logits_metadata(metadata, indices, list(range(num_reqs + 1)))
 
 
 SCHEDULE: list[tuple[dict[int, int], int | None]] = [

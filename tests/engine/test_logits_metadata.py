@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.draft_matrix import METHODS, STORY
 from tests.helpers.engines import make_engine, run_requests
 from tests.helpers.kernels import cpu_kernels, reference_kernels
-from tests.helpers.paged_models import PagedCache, context
+from tests.helpers.paged_models import PagedCache, context, logits_metadata
 
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.fusion.decoder import fuse
-from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, LogitsMetadata
+from fleetfoot.records.forward_context import ForwardContext
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.weights.loading import ModelLoader
 
@@ -28,22 +27,6 @@ ROWS = {
     "every token of a request with drafts": ([0, 1, 2, 3, 9], [0, 1, 4, 5]),
 }
 """``LogitsMetadata.indices``, and where the queries of its requests begin."""
-
-
-def logits_metadata(metadata: AttentionMetadata, indices: list[int], starts: list[int]) -> LogitsMetadata:
-    count = max(len(starts) - 1, 0)
-    has_drafts = len(indices) > count
-    attention = replace(
-        metadata,
-        query_start_loc=torch.tensor(starts or [0], dtype=torch.int32),
-        seq_lens=metadata.seq_lens[:count],
-        block_tables=metadata.block_tables[:count],
-        slot_mapping=metadata.slot_mapping[:0],
-        positions=metadata.positions[:0],
-        num_decodes=0 if has_drafts else count,
-        max_query_len=3 if has_drafts else 1,
-    )
-    return LogitsMetadata(torch.tensor(indices, dtype=torch.int64), attention)
 
 
 @pytest.mark.parametrize("ops", [reference_kernels(), cpu_kernels()], ids=["torch", "native"])

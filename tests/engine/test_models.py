@@ -10,11 +10,12 @@ import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint, make_reference, reference_logits
 from tests.helpers.kernels import cpu_kernels
-from tests.helpers.paged_models import LLAMA3, MODELS, YARN, PagedCache, assert_close, context, prompt, run
+from tests.helpers.paged_models import LLAMA3, MODELS, YARN, PagedCache, assert_close, checkpoint, context, prompt, run
 
 from fleetfoot.config.architectures import ARCHITECTURES
 from fleetfoot.config.model import ModelConfig
 from fleetfoot.config.parsing import load_model_config
+from fleetfoot.layers.decoder import representatives
 from fleetfoot.layers.rotary import inverse_frequencies, rotary_table
 from fleetfoot.models.interface import CausalLM, model_class
 from fleetfoot.records.forward_context import IntermediateTensors
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def checkpoint(folder: Path, case: str, **more: Any) -> PreTrainedModel:
-    model_type, fields = MODELS[case]
-    return make_checkpoint(folder, model_type, **{**fields, **more})
 
 
 def load(folder: Path, layers: range | None = None, **changes: Any) -> CausalLM:
@@ -209,27 +205,26 @@ def test_a_model_that_is_not_loaded_says_so() -> None:
         run(model, PagedCache(config, 4), {0: [1, 2]})
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-KINDS = [FULL, SLIDING, SLIDING, FULL, FULL]
-
-
 @pytest.mark.parametrize(
-    ("layer_types", "layers", "kept"),
+    ("windows", "kept"),
     [
-        ([FULL] * 6, None, [0, 5]),
-        ([FULL], None, [0]),
-        ([FULL] * 2, None, [0, 1]),
-        ([*KINDS, FULL], None, [0, 1, 5]),
-        ([*KINDS, SLIDING], None, [0, 1, 5]),
-        ([*KINDS, FULL], range(2, 6), [0, 1, 3]),
+        ([None] * 6, [0, 5]),
+        ([None], [0]),
+        ([None] * 2, [0, 1]),
+        ([None, 5, 5, None, None, None], [0, 1, 5]),
+        ([None, 5, 5, None, None, 5], [0, 1, 5]),
+        ([5, None, None, None], [0, 1, 3]),
     ],
 )
-def test_a_shortened_model_has_a_layer_of_each_kind(
-    layer_types: list[str], layers: range | None, kept: list[int], tmp_path: Path
-) -> None:
-    sliding = {"use_sliding_window": True, "sliding_window": 5, "layer_types": layer_types}
-    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=len(layer_types), **sliding)
-    model = load(tmp_path, layers)
+def test_representative_layers(windows: list[int | None], kept: list[int]) -> None:
+    assert representatives(windows) == kept
+
+
+def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
+    kinds = ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]
+    sliding = {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
+    make_checkpoint(tmp_path, "qwen3", num_hidden_layers=len(kinds), **sliding)
+    model = load(tmp_path, range(2, 6))
     runs, modules = model.shortened().model.layers._runs, list(model.model.layers.values())
-    assert [modules.index(run) for run in runs] == kept
+    assert [modules.index(run) for run in runs] == [0, 1, 3]
     assert len(model.model.layers._runs) == len(model.layers)

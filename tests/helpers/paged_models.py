@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from fleetfoot.config.model import ModelConfig
+from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
-from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext
+from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, LogitsMetadata
+from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.kernels import reference_kernels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -131,3 +137,33 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def prompt(length: int, vocab_size: int = 89, seed: int = 0) -> list[int]:
     return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def checkpoint(folder: Path, case: str, **more: Any) -> PreTrainedModel:
+    """Write the checkpoint of a case of MODELS, and return the reference model."""
+    model_type, fields = MODELS[case]
+    return make_checkpoint(folder, model_type, **{**fields, **more})
+
+
+def logits_metadata(metadata: AttentionMetadata, indices: list[int], starts: list[int]) -> LogitsMetadata:
+    """Of the rows ``indices``. ``starts``: where the queries of the first requests begin, and the last ends."""
+    count = max(len(starts) - 1, 0)
+    has_drafts = len(indices) > count
+    attention = replace(
+        metadata,
+        query_start_loc=torch.tensor(starts or [0], dtype=torch.int32),
+        seq_lens=metadata.seq_lens[:count],
+        block_tables=metadata.block_tables[:count],
+        slot_mapping=metadata.slot_mapping[:0],
+        positions=metadata.positions[:0],
+        num_decodes=0 if has_drafts else count,
+        max_query_len=3 if has_drafts else 1,
+    )
+    return LogitsMetadata(torch.tensor(indices, dtype=torch.int64), attention)
+
+
+class Rank(TensorGroup):
+    """One rank of several, without its peers."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.int8_method import Int8
 from tests.helpers.kernels import cpu_kernels
+from tests.helpers.paged_models import Rank
 
 from fleetfoot.cli.plan import plan_report, plan_text
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.model import DTYPE_BYTES, ModelConfig
 from fleetfoot.config.sharding import vocab_rows
 from fleetfoot.distributed import all_reduce_words
-from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.layers.context import ModelContext
@@ -135,13 +135,6 @@ def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.Monk
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 
-class Rank(TensorGroup):
-    """The first of several, without its peers."""
-
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
-
-
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 RANKS = [("cpu", 1, 1), ("cuda", 1, 1), ("cuda", 2, 1), ("cuda", 4, 1), ("cuda", 1, 2), ("cuda", 1, 3), ("cuda", 2, 2)]
 
@@ -157,7 +150,7 @@ def test_weights_of_a_rank_are_what_it_holds(
     model = dataclasses.replace(SMALL, tie_word_embeddings=tied, **changes)
     settings = EngineConfig(tensor_parallel_size=tensor_size, pipeline_parallel_size=pipeline_size)
     dtype, size, hidden = getattr(torch, model.dtype), DTYPE_BYTES[model.dtype], model.hidden_size
-    ops, meta, group = cpu_kernels(), torch.device("meta"), Rank(tensor_size)
+    ops, meta, group = cpu_kernels(), torch.device("meta"), Rank(0, tensor_size)
     context = ModelContext(ops, ops.attention, dtype, meta, tensor_group=group, linear_method=method)
     rows = vocab_rows(model.vocab_size, tensor_size)
     padding = max(0, rows - model.vocab_size)

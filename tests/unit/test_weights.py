@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.helpers.kernels import reference_kernels
+from tests.helpers.paged_models import Rank
 
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.distributed.groups import TensorGroup
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
@@ -263,13 +263,6 @@ def test_load_formats(tmp_path: Path) -> None:
 # --- a rank's part ----------------------------------------------------------------------------------------------------
 
 SHARED = ModelConfig("LlamaForCausalLM", 40, 16, 24, 2, 4, 2, 4, 32, qkv_bias=True, o_bias=True, mlp_bias=True)
-
-
-class Rank(TensorGroup):
-    """One rank of several, without its peers."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 def load_rank(config: ModelConfig, folder: Path | None, rank: int, size: int, *more: Any) -> CausalLM:
