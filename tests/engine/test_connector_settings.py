@@ -121,18 +121,16 @@ def test_each_rank_needs_a_port(capsys: Streams) -> None:
     config = json.dumps(transfer(NIXL, side_channel_port=65535))
     assert plan("--kv-transfer-config", config) == 0
     assert plan("--kv-transfer-config", config, "--pipeline-parallel-size", "2") == 2
-    message = "side_channel_port is 65535; it must be at most 65534: rank r of 2 takes this plus r"
-    assert message in capsys.readouterr().err
+    assert "it must be at most 65534: rank r of 2 takes this plus r" in capsys.readouterr().err
 
 
 def test_memory_for_less_than_a_block(capsys: Streams) -> None:
-    files = json.dumps(transfer(SHARED, **FILES))
-    for beside in ([], ["--kv-transfer-config", files]):
-        assert plan("--kv-offloading-size", "1e-7", *beside) == 2
-        assert "(kv_offloading_size or cpu_bytes_to_use) do not hold a single block" in capsys.readouterr().err
-    drafts = '{"method": "eagle", "num_speculative_tokens": 2}'
-    assert plan("--kv-offloading-size", "1e-7", "--speculative-config", drafts) == 2
-    assert "a single block of 36,864 bytes" in capsys.readouterr().err  # the head's layer is in it
+    files = ["--kv-transfer-config", json.dumps(transfer(SHARED, **FILES))]
+    drafts = ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}']  # its layer is in a block
+    for flags, size in (([], "32,768"), (files, "32,768"), (drafts, "36,864")):
+        assert plan("--kv-offloading-size", "1e-7", *flags) == 2
+        message = f"(kv_offloading_size or cpu_bytes_to_use) do not hold a single block of {size} bytes"
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -141,7 +139,6 @@ def test_memory_for_less_than_a_block(capsys: Streams) -> None:
         (transfer(OFFLOAD, num_cpu_blocks=10**20), "memory on the host .* lower kv_offloading_size, cpu_bytes_to_use"),
         (transfer(NIXL, backend="tcp", buffer_bytes=10**15), "on cpu for 4 concurrent loads .* lower buffer_bytes"),
     ],
-    ids=["host", "staging"],
 )
 def test_more_memory_than_there_is_names_the_setting(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -73,7 +73,10 @@ def start(runner: str, text_model: Path) -> Start:
     """Starts an engine with a connector, and by default with a cache that is too small for all requests."""
 
     def start_engine(config: dict[str, Any] | None, **settings: Any) -> LLMEngine:
-        return make_engine(text_model, kv_transfer_config=config, **{"runner": runner, **SIZE, **settings})
+        settings = {"runner": runner, **SIZE, **settings}
+        engine = make_engine(text_model, kv_transfer_config=config, **settings)
+        assert engine.runner_name == settings["runner"]
+        return engine
 
     return start_engine
 
@@ -89,10 +92,9 @@ def close(engine: LLMEngine) -> TransferStats:
 @pytest.mark.parametrize("name", ["offload", "files", "multi", "own"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_tokens_are_those_without(
-    runner: str, start: Start, configs: Configs, name: str, caching: bool, no_connector: Tokens
+    start: Start, configs: Configs, name: str, caching: bool, no_connector: Tokens
 ) -> None:
     engine = start(configs[name], enable_prefix_caching=caching)
-    assert engine.runner_name == runner
     for _ in range(2):  # the second time much of it is loaded
         assert tokens_of(run_requests(engine, REQUESTS)) == no_connector
     stats = close(engine)

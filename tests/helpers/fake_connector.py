@@ -188,11 +188,7 @@ class _Transfer:
 
 
 class FakeWorkers:
-    """The worker sides of all ranks.
-
-    Args:
-        runner: its KV slots are read and written.
-    """
+    """The worker sides of all ranks, which read and write the runner's KV slots."""
 
     def __init__(
         self, connector: FakeSchedulerConnector, runner: FakeRunner, num_ranks: int, rng: random.Random

@@ -86,8 +86,7 @@ class HookedWorker(WorkerConnector):
         self.inner = inner
         self.kv_caches: Sequence[torch.Tensor] = ()
 
-    def at(self, point: str) -> None:
-        pass
+    def at(self, point: str) -> None: ...
 
     def register_kv_caches(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout) -> None:
         self.kv_caches = kv_caches

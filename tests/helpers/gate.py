@@ -1,4 +1,4 @@
-"""A gate in front of an executor's steps, so that tests of the engine's thread decide when it runs."""
+"""A gate in front of an executor's steps: tests decide when the engine's thread runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from fleetfoot.records.step import SchedulerOutput
 
 HANG = 60.0
-"""Seconds after which a test that waits in vain fails; none comes near it."""
+"""Seconds after which a test that waits in vain fails."""
 
 
 class Gate:
@@ -25,7 +25,7 @@ class Gate:
             assert self._permits.acquire(timeout=HANG)
 
     async def arrival(self) -> None:
-        """Until the engine stands before a step."""
+        """Wait until the engine is about to take a step."""
         assert await asyncio.to_thread(self._arrived.acquire, timeout=HANG)
 
     def step(self) -> None:

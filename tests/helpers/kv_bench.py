@@ -75,11 +75,7 @@ def transfer_config(connector: str, *, role: str = "kv_both", timeout: float = 6
 
 
 class Bench:
-    """An engine's connector, and the KV caches of its ranks with random values.
-
-    Args:
-        make_worker: makes the worker side; None: the connector does.
-    """
+    """An engine's connector, and its ranks' KV caches with random values. ``make_worker`` replaces the worker side."""
 
     def __init__(
         self,
@@ -135,12 +131,7 @@ class Bench:
         during: Callable[[], None] = lambda: None,
         new_blocks: Sequence[int] = (),
     ) -> KVConnectorOutput:
-        """One step of every rank.
-
-        Args:
-            during: called in place of the forward pass.
-            new_blocks: blocks that a running request gets in the step.
-        """
+        """One step, with ``during`` in place of the forward pass, in which a running request gets ``new_blocks``."""
         output = SchedulerOutput(self.num_steps, [], [], 0, 0, 0, finished_req_ids=set(finished))
         output.new_block_ids = [(0, 0, list(new_blocks))] if new_blocks else []
         self.num_steps += 1

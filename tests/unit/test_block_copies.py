@@ -1,4 +1,4 @@
-"""Blocks as rows of host memory: the twin, the kernel in Triton's interpreter, and copies on a CPU."""
+"""Blocks as rows of host memory: in torch, by the kernel in Triton's interpreter, and copies on a CPU."""
 
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ def test_blocks_are_held_while_any_part_holds_them() -> None:
     for part in parts:
         part.released.set()  # what is in `held` is sent
     parts[0].held = ["r"]
-    assert scheduler.request_finished(request_of("r")) == (True, {"a": 1, "b": 2})
-    assert scheduler.request_finished(request_of("other"))[0]
+    for name in ("r", "other"):
+        assert scheduler.request_finished(request_of(name)) == (True, {"a": 1, "b": 2})
     assert scheduler.has_pending
     assert step.no_forward(step_of(scheduler, "r")) is None
     assert not scheduler.has_pending
@@ -129,12 +129,6 @@ def test_blocks_are_held_while_any_part_holds_them() -> None:
         parts[index].held += sent
         output = step.no_forward(step_of(scheduler))
         assert output is not None and output.sent == {expected}
-
-
-def test_no_part_holds_blocks(make: Callable[..., Bench]) -> None:
-    scheduler = make().scheduler
-    assert scheduler.request_finished(request_of("r")) == (False, None)
-    assert step_of(scheduler, "r").kv_connector_metadata is None
 
 
 def test_the_first_with_the_most_loads() -> None:
@@ -180,6 +174,8 @@ def test_metadata_of_another_connector() -> None:
 
 def test_metadata_travels(make: Callable[..., Bench]) -> None:
     bench = make()
+    assert bench.scheduler.request_finished(request_of("r")) == (False, None)  # no part holds its blocks
+    assert step_of(bench.scheduler, "r").kv_connector_metadata is None
     bench.scheduler.blocks_filled(bench.request("r", TOKENS, BLOCKS), 0, 2, by_this_step=False)
     metadata = bench.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0))
     assert pickle.loads(pickle.dumps(metadata)) == metadata is not None

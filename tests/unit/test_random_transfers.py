@@ -33,11 +33,7 @@ BLOCK_SIZE = 2
 
 
 class TensorSlots(dict[int, int]):
-    """KV slot -> a number, in every element that the caches of all ranks have of the slot, where a connector finds it.
-
-    Args:
-        half: K (0) or V (1).
-    """
+    """KV slot -> a number, which every element of the slot's K (``half`` 0) or V (1) holds on all ranks."""
 
     def __init__(self, caches: list[list[torch.Tensor]], half: int) -> None:
         super().__init__()
