@@ -51,10 +51,10 @@ BLOCK_SIZE = 16
 class NullModel:
     """Implements as much of `CausalLM` as a runner calls, and computes nothing."""
 
-    def __init__(self, config: ModelConfig, max_tokens: int, max_reqs: int) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext, max_tokens: int, max_reqs: int) -> None:
         self.config = config
         self.layers = range(1)  # it writes no KV
-        self.model = SimpleNamespace(layers=DecoderStack(lambda *_: nn.Identity(), self.layers))
+        self.model = SimpleNamespace(layers=DecoderStack(config, context, self.layers, nn.Identity))
         self._hidden = torch.zeros(max_tokens, 1)
         self._logits = torch.randn(max_reqs, VOCAB_SIZE)
 
@@ -72,7 +72,7 @@ class NullLoader(ModelLoader):
     """Hands out a `NullModel`."""
 
     def load(self) -> NullModel:  # type: ignore[override]
-        return NullModel(self.config, 1 << 16, 1 << 12)
+        return NullModel(self.config, self.context, 1 << 16, 1 << 12)
 
 
 def build(
