@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ MIXED: Requests = [
     *((130, 1030), (7, 7), (128, 128), (1, 40), (333, 4000)),
 ]
 HEADS = [(8, 8), (8, 4), (12, 4), (32, 8), (14, 2), (16, 2), (16, 1)]
-each_kind = pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
 
 
 def check(batch: Batch, window: int | None = None) -> None:
@@ -45,41 +45,20 @@ def cuda_batch(requests: Requests, heads: tuple[int, int] = (8, 2), **shape: Any
     return make_batch(requests, num_heads=heads[0], num_kv_heads=heads[1], device="cuda", **shape)
 
 
-def capture(batch: Batch) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of a decode or a mixed step, and its output."""
-    backend = TritonBackend()
-    batch.attend(backend)  # compiles, and allocates the workspace
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = batch.attend(backend)
-    return graph, output
+SHAPES: list[dict[str, Any]] = [
+    *({"heads": heads, "head_dim": size, "behind": 3} for heads, size in product(HEADS, (64, 128))),
+    *({"dtype": dtype, "head_dim": size} for dtype, size in product((torch.float16, torch.float32), (64, 128))),
+    *({"head_dim": head_dim} for head_dim in (16, 80, 96, 256)),
+    *({"block_size": size, "window": w} for size, w in product((16, 32, 64, 128, 256), (None, 1, 100, 1000))),
+]
 
 
-@each_kind
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_head_shapes(requests: Requests, heads: tuple[int, int], head_dim: int) -> None:
-    check(cuda_batch(requests, heads, head_dim=head_dim, behind=3))
-
-
-@each_kind
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_types(requests: Requests, dtype: torch.dtype, head_dim: int) -> None:
-    check(cuda_batch(requests, dtype=dtype, head_dim=head_dim))
-
-
-@each_kind
-@pytest.mark.parametrize("head_dim", [16, 80, 96, 256])
-def test_other_head_sizes(requests: Requests, head_dim: int) -> None:
-    check(cuda_batch(requests, head_dim=head_dim))
-
-
-@each_kind
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("window", [None, 1, 100, 1000])
-def test_block_sizes_and_windows(requests: Requests, block_size: int, window: int | None) -> None:
-    check(cuda_batch(requests, block_size=block_size), window)
+@pytest.mark.parametrize("requests", [DECODES, DRAFTS, MIXED], ids=["decodes", "drafts", "mixed"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(requests: Requests, shape: dict[str, Any]) -> None:
+    check(
+        cuda_batch(requests, **{name: value for name, value in shape.items() if name != "window"}), shape.get("window")
+    )
 
 
 @pytest.mark.parametrize("window", [None, 700])
@@ -115,30 +94,31 @@ def test_many_requests(num_reqs: int) -> None:
     check(cuda_batch([(1 + 29 * row % 50, 50 + 37 * row % 300) for row in range(num_reqs)], num_decodes=0))
 
 
-def test_one_decode_in_a_graph_for_all_lengths() -> None:
-    batch = cuda_batch([(1, 4000)] * 6, (32, 8))
-    graph, actual = capture(batch)
-    for lengths in ([4000] * 6, [1, 0, 3999, 64, 65, 0], [5, 2000, 0, 0, 0, 0]):
-        batch.metadata.seq_lens.copy_(torch.tensor(lengths))
-        actual.fill_(float("nan"))
-        graph.replay()
-        # Positions past a length are now a request's own, and finite; the reference reads the same.
-        assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
-
-
-def test_one_mixed_batch_in_a_graph_for_all_lengths() -> None:
-    batch = cuda_batch([(1, 600), (1, 600), (40, 600), (30, 600), (0, 600)], (32, 8), behind=10)
-    graph, actual = capture(batch)
-    for query_lens, lengths in (
+def test_one_graph_for_all_lengths() -> None:
+    """Of decodes, and of a mixed batch."""
+    ones = [1] * 6
+    decodes = [(ones, lengths) for lengths in ([4000] * 6, [1, 0, 3999, 64, 65, 0], [5, 2000, 0, 0, 0, 0])]
+    mixed = [
         ([1, 1, 40, 30, 0], [600, 1, 40, 600, 0]),
         ([1, 1, 7, 2, 55], [6, 599, 300, 2, 300]),
         ([1, 1, 0, 0, 0], [1, 1, 0, 0, 0]),
+    ]
+    for batch, steps in (
+        (cuda_batch([(1, 4000)] * 6, (32, 8)), decodes),
+        (cuda_batch([(1, 600), (1, 600), (40, 600), (30, 600), (0, 600)], (32, 8), behind=10), mixed),
     ):
-        batch.metadata.query_start_loc[1:].copy_(torch.tensor(query_lens).cumsum(0))
-        batch.metadata.seq_lens.copy_(torch.tensor(lengths))
-        actual.fill_(float("nan"))
-        graph.replay()
-        assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
+        backend = TritonBackend()
+        batch.attend(backend)  # compiles, and allocates the workspace
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actual = batch.attend(backend)
+        for query_lens, lengths in steps:
+            batch.metadata.query_start_loc[1:].copy_(torch.tensor(query_lens).cumsum(0))
+            batch.metadata.seq_lens.copy_(torch.tensor(lengths))
+            actual.fill_(float("nan"))
+            graph.replay()
+            # Positions past a length are now a request's own, and finite; the reference reads the same.
+            assert relative_error(actual, batch.expected()) < BOUND[torch.bfloat16]
 
 
 def test_the_first_call_may_not_be_captured() -> None:

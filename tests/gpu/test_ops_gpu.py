@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from tests.helpers import ops_checks as checks
 from tests.helpers.kernels import triton_kernels
-from tests.helpers.ops_checks import (
-    REFERENCE,
-    check_deferred_norm,
-    check_rms_norm,
-    check_rope_and_cache,
-    check_samples,
-    check_silu_and_mul,
-    check_sum_of_parts,
-    linear_error,
-    logits_without_a_maximum,
-    random_logits,
-)
+from tests.helpers.ops_checks import REFERENCE
 from tests.helpers.waits import waits_are_errors
 
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.runtime.gpu_limits import has_hopper_kernels
 from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
@@ -40,7 +32,6 @@ DEFERRED_SHAPES = (
     *((2048, 1024, 4096), (3072, 1024, 3072), (14336, 4096, 6144)),
     *((4096, 4096, 14336), (8192, 2048, 3072), (1000, 640, 72)),
 )
-GATED_AND_BIAS = ((False, False), (False, True), (True, False), (True, True))
 
 
 @pytest.fixture(autouse=True)
@@ -48,36 +39,23 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 1024), (3, 100), (64, 4096), (2, 12288), (16384, 1024)])
-def test_rms_norm(dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_rms_norm(TRITON, dtype, (num_rows, size), "cuda")
-    check_sum_of_parts(TRITON, dtype, (num_rows, size), "cuda")
+SIZES = [(1, 1024), (3, 100), (64, 4096), (2, 12288), (16384, 1024)]
+CASES = [
+    *checks.cases(checks.rms_norm, DTYPES, SIZES, ["cuda"]),
+    *checks.cases(checks.sum_of_parts, DTYPES, SIZES, ["cuda"]),
+    *checks.cases(checks.silu_and_mul, DTYPES, [(1, 3072), (7, 1001), (16384, 512)], ["cuda"]),
+    *checks.cases(checks.rope_and_cache, DTYPES, [1, 33, 700], [64, 96, 128, 256], [False, True], ["cuda"]),
+    *checks.cases(checks.random_samples, DTYPES, [(1, 151936), (5, 5), (64, 32003), (3, 262144)], [0.2, 4.0], ["cuda"]),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 3072), (7, 1001), (16384, 512)])
-def test_silu_and_mul(dtype: torch.dtype, num_rows: int, width: int) -> None:
-    check_silu_and_mul(TRITON, dtype, num_rows, width, "cuda")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("num_tokens", [1, 33, 700])
-def test_rope_and_cache(dtype: torch.dtype, norm: bool, head_dim: int, num_tokens: int) -> None:
-    check_rope_and_cache(TRITON, dtype, num_tokens, head_dim, norm, "cuda")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151936), (5, 5), (64, 32003), (3, 262144)])
-@pytest.mark.parametrize("spread", [0.2, 4.0])
-def test_sample(dtype: torch.dtype, num_rows: int, vocab_size: int, spread: float) -> None:
-    check_samples(TRITON, random_logits(num_rows, vocab_size, dtype, spread), "cuda")
+@pytest.mark.parametrize("check", CASES)
+def test_operations(check: Callable[[Kernels], None]) -> None:
+    check(TRITON)
 
 
 def test_sample_from_rows_without_a_maximum() -> None:
-    check_samples(TRITON, logits_without_a_maximum(10000, torch.bfloat16), "cuda")
+    checks.samples(TRITON, checks.logits_without_a_maximum(10000, torch.bfloat16), "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -86,28 +64,17 @@ def test_sample_from_rows_without_a_maximum() -> None:
     "shape", [(4096, 1024), (1000, 2048), (1024, 3072), (6144, 4096), (2048, 8192), (1152, 896), (640, 1000), (40, 72)]
 )
 def test_linear(dtype: torch.dtype, num_rows: int, shape: tuple[int, int]) -> None:
-    bound = 0.6 * torch.finfo(dtype).eps
-    for gated, bias in GATED_AND_BIAS:
-        error = linear_error(dtype, (num_rows, *shape), gated=gated, bias=bias, device="cuda", may_split=not gated)
+    for kind, bias in product((ChainedResidual, ChainedGateUp), (False, True)):
+        error = checks.linear_error(kind, dtype, (num_rows, *shape), bias=bias, device="cuda")
         # A gate is rounded twice more on its way.
-        assert error < (4 if gated else 1) * bound, (gated, bias)
+        assert error < (4 if kind is ChainedGateUp else 1) * 0.6 * torch.finfo(dtype).eps, (kind, bias)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (2048, 1024, 4096),
-        (3072, 1024, 3072),
-        (14336, 4096, 6144),
-        (4096, 4096, 14336),
-        (8192, 2048, 3072),
-        (1000, 640, 72),
-    ],
-)
+@pytest.mark.parametrize("shape", DEFERRED_SHAPES)
 def test_a_norm_between_two_layers(num_rows: int, shape: tuple[int, int, int]) -> None:
-    for gated, bias in GATED_AND_BIAS:
-        check_deferred_norm((num_rows, *shape), gated=gated, bias=bias, device="cuda")
+    for kind, bias in product((ChainedLinear, ChainedGateUp), (False, True)):
+        checks.deferred_norm(kind, (num_rows, *shape), bias=bias, device="cuda")
 
 
 def test_a_weight_past_32_bits() -> None:
@@ -194,20 +161,10 @@ class Chain:
         return logits, cache, tokens
 
 
-@pytest.fixture
-def without_overlap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    def stop() -> None:
-        for module in list(sys.modules.values()):
-            if getattr(module, "__name__", "").startswith("fleetfoot.kernels.") and hasattr(module, "can_overlap"):
-                monkeypatch.setattr(module, "can_overlap", lambda device: False)
-
-    return stop
-
-
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 40, 64, 70, 250])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(1024, 3072), (2048, 8192)])
 def test_a_graph_of_overlapping_kernels(
-    num_rows: int, hidden: int, intermediate: int, without_overlap: Callable[[], None]
+    num_rows: int, hidden: int, intermediate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replayed back to back, it computes what the kernels do one after the other, bit for bit."""
     chain, x = Chain(hidden, intermediate, 5), torch.zeros(num_rows, hidden, device="cuda").bfloat16()
@@ -222,7 +179,9 @@ def test_a_graph_of_overlapping_kernels(
         x.copy_(value)
         graph.replay()
         results.append([output.clone() for output in outputs])
-    without_overlap()
+    for module in [module for name, module in sys.modules.items() if name.startswith("fleetfoot.kernels.")]:
+        if hasattr(module, "can_overlap"):
+            monkeypatch.setattr(module, "can_overlap", lambda device: False)
     for index, value in enumerate(inputs * 4):
         for actual, expected in zip(results[index], chain(value), strict=True):
             assert torch.equal(actual, expected)

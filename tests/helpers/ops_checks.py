@@ -5,6 +5,11 @@ The interpreter cuts float32 off where it makes bfloat16 of it, so one bit more 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +21,16 @@ from tests.helpers.kernels import reference_kernels, triton_kernels
 
 REFERENCE = reference_kernels()
 EPS = 1e-6
+
+
+def cases(check: Callable[..., None], *choices: Iterable[Any]) -> list[Any]:
+    """`pytest.param` of ``check`` with every combination of arguments after the first; tuples are several."""
+    parameters = []
+    for combination in product(*choices):
+        arguments = [each for choice in combination for each in (choice if isinstance(choice, tuple) else (choice,))]
+        name = "-".join([check.__name__, *map(str, arguments)])
+        parameters.append(pytest.param(lambda ops, arguments=arguments: check(ops, *arguments), id=name))
+    return parameters
 
 
 def is_triton(ops: Kernels) -> bool:
@@ -46,8 +61,8 @@ def rms_norm_64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x64 / (x64.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-def check_rms_norm(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int], device: str = "cpu") -> None:
-    """``shape``: rows and their size."""
+def rms_norm(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device: str = "cpu") -> None:
+    shape = (num_rows, size)
     x, residual = torch.randn(shape, device=device).to(dtype), 20 * torch.randn(shape, device=device).to(dtype)
     weight = torch.rand(shape[1], device=device).to(dtype)
     normed = ops.rms_norm(x, weight, EPS)
@@ -59,8 +74,9 @@ def check_rms_norm(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int], dev
     assert_near(normed, rms_norm_64(total, weight), ops)
 
 
-def check_sum_of_parts(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int], device: str = "cpu") -> None:
+def sum_of_parts(ops: Kernels, dtype: torch.dtype, num_rows: int, size: int, device: str = "cpu") -> None:
     """The residual sum and norm of partial sums in float32."""
+    shape = (num_rows, size)
     parts, residual = torch.randn(3, *shape, device=device), 20 * torch.randn(shape, device=device).to(dtype)
     weight = torch.rand(shape[1], device=device).to(dtype)
     normed, total = ops.add_rms_norm(parts, residual, weight, EPS)
@@ -69,19 +85,21 @@ def check_sum_of_parts(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int],
     assert_near(normed, rms_norm_64(total, weight), ops)
 
 
-def check_silu_and_mul(ops: Kernels, dtype: torch.dtype, num_rows: int, width: int, device: str = "cpu") -> None:
+def silu_and_mul(ops: Kernels, dtype: torch.dtype, num_rows: int, width: int, device: str = "cpu") -> None:
     gate_up = torch.cat((torch.linspace(-40, 40, width).repeat(num_rows, 1), torch.randn(num_rows, width)), dim=1)
     gate_up = gate_up.to(device, dtype)
     gate, up = gate_up.double().chunk(2, dim=1)
     assert_near(ops.silu_and_mul(gate_up), gate / (1 + (-gate).exp()) * up, ops)
 
 
-def check_rope_and_cache(
+def rope_and_cache(
     ops: Kernels, dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool, device: str = "cpu"
 ) -> None:
     num_heads, num_kv_heads, block_size, num_blocks = 6, 2, 16, num_tokens // 8 + 2
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(num_tokens, width + 16, device=device).to(dtype)[:, :width]  # rows lie further apart
+    if num_tokens:
+        qkv[0, -4:] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
     slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
     slots[num_tokens // 2 :: 5] = -1
     positions = torch.randint(0, 512, (num_tokens,), device=device)
@@ -96,18 +114,40 @@ def check_rope_and_cache(
     query = ops.rope_and_cache(qkv, cache, slots, positions, cos_sin, num_heads, *norms, EPS)
     assert_near(query, expected, ops)
     assert_near(cache, expected_cache, ops)
-    assert torch.equal(cache[:, 1].double().cpu(), expected_cache[:, 1])  # values are copied
+    written = slots >= 0
+    bits, values = torch.int32 if dtype == torch.float32 else torch.int16, qkv[written].view(-1, 10, head_dim)[:, 8:]
+    cached = cache[slots[written] // block_size, 1, :, slots[written] % block_size]
+    assert torch.equal(cached.view(bits), values.contiguous().view(bits))  # values are copied unchanged
+
+
+def _layer(kind: type[ChainedLinear], dtype: torch.dtype, num_outputs: int, num_inputs: int, bias: bool, device: str):
+    """A layer with random weights, and its product in float64."""
+    num_outputs *= 2 if kind is ChainedGateUp else 1
+    weight = (torch.randn(num_outputs, num_inputs, device=device) * num_inputs**-0.5).to(dtype)
+    offset = torch.randn(num_outputs, device=device).to(dtype) if bias else None
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        product = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+        if kind is not ChainedGateUp:
+            return product
+        gate, up = product.to(dtype).double().chunk(2, dim=1)
+        return F.silu(gate) * up
+
+    return kind(weight, offset), multiply
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def linear_error(
+    kind: type[ChainedLinear],
     dtype: torch.dtype,
     shape: tuple[int, int, int],
     *,
-    gated: bool,
     bias: bool,
-    device: str,
+    device: str = "cpu",
     tiling: Tiling | None = None,
-    may_split: bool = False,
 ) -> float:
     """The relative error, in norm, of a layer of ``shape`` (rows, outputs, inputs) with random weights.
 
@@ -115,31 +155,19 @@ def linear_error(
         tiling: None: what the layer chooses by itself.
     """
     num_rows, num_outputs, num_inputs = shape
-    scale = 2 if gated else 1
-    weight = (torch.randn(num_outputs * scale, num_inputs, device=device) * num_inputs**-0.5).to(dtype)
-    offset = torch.randn(num_outputs * scale, device=device).to(dtype) if bias else None
+    layer, multiply = _layer(kind, dtype, num_outputs, num_inputs, bias, device)
     x = torch.randn(num_rows, num_inputs + 16, device=device).to(dtype)[:, :num_inputs]
-    assert not (gated and may_split)
-    layer = (ChainedGateUp if gated else ChainedResidual if may_split else ChainedLinear)(weight, offset)
     actual = layer(x) if tiling is None else layer.launch(x, tiling)
     if actual.ndim == 3:
-        assert may_split or tiling is not None
+        assert kind is ChainedResidual or tiling is not None
         actual = actual.double().sum(0)
     assert actual.shape == (num_rows, num_outputs)
-    return _error(actual, x.double(), weight, offset, gated)
+    return _error(actual, multiply(x))
 
 
-def _error(
-    actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, offset: torch.Tensor | None, gated: bool
-) -> float:
-    expected = x @ weight.double().T + (0 if offset is None else offset.double())
-    if gated:
-        gate, up = expected.to(weight.dtype).double().chunk(2, dim=1)
-        expected = F.silu(gate) * up
-    return float((actual.double() - expected).norm() / expected.norm())
-
-
-def check_deferred_norm(shape: tuple[int, int, int, int], *, gated: bool, bias: bool, device: str) -> None:
+def deferred_norm(
+    kind: type[ChainedLinear], shape: tuple[int, int, int, int], *, bias: bool, device: str = "cpu"
+) -> None:
     """A layer that adds to the residual and defers the norm of the sum, and the layer that reads it.
 
     Args:
@@ -147,32 +175,23 @@ def check_deferred_norm(shape: tuple[int, int, int, int], *, gated: bool, bias: 
     """
     num_rows, num_inputs, hidden, num_outputs = shape
     dtype, ops = torch.bfloat16, triton_kernels()
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, device=device).to(dtype)
-
-    adding = ChainedResidual(random(hidden, num_inputs) * num_inputs**-0.5, random(hidden))
-    second = random(num_outputs * (2 if gated else 1), hidden) * hidden**-0.5
-    offset = random(len(second)) if bias else None
-    reading = (ChainedGateUp if gated else ChainedLinear)(second, offset)
-    x, residual, norm = random(num_rows, num_inputs), 20 * random(num_rows, hidden), random(hidden)
+    adding, _ = _layer(ChainedResidual, dtype, hidden, num_inputs, True, device)
+    reading, multiply = _layer(kind, dtype, num_outputs, hidden, bias, device)
+    x, residual = (torch.randn(num_rows, size, device=device).to(dtype) for size in (num_inputs, hidden))
+    residual, norm = 20 * residual, torch.randn(hidden, device=device).to(dtype)
     deferred = adding.add_and_norm(x, residual, norm, EPS)
     assert deferred is not None
     assert reading.reads_deferred_norm(num_rows)
     total = ops.add_rms_norm(adding(x), residual, norm, EPS)[1]
     assert torch.equal(deferred.total, total)  # the same sums, rounded at the same places as in separate steps
-    assert_near(deferred.finished(), rms_norm_64(total, norm), ops)
-    error = _error(reading(deferred), rms_norm_64(total, norm), second, offset, gated)
-    assert error < (3 if gated else 1) * torch.finfo(dtype).eps
-
-
-def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, spread: float) -> torch.Tensor:
-    return (torch.randn(num_rows, vocab_size) * spread).to(dtype)
+    normed = rms_norm_64(total, norm)
+    assert_near(deferred.finished(), normed, ops)
+    assert _error(reading(deferred), multiply(normed)) < (3 if kind is ChainedGateUp else 1) * torch.finfo(dtype).eps
 
 
 def logits_without_a_maximum(vocab_size: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows with NaN, infinities and ties."""
-    logits = random_logits(6, vocab_size, dtype, 1.0)
+    logits = torch.randn(6, vocab_size).to(dtype)
     logits[0, vocab_size - 500], logits[0, 10] = torch.nan, torch.inf
     logits[1, [7, vocab_size - 100]] = torch.inf
     logits[[2, 3, 5]] = -torch.inf
@@ -181,7 +200,15 @@ def logits_without_a_maximum(vocab_size: int, dtype: torch.dtype) -> torch.Tenso
     return logits
 
 
-def check_samples(ops: Kernels, logits: torch.Tensor, device: str = "cpu") -> None:
+def random_samples(
+    ops: Kernels, dtype: torch.dtype, num_rows: int, vocab_size: int, spread: float, device: str = "cpu"
+) -> None:
+    logits = (torch.randn(num_rows, vocab_size) * spread).to(dtype)
+    logits[1:2] = logits[1:2].round()  # ties
+    samples(ops, logits, device)
+
+
+def samples(ops: Kernels, logits: torch.Tensor, device: str = "cpu") -> None:
     """Greedy and drawn tokens are those of the reference on a CPU."""
     num_rows = len(logits)
     temperatures = torch.tensor([0.0, 0.7, 1.0, 3.0]).repeat(num_rows)[: num_rows + 2]

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers import ops_checks as checks
+from tests.helpers.interpreter import run_python
 from tests.helpers.kernels import CPU_VARIANTS, NATIVE_VARIANTS, native_kernels
-from tests.helpers.ops_checks import (
-    REFERENCE,
-    assert_near,
-    check_rms_norm,
-    check_rope_and_cache,
-    check_samples,
-    check_silu_and_mul,
-    logits_without_a_maximum,
-    random_logits,
-    rms_norm_64,
-)
+from tests.helpers.ops_checks import REFERENCE
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear import PackedLinear, PlainLinear, can_pack, prepare_linear_torch
@@ -46,11 +36,6 @@ def native(request: pytest.FixtureRequest) -> Kernels:
     return native_kernels(request.param)
 
 
-@pytest.fixture(params=NATIVE_VARIANTS)
-def library(request: pytest.FixtureRequest) -> loading.NativeLibrary:
-    return load_library(request.param)
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tests set two threads explicitly: on a busy machine threads that wait for each other are slow."""
@@ -61,10 +46,25 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (1, 576), (3, 1024), (5, 67), (7, 50), (200, 100)])
-def test_norms(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    check_rms_norm(ops, dtype, shape)
+SIZES = [(0, 64), (1, 1), (1, 576), (3, 1024), (5, 67), (7, 50), (200, 100)]
+CASES = [
+    *checks.cases(checks.rms_norm, DTYPES, SIZES),
+    *checks.cases(checks.silu_and_mul, DTYPES, [(0, 4), (1, 1), (3, 96), (3, 35), (64, 500), (1, 1536)]),
+]
+NATIVE_CASES = [
+    *checks.cases(checks.rope_and_cache, NATIVE_DTYPES, [0, 1, 9, 120], [16, 40, 64, 128], [False, True]),
+    *checks.cases(checks.random_samples, NATIVE_DTYPES, [24], [1, 37, 3000, 50001], [0.5, 4.0]),
+]
+
+
+@pytest.mark.parametrize("check", CASES)
+def test_operations(ops: Kernels, check: Callable[[Kernels], None]) -> None:
+    check(ops)
+
+
+@pytest.mark.parametrize("check", NATIVE_CASES)
+def test_operations_in_c(native: Kernels, check: Callable[[Kernels], None]) -> None:
+    check(native)
 
 
 def test_the_reference_adds_up_partial_sums() -> None:
@@ -83,12 +83,6 @@ def test_norm_of_nan_is_nan(ops: Kernels, dtype: torch.dtype) -> None:
     assert bool(normed[1].isnan().all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3, 96), (3, 35), (64, 500), (1, 1536)])
-def test_silu_and_mul(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    check_silu_and_mul(ops, dtype, *shape)
-
-
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 def test_silu_of_extremes(native: Kernels, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 1e-30, 88.0, 1e30, float("inf"), float("nan")], dtype=dtype)
@@ -100,44 +94,30 @@ def test_silu_of_extremes(native: Kernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reference_of_rope_and_cache(dtype: torch.dtype, norm: bool) -> None:
-    """Against a loop over tokens and heads."""
+    """Against complex numbers in float64, and a loop over tokens."""
     num_tokens, num_heads, num_kv_heads, head_dim, block_size = 6, 4, 2, 16, 4
-    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
-    kv_cache = torch.full((5, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype)
-    slots = torch.tensor([0, 19, -1, 5, 6, 7])
-    positions = torch.tensor([0, 3, 4, 100, 101, 102])
+    heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
+    cache = torch.full((5, 2, num_kv_heads, block_size, head_dim), 7.0, dtype=dtype)
+    slots, positions = torch.tensor([0, 19, -1, 5, 6, 7]), torch.tensor([0, 3, 4, 100, 101, 102])
     angles = torch.outer(torch.arange(128.0), 10.0 ** -torch.arange(0.0, head_dim // 2))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
-    q_norm, k_norm = (torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype)) if norm else (None, None)
-    expected_cache = kv_cache.double()
-
-    query = REFERENCE.rope_and_cache(qkv, kv_cache, slots, positions, cos_sin, num_heads, q_norm, k_norm, 1e-6)
-
+    norms = [torch.rand(head_dim).to(dtype) if norm else None for _ in range(2)]
+    query, key, value = heads.double().split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    rotation = torch.complex(*cos_sin[positions].double().chunk(2, dim=1))[:, None]
+    rotated = []
+    for x, weight in zip((query, key), norms, strict=True):
+        pairs = torch.complex(*(x if weight is None else checks.rms_norm_64(x, weight)).chunk(2, dim=2)) * rotation
+        rotated.append(torch.cat((pairs.real, pairs.imag), dim=2))
+    expected_cache = cache.double()
     for token, slot in enumerate(slots.tolist()):
-        heads = qkv[token].view(-1, head_dim)
-        cos, sin = cos_sin[positions[token]].double().chunk(2)
-
-        def rotated(x: torch.Tensor, weight: torch.Tensor | None, cos=cos, sin=sin) -> torch.Tensor:
-            x = x.double() if weight is None else rms_norm_64(x, weight)
-            low, high = x.chunk(2)
-            return torch.cat((low * cos - high * sin, high * cos + low * sin))
-
-        for head in range(num_heads):
-            assert_near(query[token, head], rotated(heads[head], q_norm))
         if slot >= 0:
-            for head in range(num_kv_heads):
-                cached = expected_cache[slot // block_size, :, head, slot % block_size]
-                cached[0] = rotated(heads[num_heads + head], k_norm)
-                cached[1] = heads[num_heads + num_kv_heads + head]
-    assert_near(kv_cache, expected_cache)
+            expected_cache[slot // block_size, 0, :, slot % block_size] = rotated[1][token]
+            expected_cache[slot // block_size, 1, :, slot % block_size] = value[token]
 
-
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 40, 64, 128])
-@pytest.mark.parametrize("num_tokens", [0, 1, 9, 120])
-def test_rope_and_cache(native: Kernels, dtype: torch.dtype, norm: bool, head_dim: int, num_tokens: int) -> None:
-    check_rope_and_cache(native, dtype, num_tokens, head_dim, norm)
+    actual = REFERENCE.rope_and_cache(heads.flatten(1), cache, slots, positions, cos_sin, num_heads, *norms, checks.EPS)
+    checks.assert_near(actual, rotated[0])
+    checks.assert_near(cache, expected_cache)
+    assert torch.equal(cache[:, 1].double(), expected_cache[:, 1])
 
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
@@ -184,15 +164,8 @@ def test_argmax(native: Kernels, dtype: torch.dtype, vocab_size: int) -> None:
     assert native.sample(logits).tolist() == logits.argmax(dim=-1).tolist()
 
 
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-@pytest.mark.parametrize("vocab_size", [1, 37, 3000, 50001])
-@pytest.mark.parametrize("spread", [0.5, 4.0])
-def test_gumbel_draws_equal_the_reference(native: Kernels, dtype: torch.dtype, vocab_size: int, spread: float) -> None:
-    check_samples(native, random_logits(24, vocab_size, dtype, spread))
-
-
 def test_draws_from_rows_without_a_maximum(native: Kernels) -> None:
-    check_samples(native, logits_without_a_maximum(3000, torch.float32))
+    checks.samples(native, checks.logits_without_a_maximum(3000, torch.float32))
 
 
 def test_draws_follow_the_softmax(native: Kernels) -> None:
@@ -262,10 +235,8 @@ def test_packing_releases_the_plain_weight() -> None:
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 @pytest.mark.parametrize("shape", [(96, 1200), (70, 64)])
-def test_a_row_has_the_same_bits_in_every_batch(
-    library: loading.NativeLibrary, dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
-    linear, x = NativeLinear(torch.randn(shape).to(dtype), None, library), torch.randn(400, shape[1]).to(dtype)
+def test_a_row_has_the_same_bits_in_every_batch(native: Kernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    linear, x = native.prepare_linear(torch.randn(shape).to(dtype)), torch.randn(400, shape[1]).to(dtype)
     whole = linear(x)
     torch.set_num_threads(2)
     for num_rows in (*range(1, 32), 61, 128, 169, 399, 400):
@@ -274,26 +245,24 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-def test_linear_of_strided_rows(library: loading.NativeLibrary, dtype: torch.dtype) -> None:
-    linear, x = NativeLinear(torch.randn(40, 32).to(dtype), None, library), torch.randn(9, 67).to(dtype)
+def test_linear_of_strided_rows(native: Kernels, dtype: torch.dtype) -> None:
+    linear, x = native.prepare_linear(torch.randn(40, 32).to(dtype)), torch.randn(9, 67).to(dtype)
     for view in (x[:, :32], x[:, 1:33], x[:, 2:34], x[::2, :32], x.T[:32].T, torch.randn(32, 9).to(dtype).T):
         assert torch.equal(linear(view), linear(view.clone(memory_format=torch.contiguous_format)))
 
 
-def test_linear_rejects_mismatched_tensors(library: loading.NativeLibrary) -> None:
-    linear = NativeLinear(torch.zeros(8, 4), None, library)
+def test_prepared_linear(native: Kernels) -> None:
+    """The implementation that is selected, and the tensors that it refuses."""
+    for weight in (torch.zeros(8, 5).bfloat16(), torch.zeros(8, 4).half()):  # odd pairs, and no such kernel
+        assert not isinstance(native.prepare_linear(weight), NativeLinear)
+    linear = native.prepare_linear(torch.zeros(8, 4))
+    assert isinstance(linear, NativeLinear)
     with pytest.raises(ValueError, match=r"x \[2, 5\] torch.float32 does not match a weight \[8, 4\]"):
         linear(torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"torch\.bfloat16 does not match"):
         linear(torch.zeros(2, 4, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"bias \[4\]"):
-        NativeLinear(torch.zeros(8, 4), torch.zeros(4), library)
-
-
-def test_prepare_linear_selects_an_implementation(native: Kernels) -> None:
-    assert isinstance(native.prepare_linear(torch.zeros(8, 4)), NativeLinear)
-    for weight in (torch.zeros(8, 5).bfloat16(), torch.zeros(8, 4).half()):  # odd pairs, and no such kernel
-        assert not isinstance(native.prepare_linear(weight), NativeLinear)
+        native.prepare_linear(torch.zeros(8, 4), torch.zeros(4))
 
 
 # --- the library ------------------------------------------------------------------------------------------------------
@@ -325,8 +294,7 @@ assert "torch" not in sys.modules
 
 def probe(path: Path) -> str:
     """The problem with a library, found by a process without torch."""
-    command = [sys.executable, "-c", PROBE, str(path)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    return run_python("-c", PROBE, str(path)).strip()
 
 
 @needs_library

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -54,21 +55,14 @@ def check_prefill(batch: Batch, window: int | None = None) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("num_programs", [1, 3, 40])
+@pytest.mark.parametrize(("num_programs", "pair_tiles"), [*product((1, 3, 40), (1,)), *product((2, 5, 7), (0, 2, 7))])
 @pytest.mark.parametrize("window", [None, 20])
-def test_decodes_cut_anywhere(num_programs: int, window: int | None) -> None:
-    """From one program for all pairs to more programs than tiles. A launch must leave the workspace as it was found."""
-    check_decode(make_batch(DECODES), window, num_programs=num_programs, times=2 if num_programs == 3 else 1)
-
-
-@interpreted
-@pytest.mark.parametrize("pair_tiles", [0, 2, 7])
-@pytest.mark.parametrize("num_programs", [2, 5, 7])
-def test_decodes_and_padding_in_any_order(num_programs: int, pair_tiles: int) -> None:
-    """What a pair costs moves the cuts, and nothing else. Requests that pad the batch take no place in the line."""
-    requests = [(1, 0), (1, 1), (1, 130), (0, 0), (1, 0), (1, 5), (1, 48), (1, 49), (1, 0), (1, 0)]
-    tiling = dataclasses.replace(TILING, pair_tiles=pair_tiles)
-    check_decode(make_batch(requests, behind=3), num_programs=num_programs, tiling=tiling, times=2)
+def test_decodes_cut_anywhere(num_programs: int, pair_tiles: int, window: int | None) -> None:
+    """From one program for all pairs to more programs than tiles. The cost of a pair only moves the cuts, requests that
+    pad the batch take no part, and a launch leaves the workspace as it was."""
+    requests = [(1, 0), (1, 1), (1, 130), (0, 0), (1, 0), (1, 5), (1, 48), (1, 49), (1, 16), (1, 17), (1, 0)]
+    tiling = replace(TILING, pair_tiles=pair_tiles)
+    check_decode(make_batch(requests, behind=3), window, num_programs=num_programs, tiling=tiling, times=2)
 
 
 @interpreted
@@ -91,10 +85,10 @@ def test_decodes_with_drafts(query_len: int, window: int | None) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_block_sizes(block_size: int) -> None:
-    check_decode(make_batch([(1, 60), (1, 129), (1, 64)], block_size=block_size))
-    check_prefill(make_batch([(20, 70), (30, 30)], block_size=block_size))
+@pytest.mark.parametrize(("block_size", "behind"), [(16, 0), (32, 1), (64, 50), (128, 0)])
+def test_block_sizes_and_tokens_after_the_last_request(block_size: int, behind: int) -> None:
+    check_decode(make_batch([(1, 60), (1, 129), (1, 64), (1, 0)], block_size=block_size, behind=behind))
+    check_prefill(make_batch([(20, 70), (30, 30), (0, 0)], block_size=block_size, behind=behind))
 
 
 @interpreted
@@ -102,13 +96,6 @@ def test_block_sizes(block_size: int) -> None:
 @pytest.mark.parametrize("num_heads", [2, 6])
 def test_mixed_batch_by_prefill_kernel(window: int | None, num_heads: int) -> None:
     check_prefill(make_batch(MIXED, num_heads=num_heads, behind=3), window)
-
-
-@interpreted
-@pytest.mark.parametrize("behind", [1, 50])
-def test_tokens_behind_the_last_request_are_zero(behind: int) -> None:
-    check_prefill(make_batch([(20, 50), (0, 0)], behind=behind))
-    check_decode(make_batch([(1, 50), (1, 0)], behind=behind))
 
 
 @interpreted
@@ -154,21 +141,12 @@ def test_other_shapes_go_to_torch() -> None:
     assert torch.equal(batch.attend(TritonBackend()), batch.attend(SDPABackend()))
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "group", "dtype", "is_supported"),
-    [
-        (128, 4, torch.bfloat16, True),
-        (256, 32, torch.float16, True),
-        (80, 1, torch.float32, True),
-        (256, 33, torch.float16, False),
-        (128, 71, torch.bfloat16, False),
-        (100, 1, torch.bfloat16, False),
-        (512, 1, torch.bfloat16, False),
-        (128, 4, torch.float64, False),
-    ],
-)
-def test_supported_shapes(head_dim: int, group: int, dtype: torch.dtype, is_supported: bool) -> None:
-    assert TritonBackend.supports(head_dim, group, dtype) == is_supported
+def test_supported_shapes() -> None:
+    half, brain = torch.float16, torch.bfloat16
+    for shape in ((128, 4, brain), (256, 32, half), (80, 1, torch.float32)):
+        assert TritonBackend.supports(*shape)
+    for shape in ((256, 33, half), (128, 71, brain), (100, 1, brain), (512, 1, brain), (128, 4, torch.float64)):
+        assert not TritonBackend.supports(*shape)
 
 
 def test_tensors_that_do_not_fit_are_named() -> None:

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers import ops_checks as checks
 from tests.helpers.interpreter import HAS_INTERPRETER, compiled, interpreted, run_python
 from tests.helpers.kernels import triton_kernels
-from tests.helpers.ops_checks import (
-    REFERENCE,
-    check_deferred_norm,
-    check_rms_norm,
-    check_rope_and_cache,
-    check_samples,
-    check_silu_and_mul,
-    check_sum_of_parts,
-    linear_error,
-    logits_without_a_maximum,
-    random_logits,
-)
+from tests.helpers.ops_checks import REFERENCE
 
 from fleetfoot.kernels.elementwise import MAX_SIZE, DeferredRMSNorm
+from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling, choose_tiling, gated_row_groups
 from fleetfoot.kernels.runtime.gpu_limits import GPULimits
@@ -38,12 +30,21 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+SIZES = [(1, 64), (5, 100)]
+CASES = [
+    *checks.cases(checks.rms_norm, DTYPES, SIZES),
+    *checks.cases(checks.sum_of_parts, DTYPES, SIZES),
+    *checks.cases(checks.silu_and_mul, DTYPES, [(3, 50)]),
+    *checks.cases(checks.rope_and_cache, DTYPES, [5], [64, 96], [False, True]),
+    *checks.cases(checks.random_samples, DTYPES, [6], [(5, 1.0), (2048, 0.1), (5003, 4.0)]),
+    *checks.cases(checks.random_samples, DTYPES[:1], [17], [(4096, 1.0), (4099, 1.0)]),
+]
+
+
 @interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 100)])
-def test_rms_norm(dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_rms_norm(TRITON, dtype, (num_rows, size))
-    check_sum_of_parts(TRITON, dtype, (num_rows, size))
+@pytest.mark.parametrize("check", CASES)
+def test_operations(check: Callable[[Kernels], None]) -> None:
+    check(TRITON)
 
 
 @interpreted
@@ -62,46 +63,9 @@ def test_rows_too_long_for_a_program_go_to_the_reference() -> None:
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul(dtype: torch.dtype) -> None:
-    check_silu_and_mul(TRITON, dtype, 3, 50)
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96])
-def test_rope_and_cache(dtype: torch.dtype, norm: bool, head_dim: int) -> None:
-    check_rope_and_cache(TRITON, dtype, 5, head_dim, norm)
-
-
-@interpreted
-def test_values_are_copied_unchanged() -> None:
-    qkv = torch.randn(1, 3 * 8)
-    qkv[0, 16:20] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-    cache = torch.zeros(1, 2, 1, 4, 8)
-    TRITON.rope_and_cache(qkv, cache, torch.tensor([2]), torch.tensor([1]), torch.rand(4, 8), 1, None, None, 1e-6)
-    assert torch.equal(cache[0, 1, 0, 2].view(torch.int32), qkv[0, 16:].view(torch.int32))
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("vocab_size", "spread"), [(5, 1.0), (2048, 0.1), (5003, 4.0)])
-def test_sample(dtype: torch.dtype, vocab_size: int, spread: float) -> None:
-    logits = random_logits(6, vocab_size, dtype, spread)
-    logits[1] = logits[1].round()  # ties
-    check_samples(TRITON, logits)
-
-
-@interpreted
-@pytest.mark.parametrize("vocab_size", [4096, 4099])
-def test_sample_for_many_rows(vocab_size: int) -> None:
-    check_samples(TRITON, random_logits(17, vocab_size, torch.float32, 1.0))
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_sample_from_rows_without_a_maximum(dtype: torch.dtype) -> None:
-    check_samples(TRITON, logits_without_a_maximum(3000, dtype))
+    checks.samples(TRITON, checks.logits_without_a_maximum(3000, dtype))
+    assert TRITON.sample(torch.zeros(0, 4, dtype=dtype)).shape == (0,)
 
 
 def test_mismatched_tensors_are_rejected() -> None:
@@ -122,10 +86,6 @@ def test_mismatched_tensors_are_rejected() -> None:
         TRITON.prepare_linear(torch.zeros(4, 8).bfloat16())(torch.zeros(2, 8))
 
 
-def test_sample_of_no_rows() -> None:
-    assert TRITON.sample(torch.zeros(0, 4)).shape == (0,)
-
-
 TILINGS = [
     (1, Tiling("staged", 16, 16, 1, 3)),
     (3, Tiling("staged", 16, 16, 8, 3)),
@@ -138,35 +98,36 @@ TILINGS = [
 ]
 
 
+both_kinds = pytest.mark.parametrize("kind", [ChainedLinear, ChainedGateUp])
+
+
 @interpreted
 @pytest.mark.parametrize(("num_rows", "tiling"), TILINGS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-def test_linear(num_rows: int, tiling: Tiling, bias: bool, gated: bool) -> None:
+@both_kinds
+def test_linear(num_rows: int, tiling: Tiling, bias: bool, kind: type[ChainedLinear]) -> None:
     """36 outputs: not whole tiles; 192 inputs: not whole chunks for some."""
-    if gated and tiling.splits > 1:
+    if kind is ChainedGateUp and tiling.splits > 1:
         pytest.skip("a gate needs its whole sums")
-    shape = (num_rows, 36, 192)
-    assert linear_error(torch.float16, shape, gated=gated, bias=bias, device="cpu", tiling=tiling) < 1e-3
+    assert checks.linear_error(kind, torch.float16, (num_rows, 36, 192), bias=bias, tiling=tiling) < 1e-3
 
 
 @interpreted
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17])
 def test_linear_selects_a_kernel(num_rows: int) -> None:
     for shape in ((num_rows, 64, 256), (num_rows, 1000, 64)):
-        error = linear_error(torch.bfloat16, shape, gated=False, bias=False, device="cpu", may_split=True)
-        assert error < 1e-2
+        assert checks.linear_error(ChainedResidual, torch.bfloat16, shape, bias=False) < 1e-2
 
 
 @interpreted
-@pytest.mark.parametrize("gated", [False, True])
+@both_kinds
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     "shape", [(1, 256, 128, 64), (8, 256, 512, 40), (3, 200, 136, 72), (5, 72, 200, 64), (1, 1000, 72, 1000)]
 )
-def test_a_norm_between_two_layers(shape: tuple[int, int, int, int], gated: bool, bias: bool) -> None:
+def test_a_norm_between_two_layers(shape: tuple[int, int, int, int], kind: type[ChainedLinear], bias: bool) -> None:
     """Staged and streamed on either side, whole tiles and not."""
-    check_deferred_norm(shape, gated=gated, bias=bias, device="cpu")
+    checks.deferred_norm(kind, shape, bias=bias)
 
 
 def test_norms_are_deferred_for_few_rows_in_bfloat16() -> None:
@@ -290,14 +251,6 @@ def test_replace_writes_in_place() -> None:
 @compiled
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     output = run_python("-m", "tests.helpers.compile_op_kernels", "operations", TRITON_CACHE_DIR=str(tmp_path))
-    assert {line.split(":")[0] for line in output.splitlines()} == {
-        "_rms_norm_kernel",
-        "_silu_and_mul_kernel",
-        "_rope_and_cache_kernel",
-        "_row_max_kernel",
-        "_cuts_kernel",
-        "_draw_kernel",
-        "_pick_kernel",
-        "_linear_few_rows_kernel",
-        "_linear_tiled_kernel",
-    }
+    operations = ("rms_norm", "silu_and_mul", "rope_and_cache", "row_max", "cuts", "draw", "pick")
+    names = (*operations, "linear_few_rows", "linear_tiled")
+    assert {line.split(":")[0] for line in output.splitlines()} == {f"_{name}_kernel" for name in names}
