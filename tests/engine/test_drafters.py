@@ -46,8 +46,8 @@ Expected = dict[tuple[Path, float], dict[str, list[int]]]
 
 
 def make_runner(drafter: str, kind: str = "v2", *, device: RecordingDevice | None = None, num_blocks: int = 128) -> Any:
-    target, wish = DRAFTERS[drafter]
-    settings = configured_drafting(target, make_context(device, max_model_len=160), runner=kind, **wish)
+    target, speculative = DRAFTERS[drafter]
+    settings = configured_drafting(target, make_context(device, max_model_len=160), runner=kind, **speculative)
     options: dict[str, Any] = {"ops": unwatched(cpu_kernels()), "num_blocks": num_blocks, "max_model_len": 160}
     return runner_lives.make_runner(kind, settings, device=device, folder=target, **options)
 
@@ -195,7 +195,7 @@ EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}
 
 
 @pytest.mark.parametrize(
-    ("wishes", "num_drafts", "counts", "sampling"),
+    ("features", "num_drafts", "counts", "sampling"),
     [
         ({"temperature": 0.0}, NUM_DRAFTS, ONE_STEP, PLAIN),
         ({"temperature": 1.0}, NUM_DRAFTS, ONE_STEP, PLAIN),
@@ -210,7 +210,7 @@ EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
     drafter: str,
-    wishes: dict[str, Any],
+    features: dict[str, Any],
     num_drafts: int,
     counts: dict[str, int],
     sampling: SamplingVariant | None,
@@ -225,7 +225,7 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
         runner.warm_up()
     scheduler = make_scheduler(NUM_DRAFTS, num_blocks=128, controller=ConstantDrafts(num_drafts))
     prompt = Tokenizer.from_path(STORY).encode("Pip the mouse, Pip the mouse, Pip")
-    params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True, **wishes})
+    params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True, **features})
     for request in requests_of([params] * 3, [prompt] * 3):
         scheduler.add_request(request)
     for step in range(12):

@@ -41,17 +41,17 @@ class Way(NamedTuple):
     method: str | None = None
 
 
-def engine_of(model: Path, **wishes: Any) -> LLMEngine:
-    return make_engine(model, dtype="float32", max_model_len=80, skip_tokenizer_init=True, **wishes)
+def engine_of(model: Path, **options: Any) -> LLMEngine:
+    return make_engine(model, dtype="float32", max_model_len=80, skip_tokenizer_init=True, **options)
 
 
 def engine_in(way: Way, model: Path) -> LLMEngine:
-    wishes: dict[str, Any] = {"runner": way.runner, "async_scheduling": way.async_scheduling, **LIMITS[way.limits]}
+    options: dict[str, Any] = {"runner": way.runner, "async_scheduling": way.async_scheduling, **LIMITS[way.limits]}
     if way.method is not None:
-        wishes["speculative_config"] = {**METHODS[way.method], "adaptive": False}
+        options["speculative_config"] = {**METHODS[way.method], "adaptive": False}
     if not way.enable_chunked_prefill:
-        wishes |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 128}
-    return engine_of(model, **wishes)
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 128}
+    return engine_of(model, **options)
 
 
 WAYS = [

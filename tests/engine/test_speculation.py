@@ -24,8 +24,8 @@ from tests.helpers.runner_lives import (
     live,
     make_runner,
     make_scheduler,
+    params_of,
     prompt_length,
-    wishes,
 )
 
 from fleetfoot.config.parsing import load_model_config
@@ -35,7 +35,7 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings, NgramSettings
 
-REQUESTS = [wishes(number) for number in range(10)]
+REQUESTS = [params_of(number) for number in range(10)]
 PLAIN = [SamplingParams(max_tokens=12 + 5 * n, temperature=0.5 * (n % 3), ignore_eos=True) for n in range(9)]
 """All of their sampling is in graphs."""
 QWEN = DRAFT.parent / "story-qwen3"

@@ -101,15 +101,15 @@ def probabilities_of(reference: Any, temperature: float = 1.0, top_k: int = VOCA
     return triple_probabilities(lambda tokens: reference_logits(reference, tokens)[-1], temperature, top_k)
 
 
-def sample(folder: Path, runner: str, config: dict[str, Any] | None, **wishes: Any) -> tuple[list[Triple], DraftStats]:
-    """The first three tokens of each of NUM_REQUESTS requests of different seeds, and what became of drafts."""
+def sample(folder: Path, runner: str, config: dict[str, Any] | None, **params: Any) -> tuple[list[Triple], DraftStats]:
+    """The first three tokens of each of NUM_REQUESTS requests of different seeds, and the counters of drafts."""
     speculative = config and {"num_speculative_tokens": NUM_DRAFTS, "adaptive": False, **config}
     limits = {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "block_size": 16, "num_gpu_blocks_override": 1100}
     settings = {"runner": runner, "dtype": "float32", "skip_tokenizer_init": True, "speculative_config": speculative}
     engine = make_engine(folder, **settings, **limits)
     for seed in range(NUM_REQUESTS):
-        params = SamplingParams(**{"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "seed": seed, **wishes})
-        engine.add_request(str(seed), PROMPT, params)
+        of_request = SamplingParams(**{"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "seed": seed, **params})
+        engine.add_request(str(seed), PROMPT, of_request)
     triples = []
     while engine.has_unfinished_requests():
         triples += [tuple(output.outputs[0].token_ids[:3]) for output in engine.step() if output.finished]
@@ -125,15 +125,15 @@ def drafts_of(models: Models, drafter: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(
-    ("drafter", "wishes"),
+    ("drafter", "features"),
     [("close", {}), ("different", {}), ("ngram", {}), ("close", {"temperature": 1.5, "top_k": 4})],
 )
 def test_drafts_do_not_change_the_distribution(
-    models: Models, drafter: str, wishes: dict[str, Any], runner: str
+    models: Models, drafter: str, features: dict[str, Any], runner: str
 ) -> None:
     folder, reference = models["target"]
-    triples, drafts = sample(folder, runner, drafts_of(models, drafter), **wishes)
-    assert p_value(triples, probabilities_of(reference, **wishes)) > SUSPICIOUS
+    triples, drafts = sample(folder, runner, drafts_of(models, drafter), **features)
+    assert p_value(triples, probabilities_of(reference, **features)) > SUSPICIOUS
     assert drafts.num_rows >= NUM_REQUESTS  # n-grams too: nearly every token of the vocabulary is in the prompt
     assert 0.02 < drafts.acceptance_rate < 0.98
 

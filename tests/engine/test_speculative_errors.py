@@ -19,10 +19,10 @@ Streams = pytest.CaptureFixture[str]
 
 
 def start(model: str | Path | None = None, method: str = "", target: str = "story-llama", **settings: Any) -> None:
-    wish: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
     if model is not None:
-        wish["model"] = str(model)
-    LLM(model=target, device="cpu", num_gpu_blocks_override=64, speculative_config=wish, **settings).shutdown()
+        speculative["model"] = str(model)
+    LLM(model=target, device="cpu", num_gpu_blocks_override=64, speculative_config=speculative, **settings).shutdown()
 
 
 def copy_of(source: Path, folder: Path, **fields: Any) -> Path:
@@ -88,9 +88,9 @@ def test_a_drafter_with_few_positions(tmp_path: Path, capsys: Streams) -> None:
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
-def plan(capsys: Streams, wish: dict[str, Any] | None, *flags: str) -> tuple[dict[str, Any], str]:
+def plan(capsys: Streams, speculative: dict[str, Any] | None, *flags: str) -> tuple[dict[str, Any], str]:
     """The report, and the text with every run of blanks as one."""
-    given = [] if wish is None else ["--speculative-config", json.dumps(wish)]
+    given = [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
     flags = ("--device", "cpu", "--cpu-memory", "64GiB", *given, *flags)
     assert main(["plan", "--json", *flags]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -118,14 +118,14 @@ MODELS = {"eagle": ("story-llama-eagle", 1), "draft_model": (str(DRAFT), 2), "ng
 
 @pytest.mark.parametrize("method", PLANS)
 def test_the_plan_of_a_drafter(method: str, capsys: Streams) -> None:
-    wish, line = PLANS[method]
+    speculative, line = PLANS[method]
     plain, plain_text = plan(capsys, None)
-    report, text = plan(capsys, wish)
+    report, text = plan(capsys, speculative)
     drafter, memory = report["drafter"], report["memory"]
     assert plain["drafter"] is None and "drafter" not in plain_text
     assert line in text
     assert (drafter["method"], drafter["model"], drafter["num_layers"]) == (method, *MODELS[method])
-    assert {"adaptive": True, **wish}.items() <= {**drafter, "disable_by_batch_size": 8}.items()
+    assert {"adaptive": True, **speculative}.items() <= {**drafter, "disable_by_batch_size": 8}.items()
     assert method != "ngram" or (drafter["prompt_lookup_max"], drafter["prompt_lookup_min"]) == (3, 1)
     assert drafter["weights"] == memory["weights"] - plain["memory"]["weights"]
     assert report["kv_layout"]["bytes_per_block"] == plain["kv_layout"]["bytes_per_block"] + drafter["bytes_per_block"]
@@ -141,8 +141,8 @@ def test_the_drafter_is_on_the_last_rank(capsys: Streams) -> None:
 
 
 def test_the_plan_of_graphs_with_drafts(capsys: Streams) -> None:
-    wish = json.dumps({"num_speculative_tokens": 3})
-    flags = ["--device", "cuda", "--gpu-memory", "80GiB", "--max-num-seqs", "16", "--speculative-config", wish]
+    speculative = json.dumps({"num_speculative_tokens": 3})
+    flags = ["--device", "cuda", "--gpu-memory", "80GiB", "--max-num-seqs", "16", "--speculative-config", speculative]
     assert main(["plan", "--json", *flags]) == 0
     graphs = json.loads(capsys.readouterr().out)["graphs"]
     assert graphs["num_drafts"] == 3

@@ -29,23 +29,23 @@ make_runner = functools.partial(runner_lives.make_runner, "v2", max_num_seqs=MAX
 make_scheduler = functools.partial(runner_lives.make_scheduler, max_num_seqs=MAX_NUM_SEQS)
 
 
-def add(scheduler: Scheduler, name: str, size: int, max_tokens: int = 60, **wishes: Any) -> Request:
-    params = SamplingParams(max_tokens=60, ignore_eos=True, **wishes)
+def add(scheduler: Scheduler, name: str, size: int, max_tokens: int = 60, **features: Any) -> Request:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **features)
     prompt: Any = [10 + i for i in range(size)]
     request = Request(name, prompt, params, max_tokens=max_tokens, seed=sum(name.encode()))
     scheduler.add_request(request)
     return request
 
 
-def add_several(scheduler: Scheduler, sizes: list[int], *args: Any, **wishes: Any) -> list[Request]:
-    return [add(scheduler, f"r{number}", size, *args, **wishes) for number, size in enumerate(sizes)]
+def add_several(scheduler: Scheduler, sizes: list[int], *args: Any, **features: Any) -> list[Request]:
+    return [add(scheduler, f"r{number}", size, *args, **features) for number, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("wishes", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "random"])
-def test_a_steady_decode_step_is_one_copy_in_one_copy_out_and_no_wait(wishes: dict[str, float]) -> None:
+@pytest.mark.parametrize("features", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "random"])
+def test_a_steady_decode_step_is_one_copy_in_one_copy_out_and_no_wait(features: dict[str, float]) -> None:
     device = RecordingDevice()
     runner, scheduler = make_runner(device=device), make_scheduler()
-    add_several(scheduler, [3, 4, 5, 6, 7], **wishes)
+    add_several(scheduler, [3, 4, 5, 6, 7], **features)
     take_steps(scheduler, in_one_runner(runner), 3)  # the prefill, and the first decodes
     for _ in range(12):  # across a block border, where a block id is staged: still one copy
         device.counts.clear()
@@ -78,11 +78,17 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
     rng = random.Random(seed)
     scheduler = make_scheduler()
     requests: list[Request] = []
-    wishes: list[dict[str, Any]] = [{}, {"top_k": 5}, {"logprobs": 2}, {"presence_penalty": 1.0}, {"temperature": 0.0}]
+    every: list[dict[str, Any]] = [
+        {},
+        {"top_k": 5},
+        {"logprobs": 2},
+        {"presence_penalty": 1.0},
+        {"temperature": 0.0},
+    ]
     while len(requests) < 12 or scheduler.has_unfinished:
         if len(requests) < 12 and rng.random() < 0.5:
-            wish = rng.choice(wishes)
-            requests.append(add(scheduler, f"r{len(requests)}", rng.randint(1, 50), rng.randint(1, 20), **wish))
+            chosen = rng.choice(every)
+            requests.append(add(scheduler, f"r{len(requests)}", rng.randint(1, 50), rng.randint(1, 20), **chosen))
         if scheduler.has_unfinished:
             take_steps(scheduler, in_one_runner(runner), 1)
     scheduler.check_idle()
@@ -105,8 +111,8 @@ def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
     return {index: [row.token_ids for row in rows] for index, (_, rows) in output.prompt_logprobs.items()}
 
 
-@pytest.mark.parametrize("wishes", [{}, {"prompt_logprobs": 2}], ids=["plain", "prompt_logprobs"])
-def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> None:
+@pytest.mark.parametrize("features", [{}, {"prompt_logprobs": 2}], ids=["plain", "prompt_logprobs"])
+def test_full_steps_are_replayed_and_give_the_same(features: dict[str, int]) -> None:
     """Of 100 tokens, or at least 97; also where prompt logprobs are computed behind the graph."""
     runs = []
     runners = [
@@ -116,7 +122,7 @@ def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> No
         scheduler = make_scheduler(budget=100, enable_prefix_caching=False)
         taken: list[TakenStep] = []
         for sizes in ([75, 122], [60, 37], [60, 36]):  # 100 tokens, then 97 and a decode; 97; 96
-            add_several(scheduler, sizes, 3, **wishes)
+            add_several(scheduler, sizes, 3, **features)
             taken += run_steps(scheduler, in_one_runner(runner))
         runs.append(taken)
     replayed, eager = runs
@@ -126,13 +132,13 @@ def test_full_steps_are_replayed_and_give_the_same(wishes: dict[str, int]) -> No
         if step.scheduled.num_decodes < len(step.scheduled.rows)
     ]
     assert sizes_with_prefills == [100, 98, 97, 96]
-    assert any(prompt_tokens(step.output) for step in replayed) == bool(wishes)
+    assert any(prompt_tokens(step.output) for step in replayed) == bool(features)
     for step, expected in zip(replayed, eager, strict=True):
         assert step.output.sampled_token_ids == expected.output.sampled_token_ids
         assert prompt_tokens(step.output) == prompt_tokens(expected.output)
     graphs = runners[0].graphs
     assert [key for key in graphs.captured if key.num_tokens == 100] == [
-        GraphKey("mixed", MAX_NUM_SEQS, 100, None if wishes else PLAIN)
+        GraphKey("mixed", MAX_NUM_SEQS, 100, None if features else PLAIN)
     ]
     assert (graphs.num_steps["mixed"], graphs.num_steps["eager"]) == (3, 1)
 

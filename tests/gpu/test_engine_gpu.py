@@ -34,10 +34,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
 OPENING = [0, 587, 349, 286, 264, 1008]  # of the embedded model: Once there was a fox
 
 
-def engine(model: Path, device: str, **wishes: object) -> LLMEngine:
+def engine(model: Path, device: str, **options: object) -> LLMEngine:
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 256, "block_size": 16}
     return make_engine(
-        model, device=device, dtype="float32", max_model_len=80, skip_tokenizer_init=True, **{**limits, **wishes}
+        model, device=device, dtype="float32", max_model_len=80, skip_tokenizer_init=True, **{**limits, **options}
     )
 
 

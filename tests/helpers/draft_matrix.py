@@ -51,11 +51,11 @@ def make_cases(stop_inside: str) -> dict[str, Case]:
     common = tokenizer.encode(" the and was a to", add_special_tokens=False)
     some_words = sorted({*range(260, 700), *common})
 
-    def case(opening: int, abort_at: int | None = None, **wishes: Any) -> Case:
-        return Case(openings[opening], SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **wishes}), abort_at)
+    def case(opening: int, abort_at: int | None = None, **features: Any) -> Case:
+        return Case(openings[opening], SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **features}), abort_at)
 
-    def near_the_end(length: int, **wishes: Any) -> Case:
-        return Case(long[:length], SamplingParams(**{"max_tokens": None, "ignore_eos": True, **wishes}))
+    def near_the_end(length: int, **features: Any) -> Case:
+        return Case(long[:length], SamplingParams(**{"max_tokens": None, "ignore_eos": True, **features}))
 
     greedy, random = {"temperature": 0.0}, {"temperature": 1.0, "seed": 5}
     everything: dict[str, Any] = {

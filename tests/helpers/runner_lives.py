@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -105,9 +105,11 @@ class Whims:
         pass
 
 
-def configured_drafting(folder: Path, context: ModelContext, *, runner: str = "v2", **wish: Any) -> DraftSettings:
+def configured_drafting(
+    folder: Path, context: ModelContext, *, runner: str = "v2", **speculative: Any
+) -> DraftSettings:
     """What a worker with this ``speculative_config`` builds for the model in ``folder``."""
-    config = EngineConfig(speculative_config={"num_speculative_tokens": NUM_DRAFTS, **wish})  # type: ignore[arg-type]
+    config = EngineConfig(speculative_config={"num_speculative_tokens": NUM_DRAFTS, **speculative})  # type: ignore[arg-type]
     found = find_drafter(config, load_model_config(folder))
     fusion = () if found is None else plan_fusion(found.config, runner)
     max_model_len = MAX_MODEL_LEN if context.max_positions is None else context.max_positions - NUM_DRAFTS
@@ -205,25 +207,13 @@ def in_one_runner(runner: ModelRunner) -> Execute:
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def make_scheduler(
-    num_drafts: int = 0,
-    *,
-    num_blocks: int = 64,
-    max_num_seqs: int = MAX_NUM_SEQS,
-    budget: int = 64,
-    num_lookahead: int | None = None,
-    controller: Any = None,
-    **options: Any,
-) -> Scheduler:
-    """``num_lookahead``: None: of a drafter with KV of its own."""
-    lookahead = num_drafts if num_lookahead is None else num_lookahead
-    drafts = {"num_drafts": num_drafts, "num_lookahead": lookahead}
-    config = SchedulerConfig(num_blocks, BLOCK_SIZE, max_num_seqs, budget, **drafts, **options)
+def make_scheduler(num_drafts: int = 0, *, budget: int = 64, controller: Any = None, **limits: Any) -> Scheduler:
+    limits = {"num_blocks": 64, "max_num_seqs": MAX_NUM_SEQS, "num_lookahead": num_drafts, **limits}
+    config = SchedulerConfig(block_size=BLOCK_SIZE, max_num_batched_tokens=budget, num_drafts=num_drafts, **limits)
     return Scheduler(config) if controller is None else Scheduler(config, controller=controller)
 
 
-@dataclass(frozen=True, slots=True)
-class TakenStep:
+class TakenStep(NamedTuple):
     """A step whose output the scheduler has processed."""
 
     scheduled: SchedulerOutput
@@ -270,7 +260,7 @@ class Life:
     logprobs: list[RowLogprobs] = field(default_factory=list)
 
 
-def wishes(number: int) -> SamplingParams:
+def params_of(number: int) -> SamplingParams:
     """Of request ``number``, 0 to 9. The last one is as long as the model's sequences may be."""
     every: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -300,13 +290,13 @@ def requests_of(params: list[SamplingParams], prompts: list[list[int]] | None = 
         Request(
             f"r{number}",
             prompt,
-            wish,
-            max_tokens=wish.max_tokens or 16,
+            one,
+            max_tokens=one.max_tokens or 16,
             seed=number,
             eos_token_ids=frozenset(FREQUENT),
-            bad_words_token_ids=[[token, token] for token in FREQUENT] if wish.bad_words else [],
+            bad_words_token_ids=[[token, token] for token in FREQUENT] if one.bad_words else [],
         )
-        for number, (prompt, wish) in enumerate(zip(prompts, params, strict=True))
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True))
     ]
 
 

@@ -35,10 +35,10 @@ FINISH_REASONS = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence to generate: what the user asked for, then the scheduler's state.
+    """One sequence to generate: the user's request, then the scheduler's state.
 
-    Counts are in tokens. ``num_tokens`` are the known tokens, prompt and output. ``num_computed`` counts tokens whose
-    KV is written by steps queued so far, so it may run ahead of ``num_tokens``. While steps in flight verify drafts it
+    Counts are in tokens. ``num_tokens`` are the known tokens, prompt and output. ``num_computed`` counts tokens with
+    KV written by steps queued so far, so it may run ahead of ``num_tokens``. While steps in flight verify drafts it
     is an upper bound: all drafts count as accepted until the result is known.
     """
 
@@ -87,7 +87,7 @@ class Request:
     num_published: int = 0  # full blocks that the pool has hashes of
     is_held: bool = False  # preempted or ended, while a step in flight or a load still uses its blocks
     can_load: bool = True  # False: a load of its KV has failed and is not retried
-    num_loaded: int = 0  # tokens whose KV a connector loads or has loaded, since it got its blocks
+    num_loaded: int = 0  # tokens with KV that a connector loads or has loaded, since it got its blocks
     last_sampled_step: int = -1  # the last step that sampled for it, and how many drafts that step proposed:
     num_proposed: int = 0  # both are set in pipelines only
 

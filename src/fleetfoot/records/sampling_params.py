@@ -54,7 +54,7 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits; 0 is greedy: the most probable token, the lowest id among ties."""
     top_p: float = 1.0
-    """Sample from the smallest set of most probable tokens whose probabilities add up to this. In (0, 1]; 1 is off.
+    """Sample from the smallest set of most probable tokens with probabilities that add up to this. In (0, 1]; 1 is off.
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020."""
     top_k: int = 0
     """Sample from this many most probable tokens, and those that tie with the last; 0 or -1 is off."""

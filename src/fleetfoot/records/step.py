@@ -27,7 +27,7 @@ class NewRequest:
     tokens; see `without_token_ids`."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose KV is already in its blocks (prefix cache hits)."""
+    """Tokens with KV already in its blocks (prefix cache hits)."""
     block_ids: list[int]
     params: SamplingParams
     seed: int
@@ -93,8 +93,8 @@ class SchedulerOutput:
     cache still fills it."""
     awaited_step: int = -1
     """Ranks that are not last in their pipeline must apply the sampled tokens of all steps up to this one before they
-    prepare inputs. It is the newest step that sampled for one of ``rows``, or the newest step whose result the host had
-    seen, if that is later: those cost no waiting, and keep the steps of a row's previous owner away from its new one.
+    prepare inputs. It is the newest step that sampled for one of ``rows``, or the newest one with a result on the host,
+    if that is later: those cost no waiting, and keep the steps of a row's previous owner away from its new one.
     -1: none, and always so without a pipeline."""
     longest_decode: int = 0
     """Context length of the longest decode, its new tokens included, in a step that also holds prefills; else 0."""
@@ -177,11 +177,11 @@ class KVConnectorOutput:
     """
 
     loaded: set[str] = field(default_factory=set)
-    """Requests whose KV has been loaded completely."""
+    """Requests with all their KV loaded."""
     failed: dict[str, TransferFailure] = field(default_factory=dict)
-    """Requests whose load has failed; the contents of their blocks are undefined."""
+    """Failed loads; the contents of the requests' blocks are undefined."""
     sent: set[str] = field(default_factory=set)
-    """Requests whose held blocks are no longer read: sent, or given up."""
+    """Requests with held blocks that are no longer read: sent, or given up."""
     counters: dict[str, int] = field(default_factory=dict)
     """Increments since the last output: ``blocks_saved``, ``blocks_loaded``, ``bytes_saved``, ``bytes_loaded``, ... Of
     all ranks together once merged."""

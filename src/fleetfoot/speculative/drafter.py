@@ -32,8 +32,8 @@ from fleetfoot.speculative.find import DrafterModel
 class DraftBatch:
     """A step that has just been sampled, on the device. Its first ``n`` requests have sampled.
 
-    A request whose first query token has position ``p`` and that got ``m >= 1`` new tokens in this step has its last
-    valid query token at position ``p + m - 1`` and its newest token at position ``p + m``. Proposals for a request that
+    A request with its first query token at position ``p`` and ``m >= 1`` new tokens in this step has its last valid
+    query token at position ``p + m - 1`` and its newest token at position ``p + m``. Proposals for a request that
     had already reached its length are ignored.
     """
 

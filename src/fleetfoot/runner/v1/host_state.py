@@ -30,7 +30,7 @@ class HostState:
         # pages of zeros take memory only when rows are first written
         self.token_ids = np.zeros((max_num_seqs, longest + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known tokens
-        self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)  # tokens whose KV is written
+        self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)  # tokens with KV
         self.limits = np.zeros(max_num_seqs, dtype=np.int64)  # positions from here on are never an input
         self.drafts = np.full((max_num_seqs, num_drafts), -1, dtype=np.int32)  # for the next step; -1: none
         self.temperatures = np.zeros(max_num_seqs, dtype=np.float32)

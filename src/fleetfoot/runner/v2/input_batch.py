@@ -17,7 +17,7 @@ from fleetfoot.sampling.verification import LogitsBatch
 
 @dataclass(slots=True)
 class InputBatch(StepBuffers):
-    """Views of the buffers with the lengths of the padded step, and what the host knows of it."""
+    """Views of the buffers with the lengths of the padded step, and its sizes and rows on the host."""
 
     shape: BatchShape
     rows: list[int]
@@ -117,7 +117,7 @@ class InputBuffers:
 
 
 def logits_batch(batch: InputBatch, num_sampled: int) -> LogitsBatch:
-    """The rows of logits of a batch whose first ``num_sampled`` requests sample (padding of a graph included)."""
+    """The rows of logits of a batch; its first ``num_sampled`` requests sample (padding of a graph included)."""
     shape = batch.shape
     request_rows = batch.idx_mapping[:num_sampled]
     num_decodes = num_sampled if shape.is_decode else shape.num_decodes

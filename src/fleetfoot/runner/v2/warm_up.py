@@ -31,7 +31,7 @@ _VARIANTS = (SamplingVariant(filters=True), SamplingVariant(filters=True, other_
 def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: int) -> list[SchedulerOutput]:
     """A prefill and a decode of one request, in row 0 and block 0.
 
-    The scheduler does not know of them. What they leave in rows and blocks is overwritten before it is read.
+    They bypass the scheduler. What they leave in rows and blocks is overwritten before it is read.
     """
     length = max(1, min(4, block_size, max_num_batched_tokens, max_model_len - 1))
     request = NewRequest(
