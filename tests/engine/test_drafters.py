@@ -91,14 +91,10 @@ def assert_all_right(stats: SchedulerStats, num_requests: int) -> None:
     assert stats.drafts.num_drafted - stats.drafts.num_accepted <= NUM_DRAFTS * num_requests
 
 
+ROOMY = {"num_blocks": 128}
 SITUATIONS = pytest.mark.parametrize(
     "limits",
-    [
-        {"num_blocks": 128},
-        {"num_blocks": 128, "depth": 1},
-        {"num_blocks": 128, "depth": 1, "budget": 26},
-        {"num_blocks": 24},
-    ],
+    [ROOMY, ROOMY | {"depth": 1}, ROOMY | {"depth": 1, "budget": 26}, {"num_blocks": 24}],
     ids=["roomy", "overlapped", "chunked", "preempting"],
 )
 
@@ -165,9 +161,7 @@ class EveryOtherStep(ConstantDrafts):
         return self.num_drafts
 
 
-def test_steps_that_propose_nothing_leave_no_gap_in_the_drafters_kv(
-    prompts: list[list[int]], expected: Expected
-) -> None:
+def test_steps_without_proposals_leave_no_gap_in_the_kv(prompts: list[list[int]], expected: Expected) -> None:
     got, stats = run(make_runner("self"), prompts, 1.0, controller=EveryOtherStep(0))
     assert got == expected[SMALL, 1.0]
     assert_all_right(stats, len(prompts))

@@ -73,9 +73,7 @@ ENDS = st.fixed_dictionaries(
 
 @settings(max_examples=150, deadline=None)
 @given(ends=ENDS, num_drafts=st.integers(1, 6), depth=st.integers(0, 2), seed=st.integers(0, 2**32))
-def test_a_request_ends_where_single_tokens_end_it(
-    ends: dict[str, Any], num_drafts: int, depth: int, seed: int
-) -> None:
+def test_a_request_ends_as_with_single_tokens(ends: dict[str, Any], num_drafts: int, depth: int, seed: int) -> None:
     ends = {**ends, "min_tokens": min(ends.get("min_tokens", 0), ends.get("max_tokens", len(TOKENS)))}
     ends |= {"output_kind": RequestOutputKind.FINAL_ONLY, "logprobs": 0}
     rng = random.Random(seed)

@@ -98,33 +98,35 @@ def plan(capsys: Streams, speculative: dict[str, Any] | None, *flags: str) -> tu
     return report, " ".join(capsys.readouterr().out.split())
 
 
-PLANS: dict[str, tuple[dict[str, Any], str]] = {
+PLANS: dict[str, tuple[dict[str, Any], tuple[str | None, int], str]] = {
     "eagle": (
         {"method": "eagle", "num_speculative_tokens": 3},
+        ("story-llama-eagle", 1),
         "drafter EAGLE head story-llama-eagle: 3 drafts for each decode, where it is seen to pay 1 layer: ",
     ),
     "draft_model": (
         {"model": str(DRAFT), "num_speculative_tokens": 1, "adaptive": False, "disable_by_batch_size": 8},
+        (str(DRAFT), 2),
         f"drafter draft model {DRAFT}: 1 draft for each decode, up to 8 requests at a time 2 layers: ",
     ),
     "ngram": (
         {"num_speculative_tokens": 4, "prompt_lookup_max": 3},
+        (None, 0),
         "drafter n-grams of 1 to 3 tokens: 4 drafts for each decode, where it is seen to pay KV layout",
     ),
 }
-MODELS = {"eagle": ("story-llama-eagle", 1), "draft_model": (str(DRAFT), 2), "ngram": (None, 0)}
-"""Name, and number of layers."""
+"""The speculative config, the name of the model and its number of layers, and a line of the text."""
 
 
 @pytest.mark.parametrize("method", PLANS)
 def test_the_plan_of_a_drafter(method: str, capsys: Streams) -> None:
-    speculative, line = PLANS[method]
+    speculative, model, line = PLANS[method]
     plain, plain_text = plan(capsys, None)
     report, text = plan(capsys, speculative)
     drafter, memory = report["drafter"], report["memory"]
     assert plain["drafter"] is None and "drafter" not in plain_text
     assert line in text
-    assert (drafter["method"], drafter["model"], drafter["num_layers"]) == (method, *MODELS[method])
+    assert (drafter["method"], drafter["model"], drafter["num_layers"]) == (method, *model)
     assert {"adaptive": True, **speculative}.items() <= {**drafter, "disable_by_batch_size": 8}.items()
     assert method != "ngram" or (drafter["prompt_lookup_max"], drafter["prompt_lookup_min"]) == (3, 1)
     assert drafter["weights"] == memory["weights"] - plain["memory"]["weights"]

@@ -115,9 +115,8 @@ def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
 def test_full_steps_are_replayed_and_give_the_same(features: dict[str, int]) -> None:
     """Of 100 tokens, or at least 97; also where prompt logprobs are computed behind the graph."""
     runs = []
-    runners = [
-        make_runner(device=device, max_num_batched_tokens=100) for device in (RecordingDevice(has_graphs=True), None)
-    ]
+    device = RecordingDevice(has_graphs=True)
+    runners = [make_runner(device=one, max_num_batched_tokens=100) for one in (device, None)]
     for runner in runners:
         scheduler = make_scheduler(budget=100, enable_prefix_caching=False)
         taken: list[TakenStep] = []
@@ -126,12 +125,8 @@ def test_full_steps_are_replayed_and_give_the_same(features: dict[str, int]) -> 
             taken += run_steps(scheduler, in_one_runner(runner))
         runs.append(taken)
     replayed, eager = runs
-    sizes_with_prefills = [
-        step.scheduled.total_num_scheduled_tokens
-        for step in replayed
-        if step.scheduled.num_decodes < len(step.scheduled.rows)
-    ]
-    assert sizes_with_prefills == [100, 98, 97, 96]
+    with_prefills = [step.scheduled for step in replayed if step.scheduled.num_decodes < len(step.scheduled.rows)]
+    assert [output.total_num_scheduled_tokens for output in with_prefills] == [100, 98, 97, 96]
     assert any(prompt_tokens(step.output) for step in replayed) == bool(features)
     for step, expected in zip(replayed, eager, strict=True):
         assert step.output.sampled_token_ids == expected.output.sampled_token_ids

@@ -37,14 +37,10 @@ class FakeRunner:
     block_size: int
     vocab_size: int
     _: KW_ONLY
-    num_drafts: int = 0
-    """Proposed for each request, in steps that propose."""
-    accuracy: float = 0.7
-    """The probability that a proposal is the model's own token."""
-    has_draft_kv: bool = False
-    """Whether the drafter writes KV of its own for its proposals."""
-    pool: BlockPool | None = None
-    """To check that no free block is written."""
+    num_drafts: int = 0  # proposed for each request, in steps that propose
+    accuracy: float = 0.7  # the probability that a proposal is the model's own token
+    has_draft_kv: bool = False  # whether the drafter writes KV of its own for its proposals
+    pool: BlockPool | None = None  # to check that no free block is written
     seed: InitVar[int] = 0
     slots: dict[int, int] = field(default_factory=dict)  # KV slot -> token
     weights: int = 0  # the model's version of weights; others are loaded while it runs

@@ -14,10 +14,12 @@ from fleetfoot.runner.v2.device import CpuDevice
 
 
 class RecordingDevice(CpuDevice):
-    """Implements `Device`; counts copies in, copies out and waits, and keeps the order of everything in ``events``."""
+    """Counts copies in, copies out and waits, and keeps their order in ``events``.
+
+    With ``has_graphs``, "captured" work is run again at each replay, padding included, as a graph would.
+    """
 
     def __init__(self, *, has_graphs: bool = False) -> None:
-        """``has_graphs``: "captured" work is run again at each replay, padding and all, as a graph would."""
         super().__init__()
         self.has_graphs = has_graphs
         self.counts: Counter[str] = Counter()

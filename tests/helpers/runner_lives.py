@@ -44,8 +44,6 @@ FREQUENT = (1, 19, 34, 76, 204, 290, 336, 676, 689, 706, 764, 1868)
 """Tokens that the model repeats often."""
 Execute = Callable[[SchedulerOutput], PendingOutput]
 
-# --- drafters ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class ScriptedDrafter:
@@ -114,9 +112,6 @@ def configured_drafting(
     fusion = () if found is None else plan_fusion(found.config, runner)
     max_model_len = MAX_MODEL_LEN if context.max_positions is None else context.max_positions - NUM_DRAFTS
     return build_speculation(config, found, max_model_len, context, fusion)
-
-
-# --- runners ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +199,6 @@ def in_one_runner(runner: ModelRunner) -> Execute:
     return execute
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
 def make_scheduler(num_drafts: int = 0, *, budget: int = 64, controller: Any = None, **limits: Any) -> Scheduler:
     limits = {"num_blocks": 64, "max_num_seqs": MAX_NUM_SEQS, "num_lookahead": num_drafts, **limits}
     config = SchedulerConfig(block_size=BLOCK_SIZE, max_num_batched_tokens=budget, num_drafts=num_drafts, **limits)
@@ -247,9 +239,6 @@ def take_steps(scheduler: Scheduler, execute: Execute, count: int) -> None:
     for _ in range(count):
         scheduled, pending = queue_step(scheduler, execute)
         scheduler.update(scheduled, pending.get())
-
-
-# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
