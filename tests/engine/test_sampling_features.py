@@ -156,26 +156,22 @@ def test_degenerate_filters_are_greedy(llm: LLM) -> None:
 # --- logits processors, against a second implementation --------------------------------------------------------------
 
 
-def _greedy_reference(reference: Any, prompt: list[int], count: int, **processors: Any) -> list[int]:
+def _greedy_reference(reference: Any, params: SamplingParams) -> list[int]:
     """Greedy tokens from the reference's logits, processed as the parameters' documentation describes."""
-    tokens = list(prompt)
-    for _ in range(count):
-        logits = reference_logits(reference, tokens)[-1].clone()  # [vocab]
-        output = tokens[len(prompt) :]
-        if (allowed := processors.get("allowed_token_ids")) is not None:
-            keep = torch.full_like(logits, -torch.inf)
-            keep[allowed] = logits[allowed]
-            logits = keep
-        for token, bias in processors.get("logit_bias", {}).items():
+    tokens = list(PROMPT)
+    while len(tokens) < len(PROMPT) + (params.max_tokens or 0):
+        logits, output = reference_logits(reference, tokens)[-1].clone(), tokens[len(PROMPT) :]  # [vocab]
+        if params.allowed_token_ids is not None:
+            logits[torch.isin(torch.arange(VOCAB), torch.tensor(params.allowed_token_ids), invert=True)] = -torch.inf
+        for token, bias in (params.logit_bias or {}).items():
             logits[token] += bias
         for token in set(tokens):
-            factor = processors.get("repetition_penalty", 1.0)
+            factor = params.repetition_penalty
             logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
         for token in set(output):
-            logits[token] -= processors.get("frequency_penalty", 0.0) * output.count(token)
-            logits[token] -= processors.get("presence_penalty", 0.0)
+            logits[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
         tokens.append(int(logits.argmax()))
-    return tokens[len(prompt) :]
+    return tokens[len(PROMPT) :]
 
 
 @pytest.mark.parametrize(
@@ -195,8 +191,9 @@ def _greedy_reference(reference: Any, prompt: list[int], count: int, **processor
     ids=str,
 )
 def test_logits_processors(processors: dict[str, Any], llm: LLM, reference: Any) -> None:
-    expected = _greedy_reference(reference, PROMPT, 20, **processors)
-    assert one(llm, max_tokens=20, ignore_eos=True, **processors).token_ids == expected
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, **processors)
+    (output,) = run(llm, PROMPT, params)
+    assert output.outputs[0].token_ids == _greedy_reference(reference, params)
 
 
 def test_logit_bias_forces_and_forbids_and_allowed_tokens_alone_are_sampled(llm: LLM) -> None:
