@@ -271,7 +271,7 @@ def sample_native(
         per_row = [tensor.contiguous() for tensor in per_row]
         pointers = [tensor.data_ptr() for tensor in per_row]
     token_ids = torch.empty(num_rows, dtype=torch.int64) if out is None else out
-    status = library.choose_tokens(
+    status = library.sample(
         token_ids.data_ptr(), logits.data_ptr(), stride[0], num_rows, vocab_size, *pointers, code,
         torch.get_num_threads(),
     )  # fmt: skip

@@ -30,7 +30,7 @@ _SIGNATURES = {
     "rope_and_cache": "PPLPLLLLLPPPLPPFLIIIIII -> I",
     "prepare_decode": "PLLPPPPLPPLLPPPPPPPLL",
     "post_update": "PLPPLPPLPP",
-    "choose_tokens": "PPLLLPPPII -> I",
+    "sample": "PPLLLPPPII -> I",
     "linear": "PPLPPLLLII -> I",
     "panel_width": " -> I",
     "pack_linear": "PPLLLI",

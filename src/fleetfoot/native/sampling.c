@@ -242,7 +242,7 @@ INLINE void gumbel_item(const batch *b, const best *highest, best *drawn, int64_
                               first_bar(&d, highest[row]), dtype);
 }
 
-static int choose(batch *b, int num_threads, int dtype) {
+static int sample_rows(batch *b, int num_threads, int dtype) {
     const int64_t items = b->num_rows * b->spans;
     best *highest = malloc((size_t)(items + b->num_rows) * sizeof(best));
     if (!highest) return FF_NO_MEMORY;
@@ -270,12 +270,12 @@ static int choose(batch *b, int num_threads, int dtype) {
 /* tokens[row] = the index of the highest logit: the first NaN if there is one, else the lowest index among equals. With
  * temperatures, rows with a temperature above 0 draw from softmax(logits / temperature) instead. Rows of logits lie
  * stride elements apart; vocab_size is at least 1. */
-int EXPORT(choose_tokens)(int64_t *tokens, const char *logits, int64_t stride, int64_t num_rows, int64_t vocab_size,
-                          const float *temperatures, const int64_t *seeds, const int64_t *positions, int dtype,
-                          int num_threads) {
+int EXPORT(sample)(int64_t *tokens, const char *logits, int64_t stride, int64_t num_rows, int64_t vocab_size,
+                   const float *temperatures, const int64_t *seeds, const int64_t *positions, int dtype,
+                   int num_threads) {
     batch b = {.tokens = tokens, .logits = logits, .temperatures = temperatures, .seeds = seeds,
                .positions = positions, .stride = stride, .num_rows = num_rows, .vocab_size = vocab_size,
                .spans = (vocab_size + SPAN - 1) / SPAN};
     if (num_rows == 0) return FF_OK;
-    return choose(&b, num_threads, dtype);
+    return sample_rows(&b, num_threads, dtype);
 }
