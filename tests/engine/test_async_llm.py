@@ -45,9 +45,6 @@ def expected_tokens(count: int) -> list[int]:
     return list(range(10, 10 + count))
 
 
-# --- streams --------------------------------------------------------------------------------------------------------
-
-
 def test_collections_leave_the_engine_alone_while_it_runs() -> None:
     async def read(llm: AsyncLLM) -> int:
         await collect(llm.generate(PROMPT, params(3), "a"))
@@ -164,9 +161,6 @@ def test_event_loops_one_after_the_other_and_at_once(running: AsyncLLM) -> None:
     assert found == [expected_tokens(number) for number in range(20, 24)]
 
 
-# --- leaving --------------------------------------------------------------------------------------------------------
-
-
 @async_test
 async def test_aborts_by_id() -> None:
     with gated() as (llm, gate):
@@ -260,9 +254,6 @@ def test_an_event_loop_that_ends_takes_its_requests_along(running: AsyncLLM) -> 
     assert sum(running.stats().num_finished.values()) == 2
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("prompt", "wanted", "request_id", "error", "message"),
     [
@@ -292,9 +283,6 @@ async def test_a_bad_request_fails_alone(
         assert tokens_of(await good) == expected_tokens(5)
         assert_idle(llm)
         assert llm.stats().num_finished == {"length": 1}
-
-
-# --- the end ----------------------------------------------------------------------------------------------------------
 
 
 class Ending:
@@ -387,8 +375,6 @@ def test_as_a_context_manager(text_model: Path, caplog: pytest.LogCaptureFixture
     with pytest.raises(EngineDeadError, match="shut down"):
         run(collect(llm.generate("a", params(5), "r")))
 
-
-# --- ids that could be taken for those of copies ----------------------------------------------------------------------
 
 LOOKALIKES = ["r", "0_r", "1_r", "r_0", "r0", "r#1"]
 """One of them has copies in a test; the others are what ids of copies might look like."""

@@ -101,9 +101,6 @@ def subjects(text_checkpoint: tuple[Path, Any], tmp_path_factory: pytest.TempPat
     return {name: Subject(name, *text_checkpoint, tmp_path_factory.mktemp(name)) for name in CAPABILITIES}
 
 
-# --- what is declared -----------------------------------------------------------------------------------------------
-
-
 def sliding_window(subject: Subject) -> None:
     window, whole = (
         make_checkpoint(subject.tmp_path / str(size), "mistral", **{**TEXT_MODEL, "sliding_window": size})
@@ -330,8 +327,6 @@ def test_what_is_declared_runs(runner: str, feature: Feature, subjects: dict[str
     assert feature in CASES, f"{feature.name} is declared by {runner}, and nothing here runs it"
     CASES[feature](subjects[runner])
 
-
-# --- what is not ----------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.QUANTIZED_WEIGHTS: {"quantization": "fp8"},

@@ -93,9 +93,6 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(embedded_model_path(), tmp_path / "model"))
 
 
-# --- generate ---------------------------------------------------------------------------------------------------------
-
-
 def test_json_is_what_the_library_returns(run: Command) -> None:
     texts = ["Once upon a time", "The fox"]
     flags = ["--max-tokens", "6", "--logprobs", "2", "--prompt-logprobs", "1", "--verbose", *GREEDY]
@@ -234,9 +231,6 @@ def test_drafts_are_counted_and_change_no_token(run: Command) -> None:
     assert "drafts" not in run.err
 
 
-# --- chat -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_piped_chat_prints_replies_alone_and_remembers(run: Command, pipe: Pipe, prompts: Prompts) -> None:
     pipe("Hello!\n\nAnd then?\n/exit\nnot read\n")
     replies = run.chat("--max-tokens", "4", "--system", "Be kind.")
@@ -336,9 +330,6 @@ def test_a_template_that_refuses_a_message_does_not_end_the_chat(
     replies = run.chat("--chat-template", str(template), "--system", "x", "--max-tokens", "2", code=1)
     assert "fleetfoot chat: error: the chat template refuses these messages: no system" in run.err
     assert len(prompts) == len(replies) == 1
-
-
-# --- bench ------------------------------------------------------------------------------------------------------------
 
 
 def test_latency(run: Command) -> None:

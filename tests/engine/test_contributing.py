@@ -80,9 +80,6 @@ def tokens(folder: Path, requests: dict[str, Any] = REQUESTS, **settings: Any) -
     return outputs
 
 
-# --- a model ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def granite(page: Page, tmp_path: Path) -> Any:
     """The reference model; its checkpoint is in ``tmp_path``."""
@@ -126,9 +123,6 @@ def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path, monkeypatch:
         make_engine(tmp_path, skip_tokenizer_init=True, runner="v2")
 
 
-# --- a kernel ---------------------------------------------------------------------------------------------------------
-
-
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_kernel_equals_its_reference(dtype: torch.dtype, page: Page) -> None:
@@ -146,9 +140,6 @@ def test_a_kernel_is_planned_and_loaded_by_its_line(page: Page) -> None:
     assert registry.plan_kernels(DeviceFacts("cuda", has_triton=True))["squared_relu"] == "triton"
     assert registry.plan_kernels(DeviceFacts("cpu"))["squared_relu"] == "torch"
     assert registry._load("squared_relu", "torch", None) is reference.squared_relu_torch
-
-
-# --- a connector, a drafter, a linear method --------------------------------------------------------------------------
 
 
 @RUNNERS

@@ -37,8 +37,6 @@ def nothing_is_left(llm: LLM) -> Iterator[None]:
     assert len(output.outputs[0].token_ids) == 4
 
 
-# --- requests that are refused ----------------------------------------------------------------------------------------
-
 TWO = [[5, 6], [7, 8]]
 REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ("", GREEDY, ValueError, "prompt is an empty string"),
@@ -142,9 +140,6 @@ def test_a_request_longer_than_the_whole_cache(copies: int, text_model: Path) ->
         assert llm.stats().scheduler.num_preemptions == 0
 
 
-# --- requests that fail on the way ----------------------------------------------------------------------------------
-
-
 def _with_weight(text_model: Path, folder: Path, name: str, index: int, value: float) -> Path:
     def change(weights: dict[str, torch.Tensor]) -> None:
         weights[name][index] = value
@@ -193,9 +188,6 @@ def test_parameters_that_leave_no_token(llm: LLM) -> None:
     assert outputs[0].outputs[0].finish_reason == "error"
     assert "allowed_token_ids, bad_words and logit_bias leave no token" in str(outputs[0].outputs[0].stop_reason)
     assert outputs[1].outputs[0].finish_reason == "length"
-
-
-# --- the engine fails -----------------------------------------------------------------------------------------------
 
 
 class _BrokenError(RuntimeError):

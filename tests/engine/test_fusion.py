@@ -54,9 +54,6 @@ MIXES = [ALL, (False, True, True), (True, False, True), (True, True, False), (Fa
 FAMILIES = ["llama", "llama-biases", "llama-tied", "mistral-window", "qwen2-tied-window", "qwen3-layer-types"]
 
 
-# --- a chain of linear layers in torch --------------------------------------------------------------------------------
-
-
 class ChainedTorch(PlainLinear):
     """A linear layer of a chain that reads deferred norms of few rows, and counts what it does."""
 
@@ -128,9 +125,6 @@ def counts() -> tuple[int, int, int]:
     return ChainedTorch.num_added, ChainedTorch.num_deferred, ChainedTorch.num_read
 
 
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
 def make(folder: Path, model_context: ModelContext, fused: Sequence[bool] = (), **keywords: Any) -> CausalLM:
     """The checkpoint's model. ``fused``: for each of its layers; empty: none."""
     model = ModelLoader(load_model_config(folder), model_context, folder, **keywords).load()
@@ -181,9 +175,6 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) 
     if expected.numel():
         actual, expected = actual.nan_to_num().float(), expected.nan_to_num().float()
         assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
-
-
-# --- fused against plain ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -283,9 +274,6 @@ def run_in_parts(folder: Path, model_context: ModelContext, tokens: list[int]) -
     return last.compute_logits(hidden)
 
 
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
 def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     """Those that an object holds itself: not through layers and weights, which own theirs."""
     if id(value) in seen or isinstance(value, nn.Module | LinearWeight | type):
@@ -364,9 +352,6 @@ def test_a_quantized_model_runs_fused_and_plain(case: str, fused: tuple[bool, ..
     for one, other in zip(actual, expected, strict=True):
         assert_near(one, other, 1e-5)
     assert {spec.name for spec in model.weight_specs()} == quantized.keys()
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 def kinds(stack: DecoderStack) -> list[Any]:

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.commands import CommandRunner
 
 from fleetfoot import LLM, AsyncLLM, LLMEngine, SamplingParams
-from fleetfoot.cli.main import main
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 2}
 SAYS = {"temperature": 0.5, "top_k": 3, "max_new_tokens": 7, "do_sample": True}
+
+
+Seen = list[SamplingParams]
 
 
 @pytest.fixture
@@ -29,9 +33,9 @@ def model(text_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The parameters that reach the engine."""
-    params: list[SamplingParams] = []
+    params: Seen = []
     add_request = LLMEngine.add_request
 
     def spy(self: LLMEngine, request_id: str, prompt: Any, wanted: SamplingParams, **more: Any) -> None:
@@ -42,16 +46,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
     return params
 
 
-def chosen(seen: list[SamplingParams]) -> list[tuple[float, int, int | None]]:
+def chosen(seen: Seen) -> list[tuple[float, int, int | None]]:
     return [(params.temperature, params.top_k, params.max_tokens) for params in seen]
 
 
-def open_llm(model: Path, **settings: Any) -> LLM:
-    return LLM(model, device="cpu", max_num_seqs=2, **settings)
-
-
-def test_generate_and_chat_use_them_when_they_are_given_none(model: Path, seen: list[SamplingParams]) -> None:
-    with open_llm(model) as llm:
+def test_generate_and_chat_use_them_when_they_are_given_none(model: Path, seen: Seen) -> None:
+    with LLM(model, **SETTINGS) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=3, max_tokens=7)
         llm.generate("Once", use_tqdm=False)
         llm.chat([{"role": "user", "content": "Once"}], use_tqdm=False, chat_template=TEMPLATE)
@@ -69,13 +69,13 @@ def test_settings_turn_them_off_or_replace_them(model: Path) -> None:
     other = SamplingParams(temperature=0.0, max_tokens=7)
     overrides: dict[str, Any] = {"override_generation_config": {"top_k": None, "temperature": 0.0}}
     for settings, expected in (({"generation_config": "none"}, SamplingParams()), (overrides, other)):
-        with open_llm(model, **settings) as llm:
+        with LLM(model, **SETTINGS, **settings) as llm:
             assert llm.get_default_sampling_params() == expected
 
 
 def test_the_async_engine_has_them_too(model: Path) -> None:
     async def defaults() -> SamplingParams:
-        async with AsyncLLM(model, device="cpu", max_num_seqs=2) as llm:
+        async with AsyncLLM(model, **SETTINGS) as llm:
             return llm.get_default_sampling_params()
 
     assert asyncio.run(defaults()) == SamplingParams(temperature=0.5, top_k=3, max_tokens=7)
@@ -84,17 +84,14 @@ def test_the_async_engine_has_them_too(model: Path) -> None:
 def test_a_wrong_value_stops_the_start(model: Path) -> None:
     (model / "generation_config.json").write_text(json.dumps({"top_p": 2}))
     with pytest.raises(ValueError, match=r"model/generation_config.json: top_p is 2: top_p must be .*'none' all"):
-        open_llm(model)
-    with open_llm(model, generation_config="vllm") as llm:
+        LLM(model, **SETTINGS)
+    with LLM(model, **SETTINGS, generation_config="vllm") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
 
 
-# --- the commands ---------------------------------------------------------------------------------------------------
-
-
-def command(name: str, model: Path, *flags: str) -> int:
+def command(name: str, model: Path, *flags: str) -> list[str]:
     small = ["--device", "cpu", "--num-gpu-blocks-override", "64", "--max-num-seqs", "2"]
-    return main([name, "--model", str(model), *small, *flags])
+    return [name, "--model", str(model), *small, *flags]
 
 
 @pytest.mark.parametrize(
@@ -110,24 +107,17 @@ def command(name: str, model: Path, *flags: str) -> int:
     ids=str,
 )
 def test_generate_takes_them_for_what_was_not_given(
-    flags: list[str],
-    expected: tuple[float, int, int] | str,
-    model: Path,
-    seen: list[SamplingParams],
-    capsys: pytest.CaptureFixture[str],
+    flags: list[str], expected: tuple[float, int, int] | str, model: Path, seen: Seen, run: CommandRunner
 ) -> None:
-    status = command("generate", model, "--prompt", "Once", *flags)
+    run(*command("generate", model, "--prompt", "Once", *flags), code=2 if isinstance(expected, str) else 0)
     if isinstance(expected, str):
-        assert status == 2 and expected in capsys.readouterr().err
+        assert expected in run.err
     else:
-        assert (status, chosen(seen)) == (0, [expected])
+        assert chosen(seen) == [expected]
 
 
-def test_chat_takes_them_too(
-    model: Path, seen: list[SamplingParams], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
+def test_chat_takes_them_too(model: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, run: CommandRunner) -> None:
+    (model / "template.jinja").write_text(TEMPLATE)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n"))
-    assert command("chat", model, "--chat-template", str(template), "--top-k", "5") == 0
+    run(*command("chat", model, "--chat-template", str(model / "template.jinja"), "--top-k", "5"))
     assert chosen(seen) == [(0.5, 5, 7)]

@@ -48,9 +48,6 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
 
 
-# --- generate ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_offline_example(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     outputs = llm.generate(PROMPTS, sampling_params)
@@ -211,9 +208,6 @@ def test_a_cache_salt_keeps_prompts_apart(llm: LLM) -> None:
     assert cached({"prompt": text, "cache_salt": "theirs"}) > 0
 
 
-# --- chat and keywords ------------------------------------------------------------------------------------------------
-
-
 def test_chat(llm: LLM) -> None:
     params, tokenizer = SamplingParams(temperature=0, max_tokens=12), llm.get_tokenizer()
     (single,) = llm.chat(CONVERSATION, params, use_tqdm=False)
@@ -260,9 +254,6 @@ def test_other_keywords_are_refused_and_nothing_runs(llm: LLM) -> None:
         with pytest.raises(TypeError, match=f"LLM.chat got an unknown keyword '{name}'; {message}"):
             llm.chat(CONVERSATION, use_tqdm=False, chat_template=TEMPLATE, **{name: value})
     assert llm.stats().num_steps == before
-
-
-# --- the engine below -------------------------------------------------------------------------------------------------
 
 
 def test_the_step_by_step_engine() -> None:

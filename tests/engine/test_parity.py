@@ -21,10 +21,7 @@ SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_s
 SIZES |= {"head_dim": 16, "max_position_embeddings": 512}
 EARLIER = {"original_max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-llama3-tied": (
-        "llama",
-        {"rope_parameters": {**LLAMA3, **EARLIER}, "tie_word_embeddings": True},
-    ),
+    "llama-llama3-tied": ("llama", {"rope_parameters": {**LLAMA3, **EARLIER}, "tie_word_embeddings": True}),
     "llama-biases-untied": ("llama", {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 3}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {"hidden_size": 48, "head_dim": 12, "seed": 2}),  # no native kernel

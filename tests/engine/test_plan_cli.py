@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,29 +23,21 @@ from fleetfoot.plan.machine import Machine
 
 GIB = 1 << 30
 CPU = ["--device", "cpu", "--cpu-memory", "64GiB"]
+GPU_24 = ["--gpu-memory", "24GiB"]
 H100 = ["--device", "cuda", "--gpu-memory", "80GiB", "--gpu-name", "NVIDIA H100"]
-PARTS = (
-    *("weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"),
-    *("driver", "left"),
-)
+PARTS = ["weights", "kv_cache", "graphs", "activations", "runner_state", "rotary_table", "sampling_scratch"]
+PARTS += ["driver", "left"]
 KEYS = {"model_runner", "explicit", "reasons", "unsupported", "attention_backend", "kv_layout", "graphs", "memory"}
 LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
     "dtype": "bfloat16",
-}
+}  # fmt: skip
 NIXL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
-STRANGER = [
-    "--kv-transfer-config",
-    '{"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_module_path": "no.such.module"}',
-]
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
+STRANGER = '{"kv_connector": "Stranger", "kv_role": "kv_both", "kv_connector_module_path": "no.such.module"}'
+
+
+Patch = pytest.MonkeyPatch
 
 
 class Command(CommandRunner):
@@ -58,13 +49,9 @@ class Command(CommandRunner):
         assert report["runnable"] == (not report["problems"])
         return report
 
-    def words(self, *flags: str) -> str:
-        """The text, with single spaces."""
-        return " ".join(self("plan", *flags).split())
-
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: Patch) -> Command:
     monkeypatch.delenv(USE_V2_MODEL_RUNNER, raising=False)
     return Command(capsys)
 
@@ -81,8 +68,7 @@ def llama_8b(tmp_path: Path) -> str:
     return config_folder(tmp_path / "llama-8b")
 
 
-# --- the decision -----------------------------------------------------------------------------------------------------
-
+TRANSFER = ["--kv-transfer-config"]
 NO_MODULE = "Stranger cannot be imported from no.such.module"
 V2_DEFAULT = "default of LlamaForCausalLM"
 UNKNOWN = "ForCausalLM is not one of"
@@ -95,14 +81,8 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
     "gpu-without-triton": ([*H100, "--no-triton"], {}, "v1", [], "Triton"),
     "cpu-without-triton": ([*CPU, "--no-triton"], {}, "v2", [], V2_DEFAULT),
     "lora-v2": ([*H100, "--enable-lora", "--use-v2-model-runner"], {}, "v2", ["LoRA adapters"], "is True"),
-    "no-module": (
-        [*H100, *STRANGER],
-        {},
-        "v1",
-        ["this KV connector"],
-        "Stranger cannot be imported from no.such.module",
-    ),
-    "inactive": ([*H100, "--kv-transfer-config", "{}"], {}, "v2", [], V2_DEFAULT),
+    "no-module": ([*H100, *TRANSFER, STRANGER], {}, "v1", ["this KV connector"], NO_MODULE),
+    "inactive": ([*H100, *TRANSFER, "{}"], {}, "v2", [], V2_DEFAULT),
     "quantized": (H100, FP8, "v1", ["quantized weights"], "weights are quantized, fp8"),
     "experts": (H100, MIXTRAL, "v1", ["mixture of experts"], f"Mixtral{UNKNOWN}"),
     "hybrid": (H100, JAMBA, "v1", ["mixture of experts", "hybrid or state-space layers"], f"Jamba{UNKNOWN}"),
@@ -124,9 +104,7 @@ def test_the_decision(case: str, run: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "runner", "other"), [("0", "v1", "v2"), ("1", "v2", "v1")])
-def test_the_environment_is_reported(
-    value: str, runner: str, other: str, run: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_is_reported(value: str, runner: str, other: str, run: Command, monkeypatch: Patch) -> None:
     monkeypatch.setenv(USE_V2_MODEL_RUNNER, value)
     report = run.plan()
     assert (report["model_runner"], report["explicit"]) == (runner, True)
@@ -158,9 +136,6 @@ def test_a_plan_for_this_machine_is_what_an_engine_does(run: Command) -> None:
             del plan_of["memory"][name]
         del plan_of["parallel"]["stages"][0]["left"]
     assert theirs == report
-
-
-# --- graphs, layout, memory -----------------------------------------------------------------------------------------
 
 
 def test_the_memory_of_a_gpu(run: Command, llama_8b: str) -> None:
@@ -251,27 +226,25 @@ def test_every_flag_counts(flag: str, value: str, part: str, expected: int | str
 
 
 def test_a_default_length_is_limited_to_what_fits(run: Command, llama_8b: str) -> None:
-    report = run.plan(llama_8b, "--gpu-memory", "24GiB")
+    report = run.plan(llama_8b, *GPU_24)
     assert 256 < report["max_model_len"] <= report["memory"]["num_tokens"] < 131072
     assert report["capacity"]["longest_context"] == report["max_model_len"]
     limit = f"requests are limited to {report['max_model_len']:,} tokens."
     warning = f"There is no room for KV of the model's 131,072 positions: {limit}"
     assert report["warnings"] == [warning]
-    run("plan", llama_8b, "--gpu-memory", "24GiB")
+    run("plan", llama_8b, *GPU_24)
     assert run.err == f"fleetfoot plan: warning: {warning}\n"
 
 
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--gpu-name", "H100"], ["--device", "cuda", "--no-triton"]])
-def test_a_gpu_of_unknown_size(flags: list[str], run: Command, llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_unknown_size(flags: list[str], run: Command, llama_8b: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Machine, "detect", Machine.without_gpu)
     report = run.plan(llama_8b, *flags)
     assert (report["device"], report["memory"]["total"]) == ("cuda", 80 * GIB)
     assert report["warnings"][-1] == "no GPU is here and --gpu-memory is not given: 80GiB is assumed."
 
 
-def test_an_asserted_gpu_has_triton_and_this_machine_has_what_it_has(
-    run: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_asserted_gpu_has_triton_and_this_machine_has_what_it_has(run: Command, monkeypatch: Patch) -> None:
     here = Machine(GIB, "mine", 10 * GIB, has_triton=False)
     monkeypatch.setattr(Machine, "detect", lambda: here)
     for flags, runner in (([], "v1"), (["--triton"], "v2"), (["--gpu-memory", "9GiB"], "v2")):
@@ -280,19 +253,14 @@ def test_an_asserted_gpu_has_triton_and_this_machine_has_what_it_has(
         assert run.plan(*flags)["model_runner"] == runner
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None:
     report = run.plan(llama_8b, *H100)
-    words = run.words(llama_8b, *H100)
+    words = " ".join(run("plan", llama_8b, *H100).split())
     assert run.err == ""
     for part in PARTS:
         assert f"{report['memory'][part]:,} bytes" in words
     for text in (
-        "model runner V2",
-        report["reasons"][0],
-        "V2 lacks nothing that is on",
+        *("model runner V2", report["reasons"][0], "V2 lacks nothing that is on"),
         f"attention {report['attention_backend']}",
         f"kernels triton for {len(report['kernels'])} of {len(report['kernels'])} operations",
         "layers 0 to 31 fused: RMSNorm before attention and MLP",
@@ -305,16 +273,13 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
         "cuda (NVIDIA H100), 80.00 GiB",
     ):
         assert text in words
-
-
-def test_the_text_of_an_engine_that_would_not_start(run: Command, llama_8b: str) -> None:
-    words = run.words(llama_8b, *H100, "--enable-lora", "--runner", "v2")
+    words = " ".join(run("plan", llama_8b, *H100, "--enable-lora", "--runner", "v2").split())
     assert "model runner V2 (you chose it)" in words and "V2 lacks LoRA adapters" in words
     assert "NOT RUNNABLE LoRA adapters (enable_lora is on): " in words
     assert "No model runner supports all of it" in words
 
 
-# --- what cannot be planned -----------------------------------------------------------------------------------------
+MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide"}}
 
 
 @pytest.mark.parametrize(
@@ -324,8 +289,8 @@ def test_the_text_of_an_engine_that_would_not_start(run: Command, llama_8b: str)
         (["MODEL", "--model", "another"], ["two models are given", "leave one out"]),
         (["MODEL", "--gpu-memory", "12GiB"], ["the model does not fit", "GiB of GPU memory, or more"]),
         (
-            ["MODEL", "--gpu-memory", "24GiB", "--max-model-len", "131072"],
-            ["max_model_len is 131,072, but the KV cache has room for", "(--max-model-len "],
+            ["MODEL", *GPU_24, "--max-model-len", "131072"],
+            ["max_model_len is 131,072, but the KV cache has", "(--max-model-len "],
         ),
         (["MODEL", "--device", "cpu", "--cpu-memory", "8GiB"], ["the model does not fit", "GiB of memory, or more"]),
         (["MODEL", "--max-model-len", "999999"], ["set max_model_len to at most 131072"]),
@@ -340,24 +305,11 @@ def test_the_text_of_an_engine_that_would_not_start(run: Command, llama_8b: str)
     ],
     ids=str,
 )
-def test_what_cannot_be_planned(
-    flags: list[str], messages: list[str], run: Command, llama_8b: str, tmp_path: Path
-) -> None:
-    models = {"MODEL": llama_8b, "WRONG": config_folder(tmp_path / "wrong", hidden_size="wide")}
+def test_what_cannot_be_planned(flags: list[str], messages: list[str], run: Command, tmp_path: Path) -> None:
+    models = {name: config_folder(tmp_path / name, **changes) for name, changes in MODELS.items()}
     error = run.refused("plan", *[models.get(flag, flag) for flag in flags])
     for message in ("fleetfoot plan: error: ", *messages):
         assert message in error
-
-
-def test_a_gpu_that_is_a_little_too_small_gets_flags_that_would_do(run: Command, llama_8b: str) -> None:
-    enough = re.search(r"- ([\d.]+) GiB of GPU memory, or more", run.refused("plan", llama_8b, "--gpu-memory", "10GiB"))
-    assert enough is not None
-    run.plan(llama_8b, "--gpu-memory", f"{float(enough[1]) + 0.01}GiB")
-    size = f"{float(enough[1]) - 0.1}GiB"
-    advice = re.findall(r"\((--[^)]*)\)$", run.refused("plan", llama_8b, "--gpu-memory", size), re.MULTILINE)
-    assert {flag.split()[0] for flag in advice} >= {"--gpu-memory-utilization", "--max-num-seqs", "--enforce-eager"}
-    for flag in advice:
-        run.plan(llama_8b, "--gpu-memory", size, *flag.split())
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
@@ -378,7 +330,7 @@ sys.exit(f"{{codes}} {{heavy}}" if codes != [0, 2, 0, 2] or heavy else 0)
     assert done.returncode == 0, done.stderr
 
 
-def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monkeypatch: Patch) -> None:
     download = mock.Mock(return_value=llama_8b)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     report = run.plan("some/model", *H100, "--revision", "main", "--tokenizer", "another/model")
@@ -386,9 +338,6 @@ def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monk
     (call,) = download.call_args_list
     assert (call.args, call.kwargs["revision"]) == (("some/model",), "main")
     assert call.kwargs["allow_patterns"] == ["config.json", "generation_config.json"]
-
-
-# --- sizes ----------------------------------------------------------------------------------------------------------
 
 
 def test_sizes() -> None:
@@ -401,11 +350,8 @@ def test_sizes() -> None:
 def test_the_kv_connector_is_reported(run: Command, llama_8b: str) -> None:
     assert run.plan(llama_8b, *H100)["kv_connector"] is None
     both = run.plan(llama_8b, *H100, "--kv-offloading-size", "4", "--kv-transfer-config", NIXL)
-    assert both["kv_connector"] == {
-        "name": "MultiConnector",
-        "role": "kv_both",
-        "connectors": ["OffloadingConnector", "NixlConnector"],
-        "load_failure_policy": "recompute",
-    }
+    connectors = ["OffloadingConnector", "NixlConnector"]
+    expected = {"name": "MultiConnector", "role": "kv_both", "connectors": connectors}
+    assert both["kv_connector"] == {**expected, "load_failure_policy": "recompute"}
     line = "KV connector      OffloadingConnector as kv_both; tokens that cannot be loaded are computed again\n"
     assert line in run("plan", llama_8b, *H100, "--kv-offloading-size", "4")

@@ -49,9 +49,6 @@ def stray(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[ModelRun
     monkeypatch.setattr(ModelRunnerV2, "sample_tokens", lambda self, grammar: Changed(sample_tokens(self, grammar)))
 
 
-# --- the command ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
@@ -163,9 +160,6 @@ def test_prompts_are_cut_to_the_room_there_is(run: Command) -> None:
 )
 def test_what_cannot_be_verified(flags: list[str], message: str, run: Command) -> None:
     assert message in run.refused("verify", *flags)
-
-
-# --- the comparison -------------------------------------------------------------------------------------------------
 
 
 def output(

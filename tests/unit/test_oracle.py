@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
+from functools import reduce
 from itertools import product
+from operator import or_
 from typing import Any, ClassVar
 
 import pytest
@@ -16,16 +18,9 @@ from fleetfoot.config import env
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.registry import CONNECTORS, V2_LAYOUT, connector_layouts
+from fleetfoot.plan import oracle
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.oracle import (
-    DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES,
-    Decision,
-    ModelFeatures,
-    UnsupportedFeatureError,
-    decide,
-    required_features,
-    unsupported_features,
-)
+from fleetfoot.plan.oracle import Decision, ModelFeatures, UnsupportedFeatureError
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.runner.capabilities import CAPABILITIES, Feature, Support
 
@@ -49,25 +44,20 @@ class DeclaresOther:
 class DeclaresNothing: ...
 
 
-def connector(name: str, path: str | None = __name__, role: str | None = "kv_both") -> dict[str, Any]:
-    settings = {"kv_connector": name, "kv_role": role, "kv_connector_module_path": path}
-    return {"kv_transfer_config": {key: value for key, value in settings.items() if value is not None}}
+def connector(name: str, path: str | None = __name__) -> dict[str, Any]:
+    module = {} if path is None else {"kv_connector_module_path": path}
+    return {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both", **module}}
 
 
 def ask(
     model: ModelFeatures = LLAMA, machine: Machine = GPU, environ: dict[str, str] | None = None, **settings: Any
 ) -> Decision:
-    return decide(EngineConfig(**settings), model, machine, environ or {})
+    return oracle.decide(EngineConfig(**settings), model, machine, environ or {})
 
 
-def declare(
-    monkeypatch: pytest.MonkeyPatch, runners: Iterable[str], features: Iterable[Feature], support: Support
-) -> None:
+def declare(monkeypatch: pytest.MonkeyPatch, support: Support, runners: Iterable[str], *features: Feature) -> None:
     for runner, feature in product(runners, features):
         monkeypatch.setitem(CAPABILITIES[runner], feature, support)  # type: ignore[arg-type]
-
-
-# --- explicit choices -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", ["", "true", "True", "2", "v2", " 1", "01", "no"])
@@ -100,7 +90,7 @@ def test_settings_that_contradict_each_other(runner: Any, use_v2: bool) -> None:
 
 
 def test_v1_is_named_where_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    declare(monkeypatch, ("v2",), (Feature.PREFIX_CACHING,), Support("Not in this test."))
+    declare(monkeypatch, Support("Not in this test."), ("v2",), Feature.PREFIX_CACHING)
     with pytest.raises(UnsupportedFeatureError, match=r"Not in this test\.\nModel Runner V1 supports all of it"):
         ask(environ={VARIABLE: "1"}).check()
     ask(environ={VARIABLE: "0"}).check()
@@ -139,8 +129,6 @@ def test_an_explicit_choice_is_never_overridden(settings: dict[str, Any], parts:
     assert all(str(feature) in str(caught.value) for feature in decision.missing)
 
 
-# --- in which order -------------------------------------------------------------------------------------------------
-
 NOTHING = "default of LlamaForCausalLM, and nothing is on that it does not support"
 ORDER: list[tuple[dict[str, Any], str, str]] = [
     ({}, "v2", NOTHING),
@@ -163,7 +151,7 @@ ORDER: list[tuple[dict[str, Any], str, str]] = [
 @pytest.fixture
 def runners_that_call_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests do not depend on what the runners support."""
-    declare(monkeypatch, ("v1", "v2"), (Feature.KV_CONNECTOR, Feature.KV_OFFLOADING), Support())
+    declare(monkeypatch, Support(), ("v1", "v2"), Feature.KV_CONNECTOR, Feature.KV_OFFLOADING)
 
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
@@ -176,13 +164,11 @@ def test_the_order_of_decisions(settings: dict[str, Any], runner: str, reason: s
     assert all(sentence.endswith(".") and sentence[0].isupper() for sentence in decision.reasons)
 
 
-def test_default_architectures_of_v2() -> None:
-    assert DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES == ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
-    assert {ask(ModelFeatures(name)).runner for name in DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES} == {"v2"}
+def test_defaults_of_v2() -> None:
+    defaults = oracle.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES
+    assert defaults == ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
+    assert {ask(ModelFeatures(name)).runner for name in defaults} == {"v2"}
     assert ask(QWEN2, runner="v2").runner == "v2"
-
-
-def test_reasons_on_a_cpu() -> None:
     assert "torch twins" in ask(machine=CPU).reasons[1]
     assert len(ask(machine=GPU).reasons) == len(ask(machine=CPU, runner="v1").reasons) == 1
 
@@ -195,9 +181,6 @@ def test_one_warning_names_every_feature_that_v2_lacks() -> None:
     assert ask(machine=NO_TRITON).warnings == ask(machine=NO_TRITON).reasons
     for quiet in (ask(), ask(QWEN2), ask(**STRANGER), ask(runner="v2", enable_lora=True)):
         assert quiet.warnings == ()
-
-
-# --- KV connectors --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
@@ -225,7 +208,7 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
 
 
 def test_a_runner_without_connectors_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    declare(monkeypatch, ("v1", "v2"), (Feature.KV_CONNECTOR,), Support("Not in this test."))
+    declare(monkeypatch, Support("Not in this test."), ("v1", "v2"), Feature.KV_CONNECTOR)
     decision = ask(**connector("SharedStorageConnector", None))
     assert decision.runner == "v1" and "Model Runner V2 does not support KV connectors" in decision.reasons[0]
     assert [feature.name for feature in decision.missing] == ["KV connectors"]
@@ -254,12 +237,7 @@ EXTRA = {"kv_connector_extra_config": {"a": 1}, "kv_port": 5}
     [
         ({}, None, None, None),
         ({"kv_load_failure_policy": "recompute"}, None, None, None),  # the default
-        (
-            EXTRA,
-            "kv_connector and no kv_role",
-            "kv_connector_extra_config {'a': 1}, kv_port 5",
-            f"{KNOWN} and {ROLES}",
-        ),
+        (EXTRA, "kv_connector and no kv_role", "kv_connector_extra_config {'a': 1}, kv_port 5", f"{KNOWN} and {ROLES}"),
         ({"kv_connector": "Mine"}, "kv_role", "kv_connector 'Mine'", ROLES),
         ({"kv_role": "kv_producer"}, "kv_connector", "kv_role 'kv_producer'", KNOWN),
     ],
@@ -272,8 +250,6 @@ def test_a_connector_without_name_or_role_is_not_active(
     expected = f"it has no {absent}: nothing comes of {given}. Set {needed}, or leave kv_transfer_config out."
     assert [warning.endswith(expected) for warning in decision.warnings] == [True] * (absent is not None)
 
-
-# --- features -------------------------------------------------------------------------------------------------------
 
 DRAFT = {"num_speculative_tokens": 3, "model": "a/draft"}
 REQUIRING: dict[Feature, dict[str, Any]] = {
@@ -307,17 +283,17 @@ PLAIN: dict[str, Any] = {"enable_chunked_prefill": False, "enable_prefix_caching
 def test_required_features(feature: Feature) -> None:
     settings = {**PLAIN, **REQUIRING[feature]}
     model = settings.pop("model", LLAMA)
-    required = required_features(EngineConfig(**settings), model)
+    required = oracle.required_features(EngineConfig(**settings), model)
     assert set(required) == {feature, Feature.PREEMPTION}
     assert required[feature]
     for runner in ("v1", "v2"):
         support = CAPABILITIES[runner][feature]
-        lacking = [(entry.name, entry.why_not) for entry in unsupported_features(runner, required)]
+        lacking = [(entry.name, entry.why_not) for entry in oracle.unsupported_features(runner, required)]
         assert lacking == ([] if support.is_supported else [(feature.value, support.why_not)])
 
 
 def test_a_quantized_checkpoint_requires_a_feature() -> None:
-    required = required_features(EngineConfig(), ModelFeatures("LlamaForCausalLM", quantization="awq"))
+    required = oracle.required_features(EngineConfig(), ModelFeatures("LlamaForCausalLM", quantization="awq"))
     assert required[Feature.QUANTIZED_WEIGHTS] == "the checkpoint's weights are quantized, awq"
 
 
@@ -342,9 +318,7 @@ SETTINGS = [{}, *({**settings} for settings in REQUIRING.values() if "model" not
 def test_any_combination(
     chosen: list[dict[str, Any]], model: ModelFeatures, machine: Machine, environ: dict[str, str], runner: str
 ) -> None:
-    settings: dict[str, Any] = {"runner": runner}
-    for part in chosen:
-        settings |= part
+    settings: dict[str, Any] = reduce(or_, chosen, {"runner": runner})
     decision = ask(model, machine, environ, **settings)
     assert decision.explicit == (runner != "auto" or bool(environ))
     if runner == "auto" and not environ:  # the oracle itself never chooses a V2 that could not run
@@ -352,13 +326,10 @@ def test_any_combination(
         assert decision.runner == "v2" or decision.unsupported or machine is NO_TRITON or model is not LLAMA
     else:
         assert decision.runner == (f"v{int(environ[VARIABLE]) + 1}" if runner == "auto" else runner)
-    lacking = unsupported_features(decision.runner, required_features(EngineConfig(**settings), model))
+    lacking = oracle.unsupported_features(decision.runner, oracle.required_features(EngineConfig(**settings), model))
     assert set(lacking) <= set(decision.missing)
     assert len(decision.warnings) <= 1
     assert bool(decision.advice) == bool(decision.missing)
-
-
-# --- the plan -------------------------------------------------------------------------------------------------------
 
 
 def test_the_plan_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,9 +351,6 @@ def test_what_depends_on_the_runner_follows_the_plan() -> None:
     assert v1.capture_table.keys == () and v2.capture_table.keys
     assert v1.memory.state_bytes_per_block == 0 < v2.memory.state_bytes_per_block
     assert not resolve_plan(EngineConfig(enforce_eager=True), GPU, environ={}).capture_table.keys
-
-
-# --- settings that are objects --------------------------------------------------------------------------------------
 
 
 def test_settings_may_be_json_or_a_dictionary() -> None:

@@ -23,21 +23,10 @@ from fleetfoot.executor.worker import Worker
 from fleetfoot.kernels.registry import DeviceFacts, plan_kernels
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import model_class
+from fleetfoot.plan import memory
 from fleetfoot.plan.fit import MemoryPlanError, fit_engine
 from fleetfoot.plan.machine import Machine
-from fleetfoot.plan.memory import (
-    GIB,
-    EngineShape,
-    MemoryPlan,
-    activation_bytes,
-    communication_bytes,
-    footprint,
-    graph_bytes,
-    kv_block_bytes,
-    runner_state_bytes,
-    state_block_bytes,
-    weight_bytes,
-)
+from fleetfoot.plan.memory import GIB, EngineShape, MemoryPlan, footprint
 from fleetfoot.plan.resolve import resolve_plan
 from fleetfoot.quantization.unquantized import UNQUANTIZED
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
@@ -56,29 +45,20 @@ PARTS += ["communication", "driver"]
 def shape_of(
     model: ModelConfig = LLAMA_8B, device: str = "cuda", config: EngineConfig | None = None, runner: str = "v2"
 ) -> EngineShape:
-    config = config or EngineConfig()
-    return EngineShape(
-        config=config,
-        model=model,
-        dtype=model.dtype,
-        device=device,
-        runner=runner,
-        kernels=plan_kernels(DeviceFacts(device, has_native=True, has_triton=True)),
-        max_model_len=config.max_model_len or model.max_position_embeddings,
-    )
+    config, kernels = config or EngineConfig(), plan_kernels(DeviceFacts(device, has_native=True, has_triton=True))
+    length = config.max_model_len or model.max_position_embeddings
+    sizes: dict[str, Any] = {"dtype": model.dtype, "max_model_len": length}
+    return EngineShape(config=config, model=model, device=device, runner=runner, kernels=kernels, **sizes)
 
 
 def fitted_engine(
-    total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", runner: str = "v2", **settings: Any
+    total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", **settings: Any
 ) -> tuple[EngineShape, MemoryPlan]:
-    return fit_engine(shape_of(model, device, EngineConfig(**settings), runner), total)
+    return fit_engine(shape_of(model, device, EngineConfig(**settings)), total)
 
 
 def fitted(total: int, model: ModelConfig = LLAMA_8B, device: str = "cuda", **settings: Any) -> MemoryPlan:
     return fitted_engine(total, model, device, **settings)[1]
-
-
-# --- the bytes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seqs", "tokens", "length", "block_size"), [(3, 16, 40, 8), (64, 512, 256, 16)])
@@ -92,7 +72,7 @@ def test_the_state_of_v2_is_what_it_allocates(seqs: int, tokens: int, length: in
     tensors += [value for value in vars(buffers).values() if isinstance(value, torch.Tensor)]
     ones_and_zeros = 2 * 4 * seqs
     allocated = sum(tensor.nbytes for tensor in tensors) + ones_and_zeros
-    assert runner_state_bytes(shape) + num_blocks * state_block_bytes(shape) == allocated
+    assert memory.runner_state_bytes(shape) + num_blocks * memory.state_block_bytes(shape) == allocated
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -101,13 +81,13 @@ def test_the_kv_cache_is_what_its_layout_takes(dtype: str) -> None:
     plan = fitted(GIB, model, "cpu", block_size=4)
     layout = KVLayout.of(model, plan.num_blocks, 4, dtype)
     assert (plan.kv_cache, plan.bytes_per_block) == (layout.num_bytes, layout.bytes_per_block)
-    assert kv_block_bytes(shape_of(model, "cpu", EngineConfig(block_size=4))) == layout.bytes_per_block
+    assert memory.kv_block_bytes(shape_of(model, "cpu", EngineConfig(block_size=4))) == layout.bytes_per_block
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_parts_add_up(device: str, runner: str) -> None:
-    plan = fitted_engine(80 * GIB, LLAMA_8B, device, runner)[1]
+    plan = fit_engine(shape_of(LLAMA_8B, device, runner=runner), 80 * GIB)[1]
     assert list(plan.parts()) == PARTS
     assert sum(plan.parts().values()) + plan.left == plan.budget
     assert plan.budget == (80 * GIB if device == "cpu" else int(80 * GIB * 0.9))
@@ -127,12 +107,9 @@ def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.Monk
     shape = shape_of(TINYLLAMA, config=config)
     largest = shape.capture_table.mixed[-1] / 3000
     nodes_and_hidden = 3 * (22 * 96 * 1024 + 3000 * 2048 * 2)
-    more = graph_bytes(full) - graph_bytes(shape)
-    assert more == pytest.approx((1 - largest) * activation_bytes(shape) + nodes_and_hidden, abs=2)
-    assert graph_bytes(shape_of(TINYLLAMA, config=EngineConfig(enforce_eager=True))) == 0
-
-
-# --- ranks ----------------------------------------------------------------------------------------------------------
+    more = memory.graph_bytes(full) - memory.graph_bytes(shape)
+    assert more == pytest.approx((1 - largest) * memory.activation_bytes(shape) + nodes_and_hidden, abs=2)
+    assert memory.graph_bytes(shape_of(TINYLLAMA, config=EngineConfig(enforce_eager=True))) == 0
 
 
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
@@ -164,11 +141,11 @@ def test_weights_of_a_rank_are_what_it_holds(
             held += method.num_bytes(rows, hidden, model.dtype) - method.num_bytes(rows - padding, hidden, model.dtype)
         if stage.is_last and tied and device == "cpu":
             held += rows * hidden * size  # packed again
-        assert weight_bytes(stage) == held
+        assert memory.weight_bytes(stage) == held
         layout = KVLayout.of(model, 1, 16, model.dtype, tensor_parallel_size=tensor_size, layers=stage.layers)
         heads = [layer.self_attn.num_kv_heads for layer in part.model.layers.values()]
         assert layout.layers == tuple(KVCacheSpec(num_heads, model.head_dim) for num_heads in heads)
-        assert kv_block_bytes(stage) == layout.bytes_per_block
+        assert memory.kv_block_bytes(stage) == layout.bytes_per_block
 
 
 def test_a_drafter_is_with_the_last_rank() -> None:
@@ -177,10 +154,11 @@ def test_a_drafter_is_with_the_last_rank() -> None:
     plain = shape_of(LLAMA_8B, "cuda", EngineConfig(pipeline_parallel_size=2))
     first, last = dataclasses.replace(plain, drafter=drafter).stages()
     plain_first, plain_last = plain.stages()
-    assert (kv_block_bytes(first), weight_bytes(first)) == (kv_block_bytes(plain_first), weight_bytes(plain_first))
-    assert weight_bytes(last) == weight_bytes(plain_last) + 1000
+    for num_bytes in (memory.kv_block_bytes, memory.weight_bytes):
+        assert num_bytes(first) == num_bytes(plain_first)
+    assert memory.weight_bytes(last) == memory.weight_bytes(plain_last) + 1000
     layout = KVLayout(1, 16, "bfloat16", (*[KVCacheSpec(8, 128)] * 15, *specs))
-    assert kv_block_bytes(last) == layout.bytes_per_block > kv_block_bytes(plain_last)
+    assert memory.kv_block_bytes(last) == layout.bytes_per_block > memory.kv_block_bytes(plain_last)
     assert footprint(last)["rotary_table"] - footprint(plain_last)["rotary_table"] == 4 * 128 * 4
     assert footprint(last)["sampling_scratch"] > footprint(plain_last)["sampling_scratch"]
     assert footprint(first)["sampling_scratch"] == 0
@@ -189,15 +167,15 @@ def test_a_drafter_is_with_the_last_rank() -> None:
 def test_buffers_between_ranks() -> None:
     tensor = shape_of(LLAMA_8B, "cuda", EngineConfig(tensor_parallel_size=2))
     words = all_reduce_words(2, LLAMA_8B.hidden_size * 2)
-    assert communication_bytes(tensor) - words * 8 == 752 << 20  # NCCL's own
+    assert memory.communication_bytes(tensor) - words * 8 == 752 << 20  # NCCL's own
     step = 2048 * 48 * 4
     pipeline = shape_of(SMALL, "cpu", EngineConfig(pipeline_parallel_size=3))
-    assert [communication_bytes(stage) for stage in pipeline.stages()] == [step, 2 * step, step]
+    assert [memory.communication_bytes(stage) for stage in pipeline.stages()] == [step, 2 * step, step]
     on_gpus = shape_of(SMALL, "cuda", EngineConfig(pipeline_parallel_size=2))
-    first, last = (communication_bytes(stage) for stage in on_gpus.stages())
+    first, last = (memory.communication_bytes(stage) for stage in on_gpus.stages())
     step = on_gpus.max_num_batched_tokens * 48 * DTYPE_BYTES[on_gpus.dtype]
     assert last - first == step  # both have room for what the other writes
-    assert communication_bytes(shape_of(SMALL, "cpu", EngineConfig(tensor_parallel_size=2))) == 0
+    assert memory.communication_bytes(shape_of(SMALL, "cpu", EngineConfig(tensor_parallel_size=2))) == 0
 
 
 def test_ranks_share_the_work() -> None:
@@ -243,9 +221,6 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
     assert "0-1: layers 0-2, 3 heads and 1 KV heads each" in plan_text("story-llama", report)
 
 
-# --- what fits ------------------------------------------------------------------------------------------------------
-
-
 def test_a_gpu_is_filled() -> None:
     plan = fitted(80 * GIB)
     assert plan.left < plan.bytes_per_block + plan.state_bytes_per_block
@@ -263,7 +238,7 @@ def test_no_more_than_can_be_used() -> None:
 
 
 def test_a_cpu_gives_a_share_and_never_more_than_its_limit() -> None:
-    weights = weight_bytes(shape_of(LLAMA_8B, "cpu"))  # of 15 GiB
+    weights = memory.weight_bytes(shape_of(LLAMA_8B, "cpu"))  # of 15 GiB
     plan = fitted(20 * GIB, device="cpu")
     assert 0 <= int((20 * GIB - weights) * 0.4) - plan.kv_cache < plan.bytes_per_block
     assert fitted(200 * GIB, device="cpu").kv_cache == 4 * GIB
@@ -285,9 +260,6 @@ def test_a_max_model_len_in_the_settings_must_fit() -> None:
         fitted(24 * GIB, max_model_len=131072)
 
 
-# --- a GPU that has less to give than was planned -------------------------------------------------------------------
-
-
 def test_blocks_that_fit_after_loading() -> None:
     plan = fitted(80 * GIB)
     taken, block = plan.taken_by_loading, plan.bytes_per_block + plan.state_bytes_per_block
@@ -305,22 +277,19 @@ def test_the_worker_takes_what_was_planned() -> None:
     assert layout.num_bytes == plan.memory.kv_cache
 
 
-# --- what would help ------------------------------------------------------------------------------------------------
-
 SETTING = re.compile(r"(\w+)=([\d.]+|True) \(--([a-z-]+)(?: [\d.]+)?\)")
 
 
 def remedies_of(error: MemoryPlanError) -> list[str]:
-    _, *lines = str(error).split("\n  - ")
-    return lines
+    return str(error).split("\n  - ")[1:]
 
 
 def assert_each_works(error: MemoryPlanError, model: ModelConfig, device: str, total: int, **settings: Any) -> None:
     """Every line of advice, taken for what it says, makes a plan."""
     for line in remedies_of(error):
-        memory = re.fullmatch(r"([\d.]+) GiB of (GPU )?memory( for each rank)?, or more", line)
-        if memory:
-            fitted(int((float(memory[1]) + 0.01) * GIB), model, device, **settings)
+        enough = re.fullmatch(r"([\d.]+) GiB of (GPU )?memory( for each rank)?, or more", line)
+        if enough:
+            fitted(int((float(enough[1]) + 0.01) * GIB), model, device, **settings)
             continue
         found = SETTING.findall(line)
         assert found, line
@@ -331,7 +300,7 @@ def assert_each_works(error: MemoryPlanError, model: ModelConfig, device: str, t
         fitted(total, model, device, **changed)
 
 
-FOUR_RANKS = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+FOUR_RANKS = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_model_len": 131072}
 ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enforce_eager"}
 
 
@@ -351,12 +320,7 @@ ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enfo
         (80, "cuda", {"kv_cache_memory_bytes": 10}, {"kv_cache_memory_bytes"}),
         (64, "cpu", {"kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
         (9, "cuda", {"pipeline_parallel_size": 2}, set()),
-        (
-            9,
-            "cuda",
-            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_model_len": 131072},
-            {"max_model_len"},
-        ),
+        (9, "cuda", FOUR_RANKS, {"max_model_len"}),
         (4, "cuda", {"tensor_parallel_size": 4}, set()),
         (16, "cpu", {"pipeline_parallel_size": 2, "kv_cache_memory_bytes": 10**12}, {"kv_cache_memory_bytes"}),
         (40, "cuda", {"pipeline_parallel_size": 4, "kv_cache_memory_bytes": 10}, {"kv_cache_memory_bytes"}),

@@ -8,17 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetfoot.config import sharding
 from fleetfoot.config.model import ModelConfig
-from fleetfoot.config.sharding import (
-    check_pipeline_parallel_size,
-    check_tensor_parallel_size,
-    even_span,
-    kv_head_span,
-    num_kv_heads,
-    pipeline_layers,
-    vocab_rows,
-    vocab_span,
-)
+from fleetfoot.config.sharding import pipeline_layers
 
 LLAMA_8B = ModelConfig("LlamaForCausalLM", 128256, 4096, 14336, 32, 32, 8, 128, 131072, dtype="bfloat16")
 
@@ -34,44 +26,39 @@ def shape(heads: int, kv_heads: int, intermediate: int = 96, layers: int = 4, vo
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 4, 2), (8, 2, 4), (8, 1, 8), (6, 2, 2), (12, 4, 4)])
 def test_query_heads_find_their_kv_heads_on_their_rank(heads: int, kv_heads: int, size: int) -> None:
     config = shape(heads, kv_heads)
-    check_tensor_parallel_size(config, size)
+    sharding.check_tensor_parallel_size(config, size)
     seen: list[int] = []
     for rank in range(size):
-        mine, shared = members(even_span(heads, rank, size)), members(kv_head_span(config, rank, size))
+        mine = members(sharding.even_span(heads, rank, size))
+        shared = members(sharding.kv_head_span(config, rank, size))
         seen += mine
-        assert len(shared) == num_kv_heads(config, size)
+        assert len(shared) == sharding.num_kv_heads(config, size)
         for place, head in enumerate(mine):  # attention pairs heads by their places on the rank
             assert shared[place * len(shared) // len(mine)] == head * kv_heads // heads
     assert seen == list(range(heads))
 
 
+NEITHER = "4 KV heads can neither be shared evenly nor be copied to equally many ranks each; .*: 1, 2, 4"
+
+
 @pytest.mark.parametrize(
-    ("config", "size", "message"),
+    ("what", "config", "size", "message"),
     [
-        (shape(6, 2), 4, "tensor_parallel_size is 4, but 6 attention heads cannot be shared evenly; .*: 1, 2, 6$"),
-        (
-            shape(12, 4),
-            6,
-            "4 KV heads can neither be shared evenly nor be copied to equally many ranks each; .*: 1, 2, 4",
-        ),
-        (shape(8, 8, intermediate=100), 8, "an intermediate_size of 100 cannot be shared evenly; .*: 1, 2, 4$"),
+        ("tensor", shape(6, 2), 4, "_size is 4, but 6 attention heads cannot be shared evenly; .*: 1, 2, 6$"),
+        ("tensor", shape(12, 4), 6, NEITHER),
+        ("tensor", shape(8, 8, intermediate=100), 8, "an intermediate_size of 100 cannot be shared evenly.*: 1, 2, 4$"),
+        ("pipeline", shape(2, 2), 5, "_size is 5, but .* has 4 layers to spread; .* at most 4"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(config: ModelConfig, size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_tensor_parallel_size(config, size)
-
-
-def test_too_many_pipeline_ranks_are_refused() -> None:
-    check_pipeline_parallel_size(shape(2, 2), 4)
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size is 5, but .* has 4 layers to spread; .* at most 4"):
-        check_pipeline_parallel_size(shape(2, 2), 5)
+def test_ranks_that_cannot_share_a_model_are_refused(what: str, config: ModelConfig, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{what}_parallel.*{message}"):
+        getattr(sharding, f"check_{what}_parallel_size")(config, size)
 
 
 @given(vocab_size=st.integers(1, 5000), size=st.integers(1, 9))
 def test_every_token_is_on_one_rank(vocab_size: int, size: int) -> None:
-    rows = vocab_rows(vocab_size, size)
-    spans = [members(vocab_span(vocab_size, rank, size)) for rank in range(size)]
+    rows = sharding.vocab_rows(vocab_size, size)
+    spans = [members(sharding.vocab_span(vocab_size, rank, size)) for rank in range(size)]
     assert [token for span in spans for token in span] == list(range(vocab_size))
     for rank, span in enumerate(spans):
         assert len(span) <= rows
@@ -83,6 +70,7 @@ def test_every_token_is_on_one_rank(vocab_size: int, size: int) -> None:
 def test_every_layer_is_on_one_rank(layers: int, vocab: int, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, layers))
     config = shape(4, 2, layers=layers, vocab=vocab)
+    sharding.check_pipeline_parallel_size(config, size)
     spans = [pipeline_layers(config, rank, size) for rank in range(size)]
     assert [layer for span in spans for layer in span] == list(range(layers))
     lengths = [len(span) for span in spans]
