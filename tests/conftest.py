@@ -53,10 +53,12 @@ def no_warning_of_missing_c_kernels() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For tensors so small that threads cost more than they save."""
+    """Here and in the processes that are started, for tensors so small that threads cost more than they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
     torch.set_num_threads(threads)
 
 

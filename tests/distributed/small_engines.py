@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests.helpers.schedules import Life, assert_agree, live
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.executor.multiprocess import MultiprocessExecutor
-from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 
 SMALL: dict[str, Any] = {
@@ -44,17 +42,6 @@ def executor_of(engine: LLMEngine) -> MultiprocessExecutor:
     executor = engine.core.executor
     assert isinstance(executor, MultiprocessExecutor)
     return executor
-
-
-def check_lives(engine: LLMEngine, lives: list[Life], expected: dict[str, RequestOutput]) -> None:
-    """Compare each with what is expected; afterwards the engine holds nothing."""
-    got = live(engine, lives)
-    for life in lives:
-        try:
-            assert_agree(got[life.request_id], expected[life.request_id], tolerance=1e-4)
-        except AssertionError as error:
-            raise AssertionError(f"{life}: {error}") from error
-    engine.core.scheduler.check_idle()
 
 
 def step_until_dead(engine: LLMEngine) -> EngineDeadError:

@@ -1,4 +1,4 @@
-"""Faults and ends of engines and workers: every request and every call raises the cause, and no process is left."""
+"""Faults and ends of engines, workers and nodes: every request and call raises the cause, and no process is left."""
 
 from __future__ import annotations
 
@@ -10,61 +10,56 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.small_engines import LONG, PROMPT, SMALL, executor_of, step_until_dead
+from tests.distributed.small_engines import LONG, PROMPT, SMALL, executor_of, running, step_until_dead
 from tests.helpers.engines import change_weights, make_text_checkpoint
 from tests.helpers.faulty_rank import EXIT_CODE, OFFLOADING, faulty_rank
 from tests.helpers.gate import HANG
 from tests.helpers.processes import Watched, running_child
+from tests.helpers.schedules import assert_lives_agree, live_alone, random_lives
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError
+from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.executor import nodes
 from fleetfoot.executor.protocol import WorkerError
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
+def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(nodes, "GATHER_S", HANG)
     yield
     assert multiprocessing.active_children() == []
-
-
-@contextmanager
-def running(**settings: Any) -> Iterator[LLM]:
-    llm = LLM(**SMALL, **settings)
-    try:
-        yield llm
-    finally:
-        llm.shutdown()
 
 
 # --- a worker -------------------------------------------------------------------------------------------------------
 
 
 def test_killed_worker_ends_every_call_with_the_cause() -> None:
-    with running(pipeline_parallel_size=2) as llm:
-        engine, executor = llm.llm_engine, executor_of(llm.llm_engine)
-        pids = executor.worker_pids
-        engine.add_request("a", PROMPT, LONG)
-        engine.step()
-        workers = Watched(pids.values())
-        workers.kill(pids[1])
-        error = step_until_dead(engine)
-        said = f"worker 1 (process {pids[1]}) was ended by SIGKILL"
-        assert isinstance(error.__cause__, WorkerError)
-        assert str(error.__cause__) == said
-        workers.wait()
-        for call in (engine.step, lambda: engine.add_request("b", PROMPT, LONG), lambda: llm.generate([PROMPT])):
-            with pytest.raises(EngineDeadError) as again:
-                call()
-            assert said in str(again.value)
-        with pytest.raises(WorkerError, match="was ended by SIGKILL"):
-            executor.execute_model(None)  # type: ignore[arg-type]
-        llm.shutdown()
-        llm.shutdown()
+    llm = LLM(**SMALL, pipeline_parallel_size=2)
+    engine, executor = llm.llm_engine, executor_of(llm.llm_engine)
+    pids = executor.worker_pids
+    engine.add_request("a", PROMPT, LONG)
+    engine.step()
+    workers = Watched(pids.values())
+    workers.kill(pids[1])
+    error = step_until_dead(engine)
+    message = f"worker 1 (process {pids[1]}) was ended by SIGKILL"
+    assert isinstance(error.__cause__, WorkerError)
+    assert str(error.__cause__) == message
+    workers.wait()
+    for call in (engine.step, lambda: engine.add_request("b", PROMPT, LONG), lambda: llm.generate([PROMPT])):
+        with pytest.raises(EngineDeadError) as again:
+            call()
+        assert message in str(again.value)
+    with pytest.raises(WorkerError, match="was ended by SIGKILL"):
+        executor.execute_model(None)  # type: ignore[arg-type]
+    llm.shutdown()
+    llm.shutdown()
 
 
 def test_killed_worker_ends_every_stream() -> None:
@@ -97,13 +92,12 @@ def test_killed_worker_ends_every_stream() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_error_of_a_step_has_its_traceback(rank: int) -> None:
-    faulty = faulty_rank(rank, "step")
-    with running(pipeline_parallel_size=2, kv_transfer_config=faulty) as llm:
-        error = step_until_dead(llm.llm_engine)
-        assert isinstance(error.__cause__, WorkerError)
-        said = str(error)
-        assert f"worker {rank} failed: InjectedError: injected in a step on rank {rank}" in said
-        assert "Traceback (most recent call last)" in said and "faulty_rank.py" in said
+    with running(pipeline_parallel_size=2, kv_transfer_config=faulty_rank(rank, "step")) as engine:
+        error = step_until_dead(engine)
+    assert isinstance(error.__cause__, WorkerError)
+    message = str(error)
+    assert f"worker {rank} failed: InjectedError: injected in a step on rank {rank}" in message
+    assert "Traceback (most recent call last)" in message and "faulty_rank.py" in message
 
 
 def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
@@ -117,15 +111,16 @@ def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_error_of_the_last_step_is_raised_at_the_shutdown(capfd: pytest.CaptureFixture[str]) -> None:
-    llm = LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "flush"))
-    engine = llm.llm_engine
-    engine.add_request("r", PROMPT, LONG)
-    while engine.has_unfinished_requests():  # without the idle step that `LLM.generate` ends with
-        engine.step()
-    with pytest.raises(WorkerError, match="worker 1 ") as caught:
-        llm.shutdown()
-    said = str(caught.value) + capfd.readouterr().err  # the engine may receive it before it ends the workers
-    assert "InjectedError: injected in a flush on rank 1" in said
+    faulty = faulty_rank(1, "flush")
+    with (
+        pytest.raises(WorkerError, match="worker 1 ") as caught,
+        running(pipeline_parallel_size=2, kv_transfer_config=faulty) as engine,
+    ):
+        engine.add_request("r", PROMPT, LONG)
+        while engine.has_unfinished_requests():  # without the idle step that `LLM.generate` ends with
+            engine.step()
+    messages = str(caught.value) + capfd.readouterr().err  # the engine may receive it before it ends the workers
+    assert "InjectedError: injected in a flush on rank 1" in messages
 
 
 @pytest.mark.parametrize("connector", [None, OFFLOADING], ids=["none", "host"])
@@ -226,3 +221,71 @@ def test_workers_end_with_a_program_that_ends_without_shutdown(from_stdin: bool,
         output, errors = child.communicate(timeout=HANG)
         workers.wait()
         assert (child.returncode, output, errors) == (0, "", "")
+
+
+# --- two nodes, both of them this machine: one in the test, the other a `fleetfoot worker` command --------------------
+
+
+@contextmanager
+def second_node(port: int, **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """The command; settings as of the engine."""
+    flags = []
+    for name, value in {**SMALL, **settings, "nnodes": 2, "node_rank": 1, "master_port": port}.items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    with running_child(sys.executable, "-m", "fleetfoot.cli.main", "worker", *flags) as command:
+        yield command
+
+
+def first_node(port: int, **settings: Any) -> AbstractContextManager[LLMEngine]:
+    return running(**settings, nnodes=2, master_port=port)
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_tokens_are_those_of_one_process(way: str, port: int) -> None:
+    lives = random_lives(9, 2048)
+    with running() as engine:
+        expected = live_alone(engine, lives)
+    size = {f"{way}_parallel_size": 2}
+    with second_node(port, **size) as command:
+        with first_node(port, **size) as engine:
+            assert len(executor_of(engine).worker_pids) == 1
+            assert_lives_agree(engine, lives, expected, way, tolerance=1e-4)
+        _, errors = command.communicate(timeout=HANG)
+    assert (command.returncode, errors) == (0, f"this is node 1 of 2, and waits for node 0 at 127.0.0.1:{port}\n")
+
+
+def test_different_settings_are_refused_on_both_sides(port: int) -> None:
+    size = {"tensor_parallel_size": 2}
+    with second_node(port, **size, block_size=8) as command:
+        with pytest.raises(ValueError, match=r"node 1 is set up differently.*\n  - block_size: 4 here, 8 there"):
+            first_node(port, **size).__enter__()
+        _, errors = command.communicate(timeout=HANG)
+    assert command.returncode != 0
+    assert "node 0 is set up differently" in errors and "block_size: 8 here, 4 there" in errors
+
+
+def test_lost_node_ends_the_engine(port: int) -> None:
+    size = {"pipeline_parallel_size": 2}
+    with second_node(port, **size) as command, first_node(port, **size) as engine:
+        engine.add_request("a", PROMPT, LONG)
+        engine.step()
+        workers = Watched(executor_of(engine).worker_pids.values())
+        command.kill()
+        error = step_until_dead(engine)
+        assert isinstance(error.__cause__, WorkerError)
+        assert str(error.__cause__) == "node 1: the connection to it has ended"
+        workers.wait()
+
+
+def test_killed_worker_ends_the_other_node(port: int) -> None:
+    """A worker of node 0 dies; node 1 reports the reason."""
+    size = {"tensor_parallel_size": 2}
+    with second_node(port, **size) as command, first_node(port, **size) as engine:
+        (pid,) = executor_of(engine).worker_pids.values()
+        workers = Watched([pid])
+        workers.kill(pid)
+        cause = f"worker 0 (process {pid}) was ended by {signal.SIGKILL.name}"
+        assert cause in str(step_until_dead(engine))
+        _, errors = command.communicate(timeout=HANG)
+        assert command.returncode == 1
+        assert f"the engine has failed: {cause}" in errors

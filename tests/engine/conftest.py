@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.helpers.engines import make_engine, make_text_checkpoint, run_requests
 from tests.helpers.prefill_decode import REQUESTS, SIZE, Tokens, tokens_of
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """On tensors this small, threads do nothing but wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def always_one_thread(one_thread: None) -> None: ...
 
 
 @pytest.fixture(scope="session")

@@ -47,8 +47,6 @@ from fleetfoot.quantization.base import LinearWeight
 from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, IntermediateTensors, LogitsMetadata
 from fleetfoot.weights.loading import ModelLoader
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ALL = (True, True, True)
 MIXES = [ALL, (False, True, True), (True, False, True), (True, True, False), (False, True, False)]
 FAMILIES = ["llama", "llama-biases", "llama-tied", "mistral-window", "qwen2-tied-window", "qwen3-layer-types"]

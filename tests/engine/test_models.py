@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def load(folder: Path, layers: range | None = None, **changes: Any) -> CausalLM:
     return ModelLoader(load_model_config(folder), context(**changes), folder, layers=layers).load()
 

@@ -40,6 +40,15 @@ def make(request: pytest.FixtureRequest) -> MakeEngine:
     return make_engine
 
 
+def failure(consumer: Engine, params: Any, **options: Any) -> str:
+    """Why a load fails, which changes no block."""
+    before = consumer.contents(range(13))
+    output = consumer.load(consumer.remote(params, **options))
+    assert output.loaded == set()
+    assert same(consumer.contents(range(13)), before)
+    return output.failed["r"].reason
+
+
 CONSUMERS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "two ranks": {"num_ranks": 2},
@@ -102,10 +111,7 @@ def test_full_blocks_without_the_last_token_are_held(make: MakeEngine) -> None:
 
 OTHER_LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(2, 4)))
 REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fingerprint": (
-        f"its fingerprint is '{'f' * 32}', and '{FINGERPRINT}' here",
-        {"producer": {"fingerprint": "f" * 32}},
-    ),
+    "fingerprint": (f"its fingerprint is 'other', and '{FINGERPRINT}' here", {"producer": {"fingerprint": "other"}}),
     "more ranks": ("its tp_size is 1, and 2 here", {"consumer": {"num_ranks": 2}}),
     "fewer ranks": ("its tp_size is 3, and 1 here", {"producer": {"num_ranks": 3}}),  # each declines
     "block size": ("its block_size is 16, and 4 here", {"description": {"block_size": 16}}),
@@ -126,11 +132,7 @@ def test_refused_loads_write_nothing_and_release_blocks(make: MakeEngine, what: 
     producer, consumer = make(**options.get("producer", {})), make(**options.get("consumer", {}))
     params = producer.hold("p")
     params["remote_engine"] = {**params["remote_engine"], **options.get("description", {})}
-    before = consumer.contents(range(13))
-    output = consumer.load(consumer.remote(params, **options.get("request", {})))
-    assert output.loaded == set()
-    assert reason in output.failed["r"].reason
-    assert same(consumer.contents(range(13)), before)
+    assert reason in failure(consumer, params, **options.get("request", {}))
     producer.until_sent("p")
     assert set(producer.counters) == {"sends_declined"}
 
@@ -139,19 +141,15 @@ def test_replaced_weights(make: MakeEngine) -> None:
     producer, consumer = make(), make()
     params = producer.hold("p")
     consumer.scheduler.reset_cache()
-    assert "were replaced" in consumer.load(consumer.remote(params)).failed["r"].reason
+    assert "were replaced" in failure(consumer, params)
     producer.until_sent("p")
     producer.scheduler.reset_cache()
     assert producer.hold("again") is None
 
 
 def test_restarted_engine(make: MakeEngine) -> None:
-    producer, other, consumer = make(), make(), make()
-    params = producer.hold("p")
-    params["remote_addresses"] = other.hold("q")["remote_addresses"]
-    params["remote_engine_id"] = "gone"
-    output = consumer.load(consumer.remote(params))
-    assert "this is engine 'bench', and 'gone' was asked for" in output.failed["r"].reason
+    params = make().hold("p") | {"remote_engine_id": "gone"}
+    assert "this is engine 'bench', and 'gone' was asked for" in failure(make(), params)
 
 
 def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
@@ -203,11 +201,7 @@ def test_corrupt_bytes_never_become_kv(make: MakeEngine, how: str) -> None:
     producer, consumer = make(line=True), make()
     params = producer.hold("p")
     producer.lines[0].spoil, reason = SPOIL[how]
-    before = consumer.contents(range(13))
-    output = consumer.load(consumer.remote(params))
-    assert output.loaded == set()
-    assert reason in output.failed["r"].reason
-    assert same(consumer.contents(range(13)), before)
+    assert reason in failure(consumer, params)
     producer.until_sent("p")  # the consumer's connection is closed
     assert producer.counters == {"sends_lost": 1}
     producer.lines[0].spoil = whole
@@ -285,7 +279,7 @@ def test_late_consumer(make: MakeEngine) -> None:
     assert not producer.step(idle=True).sent
     clock.now += 1
     assert producer.step(idle=True).sent == {"p"}
-    assert EXPIRED in consumer.load(consumer.remote(params)).failed["r"].reason
+    assert EXPIRED in failure(consumer, params)
     assert producer.counters == {"sends_expired": 1}
 
 
@@ -306,17 +300,16 @@ def test_lease_declined_before_it_is_granted() -> None:
 
 
 def test_lease_is_read_once(make: MakeEngine) -> None:
-    producer, consumer, other = make(), make(), make()
-    params = producer.hold("p")
+    params, consumer = make().hold("p"), make()
     assert consumer.load(consumer.remote(params)).loaded == {"r"}
-    assert "it was read before" in other.load(other.remote(params)).failed["r"].reason
+    assert "it was read before" in failure(make(), params)
 
 
 def test_engine_that_is_gone(make: MakeEngine, backend: str) -> None:
     producer, consumer = make(backend=backend), make(backend=backend)
     params = producer.hold("p")
     producer.shutdown()
-    assert "cannot be reached" in consumer.load(consumer.remote(params)).failed["r"].reason
+    assert "cannot be reached" in failure(consumer, params)
 
 
 def num_descriptors() -> int:
@@ -343,7 +336,7 @@ def test_connections_and_threads_end() -> None:
         gone = Engine()
         params = gone.hold("p")
         gone.shutdown()
-        assert consumer.load(consumer.remote(params)).failed
+        assert "cannot be reached" in failure(consumer, params)
     busy = num_descriptors()
     consumer.shutdown()
     producer.shutdown()

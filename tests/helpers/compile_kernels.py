@@ -1,5 +1,5 @@
-"""Compiles the kernels of attention or of the other operations for an H100, on any machine: run as a module with
-``attention`` or ``operations``, without ``TRITON_INTERPRET``.
+"""Compiles kernels for an H100, on any machine: run as a module with the name of one of its functions, ``attention``,
+``operations``, ``steps`` or ``transport``, and without ``TRITON_INTERPRET``.
 
 The interpreter forgives what the compiler does not, leaves out what overlaps one kernel with the next, and does not run
 Gluon. Prints a line for each kernel: its name and the bytes of stack that a thread takes: registers that spilled.
@@ -22,16 +22,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from fleetfoot.distributed.peer_memory import CustomAllReduce, P2PChannel, PeerMemory
 from fleetfoot.kernels.attention import decode, decode_hopper, prefill, prefill_hopper
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
 from fleetfoot.kernels.linear.gated_hopper import gated_linear_hopper
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
 from fleetfoot.kernels.linear.tilings import Tiling
+from fleetfoot.kernels.prepare.tables import RowTables
 from fleetfoot.kernels.runtime import gpu_limits
 from fleetfoot.kernels.runtime.triton_support import TritonKernel
 from fleetfoot.kernels.sampling.sample import RandomRows, RowFilters
+from fleetfoot.records.forward_context import IntermediateTensors
 from tests.helpers.attention_batches import make_batch, make_fused_batch
 from tests.helpers.kernels import triton_kernels
+from tests.helpers.logits_processor_cases import processor_case
+from tests.helpers.prepare_runs import OPS, run
 
 H100 = gpu_limits.GPULimits(num_sms=132, shared_bytes=227 * 1024, capability=(9, 0))
 _OPTIONS = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion")
@@ -129,9 +134,39 @@ def operations() -> None:
         (ChainedGateUp if num_rows == 8 else ChainedLinear)(empty(512, 1024))(deferred)
 
 
+def steps() -> None:
+    """Step preparation, logits processors and logprobs."""
+    kernels = triton_kernels()
+    for op in OPS:
+        run(kernels, op, "one_decode_with_drafts")
+    one = zeros(1, dtype=torch.int32)
+    kernels.propose_ngrams(one, one, RowTables(one, one, one, one, one.new_zeros((2, 3)), one[None], one, 16), 5, 1)
+    case = processor_case(0)
+    logits = kernels.process_logits(case.logits, case.rows, case.seq_lens, case.tables)
+    sampled = zeros(len(logits))
+    kernels.token_logprobs(torch.empty(len(logits), 40000), sampled, 32, sizes=case.rows, rows=case.rows)
+    for vocab_size in (5, 2049, 40000):  # one tile, two, many
+        for num in (0, 5):
+            kernels.token_logprobs(torch.empty(len(logits), vocab_size), sampled, num)
+
+
+def transport() -> None:
+    """The custom all-reduce and the P2P channel."""
+    memory = PeerMemory(zeros(8), zeros(8))
+    for num_ranks, dtype in ((2, torch.bfloat16), (4, torch.float32)):
+        sums = CustomAllReduce(memory, 0, num_ranks, 1024, dtype, torch.device("cpu"))
+        rows = empty(4, 1024, dtype=dtype)
+        sums.all_reduce(rows)
+        sums.add_rms_norm(torch.empty(3, 4, 1024), rows, empty(1024, dtype=dtype), 1e-5)
+    channel, tensors = P2PChannel(memory, 1), IntermediateTensors(torch.empty(4, 1024))
+    channel.send(tensors)
+    channel.receive(tensors)
+
+
 if __name__ == "__main__":
     triton_kernels()  # imports their modules
-    for module in [module for name, module in sys.modules.items() if name.startswith("fleetfoot.kernels.")]:
+    rooms = ("fleetfoot.kernels.", "fleetfoot.distributed.")
+    for module in [module for name, module in sys.modules.items() if name.startswith(rooms)]:
         for attribute, value in (("can_overlap", True), ("gpu_limits", H100)):
             if callable(getattr(module, attribute, None)):
                 setattr(module, attribute, lambda device, value=value: value)
@@ -139,4 +174,4 @@ if __name__ == "__main__":
         patch.object(TritonKernel, "__getitem__", compile_instead),
         patch.object(GluonJITFunction, "__getitem__", compile_instead),
     ):
-        {"attention": attention, "operations": operations}[sys.argv[1]]()
+        globals()[sys.argv[1]]()

@@ -1,0 +1,397 @@
+"""Messages between the engine and its workers, the directory of their sockets, and the rendezvous of nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.helpers.gate import HANG
+
+from fleetfoot import LLM
+from fleetfoot.cli.main import main
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.executor import messages, nodes
+from fleetfoot.executor.messages import Failure, Ready, StepOutput, WorkerAddresses
+from fleetfoot.executor.multiprocess import MultiprocessExecutor, StepOutputs
+from fleetfoot.executor.nodes import EngineNodes, Invitation, Link, check_devices, join_engine, run_node
+from fleetfoot.executor.processes import RendezvousDir
+from fleetfoot.executor.protocol import WorkerBuild
+from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata, BlockTransfer
+from fleetfoot.plan.machine import Machine
+from fleetfoot.plan.plan import EnginePlan
+from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
+from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.records.step import (
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    NewRequest,
+    RowLogprobs,
+    SchedulerOutput,
+    TransferFailure,
+    without_token_ids,
+)
+
+IDLE = SchedulerOutput(3, [], [], 0, 0, 0)
+PARAMS = SamplingParams(temperature=0.3, logit_bias={5: -1.0}, stop=["x"], seed=2**63 - 1)
+TOKENS = array("i", [1, 2**31 - 1])
+FULL = dataclasses.replace(
+    SchedulerOutput(2**40, [4, 0], [3, 70], 1, 2, 73),
+    new_requests=[NewRequest("näme", 0, TOKENS, 1, 0, [7], PARAMS, 2**64 - 1, frozenset({1, 2}), [[3, 4]])],
+    new_block_ids=[(4, 2, [8, 9])],
+    finished=[("gone", 1)],
+    finished_req_ids={"gone"},
+    num_drafts=2,
+    num_to_propose=2,
+    awaited_step=2**40 - 2,
+    kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
+)
+BUILD = WorkerBuild("v2", "torch", "sdpa", "block-contiguous-hnd", "none", "ngram", 2)
+OUTPUT = ModelRunnerOutput(
+    sampled_token_ids=[[5, 6], []],
+    logprobs={0: [RowLogprobs([5, 9], [-0.5, float("-inf")], 3)]},
+    prompt_logprobs={1: (64, [RowLogprobs([3], [-1.25], 4)])},
+    invalid={1: "logits are not numbers"},
+    num_drafted=[2],
+    kv_connector_output=KVConnectorOutput({"a"}, {"b": TransferFailure("lost", timed_out=True)}, {"c"}, {"n": 1}),
+)
+LAYOUT = KVLayout(9, 16, "bfloat16", (KVCacheSpec(2, 64), KVCacheSpec(2, 64, 7)))
+
+
+@pytest.mark.parametrize("step", [IDLE, FULL], ids=["idle", "full"])
+@pytest.mark.parametrize("grammar", [None, {"mask": [1, 2]}])
+def test_calls_round_trip(step: SchedulerOutput, grammar: object) -> None:
+    assert messages.decode_call(messages.encode_call(17, step, grammar)) == (17, step, grammar)
+
+
+def test_ranks_that_read_no_tokens_receive_none() -> None:
+    (new,) = without_token_ids(FULL).new_requests
+    assert (new.token_ids, new.num_tokens) == (array("i"), 2)
+    assert dataclasses.replace(new, token_ids=TOKENS) == FULL.new_requests[0]
+    assert without_token_ids(IDLE) is IDLE
+
+
+def test_plain_step_is_not_pickled() -> None:
+    """Pickling costs more than everything else."""
+    plain = dataclasses.replace(FULL, new_requests=[], kv_connector_metadata=None)
+    assert b"fleetfoot" in messages.encode_call(0, FULL)
+    assert b"fleetfoot" not in messages.encode_call(0, plain)
+    assert messages.decode_call(messages.encode_call(0, plain))[1] == plain
+
+
+@pytest.mark.parametrize(
+    "reply", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, ModelRunnerOutput([])), Ready(1, LAYOUT, BUILD)]
+)
+def test_replies_round_trip(reply: StepOutput | Ready) -> None:
+    assert messages.decode_reply(messages.encode_reply(reply)) == reply
+
+
+class OddError(Exception):
+    """Cannot be made from its message."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "is_included"),
+    [
+        (ValueError("bad value"), "ValueError: bad value", True),
+        (KeyboardInterrupt(), "KeyboardInterrupt", True),
+        (OddError(1, 2), "OddError: 1 and 2", False),
+        (ValueError(lambda: 0), "ValueError: <function", False),
+    ],
+)
+def test_failure_includes_an_exception_that_can_be_pickled(error: BaseException, text: str, is_included: bool) -> None:
+    failure = messages.decode_reply(messages.encode_reply(Failure.of(2, error, "Traceback ...")))
+    assert (failure.rank, failure.trace, bool(failure.error)) == (2, "Traceback ...", is_included)
+    assert failure.text.startswith(text)
+    if is_included:
+        again = pickle.loads(failure.error)
+        assert type(again) is type(error) and again.args == error.args
+
+
+def outputs_of(**settings: int) -> StepOutputs:
+    plan = resolve_plan(EngineConfig(device="cpu", **settings), Machine(16 << 30), environ={})
+    return StepOutputs(plan.output_rank, len(plan.reply_ranks))
+
+
+def test_without_a_connector_one_rank_replies() -> None:
+    outputs = outputs_of(tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert outputs.pop(5) is None
+    outputs.add(StepOutput(2, 5, ModelRunnerOutput([[7]])))  # the first of the last stage
+    assert outputs.pop(5) == ModelRunnerOutput([[7]])
+
+
+def test_connector_outputs_of_all_ranks_are_merged_in_the_order_of_steps() -> None:
+    """Rank 0 is two steps ahead of rank 1, as it may be in a pipeline."""
+    outputs = outputs_of(kv_offloading_size=1, pipeline_parallel_size=2)
+    lost = TransferFailure("lost")
+    ranks = [
+        [KVConnectorOutput({"a", "b"}), None, KVConnectorOutput({"c"}, counters={"n": 1})],
+        [None, KVConnectorOutput({"a"}, {"b": lost}), KVConnectorOutput(sent={"d"}, counters={"n": 2})],
+    ]
+    merged = []
+    for rank, steps in enumerate(ranks):
+        for number, transfers in enumerate(steps):
+            outputs.add(StepOutput(rank, number, ModelRunnerOutput([[number]] * rank, kv_connector_output=transfers)))
+            output = outputs.pop(number)
+            assert (output is None) == (rank == 0)
+            if output is not None:
+                assert output.sampled_token_ids == [[number]]
+                merged.append(output.kv_connector_output)
+    # nothing has ended on both after the first step
+    assert merged == [None, KVConnectorOutput({"a"}, {"b": lost}), KVConnectorOutput(counters={"n": 3})]
+
+
+# --- sockets and their directory ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where directories are made, here and in child processes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def rendezvous(parent: Path) -> Iterator[RendezvousDir]:
+    rendezvous = RendezvousDir()
+    yield rendezvous
+    rendezvous.close()
+
+
+def test_message_for_some_ranks(rendezvous: RendezvousDir) -> None:
+    engine = messages.EngineChannel(rendezvous.place, 3)
+    workers = [messages.WorkerChannel(addresses) for addresses in engine.addresses]
+    engine.send(b"middle", [1])
+    engine.send(b"all")
+    assert [worker.receive() for worker in workers] == [b"all", b"middle", b"all"]
+    for channel in (*workers, engine):
+        channel.close()
+
+
+def test_missing_worker_is_not_waited_for(rendezvous: RendezvousDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_SEND_MS", 1)
+    engine = messages.EngineChannel(rendezvous.place, 1)
+    with pytest.raises(ConnectionError, match="worker 0 is not connected any more"):
+        engine.send(b"a step")
+    engine.close()
+
+
+def age(folder: Path) -> None:
+    """Make it look an hour old."""
+    os.utime(folder / "lock", times=(time.time() - 3600,) * 2)
+
+
+def test_directory_is_private_and_removed_with_its_engine(parent: Path, rendezvous: RendezvousDir) -> None:
+    assert rendezvous.place.parent == parent
+    assert rendezvous.place.stat().st_mode & 0o077 == 0
+    rendezvous.close()
+    rendezvous.close()
+    assert list(parent.iterdir()) == []
+
+
+def test_directory_of_a_killed_engine_is_removed_by_the_next(parent: Path) -> None:
+    program = """
+import os, signal
+from fleetfoot.executor.processes import RendezvousDir
+rendezvous = RendezvousDir()
+(rendezvous.place / "calls-0").touch()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    (left,) = parent.iterdir()
+    first = RendezvousDir()
+    assert left.exists()  # it might be that of an engine that is about to lock it
+    age(left)
+    second = RendezvousDir()
+    assert set(parent.iterdir()) == {first.place, second.place}
+    first.close()
+    second.close()
+
+
+def test_directories_in_use_and_others_stay(parent: Path, rendezvous: RendezvousDir) -> None:
+    age(rendezvous.place)
+    other = parent / "fleetfoot-notes"
+    other.mkdir()
+    RendezvousDir().close()
+    assert set(parent.iterdir()) == {rendezvous.place, other}
+
+
+# --- the rendezvous of nodes ------------------------------------------------------------------------------------------
+
+ADDRESSES = [WorkerAddresses("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", b"key" * 10)] * 3
+Join = Callable[..., tuple[Link, Invitation]]
+MakePlan = Callable[..., EnginePlan]
+
+
+@pytest.fixture(scope="module")
+def common_plan() -> EnginePlan:
+    config = EngineConfig(device="cpu", skip_tokenizer_init=True, nnodes=3, pipeline_parallel_size=3)
+    return resolve_plan(config, Machine.detect())
+
+
+@pytest.fixture
+def plan(common_plan: EnginePlan, port: int, monkeypatch: pytest.MonkeyPatch) -> MakePlan:
+    """The plan of a node, with a short timeout."""
+    monkeypatch.setattr(nodes, "GATHER_S", HANG)
+
+    def make(rank: int, **settings: Any) -> EnginePlan:
+        config = dataclasses.replace(common_plan.config, node_rank=rank, master_port=port, **settings)
+        return dataclasses.replace(common_plan, config=config)
+
+    return make
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(3) as threads:
+        yield threads
+
+
+@pytest.fixture
+def engine(plan: MakePlan) -> Iterator[EngineNodes]:
+    engine = EngineNodes(plan(0))
+    yield engine
+    engine.close("")
+
+
+@pytest.fixture
+def joined(engine: EngineNodes, plan: MakePlan, threads: ThreadPoolExecutor) -> Iterator[tuple[Link, ...]]:
+    """Nodes 1 and 2, connected in reverse order."""
+    second, first = (threads.submit(join_engine, plan(rank)) for rank in (2, 1))
+    engine.gather(ADDRESSES)
+    links, invitations = zip(first.result(), second.result(), strict=True)
+    for invitation in invitations:
+        assert invitation.engine_id == plan(0).engine_id
+        assert invitation.addresses == ADDRESSES
+        assert invitation.store == engine.store
+    assert engine.find_loss() == ""
+    yield links
+    for link in links:
+        link.close()
+
+
+def test_clean_shutdown_reaches_other_nodes(engine: EngineNodes, joined: tuple[Link, ...]) -> None:
+    engine.close("")
+    engine.close("not reported again")
+    assert [link.receive_end("lost") for link in joined] == ["", ""]
+
+
+def test_failure_reason_reaches_other_nodes(engine: EngineNodes, joined: tuple[Link, ...]) -> None:
+    joined[0].send_end("worker 1 is dead")
+    assert engine.find_loss(wait_ms=60_000) == "node 1: worker 1 is dead"
+    engine.close("node 1: worker 1 is dead")
+    assert joined[1].receive_end("lost") == "node 1: worker 1 is dead"
+
+
+def test_closed_connection_is_a_lost_node(engine: EngineNodes, joined: tuple[Link, ...]) -> None:
+    joined[1].close()
+    assert engine.find_loss(wait_ms=60_000) == "node 2: the connection to it has ended"
+    for link in engine._links.values():  # as when the process ends
+        link.close()
+    assert joined[0].receive_end("lost") == "lost"
+
+
+def test_other_connections_are_ignored(
+    engine: EngineNodes, plan: MakePlan, port: int, threads: ThreadPoolExecutor
+) -> None:
+    gathering = threads.submit(engine.gather, ADDRESSES)
+    invalid = msgspec.msgpack.encode({"node_rank": "one"})
+    framed = (len(body).to_bytes(4, "little") + body for body in (b"junk", invalid))
+    for content in (b"GET / HTTP/1.1\r\n\r\n", *framed, b""):
+        with socket.create_connection(("127.0.0.1", port), timeout=HANG) as stranger:
+            stranger.sendall(content)
+            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):  # not even read to its end
+                assert stranger.recv(100) == b""
+    first, _ = join_engine(plan(1))
+    with pytest.raises(ValueError, match="node_rank is 1, and another node has it already"):
+        join_engine(plan(1))
+    second, _ = join_engine(plan(2))
+    assert gathering.result() is None
+    first.close()
+    second.close()
+
+
+def test_different_settings_are_refused_on_both_sides(
+    engine: EngineNodes, plan: MakePlan, threads: ThreadPoolExecutor
+) -> None:
+    member: Future[Any] = threads.submit(join_engine, plan(1, max_num_seqs=7, model="/elsewhere/model"))
+    here = r"^node 1 is set up differently.*:\n  - max_num_seqs: 256 here, 7 there\nstart"
+    with pytest.raises(ValueError, match=here):
+        engine.gather(ADDRESSES)
+    with pytest.raises(ValueError, match=r"^node 0 is set up differently, and the two cannot be one engine:\n  - max"):
+        member.result()
+
+
+def test_timeouts_name_the_missing_node(
+    engine: EngineNodes, plan: MakePlan, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "GATHER_S", 0.0)
+    with pytest.raises(TimeoutError, match="node 1 has not come"):
+        engine.gather(ADDRESSES)
+    engine.close("")
+    with pytest.raises(TimeoutError, match=f"nothing answers at master_addr 127.0.0.1, master_port {port}"):
+        join_engine(plan(1))
+
+
+def test_node_0_logs_once_which_nodes_are_missing(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nodes, "GATHER_S", 0.0)
+    message = (
+        f"this is node 0 of 3, and waits at 127.0.0.1:{port} for the others: `fleetfoot worker` with the same settings "
+        "and --node-rank 1, 2"
+    )
+    settings = {"device": "cpu", "nnodes": 3, "pipeline_parallel_size": 3, "master_port": port}
+    with pytest.raises(TimeoutError):
+        LLM(**settings)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", message)]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    assert main(["generate", "--prompt", "Once", *flags]) == 1
+    assert capsys.readouterr().err.count(message) == 1
+
+
+def test_server_that_is_not_node_0(plan: MakePlan, port: int, threads: ThreadPoolExecutor) -> None:
+    with socket.create_server(("127.0.0.1", port)) as server:
+        threads.submit(lambda: server.accept()[0].close())
+        with pytest.raises(ConnectionError, match=f"what answers at .*{port} is not node 0 of an engine that starts"):
+            join_engine(plan(1))
+
+
+def test_invalid_addresses_and_node_ranks(plan: MakePlan, port: int) -> None:
+    for address in ("192.0.2.1", "no such name"):
+        with pytest.raises(ValueError, match=f"master_addr is '{address}'"):
+            EngineNodes(plan(0, master_addr=address))
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ValueError, match=f"master_port {port}"):
+        EngineNodes(plan(0))
+    with pytest.raises(ValueError, match="node_rank is 1: the engine starts on node 0"):
+        MultiprocessExecutor(plan(1))
+    with pytest.raises(ValueError, match=r"node_rank is 0 \(with nnodes 3\): the first node starts the engine"):
+        run_node(plan(0).config)
+
+
+def test_number_of_gpus(plan: MakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check_devices(dataclasses.replace(plan(0), device="cuda"))
+    check_devices(plan(0, tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="needs 2 GPUs on each machine, and torch finds 1 here"):
+        check_devices(dataclasses.replace(plan(0, tensor_parallel_size=2), device="cuda"))
