@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from tests.distributed.small_engines import executor_of, running
 from tests.helpers.engines import run_requests
-from tests.helpers.faulty_rank import OFFLOADING, faulty_rank
+from tests.helpers.faulty_connector import OFFLOADING, faulty
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE, Tokens, decodes, nixl, prefilled, settle, tokens_of
+from tests.helpers.runner_lives import DRAFT
 from tests.helpers.schedules import Life, assert_lives_agree, live_alone, random_lives
 
 from fleetfoot.engine.engine import LLMEngine
@@ -28,11 +29,7 @@ TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 26, "max_num_batched_tokens"
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
-    "draft": {
-        "method": "draft_model",
-        "num_speculative_tokens": 2,
-        "model": str(Path(__file__).parents[1] / "assets" / "story-draft"),
-    },
+    "draft": {"method": "draft_model", "num_speculative_tokens": 2, "model": str(DRAFT)},
     "eagle": {"method": "eagle", "num_speculative_tokens": 3},
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -137,8 +134,8 @@ def test_every_rank_has_saved_all_of_the_last_request(way: str, runner: str, tmp
 
 @pytest.mark.parametrize(("way", "runner", "rank"), [("tensor", "v1", 1), ("pipeline", "v2", 0)])
 def test_load_that_fails_on_one_rank_has_failed(way: str, runner: str, rank: int, expected: Expected) -> None:
-    faulty = faulty_rank(rank, "loads")
-    with running(runner=runner, kv_transfer_config=faulty, **TIGHT, **WAYS[way]) as engine:
+    config = faulty(OFFLOADING, {"rank": rank, "loads": "corrupt"})
+    with running(runner=runner, kv_transfer_config=config, **TIGHT, **WAYS[way]) as engine:
         for _ in range(2):
             check(engine, expected)
         transfers = engine.stats().transfers

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 from tests.distributed.small_engines import LONG, PROMPT, SMALL, executor_of, running, step_until_dead
 from tests.helpers.engines import change_weights, make_text_checkpoint
-from tests.helpers.faulty_rank import EXIT_CODE, OFFLOADING, faulty_rank
-from tests.helpers.gate import HANG
-from tests.helpers.processes import Watched, running_child
+from tests.helpers.faulty_connector import EXIT_CODE, OFFLOADING, faulty
+from tests.helpers.processes import HANG, Watched, running_child
 from tests.helpers.schedules import assert_lives_agree, live_alone, random_lives
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError
@@ -34,6 +33,11 @@ def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(nodes, "GATHER_S", HANG)
     yield
     assert multiprocessing.active_children() == []
+
+
+def faulty_rank(rank: int, point: str, **options: Any) -> dict[str, Any]:
+    """The kv_transfer_config of OFFLOADING with an error on one rank."""
+    return faulty(OFFLOADING, {"rank": rank, "raise_at": point, **options})
 
 
 # --- a worker -------------------------------------------------------------------------------------------------------
@@ -92,12 +96,14 @@ def test_killed_worker_ends_every_stream() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_error_of_a_step_has_its_traceback(rank: int) -> None:
-    with running(pipeline_parallel_size=2, kv_transfer_config=faulty_rank(rank, "step")) as engine:
+    with running(
+        pipeline_parallel_size=2, kv_transfer_config=faulty_rank(rank, "bind_connector_metadata", on_call=3)
+    ) as engine:
         error = step_until_dead(engine)
     assert isinstance(error.__cause__, WorkerError)
     message = str(error)
-    assert f"worker {rank} failed: InjectedError: injected in a step on rank {rank}" in message
-    assert "Traceback (most recent call last)" in message and "faulty_rank.py" in message
+    assert f"worker {rank} failed: InjectedError: injected at bind_connector_metadata on rank {rank}" in message
+    assert "Traceback (most recent call last)" in message and "faulty_connector.py" in message
 
 
 def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> None:
@@ -107,11 +113,11 @@ def test_error_of_a_shutdown_is_raised(capfd: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(WorkerError, match=rf"worker 1 \(process {pid}\) ended with exit code 1 when it was to shut"):
         llm.shutdown()
     llm.shutdown()
-    assert "InjectedError: injected at the end on rank 1" in capfd.readouterr().err
+    assert "InjectedError: injected at shutdown on rank 1" in capfd.readouterr().err
 
 
 def test_error_of_the_last_step_is_raised_at_the_shutdown(capfd: pytest.CaptureFixture[str]) -> None:
-    faulty = faulty_rank(1, "flush")
+    faulty = faulty_rank(1, "flushes")
     with (
         pytest.raises(WorkerError, match="worker 1 ") as caught,
         running(pipeline_parallel_size=2, kv_transfer_config=faulty) as engine,
@@ -120,7 +126,7 @@ def test_error_of_the_last_step_is_raised_at_the_shutdown(capfd: pytest.CaptureF
         while engine.has_unfinished_requests():  # without the idle step that `LLM.generate` ends with
             engine.step()
     messages = str(caught.value) + capfd.readouterr().err  # the engine may receive it before it ends the workers
-    assert "InjectedError: injected in a flush on rank 1" in messages
+    assert "InjectedError: injected at flushes on rank 1" in messages
 
 
 @pytest.mark.parametrize("connector", [None, OFFLOADING], ids=["none", "host"])
@@ -151,16 +157,18 @@ def test_invalid_weights_are_refused_as_in_one_process(tmp_path: Path) -> None:
 
 
 def test_error_of_a_start_is_raised_while_other_workers_wait() -> None:
-    with pytest.raises(ValueError, match="injected at the start of rank 1") as caught:
-        LLM(**SMALL, tensor_parallel_size=2, kv_transfer_config=faulty_rank(1, "start"))
+    with pytest.raises(ValueError, match="injected at register_kv_caches") as caught:
+        LLM(
+            **SMALL, tensor_parallel_size=2, kv_transfer_config=faulty_rank(1, "register_kv_caches", error="ValueError")
+        )
     assert isinstance(caught.value.__cause__, WorkerError)
-    assert "faulty_rank.py" in str(caught.value.__cause__)
+    assert "faulty_connector.py" in str(caught.value.__cause__)
 
 
 def test_worker_that_ends_at_its_start_is_named() -> None:
     ended = rf"worker 1 \(process \d+\) ended with exit code {EXIT_CODE} before it was ready"
     with pytest.raises(WorkerError, match=ended):
-        LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "exit"))
+        LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "register_kv_caches", error="exit"))
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def sum_of(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """In rank order, rounded once."""
-    return (((parts[0].float() + parts[1].float()) + parts[2].float()) + parts[3].float()).to(dtype)
+    return sum(part.float() for part in parts).to(dtype)
 
 
 def test_places_of_ranks(four: Found) -> None:
@@ -207,14 +207,14 @@ def test_packets_arrive_in_order_on_every_earlier_rank(four: Found) -> None:
             assert torch.equal(packet, torch.full_like(packet, step))
 
 
+TOO_LONG = "a step of 17 tokens does not fit in a pipeline's buffers, which are made for max_num_batched_tokens 16"
+
+
 def test_errors_of_a_pipeline(four: Found) -> None:
     for rank, found in enumerate(four):
         receive, send, send_sampled_tokens, receive_sampled_tokens, groups = found["errors"]
-        too_long = (
-            "a step of 17 tokens does not fit in a pipeline's buffers, which are made for max_num_batched_tokens 16"
-        )
-        assert receive == ("" if rank == 0 else too_long)
-        assert send == ("the last rank of a pipeline has no next rank to send to" if rank == 3 else too_long)
+        assert receive == ("" if rank == 0 else TOO_LONG)
+        assert send == ("the last rank of a pipeline has no next rank to send to" if rank == 3 else TOO_LONG)
         assert send_sampled_tokens == "a packet is of torch.float32; it must be of int32"
         assert "it must be contiguous" in receive_sampled_tokens
         assert "4 processes are in the world" in groups
@@ -227,10 +227,8 @@ interpreted = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpre
 
 def shared_memory(folder: Path, rank: int, size: int, num_words: int) -> PeerMemory:
     """Files that all ranks have mapped, in place of memory of GPUs."""
-    maps = [
-        torch.from_file(str(folder / f"memory-{peer}"), shared=True, size=num_words, dtype=torch.int64)
-        for peer in range(size)
-    ]
+    files = (str(folder / f"memory-{peer}") for peer in range(size))
+    maps = [torch.from_file(file, shared=True, size=num_words, dtype=torch.int64) for file in files]
     dist.barrier()
     return PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]), keep=maps)
 
@@ -251,12 +249,11 @@ def run_custom_all_reduce(rank: int, folder: Path) -> list[Any]:
         norm = part_of(7, hidden_size, dtype=dtype)
         for call, rows in enumerate(NUM_ROWS):
             x = part_of(rank, rows, hidden_size, dtype=dtype, seed=call)
-            residual = part_of(9, rows, hidden_size, dtype=dtype, seed=call)
-            parts = part_of(rank, 2, rows, hidden_size, seed=call)
             results.append(custom.all_reduce(x))
             results.append(custom.all_reduce(x[:, :20]))  # a narrower model's, such as a drafter's
-            results.append(custom.add_rms_norm(x, residual, norm, 1e-5))
-            results.append(custom.add_rms_norm(parts, residual, norm, 1e-5))
+            residual = part_of(9, rows, hidden_size, dtype=dtype, seed=call)
+            parts = part_of(rank, 2, rows, hidden_size, seed=call)
+            results += [custom.add_rms_norm(each, residual, norm, 1e-5) for each in (x, parts)]
         results.append([custom.fits(torch.empty(shape, dtype=dtype)) for shape in SHAPES_TO_FIT])
     return results
 

@@ -24,6 +24,7 @@ from fleetfoot.distributed.groups import SINGLE_TENSOR_GROUP, StepShape, TensorG
 from fleetfoot.fusion.decoder import fuse
 from fleetfoot.layers.context import ModelContext
 from fleetfoot.models.interface import CausalLM
+from fleetfoot.quantization.base import LinearMethod
 from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.weights.loading import ModelLoader, reload_weights
 
@@ -60,12 +61,18 @@ class SummingGroup(TorchTensorGroup):
     bitwise_reproducible = False
 
 
+KINDS = {"exact": TorchTensorGroup, "summed": SummingGroup}
+
+
 def context(group: TensorGroup) -> ModelContext:
     return ModelContext(cpu_kernels(), cpu_kernels().attention, torch.float32, CPU, tensor_group=group)
 
 
-def load(folder: Path, group: TensorGroup, **options: Any) -> CausalLM:
-    return ModelLoader(load_model_config(folder), context(group), folder, **options).load()
+def load(
+    folder: Path, group: TensorGroup = SINGLE_TENSOR_GROUP, linear_method: LinearMethod | None = None, **options: Any
+) -> CausalLM:
+    ctx = context(group) if linear_method is None else replace(context(group), linear_method=linear_method)
+    return ModelLoader(load_model_config(folder), ctx, folder, **options).load()
 
 
 def steps(model: CausalLM) -> Iterator[tuple[torch.Tensor, ForwardContext]]:
@@ -91,26 +98,21 @@ def work_of_four(rank: int, folders: dict[str, Path]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, size in CASES:
         if rank < size:
-            exact, summing = TorchTensorGroup(groups[size]), SummingGroup(groups[size])
-            model = load(folders[name], exact)
-            found["exact", name, size] = run_steps(model)
-            found["fused exact", name, size] = run_steps(fused(model, exact))
+            for way, kind in KINDS.items():
+                model = load(folders[name], group := kind(groups[size]))
+                found[way, name, size] = run_steps(model)
+                found[f"fused {way}", name, size] = run_steps(fused(model, group))
             attention = model.model.layers["0"].self_attn
             found["heads", name, size] = (attention.paged.num_heads, attention.num_kv_heads)
-            model = load(folders[name], summing)
-            found["summed", name, size] = run_steps(model)
-            found["fused summed", name, size] = run_steps(fused(model, summing))
     if rank < 2:
         group, folder = TorchTensorGroup(groups[2]), folders["biases"]
-        model = ModelLoader(load_model_config(folder), context(group), None, "dummy", seed=5).load()
+        model = load(folder, group, load_format="dummy", seed=5)
         found["dummy"] = run_steps(model)
         reload_weights(model, context(group), folder)
         found["reloaded"] = run_steps(model)
-        for name, kind in (("exact", TorchTensorGroup), ("summed", SummingGroup)):
+        for name, kind in KINDS.items():
             group = kind(groups[2])
-            int8 = replace(context(group), linear_method=Int8())
-            folder = folders["int8"]
-            found["int8", name] = run_steps(ModelLoader(load_model_config(folder), int8, folder).load())
+            found["int8", name] = run_steps(load(folders["int8"], group, Int8()))
             for is_fused in (False, True):
                 found["residual", name, is_fused] = residual_streams(folders["biases"], group, is_fused)
     found["pipeline"] = run_pipeline(folders["story-qwen3"])
@@ -167,11 +169,6 @@ def four(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return run_world(tmp_path_factory.mktemp("four"), 4, work_of_four, folders)
 
 
-def whole_logits(folder: Path, load_format: str = "auto", seed: int = 0) -> list[torch.Tensor]:
-    config = load_model_config(folder)
-    return run_steps(ModelLoader(config, context(SINGLE_TENSOR_GROUP), folder, load_format, seed).load())
-
-
 def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Within float32's rounding: sums over ranks are made in another order than within one."""
     for one, other in zip(actual, expected, strict=True):
@@ -193,7 +190,7 @@ def test_logits_are_those_of_the_whole_model(
     four: Found, folders: dict[str, Path], name: str, size: int, way: str
 ) -> None:
     ranks = [found[way, name, size] for found in four[:size]]
-    assert_close(ranks[0], whole_logits(folders[name]))
+    assert_close(ranks[0], run_steps(load(folders[name])))
     for logits in ranks[1:]:
         assert_equal(logits, ranks[0])  # or else ranks could choose different tokens
     config = load_model_config(folders[name])
@@ -202,9 +199,8 @@ def test_logits_are_those_of_the_whole_model(
 
 
 def test_dummy_reloaded_and_quantized_weights(four: Found, folders: dict[str, Path]) -> None:
-    dummy = whole_logits(folders["biases"], "dummy", seed=5)
-    int8 = replace(context(SINGLE_TENSOR_GROUP), linear_method=Int8())
-    quantized = run_steps(ModelLoader(load_model_config(folders["int8"]), int8, folders["int8"]).load())
+    dummy = run_steps(load(folders["biases"], load_format="dummy", seed=5))
+    quantized = run_steps(load(folders["int8"], linear_method=Int8()))
     for found in four[:2]:
         assert_close(found["dummy"], dummy)
         assert_equal(found["reloaded"], found["exact", "biases", 2])

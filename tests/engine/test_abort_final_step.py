@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.helpers.engines import EOS, ScriptedExecutor, scripted_engine
-from tests.helpers.gate import HANG, Gate
+from tests.helpers.processes import HANG, Gate
 from tests.helpers.streams import async_test, submit
 
 from fleetfoot import AsyncLLM, SamplingParams

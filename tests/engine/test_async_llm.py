@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, drain, prompt_of, scripted_engine
-from tests.helpers.gate import Gate
+from tests.helpers.processes import Gate
 from tests.helpers.streams import assert_idle, async_test, collect, gated, run, submit, tokens_of
 
 from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
-from tests.helpers.gate import HANG
+from tests.helpers.processes import HANG
 from tests.helpers.streams import assert_idle, async_test, run, submit, tokens_of
 
 from fleetfoot import AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams

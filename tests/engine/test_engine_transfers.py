@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.engines import ScriptedExecutor, drain, scripted_engine
 from tests.helpers.fake_connector import Behaviour, FakeSchedulerConnector, ScriptedConnector
 from tests.helpers.fake_engine import VOCAB, FakeDevice, expected_output
-from tests.helpers.gate import HANG
+from tests.helpers.processes import HANG
 
 from fleetfoot import AsyncLLM, SamplingParams
 from fleetfoot.engine.core import EngineCore

@@ -9,20 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.helpers.draft_matrix import METHODS
 from tests.helpers.engines import make_engine
+from tests.helpers.runner_lives import DRAFT, METHODS, STORY
 from tests.helpers.schedules import assert_lives_agree, live, live_alone, random_lives
 
-from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.engine import LLMEngine
 
-ASSETS = Path(__file__).parent.parent / "assets"
-MODELS = {
-    "llama": embedded_model_path(),
-    "qwen3": ASSETS / "story-qwen3",
-    "mistral": ASSETS / "story-mistral",
-    "draft": ASSETS / "story-draft",
-}
+MODELS = {"llama": STORY} | {name: DRAFT.parent / f"story-{name}" for name in ("qwen3", "mistral", "draft")}
 VOCAB = 2048
 LIMITS: dict[str, dict[str, int]] = {
     "roomy": {"max_num_seqs": 16, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 256, "block_size": 8},

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers.checkpoints import make_checkpoint, reference_logits
-from tests.helpers.draft_matrix import STORY
 from tests.helpers.engines import make_engine
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.interpreter import interpreted
@@ -28,6 +27,7 @@ from tests.helpers.paged_models import (
     prompt,
     run,
 )
+from tests.helpers.runner_lives import STORY
 from torch import nn
 
 from fleetfoot.config.parsing import load_model_config

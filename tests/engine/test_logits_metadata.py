@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.draft_matrix import METHODS, STORY
 from tests.helpers.engines import make_engine, run_requests
 from tests.helpers.kernels import cpu_kernels, reference_kernels
 from tests.helpers.paged_models import PagedCache, context, logits_metadata
+from tests.helpers.runner_lives import METHODS, STORY
 
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.engine.engine import LLMEngine

@@ -9,8 +9,7 @@ import pytest
 from tests.helpers import runner_lives
 from tests.helpers.engines import make_engine
 from tests.helpers.kernels import cpu_kernels
-from tests.helpers.no_values import StrictDevice, unwatched
-from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.recording_device import RecordingDevice, StrictDevice, unwatched
 from tests.helpers.runner_lives import (
     MAX_NUM_SEQS,
     NUM_DRAFTS,

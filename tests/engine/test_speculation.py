@@ -4,49 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
-from tests.helpers.no_values import StrictDevice, unwatched
-from tests.helpers.recording_device import RecordingDevice
+from tests.helpers.recording_device import NoValues, RecordingDevice, StrictDevice, unwatched
 from tests.helpers.runner_lives import (
     DRAFT,
     MAX_MODEL_LEN,
     NUM_DRAFTS,
+    STORY,
     Life,
     ScriptedDrafter,
     Whims,
     assert_same,
+    configured_drafting,
     in_one_runner,
     live,
+    make_context,
     make_runner,
     make_scheduler,
     params_of,
     prompt_length,
+    queue_step,
+    requests_of,
 )
 
+from fleetfoot.assets import embedded_eagle_path
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.config.sharding import pipeline_layers
 from fleetfoot.records.request import Request
 from fleetfoot.records.sampling_params import SamplingParams
+from fleetfoot.runner.graphs import GraphKey
+from fleetfoot.sampling.shape import PLAIN, SamplingVariant
+from fleetfoot.scheduler.drafting import ConstantDrafts
 from fleetfoot.scheduler.scheduler import Scheduler
+from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings, NgramSettings
+from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 REQUESTS = [params_of(number) for number in range(10)]
-PLAIN = [SamplingParams(max_tokens=12 + 5 * n, temperature=0.5 * (n % 3), ignore_eos=True) for n in range(9)]
+CAPTURED = [SamplingParams(max_tokens=12 + 5 * n, temperature=0.5 * (n % 3), ignore_eos=True) for n in range(9)]
 """All of their sampling is in graphs."""
 QWEN = DRAFT.parent / "story-qwen3"
 NGRAM = DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
 ALONE = [("v1",), ("v2",)]
 PAIRS = [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")]
+SHARES = {"right": 0.0, "mixed": 0.3, "wrong": 1.0}
+"""Of errors in scripted drafts."""
+CASES = [
+    *(("none", kinds, depth, 64) for kinds in [("v2",), *PAIRS] for depth in (0, 1, 2)),
+    *(("ngram", kinds, depth, 64) for kinds in ALONE for depth in (0, 1)),
+    *(("ngram", kinds, 2, 64) for kinds in PAIRS[:2]),
+    *((drafts, kinds, depth, n) for drafts in SHARES for kinds in ALONE for depth in (0, 1) for n in (64, 24)),
+    *((drafts, kinds, depth, 64) for drafts in SHARES for kinds in PAIRS for depth in (0, 1, 2)),
+]
 KIND = pytest.mark.parametrize("kind", ["v1", "v2"])
 
 
-def scripted(share_of_errors: float = 0.3) -> DraftSettings:
-    return DraftSettings(NUM_DRAFTS, drafter=ScriptedDrafter(share_of_errors=share_of_errors))
+def scripted(share_of_errors: float = 0.3, **fields: Any) -> DraftSettings:
+    return DraftSettings(NUM_DRAFTS, drafter=ScriptedDrafter(share_of_errors=share_of_errors, **fields))
 
 
 class Ranks:
@@ -96,39 +116,18 @@ def test_every_request_is_a_case_of_its_own(expected: dict[str, Life]) -> None:
     assert len(expected["r9"].token_ids) == MAX_MODEL_LEN
 
 
-@pytest.mark.parametrize("kinds", [("v2",), *PAIRS])
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_tokens_are_those_of_one_runner(expected: dict[str, Life], kinds: tuple[str, ...], depth: int) -> None:
-    ranks = Ranks(kinds)
-    assert_same(ranks.live(REQUESTS, depth=depth), expected)
-    assert ranks.pipeline is None or ranks.pipeline.max_behind == 1 + depth
-
-
-@pytest.mark.parametrize(
-    ("kinds", "depth", "budget"),
-    [
-        *((kinds, depth, budget) for kinds in ALONE for depth in (0, 1) for budget in (64, 24)),
-        *((kinds, depth, 64) for kinds in PAIRS for depth in (0, 1, 2)),
-    ],
-)
-@pytest.mark.parametrize("share_of_errors", [0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
+@pytest.mark.parametrize(("drafts", "kinds", "depth", "budget"), CASES)
 def test_drafts_change_no_token(
-    expected: dict[str, Life], kinds: tuple[str, ...], depth: int, budget: int, share_of_errors: float
+    expected: dict[str, Life], drafts: str, kinds: tuple[str, ...], depth: int, budget: int
 ) -> None:
-    settings = scripted(share_of_errors)
+    settings = scripted(SHARES[drafts]) if drafts in SHARES else {"none": NO_DRAFTING, "ngram": NGRAM}[drafts]
     ranks = Ranks(kinds, settings)
     got = ranks.live(REQUESTS, ranks.scheduler(budget=budget), expected=expected, depth=depth)
     assert_same(got, expected)
-    assert settings.drafter.num_proposals > 10  # type: ignore[union-attr]
-    assert ranks.pipeline is None or ranks.pipeline.max_behind >= min(2, 1 + depth)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "depth"),
-    [*((kinds, depth) for kinds in ALONE for depth in (0, 1)), *((kinds, 2) for kinds in PAIRS[:2])],
-)
-def test_n_grams_change_no_token(expected: dict[str, Life], kinds: tuple[str, ...], depth: int) -> None:
-    assert_same(Ranks(kinds, NGRAM).live(REQUESTS, depth=depth), expected)
+    assert drafts not in SHARES or settings.drafter.num_proposals > 10  # type: ignore[union-attr]
+    if ranks.pipeline is not None:
+        max_behind = ranks.pipeline.max_behind
+        assert max_behind == 1 + depth if drafts == "none" else max_behind >= min(2, 1 + depth)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_three_ranks(kind: str) -> None:
 @pytest.mark.parametrize(
     "draft_settings", [NO_DRAFTING, scripted(0.0), scripted(0.5), NGRAM], ids=["none", "right", "wrong", "ngram"]
 )
-@pytest.mark.parametrize("requests", [REQUESTS, PLAIN], ids=["all", "plain"])
+@pytest.mark.parametrize("requests", [REQUESTS, CAPTURED], ids=["all", "plain"])
 def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], draft_settings: DraftSettings) -> None:
     """Each rank replays its part of a step, padding included; only the communication of ranks is not captured."""
     expected = Ranks(("v2",), folder=QWEN).live(requests)
@@ -196,9 +195,7 @@ def test_a_request_that_has_ended_gets_nothing(kind: str) -> None:
     """Only on the device it is known that the first step in flight has reached its length."""
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     expected = Ranks((kind,)).live([params])["r0"].token_ids
-    ranks = Ranks(
-        (kind,), DraftSettings(NUM_DRAFTS, drafter=ScriptedDrafter(share_of_errors=0.0, scripts={0: expected}))
-    )
+    ranks = Ranks((kind,), scripted(0.0, scripts={0: expected}))
     scheduler = ranks.scheduler(max_num_seqs=1)
     scheduler.add_request(Request("r0", expected[:3], params, max_tokens=4, seed=0))  # type: ignore[arg-type]
     outputs = [scheduler.schedule() for _ in range(3)]
@@ -212,7 +209,7 @@ def test_the_output_of_a_step(kind: str) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0, logprobs=1)
     expected = Ranks((kind,)).live([params, params])
     scripts = {number: expected[f"r{number}"].token_ids for number in range(2)}
-    ranks = Ranks((kind,), DraftSettings(NUM_DRAFTS, drafter=ScriptedDrafter(share_of_errors=0.0, scripts=scripts)))
+    ranks = Ranks((kind,), scripted(0.0, scripts=scripts))
     scheduler = ranks.scheduler(max_num_seqs=2)
     for number, tokens in scripts.items():
         prompt: Any = tokens[: prompt_length(number)]
@@ -240,22 +237,18 @@ class CuriousDrafter(ScriptedDrafter):
         valid = [t for i, last in enumerate(batch.last_index.tolist()) for t in range(starts[i], last + 1)]
         valid += range(starts[len(rows)], starts[-1])  # chunks that do not reach their prompts' ends
         reach = torch.minimum(batch.positions + num_drafts, batch.limits)
+        tables = zip(batch.block_tables.tolist(), reach.tolist(), strict=True)
+        per_token = (batch.input_ids[valid], batch.next_ids[valid])
+        noise = (batch.temperatures[rows], batch.seeds[rows])
+        values = (*per_token, batch.last_index, batch.newest, batch.positions, batch.limits, *noise)
+        metadata = (getattr(batch.metadata, name).tolist() for name in ("slot_mapping", "positions", "seq_lens"))
         self.inputs.append(
             {
-                "input_ids": batch.input_ids[valid].tolist(),
-                "slots": batch.metadata.slot_mapping.tolist(),
-                "positions": batch.metadata.positions.tolist(),
-                "seq_lens": batch.metadata.seq_lens.tolist(),
                 "starts": starts,
                 "hidden": batch.hidden[valid].sum(1),
-                "next_ids": batch.next_ids[valid].tolist(),
-                "last_index": batch.last_index.tolist(),
-                "newest": (batch.newest.tolist(), batch.positions.tolist(), batch.limits.tolist()),
-                "blocks": [
-                    table[: -(-end // 8)]
-                    for table, end in zip(batch.block_tables.tolist(), reach.tolist(), strict=True)
-                ],
-                "noise": (batch.temperatures[rows].tolist(), batch.seeds[rows].tolist()),
+                "values": [tensor.tolist() for tensor in values],
+                "metadata": list(metadata),
+                "blocks": [table[: -(-end // 8)] for table, end in tables],
                 "shape": (batch.is_decode, batch.max_seq_len, num_drafts),
             }
         )
@@ -275,3 +268,201 @@ def test_a_drafter_gets_the_same_input_from_both(expected: dict[str, Life]) -> N
     for ours, theirs in zip(first, second, strict=True):
         torch.testing.assert_close(ours.pop("hidden"), theirs.pop("hidden"))
         assert ours == theirs
+
+
+# --- n-grams, draft models and EAGLE heads ----------------------------------------------------------------------------
+
+OPENINGS = ("Once there was a fox named", "One morning, the little bear", "Long ago, a rabbit and", "Pip the mouse")
+SHARED = "Once upon a time, in a small green valley, there lived a young fox named Wren. "
+DRAFTERS: dict[str, tuple[Path, dict[str, Any]]] = {
+    "ngram": (STORY, {"method": "ngram", "prompt_lookup_max": 3}),
+    "small": (STORY, {"model": str(DRAFT)}),
+    "self": (DRAFT, {"model": str(DRAFT)}),
+    "eagle": (STORY, {"method": "eagle"}),
+}
+"""The target, and the ``speculative_config``."""
+Prompts = list[list[int]]
+Stories = dict[tuple[Path, float], dict[str, list[int]]]
+
+
+def drafting_runner(drafter: str, kind: str = "v2", *, num_blocks: int = 128, **options: Any) -> Any:
+    target, speculative = DRAFTERS[drafter]
+    context = make_context(options.get("device"), max_model_len=160)
+    settings = configured_drafting(target, context, runner=kind, **speculative)
+    options |= {"ops": unwatched(cpu_kernels()), "num_blocks": num_blocks, "max_model_len": 160}
+    return make_runner(kind, settings, folder=target, **options)
+
+
+def run_stories(
+    runner: Any, prompts: Prompts, temperature: float, num_drafts: int = NUM_DRAFTS, *, depth: int = 0, **limits: Any
+) -> tuple[dict[str, list[int]], SchedulerStats]:
+    common: dict[str, Any] = {"ignore_eos": True, "temperature": temperature}
+    params = [SamplingParams(max_tokens=40 + 3 * number, **common) for number in range(len(prompts))]
+    scheduler = make_scheduler(num_drafts, **{"num_blocks": 128, **limits})
+    lives = live(in_one_runner(runner), params, scheduler=scheduler, depth=depth, prompts=prompts)
+    return {name: life.token_ids for name, life in lives.items()}, scheduler.stats()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    tokenizer = Tokenizer.from_path(STORY)
+    return [tokenizer.encode(text) for text in (*OPENINGS, *(SHARED + opening for opening in OPENINGS))]
+
+
+@pytest.fixture(scope="module")
+def stories(prompts: Prompts) -> Stories:
+    found = {}
+    for target in (DRAFT, STORY):
+        runner = make_runner("v2", folder=target, num_blocks=128, max_model_len=160)
+        for temperature in (0.0, 1.0):
+            found[target, temperature] = run_stories(runner, prompts, temperature, num_drafts=0)[0]
+    return found
+
+
+def assert_all_right(stats: SchedulerStats, num_requests: int) -> None:
+    """No draft was wrong except those behind a request's last token."""
+    assert stats.drafts.num_drafted - stats.drafts.num_accepted <= NUM_DRAFTS * num_requests
+
+
+ROOMY = {"num_blocks": 128}
+SITUATIONS = pytest.mark.parametrize(
+    "limits",
+    [ROOMY, ROOMY | {"depth": 1}, ROOMY | {"depth": 1, "budget": 26}, {"num_blocks": 24}],
+    ids=["roomy", "overlapped", "chunked", "preempting"],
+)
+
+
+@SITUATIONS
+@pytest.mark.parametrize(("drafter", "kind"), [("self", "v1"), ("self", "v2"), ("eagle", "v2")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stories_are_those_without_drafts(
+    prompts: Prompts, stories: Stories, drafter: str, kind: str, temperature: float, limits: dict[str, int]
+) -> None:
+    """A model that drafts for itself is always right, and takes as few steps as possible."""
+    num_blocks = limits["num_blocks"]
+    got, stats = run_stories(drafting_runner(drafter, kind, num_blocks=num_blocks), prompts, temperature, **limits)
+    assert got == stories[DRAFTERS[drafter][0], temperature]
+    assert stats.drafts.num_drafted > 250
+    assert (stats.num_preemptions > 0) == (num_blocks < 128)
+    if drafter == "eagle":
+        assert (0.3 if temperature else 0.5) < stats.drafts.acceptance_rate < 1
+    else:
+        assert_all_right(stats, len(prompts))
+        fewest = sum(-(-(40 + 3 * i - 1) // (1 + NUM_DRAFTS)) for i in range(len(prompts)))
+        assert num_blocks < 128 or stats.drafts.num_rows == fewest
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "small"])
+def test_drafts_are_the_same_each_time(prompts: Prompts, stories: Stories, drafter: str) -> None:
+    outcomes = []
+    for _ in range(2):
+        got, stats = run_stories(drafting_runner(drafter), prompts[:3], 1.0)
+        assert got == {name: stories[STORY, 1.0][name] for name in got}
+        outcomes.append(stats.drafts)
+    assert outcomes[0] == outcomes[1]
+    assert 0.15 < outcomes[0].acceptance_rate < 1
+
+
+def test_a_prefix_of_earlier_requests_has_the_drafters_kv_too(prompts: Prompts, stories: Stories) -> None:
+    """Blocks that were computed for one request serve the draft model of another."""
+    runner, scheduler = drafting_runner("self"), make_scheduler(NUM_DRAFTS, num_blocks=128)
+    assert run_stories(runner, prompts[:2], 0.0)[0] == {name: stories[DRAFT, 0.0][name] for name in ("r0", "r1")}
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
+    for _ in range(2):  # one after the other
+        (got,) = live(in_one_runner(runner), [params], scheduler=scheduler, prompts=[prompts[4]]).values()
+        assert got.token_ids == stories[DRAFT, 0.0]["r4"][: len(prompts[4]) + 30]
+    stats = scheduler.stats()
+    assert stats.prefix_cache_hits > 0
+    assert_all_right(stats, 2)
+    assert stats.drafts.num_accepted > 30
+
+
+class EveryOtherStep(ConstantDrafts):
+    """Steps that propose, and steps in which a drafter only fills its cache."""
+
+    def choose(self, num_decodes: int) -> int:
+        self.num_drafts = NUM_DRAFTS - self.num_drafts
+        return self.num_drafts
+
+
+def test_steps_without_proposals_leave_no_gap_in_the_kv(prompts: Prompts, stories: Stories) -> None:
+    got, stats = run_stories(drafting_runner("self"), prompts, 1.0, controller=EveryOtherStep(0))
+    assert got == stories[DRAFT, 1.0]
+    assert_all_right(stats, len(prompts))
+    assert stats.drafts.num_accepted > 100
+
+
+@pytest.mark.parametrize(("drafter", "floor"), [("self", 0.9), ("eagle", 0.3)])
+def test_captured_steps_draft(prompts: Prompts, stories: Stories, drafter: str, floor: float) -> None:
+    runner = drafting_runner(drafter, device=RecordingDevice(has_graphs=True))
+    got, stats = run_stories(runner, prompts[:5], 1.0, depth=1)
+    assert got == {name: stories[DRAFTERS[drafter][0], 1.0][name] for name in got}
+    assert runner.graphs.num_steps["uniform"] > 5
+    assert stats.drafts.acceptance_rate >= floor
+
+
+def test_the_head_ships_without_the_targets_matrices() -> None:
+    assert (embedded_eagle_path() / "model.safetensors").stat().st_size < 1_200_000
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+ONE_STEP = {"copy_in": 1, "replay": 1, "copy_out": 1}
+WITH_LOGPROBS = {**ONE_STEP, "copy_out": 2}
+EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}, "logprobs": 2}
+
+
+@pytest.mark.parametrize(
+    ("features", "num_drafts", "counts", "sampling"),
+    [
+        ({"temperature": 0.0}, NUM_DRAFTS, ONE_STEP, PLAIN),
+        ({"temperature": 1.0}, NUM_DRAFTS, ONE_STEP, PLAIN),
+        (EDITED, NUM_DRAFTS, WITH_LOGPROBS, SamplingVariant(logits_processors=True, logprobs=32)),
+        # the forward pass is a graph; sampling, verification and drafting are queued behind it
+        ({**EDITED, "logprobs": -1}, NUM_DRAFTS, WITH_LOGPROBS, None),
+        # with drafting off, a drafter still fills its KV cache, in the same graph
+        ({"temperature": 0.0}, 0, ONE_STEP, PLAIN),
+    ],
+    ids=["greedy", "random", "edited", "all logprobs", "off"],
+)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
+    drafter: str,
+    features: dict[str, Any],
+    num_drafts: int,
+    counts: dict[str, int],
+    sampling: SamplingVariant | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing in the graph depends on a value, and the host waits for nothing."""
+    monkeypatch.setattr(NoValues, "num_operations", 0)
+    device = StrictDevice()
+    runner = drafting_runner(drafter, device=device)
+    is_captured_at_start = sampling is PLAIN and num_drafts > 0
+    if is_captured_at_start:
+        runner.warm_up()
+    scheduler = make_scheduler(NUM_DRAFTS, num_blocks=128, controller=ConstantDrafts(num_drafts))
+    prompt = Tokenizer.from_path(STORY).encode("Pip the mouse, Pip the mouse, Pip")
+    params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True, **features})
+    for request in requests_of([params] * 3, [prompt] * 3):
+        scheduler.add_request(request)
+    for step in range(12):
+        device.counts.clear()
+        output, pending = queue_step(scheduler, in_one_runner(runner))
+        assert output.num_drafts == (num_drafts if step > 0 else 0)
+        if step > (0 if is_captured_at_start else 2):
+            assert device.counts == counts
+        scheduler.update(output, pending.get())
+    assert NoValues.num_operations > 100
+    if num_drafts:
+        assert runner.graphs.num_steps == {"eager": 1, "uniform": 11}
+        assert {key.sampling for key in runner.graphs.captured if key.kind == "uniform"} == {sampling}
+    else:
+        assert GraphKey("decode", 4, 4, drafting=None if drafter == "ngram" else 0) in runner.graphs.captured
+
+
+def test_what_no_graph_can_hold_is_refused() -> None:
+    numbers = torch.arange(4)
+    for ask in (lambda: numbers[0].item(), lambda: numbers[numbers > 1], lambda: torch.equal(numbers, numbers)):
+        with pytest.raises(AssertionError, match="aten"), NoValues():
+            ask()

@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.commands import CommandRunner
 from tests.helpers.runner_lives import DRAFT
 
 from fleetfoot import LLM
 from fleetfoot.assets import embedded_eagle_path, embedded_model_path
-from fleetfoot.cli.main import main
 from fleetfoot.records.weights import WeightError
-
-Streams = pytest.CaptureFixture[str]
 
 
 def start(model: str | Path | None = None, method: str = "", target: str = "story-llama", **settings: Any) -> None:
-    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
-    if model is not None:
-        speculative["model"] = str(model)
+    speculative = {"method": method, "num_speculative_tokens": 2} | ({} if model is None else {"model": str(model)})
     LLM(model=target, device="cpu", num_gpu_blocks_override=64, speculative_config=speculative, **settings).shutdown()
 
 
@@ -40,6 +36,11 @@ def test_no_such_model(method: str) -> None:
         start("/no/such/folder", method)
 
 
+def test_a_whole_model_is_no_head() -> None:
+    with pytest.raises(WeightError, match=r"'story-llama' .* has no tensor fc.weight, .* method 'draft_model'"):
+        start("story-llama", "eagle")
+
+
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     folder = copy_of(DRAFT, tmp_path)
     (folder / "model.safetensors").unlink()
@@ -48,11 +49,6 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"no config.json in"):
         start(folder)
-
-
-def test_a_whole_model_is_no_head() -> None:
-    with pytest.raises(WeightError, match=r"'story-llama' .* has no tensor fc.weight, .* method 'draft_model'"):
-        start("story-llama", "eagle")
 
 
 HEAD = embedded_eagle_path()
@@ -73,29 +69,26 @@ def test_a_drafter_that_does_not_fit(source: Path, fields: dict[str, Any], messa
         start(copy_of(source, tmp_path, **fields), "eagle" if source == HEAD else "draft_model")
 
 
-def test_a_drafter_with_few_positions(tmp_path: Path, capsys: Streams) -> None:
+def test_a_drafter_with_few_positions(tmp_path: Path, run: CommandRunner) -> None:
     """Also without ``max_model_len``, which is then the model's."""
     folder = copy_of(DRAFT, tmp_path, max_position_embeddings=512)
     message = r"has 512 positions \(max_position_embeddings\), fewer than the max_model_len 1,024; set max_model_len to"
     with pytest.raises(ValueError, match=message):
         start(folder)
     config = json.dumps({"model": str(folder), "num_speculative_tokens": 2})
-    assert main(["plan", "--device", "cpu", "--speculative-config", config]) == 2
-    assert "fewer than the max_model_len 2,048" in capsys.readouterr().err
+    error = run.refused("plan", "--device", "cpu", "--speculative-config", config)
+    assert "fewer than the max_model_len 2,048" in error
     start(folder, max_model_len=512)
 
 
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
-def plan(capsys: Streams, speculative: dict[str, Any] | None, *flags: str) -> tuple[dict[str, Any], str]:
+def plan(run: CommandRunner, speculative: dict[str, Any] | None, *flags: str) -> tuple[dict[str, Any], str]:
     """The report, and the text with every run of blanks as one."""
     given = [] if speculative is None else ["--speculative-config", json.dumps(speculative)]
-    flags = ("--device", "cpu", "--cpu-memory", "64GiB", *given, *flags)
-    assert main(["plan", "--json", *flags]) == 0
-    report: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert main(["plan", *flags]) == 0
-    return report, " ".join(capsys.readouterr().out.split())
+    words = ("plan", "--device", "cpu", "--cpu-memory", "64GiB", *given, *flags)
+    return run.json(*words, "--json"), " ".join(run(*words).split())
 
 
 PLANS: dict[str, tuple[dict[str, Any], tuple[str | None, int], str]] = {
@@ -119,10 +112,10 @@ PLANS: dict[str, tuple[dict[str, Any], tuple[str | None, int], str]] = {
 
 
 @pytest.mark.parametrize("method", PLANS)
-def test_the_plan_of_a_drafter(method: str, capsys: Streams) -> None:
+def test_the_plan_of_a_drafter(method: str, run: CommandRunner) -> None:
     speculative, model, line = PLANS[method]
-    plain, plain_text = plan(capsys, None)
-    report, text = plan(capsys, speculative)
+    plain, plain_text = plan(run, None)
+    report, text = plan(run, speculative)
     drafter, memory = report["drafter"], report["memory"]
     assert plain["drafter"] is None and "drafter" not in plain_text
     assert line in text
@@ -136,17 +129,16 @@ def test_the_plan_of_a_drafter(method: str, capsys: Streams) -> None:
     assert (drafter["weights"] > 0) == (drafter["kv_cache"] > 0) == (method != "ngram")
 
 
-def test_the_drafter_is_on_the_last_rank(capsys: Streams) -> None:
-    report, _ = plan(capsys, {"model": str(DRAFT), "num_speculative_tokens": 1}, "--pipeline-parallel-size", "2")
+def test_the_drafter_is_on_the_last_rank(run: CommandRunner) -> None:
+    report, _ = plan(run, {"model": str(DRAFT), "num_speculative_tokens": 1}, "--pipeline-parallel-size", "2")
     first, last = report["parallel"]["stages"]
     assert last["kv_cache"] - first["kv_cache"] == report["drafter"]["kv_cache"] > 0
 
 
-def test_the_plan_of_graphs_with_drafts(capsys: Streams) -> None:
+def test_the_plan_of_graphs_with_drafts(run: CommandRunner) -> None:
     speculative = json.dumps({"num_speculative_tokens": 3})
     flags = ["--device", "cuda", "--gpu-memory", "80GiB", "--max-num-seqs", "16", "--speculative-config", speculative]
-    assert main(["plan", "--json", *flags]) == 0
-    graphs = json.loads(capsys.readouterr().out)["graphs"]
+    graphs = run.json("plan", "--json", *flags)["graphs"]
     assert graphs["num_drafts"] == 3
     assert graphs["uniform"] == graphs["decode"] == [1, 2, 4, 8, 16]
     assert graphs["captured_at_start"] == 4

@@ -78,13 +78,7 @@ def run_lives(runner: ModelRunnerV2, seed: int) -> dict[str, list[int]]:
     rng = random.Random(seed)
     scheduler = make_scheduler()
     requests: list[Request] = []
-    every: list[dict[str, Any]] = [
-        {},
-        {"top_k": 5},
-        {"logprobs": 2},
-        {"presence_penalty": 1.0},
-        {"temperature": 0.0},
-    ]
+    every: list[dict[str, Any]] = [{}, {"top_k": 5}, {"logprobs": 2}, {"presence_penalty": 1.0}, {"temperature": 0.0}]
     while len(requests) < 12 or scheduler.has_unfinished:
         if len(requests) < 12 and rng.random() < 0.5:
             chosen = rng.choice(every)

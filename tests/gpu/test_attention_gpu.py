@@ -13,10 +13,7 @@ from fleetfoot.kernels.attention import triton_backend as triton_module
 from fleetfoot.kernels.attention.prefill import paged_attention_prefill
 from fleetfoot.kernels.attention.triton_backend import TritonBackend
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BOUND = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 DECODES: Requests = [(1, 100), (1, 1), (1, 0), (1, 5000), (1, 16), (1, 17), (1, 1024), (1, 0)]

@@ -10,9 +10,8 @@ from itertools import product
 import pytest
 import torch
 from tests.helpers import ops_checks as checks
-from tests.helpers.kernels import triton_kernels
+from tests.helpers.kernels import triton_kernels, waits_are_errors
 from tests.helpers.ops_checks import REFERENCE
-from tests.helpers.waits import waits_are_errors
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.linear.linear_triton import ChainedGateUp, ChainedLinear, ChainedResidual
@@ -21,10 +20,7 @@ from fleetfoot.kernels.sampling.filter_cuts_triton import filter_cuts_triton
 from fleetfoot.kernels.sampling.sample import MAX_TOP_K, RandomRows, RowFilters, sample_torch
 from fleetfoot.kernels.sampling.sample_triton import sample_triton
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 TRITON = triton_kernels()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -14,10 +14,7 @@ from tests.helpers.prepare_runs import CASES, OPS, GuardedOutputs, assert_same, 
 
 from fleetfoot.kernels.interface import Kernels
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("kernels", [triton_kernels, reference_kernels])

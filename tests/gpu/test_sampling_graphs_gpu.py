@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers.engines import drain, make_engine
-from tests.helpers.kernels import triton_kernels
+from tests.helpers.kernels import triton_kernels, waits_are_errors
 from tests.helpers.logits_processor_cases import processor_case
 from tests.helpers.schedules import assert_agree, live, random_lives
-from tests.helpers.waits import waits_are_errors
 from tests.unit.test_logprobs import check_kernels
 
 from fleetfoot.assets import embedded_model_path

@@ -23,17 +23,14 @@ from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.records.step import ModelRunnerOutput, NewRequest, SchedulerOutput
 from fleetfoot.scheduler.scheduler import Scheduler, SchedulerConfig
 from fleetfoot.tokenizer.tokenizer import Tokenizer
-from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.checkpoints import TINY, make_checkpoint
 
-TEXT_MODEL: dict[str, Any] = {
+TEXT_MODEL: dict[str, Any] = TINY | {
     "vocab_size": 2048,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 256,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.kv_transfer.base.connector import BLOCK_CONTIGUOUS_HND, KVConnector, TransferContext, WorkerConnector
 from fleetfoot.kv_transfer.base.registry import find_connector
+from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata
 from fleetfoot.records.kv_connector import SchedulerConnector
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.request import Request
@@ -31,18 +33,36 @@ WORKER_POINTS = (
 """In the order of a step."""
 
 
+OFFLOADING: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"num_cpu_blocks": 400},
+}
+"""The kv_transfer_config of a real connector."""
+EXIT_CODE = 3
+"""Of a worker that ends without a report."""
+
+
 class InjectedError(RuntimeError):
-    """What `Faults.raise_at` raises."""
+    """Its constructor has two arguments, so it cannot be pickled."""
+
+    def __init__(self, point: str, rank: int) -> None:
+        super().__init__(f"injected at {point} on rank {rank}")
 
 
 @dataclass
 class Faults:
-    """The faults. Both sides share the object, so a test can change them, and set `released`, at any time."""
+    """The faults. Both sides share the object, so a test can change them, and set `released`, at any time. Worker
+    processes get the values in a dict instead: then only the worker side of one rank has faults."""
 
     raise_at: str = ""
-    """One of SCHEDULER_POINTS or WORKER_POINTS, which raises."""
+    """One of SCHEDULER_POINTS or WORKER_POINTS, ``register_kv_caches``, ``flushes`` (a step that flushes blocks)
+    or ``shutdown``, which raises."""
     on_call: int = 1
     """At which of its calls."""
+    error: str = "InjectedError"
+    """What is raised there: that, ``ValueError``, or ``exit``: the process ends."""
+    rank: int = 0
     loads: str = ""
     """``fail``, ``time_out``: successful loads are reported as such failures. ``corrupt``: their blocks are also NaN.
     ``hold``: they are not reported before `released` is set."""
@@ -59,7 +79,9 @@ class Faults:
     def at(self, point: str) -> None:
         self.calls.append(point)
         if point == self.raise_at and self.calls.count(point) == self.on_call:
-            raise InjectedError(f"injected at {point}")
+            if self.error == "exit":
+                os._exit(EXIT_CODE)
+            raise ValueError(f"injected at {point}") if self.error == "ValueError" else InjectedError(point, self.rank)
 
 
 def _call(side: Any, point: str, *arguments: Any, **options: Any) -> Any:
@@ -136,6 +158,14 @@ class FaultyWorker(HookedWorker):
         self._delayed: set[str] = set()
         self._num_sent = 0
 
+    def bind_connector_metadata(self, metadata: object | None) -> None:
+        if isinstance(metadata, BlockStoreMetadata):
+            for request_id, blocks in metadata.loads:
+                self._faults.blocks[request_id] = [block.block_id for block in blocks]
+            if metadata.flushes:
+                self.at("flushes")
+        super().bind_connector_metadata(metadata)
+
     def get_finished(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         output = super().get_finished(finished_req_ids)
         kind = self._faults.loads
@@ -157,23 +187,29 @@ class FaultyWorker(HookedWorker):
 
 
 class FaultyConnector(KVConnector):
-    """``kv_connector_extra_config``: ``inner``, the kv_transfer_config of the real one; ``faults``, a `Faults`."""
+    """``kv_connector_extra_config``: ``inner``, the kv_transfer_config of the real one; ``faults``, see `Faults`."""
 
     accepted_kv_layouts: ClassVar[frozenset[str]] = frozenset({BLOCK_CONTIGUOUS_HND})
 
     @staticmethod
     def scheduler_side(context: TransferContext) -> SchedulerConnector:
         inner, faults = inner_context(context), context.config.kv_connector_extra_config["faults"]
-        return FaultyScheduler(find_connector(inner.config).scheduler_side(inner), faults, context.block_size)
+        scheduler = find_connector(inner.config).scheduler_side(inner)
+        return FaultyScheduler(scheduler, faults, context.block_size) if isinstance(faults, Faults) else scheduler
 
     @staticmethod
     def worker_side(context: TransferContext) -> WorkerConnector:
         inner, faults = inner_context(context), context.config.kv_connector_extra_config["faults"]
-        return FaultyWorker(find_connector(inner.config).worker_side(inner), faults)
+        worker = find_connector(inner.config).worker_side(inner)
+        if isinstance(faults, dict):
+            if faults["rank"] != context.rank:
+                return worker
+            faults = Faults(**faults)
+        return FaultyWorker(worker, faults)
 
 
-def faulty(inner: dict[str, Any], faults: Faults, **settings: Any) -> dict[str, Any]:
-    """A kv_transfer_config for an engine in this process."""
+def faulty(inner: dict[str, Any], faults: Faults | dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A kv_transfer_config."""
     return {
         "kv_connector": "FaultyConnector",
         "kv_connector_module_path": __name__,

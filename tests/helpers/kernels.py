@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
 import pytest
-import torch  # noqa: F401  the C library uses its OpenMP runtime
+import torch
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.registry import DeviceFacts, load_kernels, plan_kernels
@@ -45,3 +48,15 @@ def triton_kernels() -> Kernels:
     if find_spec("triton") is None:
         pytest.skip("needs Triton", allow_module_level=True)
     return load_kernels(plan_kernels(DeviceFacts("cuda", has_triton=True)))
+
+
+@contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """Within it, an operation that makes the host wait for the GPU raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

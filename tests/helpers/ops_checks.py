@@ -48,11 +48,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, ops: Kernels = REF
     rounding = step(ops, actual.dtype, actual.device.type)
     rtol, atol = (1e-5, rounding / 8) if is_triton(ops) else (3e-6, rounding / 64)
     torch.testing.assert_close(
-        actual.double().cpu(),
-        expected.double().cpu(),
-        rtol=max(rounding, rtol),
-        atol=max(atol, 1.2e-6),
-        equal_nan=True,
+        actual.double().cpu(), expected.double().cpu(), rtol=max(rounding, rtol), atol=max(atol, 1.2e-6), equal_nan=True
     )
 
 

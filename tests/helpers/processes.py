@@ -1,17 +1,50 @@
-"""Processes of tests, and waiting for their end without polling."""
+"""Processes of tests, waiting for their end without polling, and a gate in front of an executor's steps."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from tests.helpers.gate import HANG
+from fleetfoot.records.step import SchedulerOutput
+
+HANG = 60.0
+"""Seconds after which a test that waits in vain fails."""
+
+
+class Gate:
+    """Holds the engine's thread before each step until it may take it."""
+
+    def __init__(self) -> None:
+        self._permits = threading.Semaphore(0)
+        self._arrived = threading.Semaphore(0)
+        self._is_open = False
+
+    def __call__(self, step: SchedulerOutput | None) -> None:
+        if not self._is_open:
+            self._arrived.release()
+            assert self._permits.acquire(timeout=HANG)
+
+    async def arrival(self) -> None:
+        """Wait until the engine is about to take a step."""
+        assert await asyncio.to_thread(self._arrived.acquire, timeout=HANG)
+
+    def step(self) -> None:
+        """Let it take one step."""
+        self._permits.release()
+
+    def open(self) -> None:
+        """Let it run."""
+        self._is_open = True
+        self._permits.release()
+
 
 SILENT = (sys.executable, "-c", "import sys; sys.stdin.buffer.read()")
 """The command of a process that writes nothing, and ends with its input."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from fleetfoot.assets import embedded_model_path
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.parsing import load_model_config
 from fleetfoot.fusion import plan_fusion
@@ -35,8 +36,15 @@ from fleetfoot.weights.loading import ModelLoader
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice
 
+STORY = embedded_model_path()
 DRAFT = Path(__file__).parent.parent / "assets" / "story-draft"
 NUM_DRAFTS = 3
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3},
+    "draft_model": {"model": str(DRAFT), "num_speculative_tokens": NUM_DRAFTS},
+    "eagle": {"method": "eagle", "num_speculative_tokens": NUM_DRAFTS},
+}
+"""Each ``speculative_config`` for STORY."""
 MAX_NUM_SEQS = 6
 MAX_MODEL_LEN = 96
 BLOCK_SIZE = 8

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from fleetfoot import AsyncLLM, RequestOutput, SamplingParams
 from tests.helpers.engines import ScriptedExecutor, scripted_engine
-from tests.helpers.gate import HANG, Gate
+from tests.helpers.processes import HANG, Gate
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.helpers.gate import HANG
+from tests.helpers.processes import HANG
 
 from fleetfoot import LLM
 from fleetfoot.cli.main import main

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.helpers.interpreter import HAS_INTERPRETER, interpreted
 from tests.helpers.logits_processor_cases import ProcessorCase, processor_case
-from tests.helpers.no_values import NoValues
+from tests.helpers.recording_device import NoValues
 
 from fleetfoot.kernels.sampling.logits_processors import process_logits_cpu, process_logits_torch
 from fleetfoot.kernels.sampling.logits_processors_triton import process_logits_triton

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.helpers.interpreter import compiled, interpreted, run_python
 from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
-from tests.helpers.no_values import NoValues
 from tests.helpers.prepare_cases import get_batch, int32
 from tests.helpers.prepare_runs import CASES, OPS, assert_same, row_tables, run
+from tests.helpers.recording_device import NoValues
 
 from fleetfoot.kernels.interface import Kernels
 from fleetfoot.kernels.prepare.tables import RowTables, StepBuffers

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.no_values import NoValues
+from tests.helpers.recording_device import NoValues
 
 from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling import sample as filters
