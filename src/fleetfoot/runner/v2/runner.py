@@ -199,9 +199,7 @@ class ModelRunnerV2(ModelRunner):
             step_output = graph.output
         hidden_states = step_output.hidden_states
         if isinstance(hidden_states, IntermediateTensors):
-            sampled_rows = batch.idx_mapping[
-                : shape.num_sampled
-            ].clone()  # the next step overwrites the batch's buffers
+            sampled_rows = batch.idx_mapping[: shape.num_sampled].clone()  # the next step overwrites the buffer
             return self._send_to_next_stage(hidden_states.first(shape.num_tokens), scheduler_output, sampled_rows)
         self._execute_state = scheduler_output, (batch, step_output)
         return None
