@@ -7,7 +7,7 @@ import contextlib
 import copy
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, drain, prompt_of
 from tests.helpers.processes import Gate
 from tests.helpers.streams import assert_idle, async_test, collect, gated, run, submit, tokens_of
 
-from fleetfoot import LLM, AsyncLLM, EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
+from fleetfoot import LLM, AsyncLLM, EngineDeadError, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
 from fleetfoot.engine.input_processor import COPY_MARK
 from fleetfoot.records.step import SchedulerOutput
@@ -108,11 +108,9 @@ async def test_a_slow_reader_gets_what_has_piled_up_as_one() -> None:
         await marker  # it ends later, and outputs come in order: all of the slow one's are there
         rest = [output async for output in slow]
         assert len(rest) == 1
-        outputs = [first, *rest]
-        assert tokens_of(outputs) == script["slow"]
-        assert "".join(output.outputs[0].text for output in outputs) == text
-        assert rest[0].finished
-        assert len(first.outputs[0].token_ids) == 1
+        assert tokens_of([first, *rest]) == script["slow"]
+        assert first.outputs[0].text + rest[0].outputs[0].text == text
+        assert rest[0].finished and len(first.outputs[0].token_ids) == 1
         assert_idle(llm)
 
 
@@ -269,9 +267,7 @@ def test_an_event_loop_that_ends_takes_its_requests_along(running: AsyncLLM) -> 
     ids=lambda value: repr(value)[:25] if isinstance(value, str) else "",
 )
 @async_test
-async def test_a_bad_request_fails_alone(
-    prompt: Any, wanted: Any, request_id: Any, error: type[Exception], message: str
-) -> None:
+async def test_a_bad_request_fails_alone(prompt: Any, wanted: Any, request_id: Any, error: Any, message: str) -> None:
     with gated() as (llm, gate):
         good = submit(llm, PROMPT, params(5), "good")
         await gate.arrival()
@@ -285,44 +281,39 @@ async def test_a_bad_request_fails_alone(
         assert llm.stats().num_finished == {"length": 1}
 
 
-class Ending:
-    """An engine whose steps pass a gate; its step ``number`` calls ``do``."""
+async def errors_at(number: int, do: Callable[[AsyncLLM], object]) -> list[EngineDeadError]:
+    """Of running, waiting and late requests, and of one after the end, when step ``number`` calls ``do``."""
+    gate = Gate()
 
-    def __init__(self, number: int, do: Callable[[AsyncLLM], object]) -> None:
-        self.number, self.do = number, do
-        self.gate = Gate()
-        self.executor = ScriptedExecutor(before_step=self.before_step)
-        self.llm = AsyncLLM.from_engine(scripted_engine(self.executor, max_num_seqs=4))
+    def before_step(step: SchedulerOutput) -> None:
+        gate(step)
+        if step.step == number:
+            do(llm)
 
-    def before_step(self, step: SchedulerOutput) -> None:
-        self.gate(step)
-        if step.step == self.number:
-            self.do(self.llm)
-
-    async def errors(self) -> list[EngineDeadError]:
-        """What requests get: of running, waiting and late ones, and of one after the end."""
-        tasks = [submit(self.llm, PROMPT, params(50), str(i)) for i in range(6)]
-        for _ in range(self.number):
-            await self.gate.arrival()
-            self.gate.step()
-        await self.gate.arrival()
-        tasks.append(submit(self.llm, PROMPT, params(50), "late"))
-        await asyncio.sleep(0)  # lets the late one submit its request, which the engine will not run
-        self.gate.open()
-        await asyncio.wait(tasks)
-        assert not self.llm.is_running
-        tasks.append(submit(self.llm, PROMPT, params(1), "too late"))
-        await asyncio.wait(tasks)
-        await self.llm.abort("late")
-        self.llm.shutdown()
-        assert not self.llm._thread.is_alive()
-        assert self.executor.is_shut_down and self.executor.num_steps == 2
-        return [task.exception() for task in tasks]  # type: ignore[misc]
+    executor = ScriptedExecutor(before_step=before_step)
+    llm = AsyncLLM.from_engine(scripted_engine(executor, max_num_seqs=4))
+    tasks = [submit(llm, PROMPT, params(50), str(i)) for i in range(6)]
+    for _ in range(number):
+        await gate.arrival()
+        gate.step()
+    await gate.arrival()
+    tasks.append(submit(llm, PROMPT, params(50), "late"))
+    await asyncio.sleep(0)  # lets the late one submit its request, which the engine will not run
+    gate.open()
+    await asyncio.wait(tasks)
+    assert not llm.is_running
+    tasks.append(submit(llm, PROMPT, params(1), "too late"))
+    await asyncio.wait(tasks)
+    await llm.abort("late")
+    llm.shutdown()
+    assert not llm._thread.is_alive()
+    assert executor.is_shut_down and executor.num_steps == 2
+    return [task.exception() for task in tasks]  # type: ignore[misc]
 
 
 @async_test
 async def test_shutdown_ends_pending_generators() -> None:
-    errors = await Ending(1, AsyncLLM.shutdown).errors()
+    errors = await errors_at(1, AsyncLLM.shutdown)
     assert [(type(error), str(error)) for error in errors] == [(EngineDeadError, "the engine was shut down")] * 8
 
 
@@ -331,13 +322,8 @@ FAILURE = RuntimeError("the device fell off the bus")
 
 @pytest.mark.parametrize("cause", [FAILURE, SystemExit(3), KeyboardInterrupt()], ids=repr)
 @async_test
-async def test_a_failure_reaches_all_requests_with_its_cause(
-    cause: BaseException, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(llm: AsyncLLM) -> None:
-        raise cause
-
-    for error in await Ending(2, fail).errors():
+async def test_a_failure_reaches_all_requests(cause: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    for error in await errors_at(2, mock.Mock(side_effect=cause)):
         assert isinstance(error, EngineDeadError) and error.__cause__ is cause
         assert str(error) == (f"the engine has failed: RuntimeError: {cause}" if cause is FAILURE else str(cause))
     assert any(repr(cause) in record.getMessage() for record in caplog.records)
@@ -359,21 +345,17 @@ async def test_a_command_that_fails_ends_the_commands_behind_it(monkeypatch: pyt
                 await task
 
 
-def test_as_a_context_manager(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> AsyncLLM:
+@async_test
+async def test_as_a_context_manager(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
         async with AsyncLLM(str(text_model), device="cpu", max_num_seqs=4) as llm:
             assert llm.is_running
             outputs = await collect(llm.generate("Once upon a time", params(5), "r"))
             assert outputs[-1].finished
             assert outputs[-1].prompt == "Once upon a time"
-        assert not llm.is_running
-        return llm
-
-    with caplog.at_level(logging.ERROR):
-        llm = run(main())
-    assert not caplog.records
+    assert not llm.is_running and not caplog.records
     with pytest.raises(EngineDeadError, match="shut down"):
-        run(collect(llm.generate("a", params(5), "r")))
+        await collect(llm.generate("a", params(5), "r"))
 
 
 LOOKALIKES = ["r", "0_r", "1_r", "r_0", "r0", "r#1"]
@@ -384,6 +366,13 @@ def copies(count: int, max_tokens: int = 3) -> SamplingParams:
     return params(max_tokens, RequestOutputKind.FINAL_ONLY, n=count)
 
 
+def with_copies(requests: Mapping[str, int], max_tokens: int = 3) -> LLMEngine:
+    engine = scripted_engine(ScriptedExecutor(), max_num_seqs=18)
+    for name, count in requests.items():
+        engine.add_request(name, PROMPT, copies(count, max_tokens))
+    return engine
+
+
 def tokens_of_copies(outputs: list[RequestOutput]) -> dict[str, list[list[int]]]:
     return {o.request_id: [completion.token_ids for completion in o.outputs] for o in outputs if o.finished}
 
@@ -392,9 +381,7 @@ def tokens_of_copies(outputs: list[RequestOutput]) -> dict[str, list[list[int]]]
 @async_test
 async def test_a_request_and_copies_of_another(request_ids: list[str]) -> None:
     expected = {name: [expected_tokens(3)] * (2 if name == "r" else 1) for name in request_ids}
-    engine = scripted_engine(ScriptedExecutor())
-    for name, sequences in expected.items():
-        engine.add_request(name, PROMPT, copies(len(sequences)))
+    engine = with_copies({name: len(each) for name, each in expected.items()})
     assert tokens_of_copies(drain(engine)) == expected
     with gated() as (llm, gate):
         gate.open()
@@ -408,9 +395,7 @@ async def test_a_request_and_copies_of_another(request_ids: list[str]) -> None:
 @async_test
 async def test_an_abort_ends_one_and_not_the_other(aborted: str) -> None:
     expected = {name: ["abort" if name == aborted else "length"] * n for name, n in (("r", 2), ("0_r", 1))}
-    engine = scripted_engine(ScriptedExecutor())
-    for name, reasons in expected.items():
-        engine.add_request(name, PROMPT, copies(len(reasons)))
+    engine = with_copies({name: len(each) for name, each in expected.items()})
     engine.step()
     engine.abort_request(aborted)
     found = drain(engine)
@@ -429,8 +414,7 @@ async def test_an_abort_ends_one_and_not_the_other(aborted: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("request_id", [f"r{COPY_MARK}0", COPY_MARK, f"{COPY_MARK}r"])
 def test_the_mark_of_copies_is_the_engines_own(request_id: str, count: int, running: AsyncLLM) -> None:
-    engine = scripted_engine(ScriptedExecutor())
-    engine.add_request("r", PROMPT, copies(2))
+    engine = with_copies({"r": 2})
     with pytest.raises(ValueError, match=r"it must not hold the character '\\x1f'"):
         engine.add_request(request_id, PROMPT, copies(count))
     with pytest.raises(ValueError, match="must not hold the character"):
@@ -441,8 +425,6 @@ def test_the_mark_of_copies_is_the_engines_own(request_id: str, count: int, runn
 
 @given(st.dictionaries(st.text("r_01#\x1e", min_size=1, max_size=4), st.integers(1, 3), min_size=1, max_size=6))
 def test_no_two_sequences_have_one_id(requests: dict[str, int]) -> None:
-    engine = scripted_engine(ScriptedExecutor(), max_num_seqs=18)
-    for request_id, count in requests.items():
-        engine.add_request(request_id, PROMPT, copies(count, max_tokens=1))
+    engine = with_copies(requests, max_tokens=1)
     assert len(engine.core.scheduler.requests) == sum(requests.values())
     assert {output.request_id: len(output.outputs) for output in drain(engine)} == requests

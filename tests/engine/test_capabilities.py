@@ -8,20 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers import engines
 from tests.helpers.checkpoints import make_checkpoint, reference_logits
-from tests.helpers.engines import (
-    TEXT_MODEL,
-    ScriptedExecutor,
-    drain,
-    make_engine,
-    prompt_of,
-    run_requests,
-    scripted_engine,
-)
+from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
 from tests.helpers.recording_device import RecordingDevice
 from tests.helpers.runner_lives import in_one_runner, live, make_runner, make_scheduler
 
@@ -62,13 +56,6 @@ class Subject:
         made = make_engine(folder or self.folder, runner=self.runner, dtype="float32", **settings)
         assert made.runner_name == self.runner  # what really runs
         return made
-
-    def run(self, prompts: list[list[int]], params: SamplingParams, **settings: Any) -> list[CompletionOutput]:
-        """All of them together, in a new engine."""
-        engine = self.engine(**settings)
-        outputs = run_all(engine, prompts, params)
-        engine.shutdown()
-        return outputs
 
     def expected(self, prompt: list[int]) -> list[int]:
         """Greedy tokens of the reference."""
@@ -173,7 +160,7 @@ def sampling(subject: Subject) -> None:
     seeded = [{"temperature": 1.3, "seed": seed, **more} for more in filters for seed in (1, 2)]
     outputs = both_runners(subject, *(make_params(**params) for params in seeded))
     assert all(output != other for i, output in enumerate(outputs) for other in outputs[:i])
-    assert subject.run([PROMPT], make_params(temperature=2.0, top_k=1, seed=3))[0].token_ids == subject.expected(PROMPT)
+    subject.check(subject.engine(), make_params(temperature=2.0, top_k=1, seed=3))
 
 
 def both_runners(subject: Subject, *requests: SamplingParams) -> list[list[list[int]]]:
@@ -215,9 +202,8 @@ def penalties(subject: Subject) -> None:
 def logit_bias(subject: Subject) -> None:
     plain = subject.expected(PROMPT)
     allowed = [5, 90, 1000]
-    biased, restricted = both_runners(
-        subject, make_params(logit_bias={plain[1]: -5.0, 77: 2.0}), make_params(allowed_token_ids=allowed)
-    )
+    params = [make_params(logit_bias={plain[1]: -5.0, 77: 2.0}), make_params(allowed_token_ids=allowed)]
+    biased, restricted = both_runners(subject, *params)
     assert biased[0][1] != plain[1] and {token for tokens in restricted for token in tokens} <= set(allowed)
 
 
@@ -226,9 +212,8 @@ def bad_words(subject: Subject) -> None:
     assert tokenizer is not None
     word, stops = tokenizer.decode([plain[2]]), {"stop_token_ids": [plain[1]], "ignore_eos": False}
     assert tokenizer.encode(word, add_special_tokens=False) == [plain[2]]
-    banned, early, late = both_runners(
-        subject, make_params(bad_words=[word]), make_params(**stops), make_params(**stops, min_tokens=6)
-    )
+    params = [make_params(bad_words=[word]), make_params(**stops), make_params(**stops, min_tokens=6)]
+    banned, early, late = both_runners(subject, *params)
     assert banned[0][:2] == plain[:2] and plain[2] not in banned[0]
     assert early[0] == plain[:2]
     assert len(late[0]) >= 6 and plain[1] not in late[0][:5]
@@ -271,14 +256,6 @@ def ngram(subject: Subject) -> None:
     subject.check(engine)
 
 
-def tensor_parallelism(subject: Subject) -> None:
-    in_processes(subject, tensor_parallel_size=2)
-
-
-def pipeline_parallelism(subject: Subject) -> None:
-    in_processes(subject, pipeline_parallel_size=2)
-
-
 def in_processes(subject: Subject, **sizes: int) -> None:
     engine = subject.engine(**sizes)
     executor = engine.core.executor
@@ -291,16 +268,11 @@ def kv_connector(subject: Subject) -> None:
     """What one engine has computed, another one reads from files."""
     extra = {"shared_storage_path": str(subject.tmp_path / "kv")}
     config = {"kv_connector": "SharedStorageConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    assert loaded_tokens(subject, engines=2, kv_transfer_config=config) > 0
+    assert_loaded(subject, engines=2, kv_transfer_config=config)
 
 
-def kv_offloading(subject: Subject) -> None:
-    """Without a prefix cache the second run finds what it needs in host memory alone."""
-    assert loaded_tokens(subject, engines=1, kv_offloading_size=0.01, enable_prefix_caching=False) > 0
-
-
-def loaded_tokens(subject: Subject, *, engines: int, **settings: Any) -> int:
-    """Run the same prompt twice, in one engine or two; how many tokens came by a connector the second time."""
+def assert_loaded(subject: Subject, *, engines: int, **settings: Any) -> None:
+    """Run the same prompt twice, in one engine or two: tokens come by a connector the second time."""
     engine = subject.engine(block_size=4, **settings)
     for turn in range(2):
         outputs = run_requests(engine, {"r": (PROMPT, make_params())})
@@ -310,12 +282,15 @@ def loaded_tokens(subject: Subject, *, engines: int, **settings: Any) -> int:
         if turn == 0 and engines == 2:
             engine.shutdown()
             engine = subject.engine(block_size=4, **settings)
-    loaded = engine.stats().transfers.tokens_loaded
+    assert engine.stats().transfers.tokens_loaded > 0
     engine.shutdown()
-    return loaded
 
 
 CASES: dict[Feature, Callable[[Subject], None]] = {
+    Feature.TENSOR_PARALLELISM: partial(in_processes, tensor_parallel_size=2),
+    Feature.PIPELINE_PARALLELISM: partial(in_processes, pipeline_parallel_size=2),
+    # without a prefix cache the second run finds what it needs in host memory alone
+    Feature.KV_OFFLOADING: partial(assert_loaded, engines=1, kv_offloading_size=0.01, enable_prefix_caching=False),
     Feature.SPECULATIVE_NGRAM: ngram,
     Feature.SPECULATIVE_DRAFT_MODEL: draft_model,
     Feature.SPECULATIVE_EAGLE: eagle,
@@ -396,7 +371,7 @@ def test_what_v2_lacks_and_v1_has_is_one_warning_and_v1(
 
 def test_an_engine_put_together_by_hand_has_no_plan() -> None:
     with pytest.raises(ValueError, match="put together from parts: there is no plan"):
-        _ = scripted_engine(ScriptedExecutor()).plan
+        _ = engines.scripted_engine(engines.ScriptedExecutor()).plan
 
 
 def test_there_is_no_case_for_what_no_runner_declares() -> None:

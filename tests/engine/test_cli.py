@@ -9,8 +9,10 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,15 +34,13 @@ EAGLE = '{"method": "eagle", "num_speculative_tokens": 3, "adaptive": false}'
 LARGE_BATCH = '{"method": "ngram", "num_speculative_tokens": 2, "adaptive": false, "disable_by_batch_size": 1}'
 
 
+PRESS_CTRL_C = partial(signal.raise_signal, signal.SIGINT)
 Patch = pytest.MonkeyPatch
 Pipe = Callable[[str], None]
 Prompts = list[list[int]]
 
 
 class Command(CommandRunner):
-    def generate(self, *flags: str, code: int = 0) -> str:
-        return self("generate", *flags, code=code)
-
     def chat(self, *flags: str, code: int = 0) -> list[str]:
         """The replies."""
         return self("chat", *GREEDY, *ONLY_WORDS, *flags, code=code).splitlines()
@@ -83,10 +83,6 @@ def at_step(monkeypatch: Patch, number: int, do: Callable[[], object], repeat: i
     monkeypatch.setattr(LLMEngine, "step", stepping)
 
 
-def press_ctrl_c() -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A copy of the embedded model."""
@@ -119,8 +115,8 @@ def test_json_is_what_the_library_returns(run: Command) -> None:
 
 def test_streaming_prints_what_is_else_printed_at_the_end(run: Command) -> None:
     flags = ["--prompt", "One day", "--prompt", "The owl", "--n", "2", "--seed", "5", "--max-tokens", "7", *ONLY_WORDS]
-    at_once = run.generate(*flags)
-    assert run.generate(*flags, "--stream") == at_once
+    at_once = run("generate", *flags)
+    assert run("generate", *flags, "--stream") == at_once
     assert at_once.count("One day") == at_once.count("The owl") == 2
     assert "--- prompt 2 of 2, output 1 of 2 ---\nThe owl" in at_once
     assert "2 prompts" in run.err and "28 out" in run.err
@@ -129,7 +125,7 @@ def test_streaming_prints_what_is_else_printed_at_the_end(run: Command) -> None:
 def test_text_is_written_as_it_is_generated(run: Command, monkeypatch: Patch) -> None:
     seen: list[str] = []
     at_step(monkeypatch, 1, lambda: seen.append(run.capsys.readouterr().out), repeat=99)
-    run.generate("--prompt", "One day", "--stream", "--max-tokens", "5", *GREEDY, *ONLY_WORDS)
+    run("generate", "--prompt", "One day", "--stream", "--max-tokens", "5", *GREEDY, *ONLY_WORDS)
     assert seen[0] == ""
     assert seen[1].startswith("One day") and len(seen[1]) > len("One day")
     assert len(seen) == 5 and all(seen[1:])
@@ -151,7 +147,7 @@ def test_a_piped_prompt_and_a_file_of_tokens(run: Command, pipe: Pipe, tmp_path:
     assert run.json("generate", "--max-tokens", "2", "--json")[0]["prompt"] == "A piped prompt"
     path = tmp_path / "tokens.jsonl"
     path.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt_token_ids": [8], "prompt": "shown"}\n')
-    plain = run.generate("--prompts-file", str(path), "--skip-tokenizer-init", "--max-tokens", "2", *GREEDY)
+    plain = run("generate", "--prompts-file", str(path), "--skip-tokenizer-init", "--max-tokens", "2", *GREEDY)
     lines = plain.splitlines()
     assert (lines[0], lines[3]) == ("--- prompt 1 of 2 ---", "--- prompt 2 of 2 ---")
     assert lines[1].split()[:3] == ["5", "6", "7"] and len(lines[1].split()) == 5
@@ -187,30 +183,25 @@ def test_a_request_that_fails_is_reported(run: Command, model: Path) -> None:
 
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])
 def test_a_failing_engine_ends_the_command_with_its_cause(run: Command, monkeypatch: Patch, flags: list[str]) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("the device fell off")
-
+    broken = mock.Mock(side_effect=RuntimeError("the device fell off"))
     monkeypatch.setattr("fleetfoot.engine.core.EngineCore.step", broken)
-    assert run.generate("--prompt", "a", *flags, code=1) == ""
+    assert run("generate", "--prompt", "a", *flags, code=1) == ""
     assert "fleetfoot generate: error: the engine has failed: RuntimeError: the device fell off" in run.err
     assert ("Traceback" in run.err) == bool(flags)
 
 
 def test_ctrl_c_ends_generate_and_gives_memory_back(run: Command, monkeypatch: Patch) -> None:
-    ended: list[LLMEngine] = []
-    monkeypatch.setattr(LLMEngine, "shutdown", lambda self: ended.append(self))
-    at_step(monkeypatch, 2, press_ctrl_c)
-    run.generate("--prompt", "a", "--stream", "--max-tokens", "9", *GREEDY, code=130)
-    assert len(ended) == 1 and "Traceback" not in run.err
+    monkeypatch.setattr(LLMEngine, "shutdown", ended := mock.Mock())
+    at_step(monkeypatch, 2, PRESS_CTRL_C)
+    run("generate", "--prompt", "a", "--stream", "--max-tokens", "9", *GREEDY, code=130)
+    assert ended.call_count == 1 and "Traceback" not in run.err
 
 
 def test_a_reader_that_leaves_ends_generate_quietly(run: Command, monkeypatch: Patch) -> None:
-    class LeavingReader(io.StringIO):
-        def flush(self) -> None:
-            raise BrokenPipeError
-
-    monkeypatch.setattr(sys, "stdout", LeavingReader())
-    run.generate("--prompt", "a", "--stream", "--max-tokens", "9", code=141)
+    reader = io.StringIO()
+    monkeypatch.setattr(reader, "flush", mock.Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(sys, "stdout", reader)
+    run("generate", "--prompt", "a", "--stream", "--max-tokens", "9", code=141)
     assert run.err == ""
 
 
@@ -253,10 +244,8 @@ def test_commands_of_a_chat(run: Command, pipe: Pipe, prompts: Prompts) -> None:
     assert "unknown command /what" in run.err and "there is no system message now" in run.err
 
 
-def test_ctrl_c_stops_a_reply_and_the_chat_goes_on(
-    run: Command, monkeypatch: Patch, pipe: Pipe, prompts: Prompts
-) -> None:
-    at_step(monkeypatch, 3, press_ctrl_c)
+def test_ctrl_c_stops_a_reply_alone(run: Command, monkeypatch: Patch, pipe: Pipe, prompts: Prompts) -> None:
+    at_step(monkeypatch, 3, PRESS_CTRL_C)
     pipe("Hello!\nGo on.\n")
     stopped, second = run.chat("--max-tokens", "6")
     assert run.err == "(stopped)\n"
@@ -269,7 +258,7 @@ def test_ctrl_c_stops_a_reply_and_the_chat_goes_on(
 
 def test_a_second_ctrl_c_ends_the_chat(run: Command, monkeypatch: Patch, pipe: Pipe) -> None:
     before = signal.getsignal(signal.SIGINT)
-    at_step(monkeypatch, 2, lambda: (press_ctrl_c(), press_ctrl_c()))
+    at_step(monkeypatch, 2, lambda: (PRESS_CTRL_C(), PRESS_CTRL_C()))
     pipe("Hello!\nGo on.\n")
     assert len(run.chat("--max-tokens", "6", code=130)) == 1
     assert signal.getsignal(signal.SIGINT) is before
@@ -292,15 +281,7 @@ def test_a_chat_on_a_terminal(run: Command, monkeypatch: Patch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
-    lines: list[str | BaseException] = ["Hello!", EOFError(), KeyboardInterrupt()]
-
-    def answer(prompt: str = "") -> str:
-        line = lines.pop(0)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr(builtins, "input", answer)
+    monkeypatch.setattr(builtins, "input", mock.Mock(side_effect=["Hello!", EOFError(), KeyboardInterrupt()]))
     assert len(run.chat("--max-tokens", "2")) == 1
     assert run.err.startswith("story-llama on cpu, runner ") and run.err.count("> ") == 2
     run.chat(code=130)
@@ -319,12 +300,8 @@ def test_chat_templates(run: Command, pipe: Pipe, prompts: Prompts, model: Path,
     assert len(prompts) == 1
     run.chat("--chat-template", str(tmp_path / "absent"), code=2)
     assert "neither a readable file" in run.err
-
-
-def test_a_template_that_refuses_a_message_does_not_end_the_chat(
-    run: Command, pipe: Pipe, prompts: Prompts, tmp_path: Path
-) -> None:
-    template = tmp_path / "template.jinja"
+    prompts.clear()
+    # one that refuses a message does not end the chat
     template.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}Hi")
     pipe("Hello\n/system\nHello\n")
     replies = run.chat("--chat-template", str(template), "--system", "x", "--max-tokens", "2", code=1)
@@ -384,13 +361,9 @@ def test_random_weights_need_config_json_alone(run: Command, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["latency", "throughput"])
-def test_lengths_beyond_the_model_are_refused(run: Command, kind: str) -> None:
+def test_bench_with_drafts_and_of_too_long_requests(run: Command, tmp_path: Path, kind: str) -> None:
     error = run.refused("bench", kind, "--max-model-len", "64", "--input-len", "60", "--output-len", "5")
     assert "60 tokens of prompt and 5 of output are more than the 64" in error
-
-
-@pytest.mark.parametrize("kind", ["latency", "throughput"])
-def test_bench_with_drafts(run: Command, tmp_path: Path, kind: str) -> None:
     (tmp_path / "prompts.txt").write_text("One morning, the little bear\nOnce there was a fox\n", encoding="utf-8")
     load = {
         "latency": ["--batch-size", "2", "--input-len", "8", "--num-iters", "2", "--num-warmup", "1"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -19,6 +19,7 @@ from tests.helpers.engines import make_engine, prompt_of, run_requests
 from tests.helpers.int8_method import quantize
 from tests.helpers.interpreter import interpreted
 from tests.helpers.paged_models import MODELS, PagedCache, assert_close, context, prompt, run
+from tests.helpers.prefill_decode import tokens_of
 
 from fleetfoot import SamplingParams
 from fleetfoot.config import architectures, speculative
@@ -35,11 +36,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 REQUESTS = {str(length): (prompt_of(length, VOCAB, seed=length), GREEDY) for length in (30, 11, 5)}
 
 
+@dataclass
 class Page:
     """Puts examples in the places that the page names, for one test."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._folder, self._monkeypatch = folder, monkeypatch
+    _folder: Path
+    _monkeypatch: pytest.MonkeyPatch
 
     def add_module(self, name: str, example: str) -> ModuleType:
         """A file, because Triton reads the source of kernels."""
@@ -54,23 +56,19 @@ class Page:
 
     def add_entry(self, module: Any, table: str, example: str) -> None:
         """Run an example that adds to a table of the module, as if it stood there."""
-        scope = {**vars(module), table: dict(getattr(module, table))}
+        known = getattr(module, table)
+        scope = {**vars(module), table: dict(known)}
         exec(EXAMPLES[example], scope)
-        for key in scope[table].keys() - getattr(module, table).keys():
-            entry = scope[table][key]
-            if isinstance(getattr(module, table), MappingProxyType):
-                self._monkeypatch.setattr(module, table, MappingProxyType({**getattr(module, table), key: entry}))
-            else:
-                self._monkeypatch.setitem(getattr(module, table), key, entry)
+        if isinstance(known, MappingProxyType):
+            self._monkeypatch.setattr(module, table, MappingProxyType(scope[table]))
+        else:
+            for key in scope[table].keys() - known.keys():
+                self._monkeypatch.setitem(known, key, scope[table][key])
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
     return Page(tmp_path, monkeypatch)
-
-
-def tokens_of(outputs: dict[str, Any]) -> dict[str, list[int]]:
-    return {name: output.outputs[0].token_ids for name, output in outputs.items()}
 
 
 def tokens(folder: Path, requests: dict[str, Any] = REQUESTS, **settings: Any) -> dict[str, list[int]]:
@@ -126,10 +124,8 @@ def test_a_model_is_not_fused_and_v1_is_its_default(tmp_path: Path, monkeypatch:
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_kernel_equals_its_reference(dtype: torch.dtype, page: Page) -> None:
-    scope = {
-        **vars(page.add_module("fleetfoot.kernels.linear.squared_relu", "reference")),
-        **vars(page.add_module("fleetfoot.kernels.linear.squared_relu_triton", "kernel")),
-    }
+    scope = dict(vars(page.add_module("fleetfoot.kernels.linear.squared_relu", "reference")))
+    scope |= vars(page.add_module("fleetfoot.kernels.linear.squared_relu_triton", "kernel"))
     exec(EXAMPLES["equivalence"], scope)
     scope["test_squared_relu"](dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +72,11 @@ def test_calls_that_are_refused(prompts: Any, params: Any, error: type[Exception
     assert llm.stats().num_steps == before
 
 
-def test_conversations_that_are_refused(llm: LLM) -> None:
+def test_conversations_and_priorities_that_are_refused_and_no_prompts(llm: LLM) -> None:
     conversations: dict[str, Any] = {"messages is empty": [], "messages must be a list": "hello"}
     for message, messages in conversations.items():
         with pytest.raises(ValueError, match=message):
             llm.chat(messages, GREEDY, use_tqdm=False)
-
-
-def test_priorities_and_no_prompts(llm: LLM) -> None:
     for priority in ([1, 2], []):
         with pytest.raises(ValueError, match="scheduling_policy='priority'"):
             llm.generate([[5, 6], [7, 8]], GREEDY, use_tqdm=False, priority=priority)
@@ -87,19 +84,14 @@ def test_priorities_and_no_prompts(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-def test_a_field_that_was_assigned_is_checked_too(llm: LLM) -> None:
-    params = SamplingParams()
+def test_parameters_are_checked_and_taken_as_they_are_when_the_request_is_added(llm: LLM) -> None:
+    params, engine = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop_token_ids=[]), llm.llm_engine
     params.top_p = 5.0
     with pytest.raises(ValueError, match=r"top_p must be a number in \(0, 1\], got 5.0"):
         llm.generate([[5, 6]], params, use_tqdm=False)
     with pytest.raises(ValueError, match="top_p"):
-        llm.llm_engine.add_request("r", [5, 6], params)
-
-
-@pytest.mark.usefixtures("nothing_is_left")
-def test_parameters_are_taken_as_they_are_when_the_request_is_added(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop_token_ids=[])
-    engine = llm.llm_engine
+        engine.add_request("r", [5, 6], params)
+    params.top_p = 1.0
     engine.add_request("r", [5, 6], params)
     params.max_tokens = 100
     params.logit_bias = {300: 1e9}
@@ -126,12 +118,11 @@ def test_the_engine_names_what_it_refuses(llm: LLM) -> None:
 def test_a_request_longer_than_the_whole_cache(copies: int, text_model: Path) -> None:
     limits = {"max_num_seqs": 4, "max_model_len": 200, "num_gpu_blocks_override": 10, "block_size": 8}
     message = r"KV for 89 tokens \(40 of prompt and 50 to generate, less one\)"
+    message += r".* the whole cache holds 80 \(10 blocks of 8\).* set max_tokens to at most 41"
     with LLM(str(text_model), device="cpu", **limits) as llm:
-        params = SamplingParams(max_tokens=50, n=copies)
-        with pytest.raises(ValueError, match=message) as caught:
+        with pytest.raises(ValueError, match=message):
+            params = SamplingParams(max_tokens=50, n=copies)
             llm.generate([prompt_of(5, VOCAB), prompt_of(40, VOCAB)], params, use_tqdm=False)
-        assert "the whole cache holds 80 (10 blocks of 8)" in str(caught.value)
-        assert "set max_tokens to at most 41" in str(caught.value)
         assert not llm.llm_engine.has_unfinished_requests()
         llm.llm_engine.core.scheduler.check_idle()
         longest = SamplingParams(max_tokens=41, ignore_eos=True)
@@ -141,11 +132,8 @@ def test_a_request_longer_than_the_whole_cache(copies: int, text_model: Path) ->
 
 
 def _with_weight(text_model: Path, folder: Path, name: str, index: int, value: float) -> Path:
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        weights[name][index] = value
-
     shutil.copytree(text_model, folder, dirs_exist_ok=True)
-    change_weights(folder, change)
+    change_weights(folder, lambda weights: weights[name][index].fill_(value))
     return folder
 
 
@@ -190,8 +178,7 @@ def test_parameters_that_leave_no_token(llm: LLM) -> None:
     assert outputs[1].outputs[0].finish_reason == "length"
 
 
-class _BrokenError(RuntimeError):
-    """An error of the device."""
+class _BrokenError(RuntimeError): ...
 
 
 def _failing(at_step: int, error: BaseException) -> ScriptedExecutor:
@@ -209,8 +196,7 @@ def test_a_step_that_raises_ends_the_engine_with_the_first_cause() -> None:
         engine.add_request(name, [5, 6], SamplingParams(max_tokens=10))
     engine.step()
     engine.step()
-    calls: list[Callable[[], Any]] = [engine.step, engine.step, lambda: engine.add_request("c", [5], GREEDY)]
-    for call in calls:
+    for call in (engine.step, engine.step, lambda: engine.add_request("c", [5], GREEDY)):
         with pytest.raises(EngineDeadError, match="_BrokenError: the device fell off the bus") as caught:
             call()
         assert caught.value.__cause__ is cause
@@ -252,7 +238,7 @@ def test_no_step_is_left_in_flight_when_all_have_their_outputs(text_model: Path)
         assert set(llm.stats().num_finished) == {"length", "stop", "error"}
 
 
-def test_an_integrity_error_ends_the_engine() -> None:
+def test_what_can_never_go_on_is_an_error_and_ends_the_engine() -> None:
     engine = scripted_engine(ScriptedExecutor())
     engine.add_request("r", [5, 6], SamplingParams(max_tokens=2))
     engine.step()
@@ -261,9 +247,6 @@ def test_an_integrity_error_ends_the_engine() -> None:
         engine.check_integrity()
     with pytest.raises(EngineDeadError, match="no request is left, but 1 KV blocks"):
         engine.step()
-
-
-def test_requests_that_can_never_be_scheduled_are_an_error_not_a_hang() -> None:
     engine = scripted_engine(ScriptedExecutor(), num_blocks=8)
     engine.core.scheduler.pool.take(8)  # blocks that will never come back
     engine.add_request("r", [5, 6], GREEDY)

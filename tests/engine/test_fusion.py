@@ -44,7 +44,7 @@ from fleetfoot.layers.decoder import DecoderLayer, DecoderStack, GatedMLP
 from fleetfoot.layers.norm import RMSNorm
 from fleetfoot.models.interface import CausalLM
 from fleetfoot.quantization.base import LinearWeight
-from fleetfoot.records.forward_context import AttentionMetadata, ForwardContext, IntermediateTensors, LogitsMetadata
+from fleetfoot.records.forward_context import ForwardContext, IntermediateTensors
 from fleetfoot.weights.loading import ModelLoader
 
 ALL = (True, True, True)
@@ -58,9 +58,6 @@ class ChainedTorch(PlainLinear):
     num_added = num_deferred = num_read = 0
     most_deferred = 8
     has_gate = False
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        super().__init__(weight, bias)
 
     def __call__(self, x: torch.Tensor | DeferredRMSNorm) -> torch.Tensor:
         if isinstance(x, DeferredRMSNorm):
@@ -107,13 +104,11 @@ class ChainedTorchResidual(ChainedTorch):
         return True
 
 
-def chain_ops(*, defers_in_mlp: bool = True) -> Kernels:
+def chain_ops(gate_up: type[ChainedTorch] = ChainedTorchGateUp) -> Kernels:
     """Torch's operations with weights as they are loaded, and a chain on them."""
-    gate_up = ChainedTorchGateUp if defers_in_mlp else PlainGateUp
     chain = LinearChain(ChainedTorch, gate_up, ChainedTorchResidual)  # type: ignore[arg-type]
-    return replace(
-        reference_kernels(), prepare_linear=lambda weight, bias=None: PlainLinear(weight, bias), linear_chain=chain
-    )
+    kernels = reference_kernels()
+    return replace(kernels, prepare_linear=lambda weight, bias=None: PlainLinear(weight, bias), linear_chain=chain)
 
 
 OPS = {"torch": reference_kernels, "native": cpu_kernels, "chain": chain_ops}
@@ -129,12 +124,6 @@ def make(folder: Path, model_context: ModelContext, fused: Sequence[bool] = (), 
     if fused:
         fuse(model.model.layers, model_context, fused)
     return model
-
-
-def last_rows(metadata: AttentionMetadata, num_reqs: int) -> LogitsMetadata:
-    """The last token of each of the first requests."""
-    indices = (metadata.query_start_loc[1 : num_reqs + 1] - 1).tolist()
-    return logits_metadata(metadata, indices, list(range(num_reqs + 1)))
 
 
 SCHEDULE: list[tuple[dict[int, int], int | None]] = [
@@ -156,8 +145,9 @@ def outputs(model: CausalLM, cache: PagedCache, schedule: Sequence[tuple[dict[in
     for counts, num_read in schedule:
         batch = {request: tokens[request][begin[request] : begin[request] + n] for request, n in counts.items()}
         input_ids, ctx = cache.step(batch)
-        if num_read is not None:
-            ctx = replace(ctx, logits=last_rows(ctx.attention, num_read))
+        if num_read is not None:  # the last token of each of the first requests
+            indices = (ctx.attention.query_start_loc[1 : num_read + 1] - 1).tolist()
+            ctx = replace(ctx, logits=logits_metadata(ctx.attention, indices, list(range(num_read + 1))))
         hidden = model(input_ids, ctx)
         assert isinstance(hidden, torch.Tensor)
         logits.append(model.compute_logits(hidden))
@@ -232,13 +222,12 @@ def test_the_triton_chain_in_bfloat16(
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
-@pytest.mark.parametrize(
-    ("ends", "defers_in_mlp"), [((20, 32, 60), True), ((20, 24, 25, 40), False), ((20, 24, 25, 40), True)]
-)
-def test_residual_sums_within_a_chain(case: str, ends: tuple[int, ...], defers_in_mlp: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", [(20, 32, 60), (20, 24, 25, 40)], ids=str)
+@pytest.mark.parametrize("gate_up", [ChainedTorchGateUp, PlainGateUp])
+def test_residual_sums_within_a_chain(case: str, ends: Any, gate_up: type[ChainedTorch], tmp_path: Path) -> None:
     """Chunks of more than 16 tokens are added in place, and few tokens' norms deferred; the others are partial sums."""
     reference = checkpoint(tmp_path, case)
-    config, model_context = load_model_config(tmp_path), context(ops=chain_ops(defers_in_mlp=defers_in_mlp))
+    config, model_context = load_model_config(tmp_path), context(ops=chain_ops(gate_up))
     tokens, sizes = prompt(ends[-1]), [end - begin for begin, end in pairwise((0, *ends))]
     expected = reference_logits(reference, tokens)
     model, cache = make(tmp_path, model_context, ALL), PagedCache(config, 16)
@@ -247,7 +236,7 @@ def test_residual_sums_within_a_chain(case: str, ends: tuple[int, ...], defers_i
     # Norms are deferred behind each layer but the last, and between attention and MLP if that reads it. At the end of
     # the run the sum alone is read.
     num_added, num_few = sum(size > 16 for size in sizes), sum(size <= 8 for size in sizes)
-    num_read = num_few * (config.num_layers - 1 + (config.num_layers if defers_in_mlp else 0))
+    num_read = num_few * (config.num_layers - 1 + (config.num_layers if gate_up is ChainedTorchGateUp else 0))
     changes = [after - was for after, was in zip(counts(), before, strict=True)]
     assert changes == [2 * num_added * config.num_layers, num_read + num_few, num_read]
     assert_close(torch.cat(logits), expected)
@@ -298,11 +287,6 @@ def dense_tensors(model: CausalLM) -> Iterator[torch.Tensor]:
             yield from (tensor for tensor in linear.weight.dense or () if tensor is not None)
 
 
-def norms_and_tables(model: CausalLM) -> Iterator[torch.Tensor]:
-    yield from (module.weight for module in model.modules() if isinstance(module, RMSNorm))
-    yield from (module.paged.rotary.cos_sin for module in model.modules() if isinstance(module, Attention))
-
-
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("case", ["llama-biases", "llama-tied", "qwen3"])
 def test_new_weights_reach_a_fused_model_at_the_same_addresses(case: str, ops: str, tmp_path: Path) -> None:
@@ -315,7 +299,8 @@ def test_new_weights_reach_a_fused_model_at_the_same_addresses(case: str, ops: s
     assert bool(addresses) == (ops == "chain")
     (decoder,) = old.model.layers._runs
     assert isinstance(decoder, FusedDecoder)
-    held = addresses | {tensor.data_ptr() for tensor in norms_and_tables(old)}
+    held = addresses | {module.weight.data_ptr() for module in old.modules() if isinstance(module, RMSNorm)}
+    held |= {module.paged.rotary.cos_sin.data_ptr() for module in old.modules() if isinstance(module, Attention)}
     assert {tensor.data_ptr() for tensor in tensors_in(decoder, set())} <= held
     before = outputs(old, PagedCache(config, 4), SCHEDULE)
     values = {spec.name: spec.destination().clone() for spec in new.weight_specs()}

@@ -14,18 +14,10 @@ import pytest
 import torch
 from tests.helpers.engines import TEXT_MODEL, drain, make_engine, prompt_of, run_requests
 
-from fleetfoot import (
-    LLM,
-    CompletionOutput,
-    EngineConfig,
-    LLMEngine,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-    TextPrompt,
-    TokensPrompt,
-)
+from fleetfoot import LLM, EngineConfig, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from fleetfoot.assets import embedded_model_path
+from fleetfoot.inputs import TextPrompt, TokensPrompt
+from fleetfoot.outputs import CompletionOutput
 
 PROMPTS = ["Hello, my name is", "The president of the United States is", "Once upon a time", "The future of AI is"]
 CONVERSATION = [
@@ -118,7 +110,12 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
     assert 1 < math.exp(-sum(known) / (len(prompt_logprobs) - 1)) < math.inf  # the perplexity
 
 
-def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+def test_outputs_come_in_the_order_of_the_prompts_and_parameters_stay_as_they_are(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, output_kind=RequestOutputKind.DELTA, stop=["x"])
+    before = repr(params)
+    (output,) = llm.generate("Once", params, use_tqdm=False)
+    assert repr(params) == before
+    assert output.finished and output.outputs[0].token_ids
     outputs = llm.generate(PROMPTS, [greedy(9 - 2 * number) for number in range(4)], use_tqdm=False)
     assert [output.prompt for output in outputs] == PROMPTS
     assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 7, 5, 3]
@@ -126,29 +123,11 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert numbers == list(range(numbers[0], numbers[0] + 4))
 
 
-def test_callers_parameters_stay_as_they_are(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=2, output_kind=RequestOutputKind.DELTA, stop=["x"])
-    before = repr(params)
-    (output,) = llm.generate("Once", params, use_tqdm=False)
-    assert repr(params) == before
-    assert output.finished and output.outputs[0].token_ids
-
-
 def test_progress_bars(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    calls: list[Any] = []
-
-    class Bar:
-        def __init__(self, **keywords: Any) -> None:
-            calls.append(keywords)
-
-        def update(self, count: int) -> None:
-            calls.append(count)
-
-        def close(self) -> None:
-            calls.append("closed")
-
-    llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=Bar)
-    assert calls == [{"total": 4, "desc": "Generating"}, 1, 1, 1, 1, "closed"]
+    bar = mock.Mock()
+    llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=bar)
+    made = mock.call(total=4, desc="Generating")
+    assert bar.mock_calls == [made, *[mock.call().update(1)] * 4, mock.call().close()]
     llm.generate(PROMPTS, SamplingParams(max_tokens=2), use_tqdm=False)
     assert capsys.readouterr() == ("", "")
 
@@ -217,11 +196,10 @@ def test_chat(llm: LLM) -> None:
     first, second = llm.chat([CONVERSATION, CONVERSATION[:2]], sampling_params=params, use_tqdm=False)
     assert first.outputs[0].token_ids == single.outputs[0].token_ids
     assert second.prompt_token_ids != first.prompt_token_ids
-    keywords: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
-    (going_on,) = llm.chat(CONVERSATION[:3], params, use_tqdm=False, **keywords)
-    assert str(going_on.prompt).endswith("today?")
-    keywords = {"chat_template": TEMPLATE, "chat_template_kwargs": {"sign": "!"}}
-    (own,) = llm.chat(CONVERSATION, params, use_tqdm=False, **keywords)
+    going_on: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    assert str(llm.chat(CONVERSATION[:3], params, use_tqdm=False, **going_on)[0].prompt).endswith("today?")
+    template: dict[str, Any] = {"chat_template": TEMPLATE, "chat_template_kwargs": {"sign": "!"}}
+    (own,) = llm.chat(CONVERSATION, params, use_tqdm=False, **template)
     assert str(own.prompt).startswith("You are a helpful assistant!Hello!")
 
 
@@ -278,16 +256,13 @@ def test_a_request_that_was_added_to_the_engine_does_not_disturb_generate(llm: L
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_outputs_do_not_change_after_they_were_returned(
-    kind: RequestOutputKind, is_changed: bool, text_model: Path
-) -> None:
-    """By later steps; nor does a change of them by the user affect later ones."""
+def test_outputs_are_not_changed_by_later_steps(kind: RequestOutputKind, is_changed: bool, text_model: Path) -> None:
+    """Nor does a change of them by the user affect later ones."""
     engine = make_engine(text_model, max_num_batched_tokens=8, max_num_seqs=4, block_size=4)  # several steps a prompt
     params = SamplingParams(n=2, seed=3, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1, output_kind=kind)
     engine.add_request("r", prompt_of(30, TEXT_MODEL["vocab_size"]), params)
     engine.add_request("s", prompt_of(5, TEXT_MODEL["vocab_size"]), SamplingParams(max_tokens=3, output_kind=kind))
-    returned: list[RequestOutput] = []
-    copies: list[RequestOutput] = []
+    returned, copies = [], []
     while engine.has_unfinished_requests():
         for output in engine.step():
             returned.append(output)

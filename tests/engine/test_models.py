@@ -133,13 +133,9 @@ def test_a_model_in_two_parts_gives_the_same_logits(tied: bool, cut: int, tmp_pa
         last(input_ids, ctx)
     with pytest.raises(ValueError, match="no logits head"):
         first.compute_logits(hidden)
-
-
-@pytest.mark.parametrize("layers", [range(0), range(2, 4), range(0, 3, 2), range(2, -1, -1)])
-def test_impossible_parts_are_refused(layers: range) -> None:
-    config = ModelConfig("LlamaForCausalLM", 8, 8, 8, 3, 2, 2, 4, 16)
-    with pytest.raises(ValueError, match="expected consecutive ones"):
-        ModelLoader(config, context(), None, "dummy", layers=layers).load()
+    for layers in (range(0), range(2, 4), range(0, 3, 2), range(2, -1, -1)):
+        with pytest.raises(ValueError, match="expected consecutive ones"):
+            load(tmp_path, layers)
 
 
 def test_the_rotary_table_can_be_shorter_than_the_models_limit(tmp_path: Path) -> None:
@@ -193,31 +189,16 @@ def test_the_registry_names_the_class_of_each_architecture() -> None:
         assert issubclass(model_class(architecture), CausalLM)
     with pytest.raises(ValueError, match="'GPT2LMHeadModel' is not supported; supported: LlamaForCausalLM, Mistral"):
         model_class("GPT2LMHeadModel")
-
-
-def test_a_model_that_is_not_loaded_says_so() -> None:
     config = ModelConfig("LlamaForCausalLM", 8, 8, 8, 1, 2, 2, 4, 16, layer_windows=(None,))
     model = model_class("LlamaForCausalLM")(config, context())
-    with pytest.raises(RuntimeError, match="process_weights_after_loading"):
+    with pytest.raises(RuntimeError, match="process_weights_after_loading"):  # it is not loaded
         run(model, PagedCache(config, 4), {0: [1, 2]})
 
 
-@pytest.mark.parametrize(
-    ("windows", "kept"),
-    [
-        ([None] * 6, [0, 5]),
-        ([None], [0]),
-        ([None] * 2, [0, 1]),
-        ([None, 5, 5, None, None, None], [0, 1, 5]),
-        ([None, 5, 5, None, None, 5], [0, 1, 5]),
-        ([5, None, None, None], [0, 1, 3]),
-    ],
-)
-def test_representative_layers(windows: list[int | None], kept: list[int]) -> None:
-    assert representatives(windows) == kept
-
-
 def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
+    assert [representatives([None] * count) for count in (1, 2, 6)] == [[0], [0, 1], [0, 5]]
+    assert [representatives([None, 5, 5, None, None, last]) for last in (None, 5)] == [[0, 1, 5]] * 2
+    assert representatives([5, None, None, None]) == [0, 1, 3]
     kinds = ["full_attention", *["sliding_attention"] * 2, *["full_attention"] * 3]
     sliding = {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=len(kinds), **sliding)

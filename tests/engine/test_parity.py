@@ -50,14 +50,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @torch.inference_mode()
 def _generate(reference: Any, prompt: list[int]) -> list[int]:
-    output = reference.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    inputs = {"inputs": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.int64)}
+    special = {"eos_token_id": None, "pad_token_id": 0}
+    output = reference.generate(**inputs, **special, max_new_tokens=NUM_TOKENS, do_sample=False)
     logits = reference(output[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]  # [NUM_TOKENS, VOCAB]
     best, second = logits.topk(2).values.T
     assert (best - second).min() > MARGIN, "the reference is undecided: take another seed"
@@ -65,9 +60,8 @@ def _generate(reference: Any, prompt: list[int]) -> list[int]:
 
 
 def _start(case: Case, **keywords: Any) -> LLM:
-    return LLM(
-        str(case.folder), skip_tokenizer_init=True, device="cpu", dtype="float32", **{"max_num_seqs": 4, **keywords}
-    )
+    settings = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32", "max_num_seqs": 4, **keywords}
+    return LLM(str(case.folder), **settings)
 
 
 def _tokens(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -91,16 +85,16 @@ def test_alone_then_batched_with_prefix_hits(case: Case) -> None:
         assert output.outputs[0].token_ids[:100] == case.expected[1][100:]
 
 
+FEW_BLOCKS = {"num_gpu_blocks_override": 60, "block_size": 8}
 WAYS: dict[str, dict[str, Any]] = {
     "uncached": {"enable_prefix_caching": False, "max_num_seqs": 3, "block_size": 5},  # the fourth waits for a row
     "chunks of 4": {"max_num_batched_tokens": 4},
     "chunks of 11": {"max_num_batched_tokens": 11},
     "whole prompts": {"enable_chunked_prefill": False, "max_model_len": 300},
     # the longest needs 34 blocks of 8, all four together 114
-    "preempted": {"num_gpu_blocks_override": 60, "block_size": 8},
-    "preempted, chunks": {"num_gpu_blocks_override": 60, "block_size": 8, "max_num_batched_tokens": 16},
-    "preempted, chunks, uncached": {"num_gpu_blocks_override": 60, "block_size": 8, "max_num_batched_tokens": 16}
-    | {"enable_prefix_caching": False},
+    "preempted": FEW_BLOCKS,
+    "preempted, chunks": {**FEW_BLOCKS, "max_num_batched_tokens": 16},
+    "preempted, chunks, uncached": {**FEW_BLOCKS, "max_num_batched_tokens": 16, "enable_prefix_caching": False},
 }
 
 
@@ -143,10 +137,8 @@ def test_in_bfloat16_every_path_agrees() -> None:
     if native_problem():
         pytest.skip("plain torch rounds bfloat16 in ways that depend on the batch")
     texts = ["Once upon a time", "The fox said", "In the wood there lived a badger who had lost a lantern", "She"]
-    params = [
-        SamplingParams(temperature=0.7 * (number % 2), seed=number, max_tokens=60, ignore_eos=True)
-        for number in range(len(texts))
-    ]
+    seeded: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+    params = [SamplingParams(temperature=0.7 * (seed % 2), seed=seed, **seeded) for seed in range(len(texts))]
 
     def tokens(alone: bool = False, **keywords: Any) -> list[list[int]]:
         with LLM(device="cpu", dtype="bfloat16", **{"max_num_seqs": 4, **keywords}) as llm:

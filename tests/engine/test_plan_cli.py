@@ -288,10 +288,7 @@ MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide
         (["/no/such/model"], ["'/no/such/model': no such folder"]),
         (["MODEL", "--model", "another"], ["two models are given", "leave one out"]),
         (["MODEL", "--gpu-memory", "12GiB"], ["the model does not fit", "GiB of GPU memory, or more"]),
-        (
-            ["MODEL", *GPU_24, "--max-model-len", "131072"],
-            ["max_model_len is 131,072, but the KV cache has", "(--max-model-len "],
-        ),
+        (["MODEL", *GPU_24, "--max-model-len", "131072"], ["131,072, but the KV cache has room", "(--max-model-len "]),
         (["MODEL", "--device", "cpu", "--cpu-memory", "8GiB"], ["the model does not fit", "GiB of memory, or more"]),
         (["MODEL", "--max-model-len", "999999"], ["set max_model_len to at most 131072"]),
         (["--gpu-memory", "80GiB", "--device", "cpu"], ["--device is cpu"]),

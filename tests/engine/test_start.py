@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize("owner", [LLM, AsyncLLM])
 @pytest.mark.parametrize(("keywords", "error", "message"), REFUSED, ids=[str(keywords) for keywords, *_ in REFUSED])
-def test_settings_that_cannot_work(
-    owner: Any, keywords: dict[str, Any], error: type[Exception], message: str, text_model: Path
-) -> None:
+def test_settings_that_cannot_work(owner: Any, keywords: Any, error: Any, message: str, text_model: Path) -> None:
     with pytest.raises(error, match=message) as caught:
         owner(**{"model": str(text_model), "device": "cpu", "max_num_seqs": 4, **keywords})
     assert "unknown keyword" not in message or owner.__name__ in str(caught.value)
@@ -75,35 +73,17 @@ def test_no_gpu(text_model: Path) -> None:
         LLM(str(text_model), device="cuda")
 
 
-def _write_config(**changes: Any) -> Callable[[Path], Any]:
-    def write(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | changes))
-
-    return write
-
-
-def _write(name: str, content: bytes) -> Callable[[Path], Any]:
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-def _remove(name: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / name).unlink()
-
-
-WEIGHTS = "model.safetensors"
-BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (_remove("config.json"), "no config.json in"),
-    "config not JSON": (_write("config.json", b"{"), "config.json cannot be read as JSON"),
-    "architecture": (
-        _write_config(architectures=["GPT2LMHeadModel"]),
-        r"\['GPT2LMHeadModel'\]; supported .*: Llama",
-    ),
-    "no weights": (_remove(WEIGHTS), r"no \*.safetensors in"),
-    "no safetensors": (_write(WEIGHTS, b"PK\x03\x04"), "not a whole safetensors file"),
-    "misshapen": (_write_config(vocab_size=100), r"2 misshapen\n.*found \[2048, 64\], expected \[100, 64\]"),
-    "no tokenizer": (_remove("tokenizer.json"), r"no tokenizer.json.*skip_tokenizer_init=True"),
-    "tokenizer not JSON": (_write("tokenizer.json", b"{"), "tokenizer.json is not a file"),
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+GPT2 = {"architectures": ["GPT2LMHeadModel"]}
+BROKEN: dict[str, tuple[str, bytes | dict[str, Any] | None, str]] = {
+    "no config": (CONFIG, None, "no config.json in"),
+    "config not JSON": (CONFIG, b"{", "config.json cannot be read as JSON"),
+    "architecture": (CONFIG, GPT2, r"architectures is \['GPT2LMHeadModel'\]; supported architectures: Llama"),
+    "no weights": (WEIGHTS, None, r"no \*.safetensors in"),
+    "no safetensors": (WEIGHTS, b"PK\x03\x04", "not a whole safetensors file"),
+    "misshapen": (CONFIG, {"vocab_size": 100}, r"2 misshapen\n.*found \[2048, 64\], expected \[100, 64\]"),
+    "no tokenizer": ("tokenizer.json", None, r"no tokenizer.json.*skip_tokenizer_init=True"),
+    "tokenizer not JSON": ("tokenizer.json", b"{", "tokenizer.json is not a file"),
 }
 
 
@@ -111,8 +91,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_broken_checkpoints(name: str, text_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(text_model, folder)
-    change, message = BROKEN[name]
-    change(folder)
+    file, content, message = BROKEN[name]
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((folder / file).read_text()) | content).encode()
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         LLM(folder, device="cpu", max_num_seqs=4)
 
@@ -145,9 +130,8 @@ def no_library(tmp_path: Path, monkeypatch: Patch) -> Iterator[None]:
         cached.cache_clear()
 
 
-def test_without_the_c_library_the_plan_names_what_runs(
-    no_library: None, text_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.usefixtures("no_library")
+def test_without_the_c_library_the_plan_names_what_runs(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     with LLM(str(text_model), device="cpu", max_num_seqs=2) as llm:
         plan = llm.llm_engine.plan
         assert plan.kernels == plan_kernels(DeviceFacts("cpu"))

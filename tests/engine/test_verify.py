@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from tests.helpers.commands import CommandRunner
@@ -22,9 +25,8 @@ SAMPLING = ["greedy", "seeded", "filtered", "penalized"]
 
 
 class Command(CommandRunner):
-    def verify(self, *flags: str, code: int = 0) -> dict[str, Any]:
-        report: dict[str, Any] = self.json("verify", "--json", *flags, code=code)
-        return report
+    def verify(self, *flags: str, code: int = 0) -> Any:
+        return self.json("verify", "--json", *flags, code=code)
 
 
 @pytest.fixture
@@ -36,17 +38,16 @@ def stray(monkeypatch: pytest.MonkeyPatch, step: int, change: Callable[[ModelRun
     """Change what Model Runner V2 yields in one step that samples, warm-up left out."""
     sample_tokens, count = ModelRunnerV2.sample_tokens, iter(range(1, 10_000))
 
-    class Changed:
-        def __init__(self, pending: Any) -> None:
-            self._pending = pending
+    def get(pending: Any) -> ModelRunnerOutput:
+        output: ModelRunnerOutput = pending.get()
+        if output.sampled_token_ids and next(count) == step:
+            change(output)
+        return output
 
-        def get(self) -> ModelRunnerOutput:
-            output = self._pending.get()
-            if output.sampled_token_ids and next(count) == step:
-                change(output)
-            return output
+    def changed(self: ModelRunnerV2, grammar: object) -> SimpleNamespace:
+        return SimpleNamespace(get=partial(get, sample_tokens(self, grammar)))
 
-    monkeypatch.setattr(ModelRunnerV2, "sample_tokens", lambda self, grammar: Changed(sample_tokens(self, grammar)))
+    monkeypatch.setattr(ModelRunnerV2, "sample_tokens", changed)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +73,10 @@ def test_the_runners_agree(model: str, flags: list[str], run: Command) -> None:
     assert num_logprobs > 15 * (32 * 6 + sum(verify.PROMPT_LENGTHS) - 8)
 
 
-def test_the_prefix_cache_is_met(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    hits: list[int] = []
-    shutdown = LLMEngine.shutdown
-
-    def spy(self: LLMEngine) -> None:
-        hits.append(self.stats().scheduler.prefix_cache_hits)
-        shutdown(self)
-
-    monkeypatch.setattr(LLMEngine, "shutdown", spy)
-    run.verify()
+def test_the_prefix_cache_is_met(run: Command) -> None:
+    with mock.patch.object(LLMEngine, "shutdown", autospec=True, side_effect=LLMEngine.shutdown) as shutdown:
+        run.verify()
+    hits = [call.args[0].stats().scheduler.prefix_cache_hits for call in shutdown.mock_calls]
     assert len(hits) == 2 and hits[0] == hits[1] > 0
 
 
@@ -129,16 +124,13 @@ def test_a_request_that_fails_in_one_runner_differs(run: Command, monkeypatch: p
     assert "not numbers" in difference["error"]
 
 
-def test_prompts_of_ones_own(run: Command, tmp_path: Path) -> None:
+def test_prompts_of_ones_own_and_those_cut_to_the_room_there_is(run: Command, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt_token_ids": [5, 6, 7]}\n{"prompt": "Once upon a time"}\n')
     report = run.verify("--prompts-file", str(path))
     assert report["equal"] and report["num_prompts"] == 2
     assert report["requests"][0] == {"prompt": 0, "num_prompt_tokens": 3, "sampling": "greedy"}
     assert report["requests"][7]["sampling"] == "penalized"
-
-
-def test_prompts_are_cut_to_the_room_there_is(run: Command) -> None:
     report = run.verify("--max-model-len", "20")
     assert report["equal"]
     assert [request["num_prompt_tokens"] for request in report["requests"][::4]] == [1, 2, 7, 14, 14, 14, 14, 14]
@@ -170,6 +162,7 @@ def output(
     return RequestOutput("r", None, prompt or [1], [completion], finished=True)
 
 
+Tokens = list[list[int]]
 BOTH = [(2, 0, 4, 7), (3, 0, 4, 7)]
 
 
@@ -183,9 +176,7 @@ BOTH = [(2, 0, 4, 7), (3, 0, 4, 7)]
     ],
     ids=["nothing", "the first is the earliest", "an early end", "an end for another reason"],
 )
-def test_differences(
-    v1: list[list[int]], v2: list[list[int]], reason: str, num_equal: int, differences: list[tuple[int | None, ...]]
-) -> None:
+def test_differences(v1: Tokens, v2: Tokens, reason: str, num_equal: int, differences: list[Any]) -> None:
     result = compare([output(ids) for ids in v1], [output(ids, finish_reason=reason) for ids in v2])
     names = ("request", "position", "v1_token", "v2_token")
     assert [tuple(entry[name] for name in names) for entry in result["differences"]] == differences

@@ -26,15 +26,9 @@ from fleetfoot.tokenizer.tokenizer import Tokenizer
 from tests.helpers.checkpoints import TINY, make_checkpoint
 
 TEXT_MODEL: dict[str, Any] = TINY | {
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+    "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
 """A tiny model that fits the embedded tokenizer. Its weights are wide, so that its words vary."""
 
 EOS = 1

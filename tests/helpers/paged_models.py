@@ -21,15 +21,12 @@ from tests.helpers.kernels import reference_kernels
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", **SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", **SCALED}
+YARN_OPTIONS = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3}
+SHORT = {"max_position_embeddings": 128}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,28 +41,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}}),
-    "llama-llama3": ("llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 128, "head_dim": 16}),
-    "llama-yarn": ("llama", {"rope_parameters": YARN, "max_position_embeddings": 128, "head_dim": 16}),
-    "llama-yarn-options": (
-        "llama",
-        {
-            "rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7}
-            | {"mscale_all_dim": 1.3},
-            "max_position_embeddings": 128,
-            "head_dim": 16,
-        },
-    ),
-    "llama-yarn-attention-factor": (
-        "llama",
-        {"rope_parameters": {**YARN, "attention_factor": 1.4}, "max_position_embeddings": 128},
-    ),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3, **SHORT, "head_dim": 16}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN, **SHORT, "head_dim": 16}),
+    "llama-yarn-options": ("llama", {"rope_parameters": YARN_OPTIONS, **SHORT, "head_dim": 16}),
+    "llama-yarn-attention-factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.4}, **SHORT}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
-    "qwen2-tied-window": (
-        "qwen2",
-        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
-    ),
+    "qwen2-tied-window": ("qwen2", {"tie_word_embeddings": True, **WINDOW}),
     "qwen3": ("qwen3", {}),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 20}),
     "qwen3-layer-types": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYER_TYPES}),
@@ -125,8 +108,7 @@ def run(model: CausalLM, cache: PagedCache, new_tokens: dict[int, list[int]]) ->
 
 
 def context(**changes: Any) -> ModelContext:
-    context = ModelContext(reference_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
-    return replace(context, **changes)
+    return replace(ModelContext(reference_kernels(), SDPABackend(), torch.float32, torch.device("cpu")), **changes)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -17,11 +17,7 @@ T = TypeVar("T")
 
 def run(coroutine: Awaitable[T], timeout: float = HANG) -> T:
     """Run a coroutine in an event loop of its own."""
-
-    async def limited() -> T:
-        return await asyncio.wait_for(coroutine, timeout)
-
-    return asyncio.run(limited())
+    return asyncio.run(asyncio.wait_for(coroutine, timeout))
 
 
 def async_test(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

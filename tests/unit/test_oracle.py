@@ -31,6 +31,7 @@ NO_TRITON = dataclasses.replace(GPU, has_triton=False)
 LLAMA = ModelFeatures("LlamaForCausalLM")
 QWEN2 = ModelFeatures("Qwen2ForCausalLM")
 VARIABLE = env.USE_V2_MODEL_RUNNER
+Env = dict[str, str]
 
 
 class DeclaresLayout:
@@ -49,9 +50,7 @@ def connector(name: str, path: str | None = __name__) -> dict[str, Any]:
     return {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both", **module}}
 
 
-def ask(
-    model: ModelFeatures = LLAMA, machine: Machine = GPU, environ: dict[str, str] | None = None, **settings: Any
-) -> Decision:
+def ask(model: ModelFeatures = LLAMA, machine: Machine = GPU, environ: Env | None = None, **settings: Any) -> Decision:
     return oracle.decide(EngineConfig(**settings), model, machine, environ or {})
 
 
@@ -242,9 +241,7 @@ EXTRA = {"kv_connector_extra_config": {"a": 1}, "kv_port": 5}
         ({"kv_role": "kv_producer"}, "kv_connector", "kv_role 'kv_producer'", KNOWN),
     ],
 )
-def test_a_connector_without_name_or_role_is_not_active(
-    settings: dict[str, Any], absent: str | None, given: str | None, needed: str | None
-) -> None:
+def test_a_connector_without_name_or_role_is_not_active(settings: Any, absent: Any, given: Any, needed: Any) -> None:
     decision = ask(kv_transfer_config=settings)
     assert (decision.runner, decision.unsupported) == ("v2", ())
     expected = f"it has no {absent}: nothing comes of {given}. Set {needed}, or leave kv_transfer_config out."

@@ -328,9 +328,7 @@ ALL = {"gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "enfo
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
-def test_advice_for_a_plan_that_does_not_fit(
-    total: float, device: str, settings: dict[str, Any], advised: set[str]
-) -> None:
+def test_advice_where_nothing_fits(total: float, device: str, settings: dict[str, Any], advised: set[str]) -> None:
     """A negative ``total``: so much less than the least that is enough."""
     num_bytes = int((total if total > 0 else least_gib(**settings) + total) * GIB)
     with pytest.raises(MemoryPlanError) as caught:

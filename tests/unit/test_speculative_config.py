@@ -156,9 +156,7 @@ SHORT = {"max_position_embeddings": 512}
         (None, {"model": "a/model"}, r"'eagle' needs a model, and none is given; .* 'story-llama', and for no other"),
     ],
 )
-def test_heads_that_do_not_fit(
-    fields: dict[str, Any] | None, engine: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_heads_that_do_not_fit(fields: Any, engine: dict[str, Any], message: str, tmp_path: Path) -> None:
     head = None if fields is None else changed_head(tmp_path, **fields)
     with pytest.raises(ValueError, match=message):
         find(make_config(head, "eagle", **engine))

@@ -29,6 +29,7 @@ from fleetfoot.weights.loading import ModelLoader, reload_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+Patch, LogCapture = pytest.MonkeyPatch, pytest.LogCaptureFixture
 Tensors = dict[str, torch.Tensor]
 
 CONTEXT = ModelContext(reference_kernels(), SDPABackend(), torch.float32, torch.device("cpu"))
@@ -187,6 +188,7 @@ def test_integers_and_floats_are_not_mixed_up(tmp_path: Path) -> None:
         assert torch.equal(held, packed) != bool(message)
 
 
+SAME = {Q: torch.zeros(8, 8)}
 NOT_WHOLE = r"model.safetensors is not a whole safetensors file"
 BROKEN: dict[str, tuple[dict[str, bytes | Tensors], str]] = {
     "empty": ({ONE: b""}, rf"{NOT_WHOLE} \(0 bytes"),
@@ -202,10 +204,7 @@ BROKEN: dict[str, tuple[dict[str, bytes | Tensors], str]] = {
         f"index {content!r}": ({INDEX: content}, f"{INDEX} has no weight_map from tensor to file")
         for content in (b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}')
     },
-    "twice": (
-        {"a.safetensors": {Q: torch.zeros(8, 8)}, "b.safetensors": {Q: torch.zeros(8, 8)}},
-        rf"tensor {Q} is in .*b.safetensors and in another file",
-    ),
+    "twice": ({"a.safetensors": SAME, "b.safetensors": SAME}, rf"tensor {Q} is in .*b.safetensors and in another file"),
     "int8": ({ONE: {Q: torch.ones(8, 8, dtype=torch.int8)}}, f"quantized {Q}: found I8, expected one of BF16"),
 }
 
@@ -282,9 +281,7 @@ def test_ranks_hold_their_parts_and_together_all(tied: bool, size: int, tmp_path
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("layers", [None, range(1), range(1, 2)])
-def test_a_rank_reads_only_its_bytes(
-    size: int, layers: range | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_only_its_bytes(size: int, layers: range | None, tmp_path: Path, monkeypatch: Patch) -> None:
     shared, tensors = save_shared(tmp_path, tied=False)
     read: dict[str, int] = {}
     whole_tensor = Checkpoint.tensor
@@ -365,9 +362,7 @@ def test_ranks_share_the_dummy_weights_of_the_whole(size: int) -> None:
 
 
 @pytest.mark.parametrize("part", [(slice(100, 1100), slice(0, 1024)), (slice(0, 1200), slice(512, 768))])
-def test_large_dummy_weights_repeat_no_row_in_no_part(
-    part: tuple[slice, slice], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_dummy_weights_repeat_no_row_in_no_part(part: tuple[slice, slice], monkeypatch: Patch) -> None:
     monkeypatch.setattr("fleetfoot.weights.dummy._MAX_COPIED", 100_000)
     whole, held = torch.empty(1200, 1024), torch.empty(1200, 1024)[part]
     fill_dummy([WeightSpec("matrix", (1200, 1024), lambda: whole)], seed=0)
@@ -396,9 +391,7 @@ def test_dummy_weights() -> None:
     assert len(integers.unique()) > 10
 
 
-def test_a_local_folder_is_taken_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_local_folders_are_taken_as_they_are(tmp_path: Path, monkeypatch: Patch, caplog: LogCapture) -> None:
     assert resolve_model(tmp_path) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine").mkdir()
@@ -410,7 +403,7 @@ def test_a_local_folder_is_taken_as_it_is(
     assert "'mine' is a local folder: revision 'v2' has no effect" in caplog.text
 
 
-def test_a_path_that_is_absent_never_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_absent_never_goes_to_the_hub(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was called"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
@@ -425,9 +418,7 @@ def test_a_path_that_is_absent_never_goes_to_the_hub(tmp_path: Path, monkeypatch
             resolve_model(name)
 
 
-def test_a_hub_id_is_downloaded_or_the_error_lists_what_was_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_downloaded_or_the_error_lists_what_was_tried(tmp_path: Path, monkeypatch: Patch) -> None:
     calls = []
 
     def download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
