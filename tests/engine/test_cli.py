@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -220,6 +221,14 @@ def test_drafts_are_counted_and_change_no_token(run: Command) -> None:
     assert plain["outputs"] == content["outputs"]
     assert plain["metrics"]["num_drafted_tokens"] == plain["metrics"]["num_accepted_tokens"] == 0
     assert "drafts" not in run.err
+
+
+def test_streams_that_the_shell_closed() -> None:
+    command = [sys.executable, "-m", "fleetfoot", "generate", "--device", "cpu", "--prompt", "a", "--max-tokens", "2"]
+    for closed, written in ((">&- 2>&-", "--"), ("2>&-", "a-"), (">&-", "-["), ("<&-", "a[")):
+        words = ["sh", "-c", f'"$@" {closed}', "sh", *command]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert (done.stdout[:1] or "-") + (done.stderr[:1] or "-") == written
 
 
 def test_a_piped_chat_prints_replies_alone_and_remembers(run: Command, pipe: Pipe, prompts: Prompts) -> None:

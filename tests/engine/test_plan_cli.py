@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,12 +42,12 @@ Patch = pytest.MonkeyPatch
 
 
 class Command(CommandRunner):
-    def plan(self, *flags: str) -> dict[str, Any]:
-        report: dict[str, Any] = self.json("plan", "--json", *flags)
+    def plan(self, *flags: str, code: int = 0) -> dict[str, Any]:
+        report: dict[str, Any] = self.json("plan", "--json", *flags, code=code)
         assert self.err == ""  # warnings are in the object
         assert report.keys() >= KEYS
         assert all(sentence.endswith(".") for sentence in report["reasons"])
-        assert report["runnable"] == (not report["problems"])
+        assert report["runnable"] == (not report["problems"]) == (code == 0)
         return report
 
 
@@ -69,9 +70,8 @@ def llama_8b(tmp_path: Path) -> str:
 
 
 TRANSFER = ["--kv-transfer-config"]
-NO_MODULE = "Stranger cannot be imported from no.such.module"
 V2_DEFAULT = "default of LlamaForCausalLM"
-UNKNOWN = "ForCausalLM is not one of"
+NONE = "No model runner supports"
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
 JAMBA = {"architectures": ["JambaForCausalLM"], "mamba_d_state": 16, "num_experts": 16}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
@@ -80,24 +80,24 @@ DECISIONS: dict[str, tuple[list[str], dict[str, Any], str, list[str], str]] = {
     "gpu": (H100, {}, "v2", [], V2_DEFAULT),
     "gpu-without-triton": ([*H100, "--no-triton"], {}, "v1", [], "Triton"),
     "cpu-without-triton": ([*CPU, "--no-triton"], {}, "v2", [], V2_DEFAULT),
-    "lora-v2": ([*H100, "--enable-lora", "--use-v2-model-runner"], {}, "v2", ["LoRA adapters"], "is True"),
-    "no-module": ([*H100, *TRANSFER, STRANGER], {}, "v1", ["this KV connector"], NO_MODULE),
+    "lora-v2": ([*H100, "--enable-lora", "--use-v2-model-runner"], {}, "v2", ["LoRA adapters"], f"{NONE} LoRA"),
+    "no-module": ([*H100, *TRANSFER, STRANGER], {}, "v1", ["this KV connector"], f"{NONE} this KV connector"),
     "inactive": ([*H100, *TRANSFER, "{}"], {}, "v2", [], V2_DEFAULT),
     "quantized": (H100, FP8, "v1", ["quantized weights"], "weights are quantized, fp8"),
-    "experts": (H100, MIXTRAL, "v1", ["mixture of experts"], f"Mixtral{UNKNOWN}"),
-    "hybrid": (H100, JAMBA, "v1", ["mixture of experts", "hybrid or state-space layers"], f"Jamba{UNKNOWN}"),
-    "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", [], "GPT2LMHeadModel is not one of"),
+    "experts": (H100, MIXTRAL, "v1", ["mixture of experts"], f"{NONE} the architecture Mixtral"),
+    "hybrid": (H100, JAMBA, "v1", ["mixture of experts", "hybrid or state-space layers"], "architecture Jamba"),
+    "other": (H100, {"architectures": ["GPT2LMHeadModel"]}, "v1", [], f"{NONE} the architecture GPT2LMHeadModel."),
 }
 
 
 @pytest.mark.parametrize("case", DECISIONS)
 def test_the_decision(case: str, run: Command, tmp_path: Path) -> None:
     flags, fields, runner, unsupported, reason = DECISIONS[case]
-    report = run.plan(config_folder(tmp_path / "model", **fields), *flags)
+    is_runnable = not unsupported and case != "other"
+    report = run.plan(config_folder(tmp_path / "model", **fields), *flags, code=0 if is_runnable else 1)
     assert (report["model_runner"], report["explicit"]) == (runner, "--use-v2-model-runner" in flags)
     assert report["unsupported"] == unsupported
     assert reason in report["reasons"][0]
-    assert report["runnable"] == (not unsupported and case != "other")
     assert (report["memory"] is None) == (case in ("quantized", "experts", "hybrid", "other"))  # cannot be loaded
     for name in unsupported:
         assert any(problem.startswith(f"{name} (") for problem in report["problems"])
@@ -273,10 +273,10 @@ def test_the_text_says_what_the_object_says(run: Command, llama_8b: str) -> None
         "cuda (NVIDIA H100), 80.00 GiB",
     ):
         assert text in words
-    words = " ".join(run("plan", llama_8b, *H100, "--enable-lora", "--runner", "v2").split())
-    assert "model runner V2 (you chose it)" in words and "V2 lacks LoRA adapters" in words
+    words = " ".join(run("plan", llama_8b, *H100, "--enable-lora", "--runner", "v2", code=1).split())
+    assert "model runner none; the plan is that of V2 (you chose it)" in words and "V2 lacks LoRA adapters" in words
     assert "NOT RUNNABLE LoRA adapters (enable_lora is on): " in words
-    assert "No model runner supports all of it" in words
+    assert "runs:" not in run("plan", llama_8b, *H100, "--no-triton", "--runner", "v2", code=1)
 
 
 MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide"}}
@@ -293,7 +293,13 @@ MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide
         (["MODEL", "--max-model-len", "999999"], ["set max_model_len to at most 131072"]),
         (["--gpu-memory", "80GiB", "--device", "cpu"], ["--device is cpu"]),
         (["--gpu-memory", "much"], ["'much' is no size; write 80GiB"]),
-        (["--gpu-memory", "0"], ["'0' is no size"]),
+        *((["--gpu-memory", word], [f"'{word}' is no size"]) for word in ("0", "80B", "85899345920", "80,5", "")),
+        (["--max-model-len", "1"], ["max_model_len is 1; it must be at least 2"]),
+        (
+            ["--block-size", "1", "--num-gpu-blocks-override", "1"],
+            ["KV of at least 2 tokens", "override=2 (--num"],
+        ),
+        (["--block-size", "1", "--kv-cache-memory-bytes", "2048", "--max-model-len", "2"], ["memory_bytes=4096 (--kv"]),
         (["--runner", "v2", "--no-use-v2-model-runner"], ["runner is 'v2' and use_v2_model_runner is False"]),
         (["--kv-transfer-config", "{"], ["kv_transfer_config is not JSON"]),
         (["--speculative-config", '{"method": "magic", "num_speculative_tokens": 1}'], ["method is 'magic'"]),
@@ -309,6 +315,19 @@ def test_what_cannot_be_planned(flags: list[str], messages: list[str], run: Comm
         assert message in error
 
 
+@pytest.mark.parametrize(("flags", "sizes"), [([], [2, 4]), (["--max-model-len", "131072"], [4])])
+def test_a_model_for_several_gpus_gets_the_smallest_number(
+    run: Command, tmp_path: Path, flags: list[str], sizes: list[int]
+) -> None:
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    flags = [config_folder(tmp_path / "llama-70b", **shape), "--gpu-memory", "80", *flags]
+    error = run.refused("plan", *flags)
+    assert [int(size) for size in re.findall(r"\(--tensor-parallel-size (\d+)\)$", error, re.MULTILINE)] == sizes
+    assert "GiB of GPU memory, or more" in error
+    run.plan(*flags, "--tensor-parallel-size", str(sizes[0]))
+    assert "tensor" not in run.refused("plan", *flags, "--distributed-executor-backend", "uni")
+
+
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     """Nor numpy, a tokenizer or the hub, whether the plan is for this machine (where there is no GPU) or another."""
     model = config_folder(tmp_path / "model")
@@ -321,7 +340,7 @@ calls = [[{model!r}, "--device", "cpu", "--cpu-memory", "64GiB"], ["--gpu-memory
          [{model!r}, "--gpu-memory", "1GiB"]]
 codes = [main(["plan", *call]) for call in calls]
 heavy = [name for name in ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2") if name in sys.modules]
-sys.exit(f"{{codes}} {{heavy}}" if codes != [0, 2, 0, 2] or heavy else 0)
+sys.exit(f"{{codes}} {{heavy}}" if codes != [0, 2, 1, 2] or heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -338,7 +357,7 @@ def test_no_more_than_the_config_is_downloaded(run: Command, llama_8b: str, monk
 
 
 def test_sizes() -> None:
-    sizes = {"80GiB": 80 * GIB, "80gb": 80 * 10**9, "1.5 MiB": 3 << 19, "2K": 2048, "12345": 12345, "7B": 7}
+    sizes = {"80GiB": 80 * GIB, "8gb": 8 * 10**9, "1.5 MiB": 3 << 19, "2048K": 2 << 20, "80": 80 * GIB, "1.5": 3 << 29}
     assert {text: size_in_bytes(text) for text in sizes} == sizes
     texts = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 5 << 20: "5.0 MiB", 80 * GIB: "80.00 GiB", -GIB: "-1.00 GiB"}
     assert {size: readable(size) for size in texts} == texts

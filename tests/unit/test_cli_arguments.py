@@ -25,7 +25,7 @@ from fleetfoot.cli.arguments import (
 )
 from fleetfoot.cli.command import UsageError
 from fleetfoot.cli.main import logs_on_stderr
-from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.engine import UNSUPPORTED, EngineConfig
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -72,10 +72,18 @@ def test_what_is_not_given_is_left_to_the_config_and_the_command() -> None:
     assert not engine_config(parse(["--no-skip-tokenizer-init"]), skip_tokenizer_init=True).skip_tokenizer_init
 
 
+def test_neutral_flags_of_vllm_are_taken() -> None:
+    words = "--tokenizer-mode auto --kv-cache-dtype auto -dp 1 --disable-log-stats --no-enable-expert-parallel"
+    words += " --swap-space 4 --hf-overrides {} --dtype half --task auto --max-seq-len-to-capture 8192"
+    assert engine_config(parse(words.split())) == EngineConfig(dtype="float16")
+
+
 def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
     text = " ".join(run("generate", "--help").split())
     for field in dataclasses.fields(EngineConfig):
-        assert field.metadata["help"] in text
+        assert (field.metadata["help"] in text) == (field.name not in UNSUPPORTED)
+    for word in ("lora", "quantiz", "--task", "embeds", "sleep", "compilation", "context-parallel", "swap-space"):
+        assert word not in text
     assert "most requests that run at the same time (default: 256)" in text
     assert "{auto,cpu,cuda}" in text
     assert "(default: none)" not in text
@@ -161,7 +169,7 @@ OVERRIDE = ["--override-generation-config"]
         (["generate", "--max-modle-len", "9"], "did you mean --max-model-len"),
         (["generate", "--xyzzy"], "unknown argument '--xyzzy'; fleetfoot generate --help lists what it takes"),
         (["generate", "--max-toke", "9"], "did you mean --max-tokens"),  # abbreviations are not guessed
-        (["generate", "a prompt"], "unknown argument 'a prompt'"),
+        (["generate", "a prompt"], "'a prompt' is no model; give a prompt with --prompt"),
         (["generate", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
         (["generate", "--max-tokens", "many"], "'many' is neither an integer nor 'none'"),
         (["generate", "--stop-token-ids", "x"], "'x' is no list of token ids"),
@@ -171,7 +179,7 @@ OVERRIDE = ["--override-generation-config"]
         (["generate", "--temperature", "-1"], "fleetfoot generate: error: temperature must be 0 (greedy)"),
         (["generate", "--top-p", "nan"], "fleetfoot generate: error: top_p must be"),
         (["generate", "--n", "2", "--temperature", "0"], "n must be 1 with greedy sampling"),
-        (["generate", "--prompt", "x", "--max-model-len", "0"], "max_model_len is 0; it must be at least 1"),
+        (["generate", "--prompt", "x", "--max-model-len", "0"], "max_model_len is 0; it must be at least 2"),
         (["generate", "--prompt", "x", "--gpu-memory-utilization", "2"], "gpu_memory_utilization is 2.0"),
         (["generate", "--prompt", "x", "--generation-config", ""], "generation_config is an empty string"),
         (["generate", "--prompt", "x", *OVERRIDE, "[1]"], "generation_config is [1]; it must be"),
@@ -193,9 +201,13 @@ OVERRIDE = ["--override-generation-config"]
         (["plan", "-tp", "2"], "unknown argument '-tp'; it is --tensor-parallel-size"),
         (["plan", "--pp=2"], "unknown argument '--pp'; it is --pipeline-parallel-size"),
         (["plan", "--node_rank", "1"], "unknown argument '--node_rank'; it is --node-rank"),
-        (["worker", "-dp", "2"], "unknown argument '-dp'; start one engine for each replica"),
-        (["plan", "--no-enable-expert-parallel"], "'--no-enable-expert-parallel'; models are dense"),
-        (["plan", "--speculative-model", "x"], "'--speculative-model'; set speculative_config="),
+        (["worker", "-dp", "2"], "-dp 2 is not supported; start one engine for each replica"),
+        (["plan", "--enable-expert-parallel"], "--enable-expert-parallel is not supported; models are dense"),
+        (["plan", "--speculative-model", "x"], "--speculative-model x is not supported; set speculative_config="),
+        (["plan", "--tokenizer_mode", "auto"], "unknown argument '--tokenizer_mode'; it is --tokenizer-mode"),
+        (["bench", "latency", "--output", "/"], "--output /: it is a folder"),
+        (["bench", "throughput", "--output", ""], "it is a folder"),
+        (["generate", "M", "--model", "N"], "two models are given, 'M' and 'N'"),
         (["plan", "--speculative-config", "{method:", "ngram}"], "is not JSON"),
         (["plan", "--speculative-config", "ngram"], """in a shell between single quotes: '{"key": "value"}'"""),
         (["plan", "--nnodes", "2"], "is 1 worker, which cannot be spread evenly over so many; it can be 1"),

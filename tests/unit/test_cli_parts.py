@@ -38,7 +38,7 @@ def test_prompts_of_flags_come_before_those_of_a_file(tmp_path: Path) -> None:
     text, json_lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     text.write_bytes(b"first\r\n\n  second \n{}\n")
     assert read_prompts(["zero"], str(text)) == ["zero", "first", "  second ", "{}"]
-    json_lines.write_text('{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [1, 2]}\n')
+    json_lines.write_text('\ufeff{"prompt": "a\\nb"}\n\n{"prompt_token_ids": [1, 2]}\n')
     assert read_prompts([], str(json_lines)) == [{"prompt": "a\nb"}, {"prompt_token_ids": [1, 2]}]
 
 
@@ -66,7 +66,11 @@ def test_standard_input_is_the_prompt_unless_it_is_a_terminal(monkeypatch: pytes
     assert read(io.StringIO("two\nlines\n"), [], None) == ["two\nlines"]
     assert read(io.StringIO("two\nlines\n"), [], "-") == ["two", "lines"]
     assert read(io.StringIO("not read"), ["given"], None) == ["given"]
-    assert all(read(none, [], None) == [STORY_OPENING] for none in (Terminal("not read"), io.StringIO(""), None))
+    assert read(Terminal("not read"), [], None) == [STORY_OPENING]
+    assert read(io.StringIO("\ufefffirst"), [], None) == ["first"]
+    for stdin, message in ((io.StringIO(""), "is empty"), (io.StringIO(" \n"), "is empty"), (None, "is closed")):
+        with pytest.raises(UsageError, match=f"standard input {message}; give a prompt .*--prompt TEXT"):
+            read(stdin, [], None)
 
 
 # --- what is printed ----------------------------------------------------------------------------------------------

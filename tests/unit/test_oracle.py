@@ -102,10 +102,10 @@ MISSING: list[tuple[dict[str, Any], list[str]]] = [
     (
         {**V2, **LORA, "prefill_context_parallel_size": 4},
         [
-            "Model Runner V2 is to run (runner is 'v2')",
+            "no model runner supports what is on:",
             "prefill context parallelism (prefill_context_parallel_size is 4): ",
             "LoRA adapters (enable_lora is on): ",
-            "No model runner supports all of it",
+            "Leave these settings out",
         ],
     ),
     ({**V2, **STRANGER}, ["does not say which KV layouts it accepts"]),
@@ -151,6 +151,7 @@ ORDER: list[tuple[dict[str, Any], str, str]] = [
 def runners_that_call_connectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests do not depend on what the runners support."""
     declare(monkeypatch, Support(), ("v1", "v2"), Feature.KV_CONNECTOR, Feature.KV_OFFLOADING)
+    declare(monkeypatch, Support(), ("v1",), Feature.LORA, Feature.POOLING)
 
 
 @pytest.mark.usefixtures("runners_that_call_connectors")
@@ -172,7 +173,19 @@ def test_defaults_of_v2() -> None:
     assert len(ask(machine=GPU).reasons) == len(ask(machine=CPU, runner="v1").reasons) == 1
 
 
-def test_one_warning_names_every_feature_that_v2_lacks() -> None:
+def test_what_no_runner_supports_runs_on_none() -> None:
+    for settings in ({}, {"runner": "v1"}, {"runner": "v2"}):
+        decision = ask(enable_lora=True, model=ModelFeatures("MixtralForCausalLM", has_experts=True), **settings)
+        parts = "mixture of experts (MixtralForCausalLM has experts), LoRA adapters (enable_lora is on)"
+        expected = f"No model runner supports the architecture MixtralForCausalLM, {parts}."
+        assert (decision.reasons, decision.warnings) == ((expected,), ())
+        with pytest.raises(UnsupportedFeatureError, match="no model runner supports what is on:") as caught:
+            decision.check()
+        assert "Model Runner V" not in str(caught.value)
+
+
+def test_one_warning_names_every_feature_that_v2_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    declare(monkeypatch, Support(), ("v1",), Feature.LORA, Feature.QUANTIZED_WEIGHTS, Feature.PROMPT_EMBEDDINGS)
     decision = ask(machine=CPU, enable_lora=True, quantization="fp8", enable_prompt_embeds=True)
     assert decision.warnings == decision.reasons
     (warning,) = decision.warnings
@@ -199,8 +212,9 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
     assert (V2_LAYOUT in layouts.accepted) == accepts
     decision = ask(**settings)
     assert decision.runner == ("v2" if accepts else "v1")
-    assert (f"in the layout {V2_LAYOUT}, and the KV connector {name} " in decision.reasons[0]) != accepts
     exists = name in ("DeclaresOther", "DeclaresNothing")
+    assert (f"in the layout {V2_LAYOUT}, and the KV connector {name} " in decision.reasons[0]) == exists
+    assert accepts or exists or f"KV connector (kv_transfer_config has {name} as " in decision.reasons[0]
     lacking = "Model Runner V2's KV layout" if exists else "this KV connector"
     assert [feature.name for feature in decision.unsupported] == [lacking] * (not accepts)
     assert bool(decision.missing) == (not accepts and not exists)  # V1 cannot run a class without a module either
@@ -209,7 +223,7 @@ def test_connectors_declare_the_layouts_that_they_accept(name: str, path: str | 
 def test_a_runner_without_connectors_does_not_start_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch, Support("Not in this test."), ("v1", "v2"), Feature.KV_CONNECTOR)
     decision = ask(**connector("SharedStorageConnector", None))
-    assert decision.runner == "v1" and "Model Runner V2 does not support KV connectors" in decision.reasons[0]
+    assert decision.runner == "v1" and "No model runner supports KV connectors (" in decision.reasons[0]
     assert [feature.name for feature in decision.missing] == ["KV connectors"]
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
@@ -30,13 +31,13 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("swap_space", 4, "leave it out: a preempted request is computed again; kv_offloading_size"),
-        ("cpu_offload_gb", 0, "tensor_parallel_size"),
-        ("tokenizer_mode", "auto", "leave it out"),
-        ("disable_log_stats", True, r"stats\(\) has the numbers"),
-        ("max_seq_len_to_capture", 8192, "enforce_eager=True"),
+        ("swap_space", 8, "leave it out: a preempted request is computed again; kv_offloading_size"),
+        ("cpu_offload_gb", 1, "tensor_parallel_size"),
+        ("tokenizer_mode", "slow", "leave it out"),
+        ("disable_log_stats", 5, r"stats\(\) has the numbers"),
+        ("max_seq_len_to_capture", 4096, "enforce_eager=True"),
         ("kv_cache_dtype", "fp8", "KV has the model's dtype"),
-        ("hf_overrides", {}, "config.json"),
+        ("hf_overrides", {"a": 1}, "config.json"),
         ("limit_mm_per_prompt", {"image": 1}, "text alone"),
         ("data_parallel_size", 2, "one engine for each replica"),
         ("speculative_model", "x/y", "speculative_config="),
@@ -45,7 +46,7 @@ def call(self: object, prompts: object, lora_request: None = None, *, use_tqdm: 
     ],
 )
 def test_a_setting_that_only_vllm_has(name: str, value: Any, advice: str, owner: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{owner} got an unknown keyword '{name}'; .*{advice}"):
+    with pytest.raises(TypeError, match=rf"^{owner} does not support {name}={re.escape(repr(value))}; .*{advice}"):
         EngineConfig.from_keywords({"model": "x", name: value}, owner=owner)
 
 
@@ -61,12 +62,29 @@ def test_settings_that_both_have_are_taken() -> None:
     assert {name: getattr(config, name) for name in both} == both
 
 
+def test_values_that_change_nothing_are_taken() -> None:
+    neutral = {name: values[0] for name, (values, _) in ENGINE_KEYWORDS.items() if values}
+    for given in (
+        neutral,
+        dict.fromkeys(ENGINE_KEYWORDS),
+        dict.fromkeys(SETTINGS),
+        {"hf_overrides": {}, "convert": ""},
+    ):
+        assert EngineConfig.from_keywords(given, owner="LLM") == EngineConfig()
+    named = {"dtype": "half", "task": "auto", "runner": "generate", "disable_log_stats": False, "swap_space": 4.0}
+    assert EngineConfig.from_keywords(named, owner="LLM") == EngineConfig(dtype="float16")
+    assert [EngineConfig(dtype=name).dtype for name in ("float", torch.half)] == ["float32", "float16"]  # type: ignore[arg-type]
+    for name, value in (("data_parallel_size", True), ("enable_expert_parallel", 0), ("tokenizer_mode", object())):
+        with pytest.raises(TypeError, match=f"LLM does not support {name}="):
+            EngineConfig.from_keywords({name: value}, owner="LLM")
+
+
 def test_misspelt_settings_and_what_vllm_calls_runner() -> None:
     with pytest.raises(TypeError, match="'gpu_memory_utilisation'; did you mean 'gpu_memory_utilization'"):
         EngineConfig.from_keywords({"gpu_memory_utilisation": 0.5}, owner="LLM")
-    message = "runner is 'generate'; it can be auto, v1, v2; what vLLM calls runner is task"
+    message = "runner is 'pooling'; it can be auto, v1, v2; what vLLM calls runner is task"
     with pytest.raises(ValueError, match=message):
-        EngineConfig.from_keywords({"runner": "generate"}, owner="LLM")
+        EngineConfig.from_keywords({"runner": "pooling"}, owner="LLM")
 
 
 def test_advice_is_about_settings_that_there_are() -> None:
@@ -76,8 +94,8 @@ def test_advice_is_about_settings_that_there_are() -> None:
     assert set(ENGINE_FLAGS.values()) <= SETTINGS | ENGINE_KEYWORDS.keys()
     known = SETTINGS | speculative
     known |= {field.name for field in dataclasses.fields(SamplingParams)} | {"chat_template", "prompt_token_ids"}
-    of_calls = [advice for _, advice in CALL_KEYWORDS.values()]
-    for advice in [*ENGINE_KEYWORDS.values(), *SPECULATIVE_KEYS.values(), *of_calls]:
+    of_calls = [advice for _, advice in (*ENGINE_KEYWORDS.values(), *CALL_KEYWORDS.values())]
+    for advice in [*SPECULATIVE_KEYS.values(), *of_calls]:
         assert advice and set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", advice)) <= known, advice
 
 

@@ -6,14 +6,18 @@ Engine flags are generated from `EngineConfig`: each field has its flag, help te
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.engine import UNSUPPORTED, EngineConfig, plain_value
+from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS, check_engine_keyword
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 _RENAMED_FLAGS = {"seed": "--engine-seed"}
@@ -66,11 +70,13 @@ def add_engine_arguments(
             "default": argparse.SUPPRESS,  # only given flags are passed on; EngineConfig has the defaults
             "help": _help_text(field.metadata["help"], field.default),
         }
+        if field.name in UNSUPPORTED:
+            options["help"] = argparse.SUPPRESS
         value_type = str(field.type).removesuffix(" | None")
         if "record" in field.metadata:
             options["metavar"] = "JSON"  # parsed by EngineConfig
         elif "choices" in field.metadata:
-            options["choices"] = field.metadata["choices"]
+            options |= {"choices": field.metadata["choices"], "type": partial(plain_value, field.name)}
         elif value_type == "bool":
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -79,6 +85,28 @@ def add_engine_arguments(
             options["action"] = _ModelAction
             parser.add_argument(nargs="?", **options | {"metavar": "MODEL"})
         group.add_argument(_RENAMED_FLAGS.get(field.name, flag_of(field.name)), **options)
+    for name, (neutral, _) in ENGINE_KEYWORDS.items():
+        flags = [flag_of(name), *(f"-{short}" for short, long in ENGINE_FLAGS.items() if long == name)]
+        switch: dict[str, Any] = {"nargs": 0} if any(isinstance(value, bool) for value in neutral) else {}
+        flags += [flag_of(f"no_{name}")] if switch else []
+        if flags[0] not in parser._option_string_actions:  # chat has a --chat-template
+            options = {"action": _NeutralAction, "dest": name, "default": argparse.SUPPRESS}
+            group.add_argument(*flags, help=argparse.SUPPRESS, **options, **switch)
+
+
+class _NeutralAction(argparse.Action):
+    """Accepts a flag that is vLLM's alone if its value changes nothing."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        given = "" if self.nargs == 0 else f" {value}"
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(value) if given else not str(option).startswith("--no-")
+        try:
+            check_engine_keyword(str(option), self.dest, value)
+        except TypeError:
+            parser.error(f"{option}{given} is not supported; {ENGINE_KEYWORDS[self.dest][1]}")
 
 
 class _ModelAction(argparse.Action):
@@ -87,6 +115,9 @@ class _ModelAction(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
     ) -> None:
+        is_text = option is None and any(map(str.isspace, value)) and not os.path.exists(value)
+        if is_text and "--prompt" in parser._option_string_actions:
+            parser.error(f"{value!r} is no model; give a prompt with --prompt")
         before = getattr(namespace, self.dest, value)
         if before != value:
             parser.error(f"two models are given, {before!r} and {value!r}; leave one out")
@@ -236,7 +267,7 @@ _FLAGS = {
 # --- other flags ------------------------------------------------------------------------------------------------------
 
 _UNITS = {
-    "": 1, "B": 1,
+    "": 2**30, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
@@ -244,11 +275,13 @@ _UNITS = {
 
 
 def size_in_bytes(text: str) -> int:
-    """``80GiB``, ``80GB``, ``512MiB`` or a number of bytes; an argparse type."""
+    """The memory of a machine, ``80GiB``, ``80GB`` or ``80`` (GiB), at least 1 MiB and less than 1 PiB; an argparse
+    type."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80GiB, 80GB, 512MiB or a number of bytes")
-    return round(float(found[1]) * _UNITS[found[2].upper()])
+    size = 0.0 if found is None else float(found[1]) * _UNITS.get(found[2].upper(), 0)
+    if not 2**20 <= size < 2**50:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80GiB, 80GB or 512MiB; a number alone is GiB")
+    return round(size)
 
 
 def add_listen_arguments(parser: argparse.ArgumentParser) -> None:

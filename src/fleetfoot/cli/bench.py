@@ -20,6 +20,7 @@ from fleetfoot.cli.command import (
     Command,
     UsageError,
     add_command,
+    check_output_file,
     dump_object,
     read_prompts_file,
     started_engine,
@@ -144,7 +145,7 @@ def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
     _add_number(parser, "--seed", 0, "of random prompts, lengths and times of arrival", least=0)
     parser.add_argument("--output", metavar="FILE", help="write the JSON there, not to standard output")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, takes_model=True)
 
 
 def _add_number(parser: argparse.ArgumentParser, flag: str, default: int | None, text: str, *, least: int = 1) -> None:
@@ -170,8 +171,8 @@ def _rate(word: str) -> float:
 
 def _started(arguments: argparse.Namespace) -> AbstractContextManager[tuple[LLMEngine, float]]:
     """The engine. Random tokens with random weights need no tokenizer, only config.json."""
-    if arguments.output is not None and not Path(arguments.output).absolute().parent.is_dir():
-        raise UsageError(f"--output {arguments.output}: there is no such folder")  # before the work, not after it
+    if arguments.output is not None:
+        check_output_file("--output", arguments.output)  # before the work, not after it
     given = given_settings(arguments)
     needs_no_text = getattr(arguments, "prompts_file", None) is None and "tokenizer" not in given
     defaults = {"skip_tokenizer_init": True} if needs_no_text and given.get("load_format") == "dummy" else {}
@@ -315,14 +316,16 @@ def _drafts_summary(drafts: dict[str, Any] | None) -> str:
     return f"\n drafts: {text}{steps_without_drafts(drafts['steps_without'])}"
 
 
+_MODEL = "[MODEL] "
 _LATENCY_HELP = "measure batches of equal requests, one batch after the other"
 _THROUGHPUT_HELP = "measure many requests at once, or as they arrive"
 
 
 def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
     table = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    add_command(table, Command("latency", _LATENCY_HELP, _add_latency_arguments, _run_latency, _EPILOG))
-    add_command(table, Command("throughput", _THROUGHPUT_HELP, _add_throughput_arguments, _run_throughput, _EPILOG))
+    add_command(table, Command("latency", _LATENCY_HELP, _add_latency_arguments, _run_latency, _EPILOG, _MODEL))
+    throughput = _add_throughput_arguments, _run_throughput, _EPILOG, _MODEL
+    add_command(table, Command("throughput", _THROUGHPUT_HELP, *throughput))
 
 
 COMMAND = Command("bench", "measure latency or throughput", _add_benchmarks, epilog=_EPILOG)

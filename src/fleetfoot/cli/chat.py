@@ -53,7 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat-template", metavar="FILE_OR_NAME", help="a Jinja file, or the name of one of the model's templates"
     )
     add_sampling_arguments(parser, leave_out=_NOT_FOR_CHAT, max_tokens=None)
-    add_engine_arguments(parser, leave_out=("skip_tokenizer_init",))
+    add_engine_arguments(parser, leave_out=("skip_tokenizer_init",), takes_model=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def _chat_template(given: str | None, tokenizer: Tokenizer, model: str) -> str |
     """The source or name of the template to use; None: the model's default."""
     if given is not None and given not in tokenizer.chat_templates:
         try:
-            return Path(given).read_text(encoding="utf-8")
+            return Path(given).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             names = ", ".join(sorted(tokenizer.chat_templates)) or "none"
             raise UsageError(
@@ -271,4 +271,4 @@ def _print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-COMMAND = Command("chat", "talk with a model", _add_arguments, _run, _EPILOG)
+COMMAND = Command("chat", "talk with a model", _add_arguments, _run, _EPILOG, "[MODEL] ")

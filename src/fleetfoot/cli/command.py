@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,22 +97,42 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
         engine.shutdown()
 
 
+def check_output_file(flag: str, file: str) -> None:
+    """Raise UsageError unless a file of this name can be written; writes nothing."""
+    path = Path(file)
+    problem = ""
+    if path.is_dir():
+        problem = "it is a folder; name a file in it"
+    elif not path.absolute().parent.is_dir():
+        problem = "there is no such folder"
+    elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        problem = "it cannot be written; permission is denied"
+    if problem:
+        raise UsageError(f"{flag} {file}: {problem}")
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
 def read_prompts(texts: Sequence[str], file: str | None) -> list[PromptType]:
-    """Prompts from flags, then from a file; without either, standard input as one prompt, or `STORY_OPENING`.
+    """Prompts from flags, then from a file; without either, standard input as one prompt, or `STORY_OPENING` if it is a
+    terminal.
 
     Args:
         file: as for `read_prompts_file`.
 
     Raises:
-        UsageError: the file cannot be read or has no prompts.
+        UsageError: the file cannot be read or has no prompts, or there is none on standard input.
     """
     prompts: list[PromptType] = [*texts, *([] if file is None else read_prompts_file(file))]
-    if not prompts and sys.stdin is not None and not sys.stdin.isatty():
-        prompts = [_read_stdin().removesuffix("\n").removesuffix("\r") or STORY_OPENING]
-    return prompts or [STORY_OPENING]
+    if prompts:
+        return prompts
+    if sys.stdin is not None and sys.stdin.isatty():
+        return [STORY_OPENING]
+    text = _read_stdin().removesuffix("\n").removesuffix("\r")
+    if not text.strip():
+        raise UsageError("standard input is empty; give a prompt there, with --prompt TEXT or with --prompts-file FILE")
+    return [text]
 
 
 def read_prompts_file(file: str) -> list[PromptType]:
@@ -124,7 +145,7 @@ def read_prompts_file(file: str) -> list[PromptType]:
         UsageError: names the file, and the line that is not a prompt.
     """
     try:
-        content = _read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8")
+        content = _read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"--prompts-file {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -149,9 +170,9 @@ def _read_json_prompt(line: str, where: str) -> Any:
 
 def _read_stdin() -> str:
     if sys.stdin is None:
-        raise UsageError("standard input is closed")
+        raise UsageError("standard input is closed; give a prompt with --prompt TEXT or --prompts-file FILE")
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not {sys.stdin.encoding} text: {error}") from error
 

@@ -71,7 +71,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stream", action="store_true", help="print text as it is made, one prompt after the other")
     parser.add_argument("--json", action="store_true", help="print one JSON array and nothing else")
     add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, takes_model=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -265,4 +265,4 @@ def _heading(request: tuple[int, int], copy: tuple[int, int]) -> str:
     return line if request[0] == copy[0] == 0 else f"\n{line}"
 
 
-COMMAND = Command("generate", "continue prompts", _add_arguments, _run, _EPILOG)
+COMMAND = Command("generate", "continue prompts", _add_arguments, _run, _EPILOG, "[MODEL] ")

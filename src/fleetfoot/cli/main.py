@@ -20,7 +20,7 @@ from fleetfoot._version import __version__
 from fleetfoot.cli import bench, chat, generate, plan, processes, verify
 from fleetfoot.cli.arguments import flag_of
 from fleetfoot.cli.command import UsageError, add_command
-from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS
+from fleetfoot.config.vllm_names import ENGINE_FLAGS
 
 COMMANDS = (
     *(generate.COMMAND, chat.COMMAND, bench.COMMAND, plan.COMMAND, verify.COMMAND),
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _open_closed_streams()
     try:
         arguments = _parse(make_parser(), sys.argv[1:] if argv is None else argv)
     except SystemExit as exit:  # argparse has printed help, the version or an error
@@ -98,15 +99,12 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
 
 def _hint(flag: str, known: argparse.ArgumentParser) -> str:
     """What to use instead of an unknown flag."""
-    flags = list(known._option_string_actions)
+    flags = [option for option, action in known._option_string_actions.items() if action.help is not argparse.SUPPRESS]
     name = flag.lstrip("-").replace("-", "_")
     if flag.startswith("-") and flag_of("tensor_parallel_size") in flags:  # the command has engine flags
         name = ENGINE_FLAGS.get(name, name)
-        if flag_of(name) in flags:
+        if flag_of(name) in known._option_string_actions:
             return f"it is {flag_of(name)}"
-        advice = ENGINE_KEYWORDS.get(name) or ENGINE_KEYWORDS.get(name.removeprefix("no_"))
-        if advice:
-            return advice
     near = difflib.get_close_matches(flag, flags, n=3)
     return f"did you mean {' or '.join(near)}?" if near else f"{known.prog} --help lists what it takes"
 
@@ -139,6 +137,19 @@ def _print_error(arguments: argparse.Namespace, message: str) -> None:
     if arguments.verbose:
         traceback.print_exc()
     print(f"{arguments.parser.prog}: error: {message}", file=sys.stderr)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device for standard streams that the parent process closed, and so that no other file takes their
+    descriptors. Standard input stays None."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                continue
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            if number:
+                setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 def _close_stdout() -> None:

@@ -55,17 +55,17 @@ Without flags of the machine, the plan is for this one. With them it is for the 
   capacity: longest_context, requests_at_longest_context, requests_at_max_model_len (at the same time),
     context_at_max_num_seqs (of each)
 A model that no runner can load has its decision, and null for what follows from its shape.
-The exit code is 0 for a plan, also of an engine that would not start, and 2 where no plan can be made: no such model, a
-wrong flag, or not enough memory."""
+The exit code is 0 for a plan, 1 for that of an engine that would not start (NOT RUNNABLE), and 2 where no plan can be
+made: no such model, a wrong flag, or not enough memory."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     machine = parser.add_argument_group("the machine, where it is not this one")
     size = partial(machine.add_argument, type=size_in_bytes, metavar="SIZE")
-    size("--gpu-memory", help="of its GPU: 80GiB, 80GB, or bytes")
+    size("--gpu-memory", help="of its GPU: 80GiB, 80GB, or 80 for GiB")
     machine.add_argument("--gpu-name", metavar="NAME", help="of its GPU, for the report")
-    size("--cpu-memory", help="that programs can take: 16GiB, 16GB, or bytes")
+    size("--cpu-memory", help="that programs can take: 16GiB, 16GB, or 16 for GiB")
     text = "whether its GPU has Triton (default: on)"
     machine.add_argument("--triton", action=argparse.BooleanOptionalAction, help=text)
     add_engine_arguments(parser, takes_model=True)
@@ -77,14 +77,15 @@ def _run(arguments: argparse.Namespace) -> int:
         machine, warnings = _machine(arguments, config)
         report = make_report(config, machine)
     report["warnings"] += warnings
+    code = 0 if report["runnable"] else 1
     if arguments.json:
         print(dump_object(report))
-        return 0
+        return code
     print(plan_text(config.model, report))
     for warning in report["warnings"]:
         if warning not in report["reasons"]:
             print(f"fleetfoot plan: warning: {warning}", file=sys.stderr)
-    return 0
+    return code
 
 
 def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machine, list[str]]:
@@ -291,7 +292,8 @@ def _decision_lines(model: str, report: dict[str, Any]) -> _Lines:
     yield "model", f"{model}: {report['architecture']}{size}"
     size = "" if memory is None else f", {readable(memory['total'])}"
     yield "device", f"{report['device']}{f' ({gpu})' if gpu else ''}{size}"
-    yield "model runner", f"{report['model_runner'].upper()}{' (you chose it)' * report['explicit']}"
+    name = f"{report['model_runner'].upper()}{' (you chose it)' * report['explicit']}"
+    yield "model runner", name if report["runnable"] else f"none; the plan is that of {name}"
     yield from (("", reason) for reason in report["reasons"])
     yield "V2 lacks", ", ".join(report["unsupported"]) or "nothing that is on"
     if not report["runnable"]:

@@ -10,7 +10,7 @@ from fleetfoot.config.json_fields import ABOVE_ZERO, Bounds, JSONSettings, check
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.config.model import GenerationOverride
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.config.vllm_names import ENGINE_KEYWORDS
+from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword
 from fleetfoot.utils.validation import is_host, unknown_keyword
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -25,6 +25,16 @@ EMBEDDED_MODEL = "story-llama"
 """The name of the model in the package; the default of ``model``."""
 COMPILATION_MODES = ("NONE", "STOCK_TORCH_COMPILE")
 """Indices are vLLM's numbers of the modes."""
+
+UNSUPPORTED = (
+    *("task", "quantization", "enable_lora", "enable_prompt_embeds", "enable_sleep_mode", "compilation_config"),
+    "prefill_context_parallel_size",
+)
+"""Settings of which the runners support the default alone: the oracle refuses others, and --help does not show them."""
+_SYNONYMS = {
+    "dtype": {"half": "float16", "float": "float32"}, "task": {"auto": "generate"}, "runner": {"generate": "auto"}
+}  # fmt: skip
+"""vLLM's other names of values. What vLLM calls runner is task here."""
 
 _OFFLOADING_GIB = 1 << 33  # from here on the number of bytes does not fit in 64 bits
 
@@ -132,7 +142,11 @@ class EngineConfig:
         bounds=Bounds("fit in 64 bits", -(2**63), 2**64 - 1),
     )
 
-    max_model_len: int | None = _count(None, "longest prompt plus output, in tokens; default: the model's own limit")
+    max_model_len: int | None = _flag(
+        None,
+        "longest prompt plus output, in tokens; default: the model's own limit",
+        bounds=Bounds("be at least 2, a token of prompt and one of output", 2),
+    )
     max_num_seqs: int = _count(256, "most requests that run at the same time")
     max_num_batched_tokens: int | None = _count(None, "most tokens in one step; default 8192 on a GPU, 2048 on a CPU")
     enable_chunked_prefill: bool = _flag(True, "split long prompts over several steps, mixed with decodes")
@@ -185,10 +199,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            record, value = item.metadata.get("record"), getattr(self, item.name)
-            if record is not None and value is not None:
-                object.__setattr__(self, item.name, record.parse(value))
-        if self.runner in ("generate", "pooling"):
+            record, value = item.metadata.get("record"), plain_value(item.name, getattr(self, item.name))
+            value = value if record is None or value is None else record.parse(value)
+            object.__setattr__(self, item.name, value)
+        if self.runner == "pooling":
             known = ", ".join(get_args(Runner))
             raise ValueError(f"runner is {self.runner!r}; it can be {known}; what vLLM calls runner is task here")
         check_fields(self)
@@ -254,19 +268,22 @@ class EngineConfig:
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any], *, owner: str) -> EngineConfig:
-        """Build from keyword arguments. Raises TypeError for an unknown one: names ``owner``, and near matches or
-        advice."""
+        """Build from keyword arguments; None is a setting's default. Raises TypeError for an unknown one: names
+        ``owner``, and near matches or advice."""
         known = [item.name for item in fields(cls)]
-        for name in keywords:
-            if name not in known:
-                raise unknown_keyword(owner, name, known, ENGINE_KEYWORDS.get(name))
-        return cls(**{name: _plain(value) for name, value in keywords.items()})
+        for name, value in keywords.items():
+            if name in ENGINE_KEYWORDS:
+                check_engine_keyword(owner, name, value)
+            elif name not in known:
+                raise unknown_keyword(owner, name, known)
+        return cls(**{name: keywords[name] for name in known if keywords.get(name) is not None})
 
 
-def _plain(value: Any) -> Any:
-    """Convert paths and torch dtypes, which scripts may pass, to strings."""
+def plain_value(name: str, value: Any) -> Any:
+    """Convert paths and torch dtypes, which scripts may pass, to strings, and vLLM's other names of values."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if type(value).__module__ == "torch" and str(value).startswith("torch."):
-        return str(value).removeprefix("torch.")
+    if type(value).__module__ == "torch" or isinstance(value, str):
+        value = str(value).removeprefix("torch.") if name == "dtype" else value
+        return _SYNONYMS.get(name, {}).get(value, value)
     return value

@@ -17,11 +17,16 @@ def check_tensor_parallel_size(config: ModelConfig, size: int) -> None:
     """Raise ValueError if ``size`` ranks cannot share the model; the message names the sizes that can."""
     problem = _tensor_problem(config, size)
     if problem:
-        works = [str(other) for other in range(1, config.num_heads + 1) if not _tensor_problem(config, other)]
+        works = map(str, tensor_parallel_sizes(config))
         raise ValueError(
             f"tensor_parallel_size is {size}, but {problem}; what would work for {config.architecture} of this shape: "
             f"{', '.join(works)}"
         )
+
+
+def tensor_parallel_sizes(config: ModelConfig) -> list[int]:
+    """The numbers of ranks that can share each layer."""
+    return [size for size in range(1, config.num_heads + 1) if not _tensor_problem(config, size)]
 
 
 def check_pipeline_parallel_size(config: ModelConfig, size: int) -> None:

@@ -11,35 +11,73 @@ from fleetfoot.utils.validation import unknown_keyword
 _NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
 _NO_MULTIMODAL = "models take text alone; leave it out"
 
-ENGINE_KEYWORDS = {
-    "swap_space": "leave it out: a preempted request is computed again; kv_offloading_size keeps KV in CPU memory",
-    "cpu_offload_gb": "weights stay on the device; leave it out, or spread them with tensor_parallel_size",
-    "tokenizer_mode": "leave it out: tokenizer.json is read, as by 'auto'",
-    "tokenizer_revision": "revision holds for model and tokenizer; give tokenizer a folder for another one",
-    "disable_log_stats": "leave it out: nothing is logged; stats() has the numbers",
-    "disable_custom_all_reduce": "leave it out",
-    "max_seq_len_to_capture": "leave it out: max_num_seqs sets the captured shapes; enforce_eager=True captures none",
-    "kv_cache_dtype": "leave it out: KV has the model's dtype, as with 'auto'",
-    "download_dir": "leave it out: the environment variable HF_HOME sets the folder of the hub's files",
-    "served_model_name": "leave it out: model is the name",
-    "hf_overrides": "change config.json in a copy of the checkpoint's folder; max_model_len has a keyword of its own",
-    "rope_scaling": "change config.json in a copy of the checkpoint's folder",
-    "limit_mm_per_prompt": _NO_MULTIMODAL,
-    "mm_processor_kwargs": _NO_MULTIMODAL,
-    "max_loras": _NO_LORA,
-    "max_lora_rank": _NO_LORA,
-    "data_parallel_size": "start one engine for each replica; tensor_parallel_size splits a model over GPUs",
-    "enable_expert_parallel": "models are dense; leave it out",
-    "guided_decoding_backend": "output is not constrained by grammars; leave it out",
-    "structured_outputs_config": "output is not constrained by grammars; leave it out",
-    "use_v2_block_manager": "leave it out",
-    "num_scheduler_steps": "leave it out: async_scheduling hides the host's work behind the device's",
-    "speculative_model": "set speculative_config={'model': ..., 'num_speculative_tokens': ...}",
-    "num_speculative_tokens": "set speculative_config={'num_speculative_tokens': ..., 'method': ...}",
-    "disable_async_output_proc": "leave it out; async_scheduling=False runs step by step",
-    "chat_template": "give it to chat(chat_template=...)",
-}
-"""Keywords of vLLM's ``LLM``."""
+_CONFIG = "change config.json in a copy of the checkpoint's folder"
+_SWITCH = (False, True)
+_BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "leave it out: a preempted request is computed again; kv_offloading_size keeps KV in CPU memory":
+        {"swap_space": (0, 4)},
+    "weights stay on the device; leave it out, or spread them with tensor_parallel_size": {"cpu_offload_gb": (0,)},
+    "leave it out: tokenizer.json is read, as by 'auto'": {"tokenizer_mode": ("auto", "hf")},
+    "revision holds for model and tokenizer; give tokenizer a folder for another one": {"tokenizer_revision": ()},
+    "leave it out: nothing is logged; stats() has the numbers":
+        {"disable_log_stats": _SWITCH, "disable_log_requests": _SWITCH, "enable_log_requests": (False,),
+         "aggregate_engine_logging": (False,), "otlp_traces_endpoint": (), "collect_detailed_traces": ()},
+    "leave it out: max_num_seqs sets the captured shapes; enforce_eager=True captures none":
+        {"max_seq_len_to_capture": (8192,), "cuda_graph_sizes": (), "cudagraph_capture_sizes": (),
+         "max_cudagraph_capture_size": ()},
+    "leave it out: KV has the model's dtype, as with 'auto'":
+        {"kv_cache_dtype": ("auto",), "calculate_kv_scales": (False,)},
+    "leave it out: the environment variables HF_HOME and HF_TOKEN set the hub's folder and token":
+        {"download_dir": (), "hf_token": ()},
+    "leave it out: model is the name": {"served_model_name": ()},
+    f"{_CONFIG}; max_model_len has a keyword of its own": {"hf_overrides": ()},
+    _CONFIG: {"rope_scaling": (), "rope_theta": (), "hf_config_path": (), "disable_sliding_window": (False,)},
+    _NO_MULTIMODAL: {"limit_mm_per_prompt": (), "mm_processor_kwargs": (), "allowed_local_media_path": ()},
+    _NO_LORA: {"max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_dtype": ("auto",),
+               "fully_sharded_loras": (False,)},
+    "start one engine for each replica; tensor_parallel_size splits a model over GPUs":
+        {"data_parallel_size": (1,), "data_parallel_rank": (0,), "data_parallel_backend": ("mp",)},
+    "models are dense; leave it out": {"enable_expert_parallel": (False,), "enable_eplb": (False,)},
+    "output is not constrained by grammars; leave it out":
+        {"guided_decoding_backend": ("auto",), "structured_outputs_config": (), "reasoning_parser": ()},
+    "leave it out: async_scheduling hides the host's work behind the device's": {"num_scheduler_steps": (1,)},
+    "leave it out; async_scheduling=False runs step by step": {"disable_async_output_proc": (False,)},
+    "leave it out: max_num_batched_tokens limits a step":
+        {"long_prefill_token_threshold": (0,), "max_num_partial_prefills": (1,), "max_long_partial_prefills": (1,)},
+    "leave it out: logprobs are of the model's own logits": {"logprobs_mode": ("raw_logprobs",)},
+    "leave it out: the sampler calls no code of the user's": {"logits_processors": ()},
+    "leave it out: models generate text": {"pooler_config": (), "convert": ("auto", "none")},
+    "set speculative_config={'model': ..., 'num_speculative_tokens': ...}": {"speculative_model": ()},
+    "set speculative_config={'num_speculative_tokens': ..., 'method': ...}": {"num_speculative_tokens": ()},
+    "give it to chat(chat_template=...)": {"chat_template": ()},
+    "leave it out":
+        {"config_format": ("auto", "hf"), "model_impl": ("auto", "vllm"), "code_revision": (),
+         "disable_custom_all_reduce": (False,), "decode_context_parallel_size": (1,),
+         "max_parallel_loading_workers": (), "model_loader_extra_config": (), "safetensors_load_strategy": ("lazy",),
+         "ignore_patterns": ("original/**/*",), "use_tqdm_on_load": _SWITCH, "use_v2_block_manager": _SWITCH,
+         "disable_cascade_attn": _SWITCH, "disable_hybrid_kv_cache_manager": _SWITCH, "stream_interval": (1,),
+         "prefix_caching_hash_algo": ("builtin", "sha256"), "scheduler_cls": (), "worker_cls": ("auto",),
+         "worker_extension_cls": (), "attention_backend": (), "kv_sharing_fast_prefill": (False,),
+         "kv_events_config": (), "additional_config": ()},
+}  # fmt: skip
+ENGINE_KEYWORDS = {name: (neutral, advice) for advice, names in _BY_ADVICE.items() for name, neutral in names.items()}
+"""Keywords of vLLM's ``LLM`` and ``EngineArgs`` that are no settings here: the values that change nothing, beside None
+and empty ones, and what to do instead of others."""
+
+
+def check_engine_keyword(owner: str, name: str, value: Any) -> None:
+    """Raise TypeError, with advice, unless ``value`` of a keyword in ENGINE_KEYWORDS changes nothing.
+
+    Args:
+        owner: name of the call, for messages.
+    """
+    neutral, advice = ENGINE_KEYWORDS[name]
+    if value is None or (isinstance(value, str | dict | list | tuple) and not value):
+        return
+    same = (isinstance(value, bool) == isinstance(other, bool) and value == other for other in neutral)
+    if not (isinstance(value, bool | int | float | str) and any(same)):
+        raise TypeError(f"{owner} does not support {name}={value!r}; {advice}")
+
 
 ENGINE_FLAGS = {
     "tp": "tensor_parallel_size",

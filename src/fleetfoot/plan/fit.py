@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from fleetfoot.config.sharding import tensor_parallel_sizes
 from fleetfoot.plan.memory import (
     CPU_KV_LIMIT,
     CPU_KV_SHARE,
     GIB,
+    LEAST_TOKENS,
     EngineShape,
     MemoryPlan,
     footprint,
@@ -101,6 +104,7 @@ def _remedies(shape: EngineShape, total: int) -> Iterator[str]:
             break  # only the size of the KV cache is wrong
     if not found:
         yield from _together(shape, total)
+    yield from _tensor_parallel(shape, total)
     needed = _needed(shape)
     if needed is not None:
         is_shared = shape.config.world_size > 1
@@ -125,6 +129,23 @@ def _together(shape: EngineShape, total: int) -> Iterator[str]:
         if not problem:
             yield " and ".join(_setting(*item) for item in chosen.items())
             return
+
+
+def _tensor_parallel(shape: EngineShape, total: int) -> Iterator[str]:
+    """The smallest tensor_parallel_size of GPUs of the same size that fits, and the smallest with the model's own
+    max_model_len. The ranks of a CPU share its memory."""
+    is_limited = False
+    for size in tensor_parallel_sizes(shape.model) if shape.device == "cuda" else ():
+        with suppress(ValueError):  # settings of processes that do not go together with this size
+            changed, _, problem = _try(shape, total, tensor_parallel_size=size)
+            whole = shape.config.max_model_len or shape.model.max_position_embeddings
+            is_whole = changed.max_model_len == whole
+            if size > shape.config.tensor_parallel_size and not problem and (is_whole or not is_limited):
+                note = "" if is_whole else f"for requests of up to {changed.max_model_len:,} tokens, "
+                yield note + _setting("tensor_parallel_size", size)
+                is_limited = not is_whole
+                if is_whole:
+                    return
 
 
 def _setting(name: str, value: Any) -> str:
@@ -157,13 +178,15 @@ def _other_kv_sizes(shape: EngineShape, total: int) -> Iterator[tuple[str, Itera
         (total - sum(footprint(stage).values())) // (kv_block_bytes(stage) + state_block_bytes(stage))
         for stage in shape.stages()
     )
-    if fitting < 1:
+    least = -(-LEAST_TOKENS // config.block_size)  # blocks
+    if fitting < least:
         return
     if config.num_gpu_blocks_override is not None:
-        yield "num_gpu_blocks_override", [fitting]
+        yield "num_gpu_blocks_override", [least, fitting] if config.num_gpu_blocks_override < least else [fitting]
     elif kv_bytes is not None or (shape.device == "cpu" and config.max_model_len is not None):
-        is_too_small = kv_bytes is None or kv_bytes < block
-        yield "kv_cache_memory_bytes", [min(shape.longest_blocks if is_too_small else fitting, fitting) * block]
+        is_too_small = kv_bytes is None or kv_bytes < least * block
+        blocks = max(shape.longest_blocks, least) if is_too_small else fitting
+        yield "kv_cache_memory_bytes", [min(blocks, fitting) * block]
 
 
 def _largest_block(shape: EngineShape) -> int:
@@ -187,7 +210,7 @@ def _needed(shape: EngineShape) -> int | None:
     config, blocks = shape.config, shape.config.num_gpu_blocks_override
     if blocks is None and config.kv_cache_memory_bytes is not None:
         blocks = config.kv_cache_memory_bytes // _largest_block(shape)
-    if blocks == 0:
+    if blocks is not None and blocks * config.block_size < LEAST_TOKENS:
         return None
     if blocks is None and shape.device == "cpu" and shape.longest_blocks * _largest_block(shape) > CPU_KV_LIMIT:
         return None

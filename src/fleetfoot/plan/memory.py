@@ -253,6 +253,8 @@ def footprint(shape: EngineShape) -> dict[str, int]:
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4
 """The largest part of a CPU's memory, without the weights, for the KV cache."""
+LEAST_TOKENS = 2
+"""Of a request: one of the prompt, one of the output."""
 CPU_KV_LIMIT = 4 * GIB
 """The largest KV cache on a CPU without kv_cache_memory_bytes."""
 
@@ -369,6 +371,9 @@ def _problem(shape: EngineShape, plan: MemoryPlan) -> str:
     if blocks < 1:
         given = config.kv_cache_memory_bytes
         return f"no KV block fits: one takes {block:,} bytes and {given:,} are left ({plan.kv_reason})"
+    if plan.num_tokens < LEAST_TOKENS:
+        size = f"{plan.kv_reason}, block_size {plan.block_size}"
+        return f"a request needs KV of at least {LEAST_TOKENS} tokens, and there is room for {plan.num_tokens} ({size})"
     if plan.left < 0:
         return (
             f"a KV cache of {blocks:,} blocks ({plan.kv_cache:,} bytes, from {plan.kv_reason}) does not fit: with all "

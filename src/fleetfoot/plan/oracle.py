@@ -178,6 +178,8 @@ class Decision:
     """Required features that the chosen runner lacks; with any of them an engine does not start."""
     warnings: tuple[str, ...]
     """Logged at each start."""
+    impossible: tuple[str, ...]
+    """What is required and neither runner supports."""
     advice: str
     """How to avoid ``missing``, in a sentence."""
     connector: ConnectorPlan | None
@@ -187,11 +189,10 @@ class Decision:
         """Raise UnsupportedFeatureError if anything is missing."""
         if self.missing:
             listed = "".join(f"\n  - {feature}" for feature in self.missing)
-            why = self.reasons[0].removeprefix(f"{NAMES[self.runner]} runs: ").rstrip(".")
-            raise UnsupportedFeatureError(
-                f"the engine cannot start: {NAMES[self.runner]} is to run ({why}), and it does not support what is "
-                f"on:{listed}\n{self.advice}"
-            )
+            why = "no model runner supports"
+            if not self.impossible:
+                why = f"{self.reasons[0].rstrip('.')}, and it does not support"
+            raise UnsupportedFeatureError(f"the engine cannot start: {why} what is on:{listed}\n{self.advice}")
 
 
 def decide(
@@ -216,17 +217,24 @@ def decide(
         lacking = {runner: (*features, absent) for runner, features in lacking.items()}
     elif connector is not None and connector.refusal is not None:
         lacking["v2"] += (Unsupported("Model Runner V2's KV layout", connector.requested_by, connector.refusal),)
+    names = {feature.name for feature in lacking["v1"]}
+    impossible = tuple(f"{lack.name} ({lack.requested_by})" for lack in lacking["v2"] if lack.name in names)
+    if model.architecture not in ARCHITECTURES:
+        impossible = (f"the architecture {model.architecture}", *impossible)
     chosen = None if choice is None else (*choice, False)
     runner, reason, warns = chosen or _choose(config, model, connector, lacks_triton, lacking["v2"])
-    reasons = [f"{NAMES[runner]} runs: {reason}."]
-    warnings = (*(reasons if warns else ()), *_inactive_transfer(config))
     missing = lacking[runner]
     if runner == "v2" and lacks_triton:
         missing += (Unsupported("a GPU without Triton", "the device is cuda", _NO_TRITON),)
-    if runner == "v2" and device == "cpu":
+    reasons = [f"{NAMES[runner]} {'is chosen' if missing else 'runs'}: {reason}."]
+    if impossible:
+        reasons, warns = [f"No model runner supports {', '.join(impossible)}."], False
+    elif runner == "v2" and device == "cpu":
         reasons.append(_ON_CPU)
+    warnings = (*(reasons if warns else ()), *_inactive_transfer(config))
     advice = "" if not missing else _V1_HELPS if runner == "v2" and not lacking["v1"] else _NOTHING_HELPS
-    return Decision(runner, choice is not None, tuple(reasons), lacking["v2"], missing, warnings, advice, connector)
+    found = choice is not None, tuple(reasons), lacking["v2"], missing, warnings
+    return Decision(runner, *found, impossible, advice, connector)
 
 
 def _explicit_choice(config: EngineConfig, environ: Mapping[str, str] | None) -> tuple[str, str] | None:
@@ -272,7 +280,7 @@ def _choose(
 _NO_TRITON = "Model Runner V2's GPU kernels are written in Triton, and this GPU is to run without it."
 _ON_CPU = "On a CPU it takes the same steps, with the torch twins of its kernels or what is compiled for the CPU."
 _V1_HELPS = "Model Runner V1 supports all of it: let it run, with runner='v1' or use_v2_model_runner=False."
-_NOTHING_HELPS = "No model runner supports all of it: leave these settings out, or take another model."
+_NOTHING_HELPS = "Leave these settings out, or take another model."
 
 
 def _inactive_transfer(config: EngineConfig) -> tuple[str, ...]:
