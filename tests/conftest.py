@@ -3,8 +3,6 @@
 Where there is no GPU, Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """What these tests share."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

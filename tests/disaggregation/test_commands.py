@@ -1,7 +1,5 @@
 """`fleetfoot engine` and `fleetfoot proxy`, as a shell starts them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -3,8 +3,6 @@
 One side of a pair is in the test's own process, where its steps and its clock can be held; the other is killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Two engines in processes of their own and a proxy: together they give the outputs of one engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace

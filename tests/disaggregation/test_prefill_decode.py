@@ -1,7 +1,5 @@
 """Prefill on one engine, decode on another, in one process: the same tokens as on one, whatever becomes of the KV."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

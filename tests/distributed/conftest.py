@@ -1,7 +1,5 @@
 """What tests with worker processes share."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Engines of worker processes for tests of what becomes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Every two of these meet on either runner.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path

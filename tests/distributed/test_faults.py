@@ -1,7 +1,5 @@
 """Faults and ends of engines, workers and nodes: every request and call raises the cause, and no process is left."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import multiprocessing

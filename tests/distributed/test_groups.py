@@ -1,7 +1,5 @@
 """Groups that communicate: sums, gathers, pipelines and sampled tokens over gloo; the custom all-reduce."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that are shared by ranks give the logits of the whole model, with the same bits on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Worlds of processes: one function runs on every rank, over gloo."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from datetime import timedelta

@@ -3,8 +3,6 @@
 After vLLM's test of an abort in the final step. The executor stops a step where it blocks until the abort has arrived.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

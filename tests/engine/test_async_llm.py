@@ -1,7 +1,5 @@
 """`AsyncLLM`: many streams, one engine thread. A gate in the executor controls its steps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """Long prompts of `AsyncLLM` are tokenized concurrently with steps; requests keep their order."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

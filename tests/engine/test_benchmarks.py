@@ -1,7 +1,5 @@
 """The benchmarks that run on a CPU still run: a few steps of each. The figures mean nothing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

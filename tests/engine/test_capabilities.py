@@ -3,8 +3,6 @@
 The tests are made from the tables. A feature that is newly declared has to be given a case here.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

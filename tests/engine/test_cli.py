@@ -1,7 +1,5 @@
 """The commands with the embedded model, in this process: their output on each stream, and their exit codes."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import json

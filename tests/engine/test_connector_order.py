@@ -1,8 +1,6 @@
 """When a KV connector's methods are called in a step: the contract of `fleetfoot.runner.step_connector`, tested against
 all events of a step, on both runners, with drafts and without, alone and in a pipeline."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Connector settings are validated when an engine is planned, with the same errors as at start, and without effects."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

@@ -1,7 +1,5 @@
 """KV connectors through the engine, on both runners: the same tokens as without, whatever happens to the transfers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

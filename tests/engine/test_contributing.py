@@ -1,7 +1,5 @@
 """The examples of CONTRIBUTING.md do what the page says."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass, replace

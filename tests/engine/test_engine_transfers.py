@@ -1,7 +1,5 @@
 """The engine's loop with a KV connector and with stages: idle steps, held blocks, steps in flight, and the end."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

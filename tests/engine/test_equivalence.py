@@ -1,7 +1,5 @@
 """Whatever the runner, overlap, cache, batch and drafts, a request gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

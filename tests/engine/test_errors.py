@@ -1,7 +1,5 @@
 """Errors: before anything runs if possible, else on the request concerned, else on all pending calls."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

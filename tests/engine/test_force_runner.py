@@ -1,7 +1,5 @@
 """`force_runner` wins over the environment, restores it, and is an error where it had no effect."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Callable

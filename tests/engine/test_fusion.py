@@ -1,7 +1,5 @@
 """Fused decoder layers against the plain ones that they replace, and what a fused run may and may not keep."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

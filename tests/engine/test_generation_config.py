@@ -1,7 +1,5 @@
 """Sampling defaults of a model on their way to requests: `LLM`, `AsyncLLM` and the commands."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

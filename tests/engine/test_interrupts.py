@@ -1,7 +1,5 @@
 """Ctrl-C during `LLM.generate`: it waits for the end of the step, ends that call alone, and is never lost."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

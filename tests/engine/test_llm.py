@@ -1,7 +1,5 @@
 """Scripts as they are written for vLLM, on the embedded model, with nothing changed but the import."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -1,7 +1,5 @@
 """`LogitsMetadata`: K and V of all tokens, but hidden states only of the rows that are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Greedy tokens against `transformers`, through the whole engine: alone, batched, chunked, cached, preempted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

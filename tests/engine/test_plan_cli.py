@@ -1,7 +1,5 @@
 """`fleetfoot plan`: the decision and the memory of a dozen configurations, from config.json alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

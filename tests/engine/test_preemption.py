@@ -3,8 +3,6 @@
 `test_random_requests` compares tokens and texts, with all parameters, aborts and kinds of output.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

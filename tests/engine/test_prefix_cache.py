@@ -1,7 +1,5 @@
 """The prefix cache through the engine: hits, misses, and the same tokens either way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

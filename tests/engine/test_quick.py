@@ -1,7 +1,5 @@
 """The embedded model in each kind of engine gives the same tokens: what `make test-quick` runs of the engine."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

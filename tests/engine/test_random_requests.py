@@ -1,7 +1,5 @@
 """Random requests with random aborts through the real engine: each gets what it gets alone, and nothing is lost."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every sampling parameter through the whole engine, on a tiny model whose logits `transformers` confirms."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Every sampling parameter in steps that are graphs: tokens and logprobs equal those of eager steps and of Model Runner
 V1, in any batch, without host synchronisation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

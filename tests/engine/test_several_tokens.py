@@ -1,7 +1,5 @@
 """Steps with several tokens of a request: the output is that of single tokens, whatever ends it in the middle."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

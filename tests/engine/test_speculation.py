@@ -1,7 +1,5 @@
 """Runners of both kinds, alone and in pipelines: whatever is proposed, a request gets the tokens of Model Runner V1."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

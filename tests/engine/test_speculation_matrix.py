@@ -1,8 +1,6 @@
 """{n-grams, draft model, EAGLE} x {no connector, files, offloading} x {V1, V2} x {lockstep, overlapped}, with few
 blocks and small steps: whatever its parameters, a request gets what it gets alone and without drafts."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field

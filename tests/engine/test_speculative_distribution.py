@@ -1,8 +1,6 @@
 """Sampling with drafts keeps the target's distribution: the first tokens of thousands of requests, counted, against
 their exact probabilities. An error with drafts shows in tokens that follow each other, so triples are counted."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

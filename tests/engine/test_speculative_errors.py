@@ -1,7 +1,5 @@
 """Drafters that are missing or do not fit: the errors before a start; and the plan of a drafter."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

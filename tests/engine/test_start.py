@@ -1,7 +1,5 @@
 """Engines that cannot start say why: settings, missing or broken files, unknown models."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

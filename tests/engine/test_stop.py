@@ -1,7 +1,5 @@
 """Stop strings through the engine: never in the text, not even in part, however tokens and steps cut it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

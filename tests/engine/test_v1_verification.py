@@ -1,7 +1,5 @@
 """Draft verification in Model Runner V1, against the operation of V2; and the tokens that need logits."""
 
-from __future__ import annotations
-
 import random
 from array import array
 

@@ -1,7 +1,5 @@
 """Model Runner V2 by itself: its requests to the device, what its warm-up leaves behind, and its staging ring."""
 
-from __future__ import annotations
-
 import functools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """`fleetfoot verify`: both runners agree, and where one is made to stray, the place is named."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The attention kernels, compiled: against the torch backend, in graphs, and with addresses past 32 bits."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -4,8 +4,6 @@ With pytest-xdist they run side by side: ``pytest tests/gpu/test_cold_start_gpu.
 engine that compiles each kernel when it is launched, where steps do not depend on time; else those of a CPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

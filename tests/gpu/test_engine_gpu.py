@@ -1,7 +1,5 @@
 """The whole engine on a GPU, with drafts and without: captured and eager steps have the CPU's float32 tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

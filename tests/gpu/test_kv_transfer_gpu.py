@@ -1,7 +1,5 @@
 """KV connectors on a GPU: copies on a side stream keep their order with the steps; KV between two engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Triton operations compiled: against float64 and the references, in graphs, and overlapping one another."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

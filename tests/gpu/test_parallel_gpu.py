@@ -1,7 +1,5 @@
 """Engines on two GPUs: the tokens of the CPU, from tensor ranks and from a pipeline, with drafts and transfers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

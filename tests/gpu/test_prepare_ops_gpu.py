@@ -1,7 +1,5 @@
 """The preparation kernels, compiled: the cases of the unit tests, graphs, and addresses past 32 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling on a GPU: logits processors and logprobs against a CPU, graphs against eager steps, no synchronisation."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator
 from typing import Any

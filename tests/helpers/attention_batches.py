@@ -1,7 +1,5 @@
 """Ragged batches for attention backends, on any device, with poison in unused cache slots and table entries."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

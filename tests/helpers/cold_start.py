@@ -4,8 +4,6 @@ of its own; prints a line of JSON, see `main`.
 Usage: python -m tests.helpers.cold_start ahead|lazily SETTINGS, the JSON of `EngineConfig`'s.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Runs commands in this process, and reads what they have written."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

@@ -5,8 +5,6 @@ The interpreter forgives what the compiler does not, leaves out what overlaps on
 Gluon. Prints a line for each kernel: its name and the bytes of stack that a thread takes: registers that spilled.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

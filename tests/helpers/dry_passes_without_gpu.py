@@ -4,8 +4,6 @@ Run as a module, without ``TRITON_INTERPRET``; prints a line of JSON, see `main`
 garbage: the KV cache and every buffer.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

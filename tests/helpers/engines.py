@@ -1,7 +1,5 @@
 """Engines for tests: around a tiny checkpoint, or around an executor that plays a script instead of a model."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ The latter can load, fail, time out and hold, in any order, on several ranks. Wh
 that the scheduler named, at the moment at which they read.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Container
 from dataclasses import dataclass, field

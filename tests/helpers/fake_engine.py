@@ -1,7 +1,5 @@
 """A scheduler between a fake runner, a fake connector and a fake pipeline: steps are queued, and retired later."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 

@@ -1,7 +1,5 @@
 """The first rank of a fake pipeline: it has only the sampled tokens that it was sent, and applies them when it must."""
 
-from __future__ import annotations
-
 from fleetfoot.records.step import SchedulerOutput
 from tests.helpers.fake_runner import FakeRunner
 

@@ -3,8 +3,6 @@
 As a device it keeps the true lengths and what was computed; the scheduler's counts are bounds with drafts in flight.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A KV connector around a real one, with faults that a test chooses."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """A linear method for tests: int8 weights with a float32 scale for each output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

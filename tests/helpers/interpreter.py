@@ -4,8 +4,6 @@ Importing this module closes two gaps of Triton 3.6's interpreter. With numpy 2.
 bound of ``tl.range``, and it multiplies bfloat16 matrices as if their bits were integers.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Kernels as tests need them: every implementation of one kind, or what this machine's CPU gets."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Both sides of a KV connector with real tensors, without an engine: tests make requests, blocks and steps."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections import Counter, deque
@@ -192,7 +190,7 @@ class _LateCopy:
     """A copy that is made when it is waited for, and with ``rng`` at random when it is queried."""
 
     def __init__(
-        self, line: list[_LateCopy], rng: random.Random | None, work: Callable[[], object], blocks: Any, slots: Any
+        self, line: list["_LateCopy"], rng: random.Random | None, work: Callable[[], object], blocks: Any, slots: Any
     ):
         self.work, self.blocks, self.slots = work, frozenset(blocks), frozenset(slots)
         self._line, self._rng = line, rng

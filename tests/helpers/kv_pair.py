@@ -1,7 +1,5 @@
 """The connectors of two engines, a producer and a consumer, and a relay between them that can inject faults."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

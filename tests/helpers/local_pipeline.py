@@ -1,7 +1,5 @@
 """A pipeline of runners in one process, with queues between the ranks."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

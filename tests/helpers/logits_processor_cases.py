@@ -1,7 +1,5 @@
 """Batches whose rows have logits processors in all combinations, for tests on a CPU and on a GPU."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -30,7 +28,7 @@ class ProcessorCase:
     requests: list[NewRequest]
     """By row."""
 
-    def to(self, device: str) -> ProcessorCase:
+    def to(self, device: str) -> "ProcessorCase":
         """The same on another device."""
         return _moved(self, device)
 
@@ -45,7 +43,7 @@ def _moved(record: Any, device: str) -> Any:
 
 def processor_case(
     seed: int, logits: torch.Tensor | None = None, vocab_size: int = 64, num_rows: int = 6
-) -> ProcessorCase:
+) -> "ProcessorCase":
     """Random parameters and sequences, in the tables that the runner's state has.
 
     Args:

@@ -3,8 +3,6 @@
 The interpreter cuts float32 off where it makes bfloat16 of it, so one bit more is allowed there than rounding takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any

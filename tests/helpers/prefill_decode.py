@@ -1,7 +1,5 @@
 """Requests that are prefilled on one engine and decoded on another, and engines for both."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Batches for the tests of the preparation ops: hand-made ones at every border, and random ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
@@ -55,7 +53,7 @@ class Batch:
     num_writes: int
     front_size: int
 
-    def to(self, device: str) -> Batch:
+    def to(self, device: str) -> "Batch":
         """A copy, with strides that `Tensor.to` does not keep."""
         copies = {
             name: torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device).copy_(value)

@@ -4,8 +4,6 @@ The same cases compare the references in torch with plain loops, and the other i
 compiled, with the references.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple

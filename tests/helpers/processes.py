@@ -1,7 +1,5 @@
 """Processes of tests, waiting for their end without polling, and a gate in front of an executor's steps."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

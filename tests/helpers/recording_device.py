@@ -1,7 +1,5 @@
 """A CPU in place of a device with a queue: counts the requests of the host, and refuses operations that wait for it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ class RecordingDevice(CpuDevice):
         self.counts[event] += 1
         self.events.append(event)
 
-    def capture(self, work: Callable[[], Any]) -> RecordedCapture:
+    def capture(self, work: Callable[[], Any]) -> "RecordedCapture":
         self._note("capture")
         work()
         return RecordedCapture(self, work)

@@ -1,8 +1,6 @@
 """Runners of both kinds around a tiny model, without an engine: requests run in them from their prompts to their ends,
 with drafts or without."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Schedulers for tests: requests with tokens of their own, and steps with given results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fleetfoot.records.request import Request

@@ -1,7 +1,5 @@
 """Random requests, with arrivals and aborts; all from one seed, so that a failure can be repeated."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers for tests of `AsyncLLM`: async tests, streams of outputs, an engine with steps that wait at a gate."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Attention on a CPU, in torch and in C, against a float64 loop over single tokens; what the C kernel promises."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

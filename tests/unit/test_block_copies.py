@@ -1,7 +1,5 @@
 """Blocks as rows of host memory: in torch, by the kernel in Triton's interpreter, and copies on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

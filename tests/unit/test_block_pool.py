@@ -1,7 +1,5 @@
 """The KV block pool: owners, the prefix cache, and the order in which blocks are reused."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from collections.abc import Callable

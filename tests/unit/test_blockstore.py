@@ -1,7 +1,5 @@
 """The block stores, files and host memory: blocks are loaded bitwise equal, and nothing invalid is ever loaded."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

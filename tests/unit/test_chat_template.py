@@ -1,7 +1,5 @@
 """Chat templates render as transformers renders them, and refuse what they cannot render with a reason."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

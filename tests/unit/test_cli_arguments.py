@@ -1,7 +1,5 @@
 """The command line without a model: flags, messages, exit codes, logs."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import logging

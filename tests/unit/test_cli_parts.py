@@ -1,7 +1,5 @@
 """The parts of the commands, without a model: prompts, output, conversations, loads and their numbers."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

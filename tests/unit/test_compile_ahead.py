@@ -1,8 +1,6 @@
 """Kernels compiled ahead: dry passes launch nothing, and request the kernels that are launched later; the process that
 compiles them."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

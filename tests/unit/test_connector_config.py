@@ -1,7 +1,5 @@
 """From settings to connectors: the class, its settings and role, and the fingerprint of the engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The incremental detokenizer: any cut into calls gives the text of a full decode, and no part splits a character."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Torch without memory: metadata of results, no reads and writes, and errors of operations that need values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Messages between the engine and its workers, the directory of their sockets, and the rendezvous of nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Draws under min-p, top-k and top-p by the Triton kernels, interpreted, against the reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

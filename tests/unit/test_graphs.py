@@ -1,7 +1,5 @@
 """Which step runs in which captured shape, and that nothing is captured twice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Input processing: prompts and parameters that are accepted, and those that are refused."""
 
-from __future__ import annotations
-
 import re
 from array import array
 from typing import Any

@@ -1,7 +1,5 @@
 """KV between engines: it arrives bitwise equal or not at all, and all blocks are released."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

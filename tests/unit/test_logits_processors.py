@@ -1,7 +1,5 @@
 """Logits processors: those of both runners against loops, and the Triton kernels, interpreted, against a CPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

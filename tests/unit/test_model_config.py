@@ -1,7 +1,5 @@
 """`config.json` to ModelConfig: every family, both spellings, and a clear refusal of everything else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Several connectors at once, and the records that travel."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Callable

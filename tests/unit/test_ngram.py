@@ -1,7 +1,5 @@
 """N-gram lookup: against a search that is written to be read, on the host, in pages, and in Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The operations on a CPU, in torch and in C, against float64; what the C kernels promise, and their library."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The oracle: the order of its decisions, its reasons, and what follows from settings and the environment."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What is imported when, and which module reads the environment."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The memory plan: its bytes are those that are taken, its parts add up, and what it advises fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

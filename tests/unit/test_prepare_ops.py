@@ -1,7 +1,5 @@
 """The preparation operations: references against plain loops, and faster implementations against the references."""
 
-from __future__ import annotations
-
 import mmap
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Interrupts, garbage collections and clean-up of a process with an engine."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import weakref

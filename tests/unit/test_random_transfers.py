@@ -1,8 +1,6 @@
 """Random schedules, the real connectors and real tensors around a fake model: KV goes out and comes back, goes wrong
 now and then, and no token changes."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections import deque

@@ -1,7 +1,5 @@
 """The kernel registry: what is planned from facts, and what is loaded from a plan."""
 
-from __future__ import annotations
-
 import pickle
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """What a model's generation_config.json and its override make of the sampling defaults."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

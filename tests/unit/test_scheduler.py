@@ -1,7 +1,5 @@
 """The scheduler, step by step: order, budget, chunks, preemption, ends, steps that overlap, and pipelines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

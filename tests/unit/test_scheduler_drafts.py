@@ -1,7 +1,5 @@
 """Drafts in the scheduler: bounds while they are in flight, blocks for all of them, and counts of accepted ones."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Random schedules against a fake model: a request has the tokens that it has alone, in every schedule."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given, settings

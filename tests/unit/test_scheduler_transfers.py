@@ -1,7 +1,5 @@
 """KV that is loaded before a request runs and held after it has ended: the owners of blocks at every moment."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a model is cut over ranks: every head, column, token and layer is somewhere, and what does not fit is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """``speculative_config``: what it takes, which drafter it means, whether that fits, and its memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

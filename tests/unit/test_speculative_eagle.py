@@ -1,7 +1,5 @@
 """The EAGLE head against a direct computation, the shapes of its checkpoints, and the short steps of drafters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

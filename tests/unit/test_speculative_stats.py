@@ -1,7 +1,5 @@
 """Adaptive drafting: on where it pays and off elsewhere; the counters of drafts, and how they are shown."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stop strings: the checker against an oracle on the whole text, and the text stream of a request."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from unittest import mock

@@ -1,7 +1,5 @@
 """The tokenizer gives the ids and texts of transformers' fast tokenizers on the same files."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -1,7 +1,5 @@
 """The Triton attention kernels, interpreted, against the torch backend, and compiled for a GPU that is not here."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from itertools import product

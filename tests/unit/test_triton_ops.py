@@ -1,7 +1,5 @@
 """The Triton operations in the interpreter, the rules by which they are launched, and their compilation for a GPU."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

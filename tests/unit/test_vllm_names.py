@@ -1,7 +1,5 @@
 """Keywords that scripts bring along from vLLM: each is refused with what to do instead."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

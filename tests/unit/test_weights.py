@@ -1,7 +1,5 @@
 """Checkpoints on disk: every layout that is read, a rank's part of one, dummy weights, and finding the folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Small tokenizers of each kind, built from a few lines of text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
