@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.small_engines import executor_of, running
+from tests.distributed.ranks import executor_of, running
 from tests.helpers.engines import run_requests
-from tests.helpers.faulty_connector import OFFLOADING, faulty
+from tests.helpers.faulty_connector import OFFLOADING, connector, faulty
 from tests.helpers.prefill_decode import REQUESTS, ROOMY, SIZE, Tokens, decodes, nixl, prefilled, settle, tokens_of
 from tests.helpers.runner_lives import DRAFT
 from tests.helpers.schedules import Life, assert_lives_agree, live_alone, random_lives
@@ -53,11 +53,7 @@ Expected = dict[int, dict[str, RequestOutput]]
 
 
 def files(folder: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "SharedStorageConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
+    return connector("SharedStorageConnector", shared_storage_path=str(folder))
 
 
 def lives_of(seed: int) -> list[Life]:
@@ -90,27 +86,27 @@ def test_every_pair_is_there() -> None:
 def test_tokens_and_logprobs_are_those_of_one_process(
     case: tuple[str, str, str, str], tmp_path: Path, expected: Expected
 ) -> None:
-    method, connector, way, runner = case
+    method, store, way, runner = case
     settings = {"runner": runner, **TIGHT, **WAYS[way]}
     if METHODS[method]:
         settings["speculative_config"] = {**METHODS[method], "adaptive": False}
-    if connector != "none":
-        settings["kv_transfer_config"] = OFFLOADING if connector == "host" else files(tmp_path)
-    if connector == "files":  # what one engine saves, another one loads
+    if store != "none":
+        settings["kv_transfer_config"] = OFFLOADING if store == "host" else files(tmp_path)
+    if store == "files":  # what one engine saves, another one loads
         with running(**settings) as engine:
             check(engine, expected, SEEDS[:1])
     with running(**settings) as engine:
         assert engine.runner_name == runner
         assert len(executor_of(engine).worker_pids) == (4 if way == "both" else 2)
         check(engine, expected)
-        if connector == "host":  # a second time: what was evicted since the first comes back
+        if store == "host":  # a second time: what was evicted since the first comes back
             check(engine, expected)
         stats = engine.stats()
     drafts, transfers = stats.drafts, stats.transfers
     assert stats.scheduler.num_preemptions > 0
     assert 0 < drafts.num_accepted < drafts.num_drafted or method == "none"
     assert (transfers.loads_failed, transfers.loads_started) == (0, transfers.loads_done)
-    assert (transfers.tokens_loaded > 0) == (connector != "none")
+    assert (transfers.tokens_loaded > 0) == (store != "none")
 
 
 @pytest.mark.parametrize(("way", "runner"), [("tensor", "v2"), ("pipeline", "v1")])

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.distributed.small_engines import LONG, PROMPT, SMALL, executor_of, running, step_until_dead
+from tests.distributed.ranks import LONG, PROMPT, SMALL, executor_of, running
 from tests.helpers.engines import change_weights, make_text_checkpoint
 from tests.helpers.faulty_connector import EXIT_CODE, OFFLOADING, faulty
 from tests.helpers.processes import HANG, Watched, running_child
@@ -36,6 +36,16 @@ def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def faulty_rank(rank: int, point: str, **options: Any) -> dict[str, Any]:
     """The kv_transfer_config of OFFLOADING with an error on one rank."""
     return faulty(OFFLOADING, {"rank": rank, "raise_at": point, **options})
+
+
+def step_until_dead(engine: LLMEngine) -> EngineDeadError:
+    """There are always requests that run."""
+    with pytest.raises(EngineDeadError) as caught:
+        while True:
+            if not engine.has_unfinished_requests():
+                engine.add_request("again", PROMPT, LONG)
+            engine.step()
+    return caught.value
 
 
 # --- a worker -------------------------------------------------------------------------------------------------------
@@ -173,11 +183,10 @@ def test_worker_that_ends_at_its_start_is_named() -> None:
 
 
 def test_collected_engine_leaves_no_process() -> None:
-    llm: LLM | None = LLM(tensor_parallel_size=2, **SMALL)
-    assert llm is not None
+    llm = LLM(tensor_parallel_size=2, **SMALL)
     llm.generate([PROMPT], LONG, use_tqdm=False)
     workers = Watched(executor_of(llm.llm_engine).worker_pids.values())
-    llm = None
+    del llm
     gc.collect()
     workers.wait()
 
@@ -242,10 +251,6 @@ def second_node(port: int, **settings: Any) -> Iterator[subprocess.Popen[str]]:
         yield command
 
 
-def first_node(port: int, **settings: Any) -> AbstractContextManager[LLMEngine]:
-    return running(**settings, nnodes=2, master_port=port)
-
-
 @pytest.mark.parametrize("way", ["tensor", "pipeline"])
 def test_tokens_are_those_of_one_process(way: str, port: int) -> None:
     lives = random_lives(9, 2048)
@@ -253,7 +258,7 @@ def test_tokens_are_those_of_one_process(way: str, port: int) -> None:
         expected = live_alone(engine, lives)
     size = {f"{way}_parallel_size": 2}
     with second_node(port, **size) as command:
-        with first_node(port, **size) as engine:
+        with running(**size, nnodes=2, master_port=port) as engine:
             assert len(executor_of(engine).worker_pids) == 1
             assert_lives_agree(engine, lives, expected, way, tolerance=1e-4)
         _, errors = command.communicate(timeout=HANG)
@@ -264,7 +269,7 @@ def test_different_settings_are_refused_on_both_sides(port: int) -> None:
     size = {"tensor_parallel_size": 2}
     with second_node(port, **size, block_size=8) as command:
         with pytest.raises(ValueError, match=r"node 1 is set up differently.*\n  - block_size: 4 here, 8 there"):
-            first_node(port, **size).__enter__()
+            running(**size, nnodes=2, master_port=port).__enter__()
         _, errors = command.communicate(timeout=HANG)
     assert command.returncode != 0
     assert "node 0 is set up differently" in errors and "block_size: 8 here, 4 there" in errors
@@ -272,7 +277,7 @@ def test_different_settings_are_refused_on_both_sides(port: int) -> None:
 
 def test_lost_node_ends_the_engine(port: int) -> None:
     size = {"pipeline_parallel_size": 2}
-    with second_node(port, **size) as command, first_node(port, **size) as engine:
+    with second_node(port, **size) as command, running(**size, nnodes=2, master_port=port) as engine:
         engine.add_request("a", PROMPT, LONG)
         engine.step()
         workers = Watched(executor_of(engine).worker_pids.values())
@@ -286,7 +291,7 @@ def test_lost_node_ends_the_engine(port: int) -> None:
 def test_killed_worker_ends_the_other_node(port: int) -> None:
     """A worker of node 0 dies; node 1 reports the reason."""
     size = {"tensor_parallel_size": 2}
-    with second_node(port, **size) as command, first_node(port, **size) as engine:
+    with second_node(port, **size) as command, running(**size, nnodes=2, master_port=port) as engine:
         (pid,) = executor_of(engine).worker_pids.values()
         workers = Watched([pid])
         workers.kill(pid)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.world import run_world
+from tests.distributed.ranks import run_world
 from tests.helpers.interpreter import HAS_TRITON, compiled, run_python  # also the ranks' interpreter
 
 from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words

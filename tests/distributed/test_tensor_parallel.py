@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tests.distributed.world import run_world
+from tests.distributed.ranks import run_world
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.kernels import cpu_kernels

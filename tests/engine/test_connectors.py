@@ -19,6 +19,7 @@ from tests.helpers.faulty_connector import (
     FaultyScheduler,
     FaultyWorker,
     InjectedError,
+    connector,
     faulty,
 )
 from tests.helpers.prefill_decode import ROOMY, SIZE, VOCAB, Tokens, last_output, settle, tokens_of
@@ -37,11 +38,6 @@ NUM_CACHED = {"alone": 16, "one": 28, "two": 24, "tiny": 0, "long": 36}
 
 Start = Callable[..., LLMEngine]
 Configs = dict[str, dict[str, Any]]
-
-
-def connector(name: str, module: str | None = None, **extra: Any) -> dict[str, Any]:
-    settings = {"kv_connector_module_path": module, "kv_connector_extra_config": extra}
-    return {"kv_connector": name, "kv_role": "kv_both", **settings}
 
 
 OFFLOAD = connector("OffloadingConnector", num_cpu_blocks=200)

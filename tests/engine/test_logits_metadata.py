@@ -46,9 +46,7 @@ def test_a_model_returns_the_rows_that_are_read(
     cache.step({number: tokens for number, tokens in computed.items() if tokens})
     new = torch.randint(0, 80, (19,), generator=torch.Generator().manual_seed(1)).split([1, 3, 6, 9])
     ids, step = cache.step({number: tokens.tolist() for number, tokens in enumerate(new)})
-    before = [
-        torch.randn(kv.shape, generator=torch.Generator().manual_seed(layer)) for layer, kv in enumerate(step.kv_caches)
-    ]
+    before = [torch.randn(kv.shape, generator=torch.Generator().manual_seed(i)) for i, kv in enumerate(step.kv_caches)]
     caches, narrow_caches = ([kv.clone() for kv in before] for _ in range(2))
     indices, starts = ROWS[rows]
     every = model(ids, ForwardContext(step.attention, caches))

@@ -286,7 +286,7 @@ Stories = dict[tuple[Path, float], dict[str, list[int]]]
 def drafting_runner(drafter: str, kind: str = "v2", *, num_blocks: int = 128, **options: Any) -> Any:
     target, speculative = DRAFTERS[drafter]
     context = make_context(options.get("device"), max_model_len=160)
-    settings = configured_drafting(target, context, runner=kind, **speculative)
+    settings = configured_drafting(target, context, kind, speculative)
     options |= {"ops": unwatched(cpu_kernels()), "num_blocks": num_blocks, "max_model_len": 160}
     return make_runner(kind, settings, folder=target, **options)
 

@@ -75,24 +75,18 @@ def test_the_test_itself() -> None:
     assert p_value([(0, 0, 0), (0, 0, 1)] * 20 + [(0, 0, 2)], certain) == 0.0
 
 
-Models = dict[str, tuple[Path, Any]]
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Folders and reference models of the target, of one much like it, and of one that is not."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("target", "different", "close")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("close", "target", "different")}
     close = make_reference("llama", seed=1, **MODEL)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in close.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     close.save_pretrained(folders["close"])
-    made = {"close": close} | {
-        name: make_checkpoint(folders[name], "llama", seed=seed, **MODEL)
-        for name, seed in (("target", 1), ("different", 7))
-    }
-    return {name: (folder, made[name]) for name, folder in folders.items()}
+    others = (make_checkpoint(folders[name], "llama", seed=n, **MODEL) for name, n in (("target", 1), ("different", 7)))
+    return {name: made for name, *made in zip(folders, folders.values(), (close, *others), strict=True)}
 
 
 def probabilities_of(reference: Any, temperature: float = 1.0, top_k: int = VOCAB) -> Probabilities:
@@ -117,7 +111,7 @@ def sample(folder: Path, runner: str, config: dict[str, Any] | None, **params: A
     return triples, drafts
 
 
-def drafts_of(models: Models, drafter: str) -> dict[str, Any]:
+def drafts_of(models: dict[str, Any], drafter: str) -> dict[str, Any]:
     return {"method": "ngram"} if drafter == "ngram" else {"model": str(models[drafter][0])}
 
 
@@ -127,7 +121,7 @@ def drafts_of(models: Models, drafter: str) -> dict[str, Any]:
     [("close", {}), ("different", {}), ("ngram", {}), ("close", {"temperature": 1.5, "top_k": 4})],
 )
 def test_drafts_do_not_change_the_distribution(
-    models: Models, drafter: str, features: dict[str, Any], runner: str
+    models: dict[str, Any], drafter: str, features: dict[str, Any], runner: str
 ) -> None:
     folder, reference = models["target"]
     triples, drafts = sample(folder, runner, drafts_of(models, drafter), **features)
@@ -140,14 +134,14 @@ def test_drafts_do_not_change_the_distribution(
 
 
 @pytest.mark.parametrize("drafter", ["close", "different"])
-def test_the_drafters_own_samples_are_caught(models: Models, drafter: str) -> None:
+def test_the_drafters_own_samples_are_caught(models: dict[str, Any], drafter: str) -> None:
     folder, reference = models[drafter]
     triples, _ = sample(folder, "v2", None)
     assert p_value(triples, probabilities_of(reference)) > SUSPICIOUS
     assert p_value(triples, probabilities_of(models["target"][1])) < 1e-12
 
 
-def test_a_rule_that_accepts_too_much_is_caught(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_accepts_too_much_is_caught(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first draft is accepted even if the target has chosen another token."""
 
     def too_much(sampled: list[int], invalid: list[bool], drafts: list[list[int]], *others: Any) -> HostSamples:
@@ -165,7 +159,7 @@ def test_a_rule_that_accepts_too_much_is_caught(models: Models, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("drafter", ["close", "different"])
-def test_as_much_is_accepted_as_the_shared_noise_promises(models: Models, drafter: str) -> None:
+def test_as_much_is_accepted_as_the_shared_noise_promises(models: dict[str, Any], drafter: str) -> None:
     """The first draft is right with a probability of at least (1 - d) / (1 + d), d being the total variation distance;
     no rule accepts more than 1 - d."""
     folder, reference = models["target"]

@@ -107,8 +107,8 @@ def prompt_tokens(output: ModelRunnerOutput) -> dict[int, list[list[int]]]:
 def test_full_steps_are_replayed_and_give_the_same(features: dict[str, int]) -> None:
     """Of 100 tokens, or at least 97; also where prompt logprobs are computed behind the graph."""
     runs = []
-    device = RecordingDevice(has_graphs=True)
-    runners = [make_runner(device=one, max_num_batched_tokens=100) for one in (device, None)]
+    devices = (RecordingDevice(has_graphs=True), None)
+    runners = [make_runner(device=device, max_num_batched_tokens=100) for device in devices]
     for runner in runners:
         scheduler = make_scheduler(budget=100, enable_prefix_caching=False)
         taken: list[TakenStep] = []
@@ -124,9 +124,8 @@ def test_full_steps_are_replayed_and_give_the_same(features: dict[str, int]) -> 
         assert step.output.sampled_token_ids == expected.output.sampled_token_ids
         assert prompt_tokens(step.output) == prompt_tokens(expected.output)
     graphs = runners[0].graphs
-    assert [key for key in graphs.captured if key.num_tokens == 100] == [
-        GraphKey("mixed", MAX_NUM_SEQS, 100, None if features else PLAIN)
-    ]
+    full = GraphKey("mixed", MAX_NUM_SEQS, 100, None if features else PLAIN)
+    assert [key for key in graphs.captured if key.num_tokens == 100] == [full]
     assert (graphs.num_steps["mixed"], graphs.num_steps["eager"]) == (3, 1)
 
 
@@ -140,9 +139,7 @@ def test_a_host_buffer_is_not_written_before_its_reader_has_passed() -> None:
         staging.begin()
         staging.write(0, step, 1)
         staging.apply_staged_writes([0], staging._numpy[0][:2] * 0, 1)
-    first_lap, second_lap = device.events[:num_slots], device.events[num_slots:]
-    assert first_lap == ["copy_in"] * num_slots
-    assert second_lap == ["wait_copy_in", "copy_in"] * num_slots
+    assert device.events == ["copy_in"] * num_slots + ["wait_copy_in", "copy_in"] * num_slots
 
 
 def test_the_copy_is_as_long_as_the_writes() -> None:
@@ -181,13 +178,12 @@ def test_warm_up_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not warm.graphs.num_steps
     assert warm._sampler.variant == PLAIN
     assert not warm._sampler._requests
-    tokens = []
+    requests = []
     for runner in (warm, cold):
         scheduler = make_scheduler()
-        request = add(scheduler, "a", 20, temperature=1.0)
+        requests.append(add(scheduler, "a", 20, temperature=1.0))
         take_steps(scheduler, in_one_runner(runner), 10)
-        tokens.append(request.token_ids.tolist())
-    assert tokens[0] == tokens[1]
+    assert requests[0].token_ids.tolist() == requests[1].token_ids.tolist()
 
 
 def test_penalties_keep_nothing_per_vocabulary_entry() -> None:

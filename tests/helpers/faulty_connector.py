@@ -31,12 +31,13 @@ WORKER_POINTS = (
 """In the order of a step."""
 
 
-OFFLOADING: dict[str, Any] = {
-    "kv_connector": "OffloadingConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"num_cpu_blocks": 400},
-}
-"""The kv_transfer_config of a real connector."""
+def connector(name: str, module: str | None = None, **extra: Any) -> dict[str, Any]:
+    """A kv_transfer_config."""
+    settings = {"kv_connector_module_path": module, "kv_connector_extra_config": extra}
+    return {"kv_connector": name, "kv_role": "kv_both", **settings}
+
+
+OFFLOADING = connector("OffloadingConnector", num_cpu_blocks=400)
 EXIT_CODE = 3
 """Of a worker that ends without a report."""
 
@@ -208,13 +209,7 @@ class FaultyConnector(KVConnector):
 
 def faulty(inner: dict[str, Any], faults: Faults | dict[str, Any], **settings: Any) -> dict[str, Any]:
     """A kv_transfer_config."""
-    return {
-        "kv_connector": "FaultyConnector",
-        "kv_connector_module_path": __name__,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"inner": inner, "faults": faults},
-        **settings,
-    }
+    return connector("FaultyConnector", __name__, inner=inner, faults=faults) | settings
 
 
 def inner_context(context: TransferContext) -> TransferContext:

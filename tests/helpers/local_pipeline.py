@@ -15,12 +15,10 @@ MAX_NUM_TOKENS = 64
 
 
 class LocalPipelineGroup(PipelineGroup):
-    """One rank's ends of the queues. To receive what was not sent yet would be a deadlock: an error.
+    """One rank's ends of the queues: ``steps``, hidden states for ranks 1, 2, ...; ``packets`` for ranks 0, 1, ...
 
-    Args:
-        steps: hidden states on their way to ranks 1, 2, ...
-        packets: packets on their way to ranks 0, 1, ...
-        hidden_size: None: without persistent buffers; else what lies behind a step in a buffer is NaN.
+    To receive what was not sent yet would be a deadlock: an error. With a ``hidden_size`` there are persistent buffers;
+    what lies behind a step in a buffer is NaN.
     """
 
     def __init__(
@@ -33,10 +31,8 @@ class LocalPipelineGroup(PipelineGroup):
         self._buffers = None
         if hidden_size is not None and rank > 0:
             self._buffers = IntermediateTensors(torch.full((MAX_NUM_TOKENS, hidden_size), float("nan")))
-        self.rank = rank
-        self.size = len(steps) + 1
-        self._steps = steps
-        self._packets = packets
+        self.rank, self.size = rank, len(steps) + 1
+        self._steps, self._packets = steps, packets
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
         if self.is_first_rank:
@@ -83,9 +79,6 @@ class LocalPipeline:
 
     Ranks after the first compute a step when its output is read, or when the first rank must have received its packet.
     So the first rank is as far ahead of the others as the scheduler's ``awaited_step`` allows.
-
-    Args:
-        runners: in pipeline order.
     """
 
     def __init__(self, runners: list[ModelRunner]) -> None:

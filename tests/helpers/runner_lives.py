@@ -109,15 +109,13 @@ class Whims:
         pass
 
 
-def configured_drafting(
-    folder: Path, context: ModelContext, *, runner: str = "v2", **speculative: Any
-) -> DraftSettings:
+def configured_drafting(folder: Path, context: ModelContext, runner: str, speculative: dict[str, Any]) -> DraftSettings:
     """What a worker with this ``speculative_config`` builds for the model in ``folder``."""
     config = EngineConfig(speculative_config={"num_speculative_tokens": NUM_DRAFTS, **speculative})  # type: ignore[arg-type]
     found = find_drafter(config, load_model_config(folder))
     fusion = () if found is None else plan_fusion(found.config, runner)
-    max_model_len = MAX_MODEL_LEN if context.max_positions is None else context.max_positions - NUM_DRAFTS
-    return build_speculation(config, found, max_model_len, context, fusion)
+    assert context.max_positions is not None
+    return build_speculation(config, found, context.max_positions - NUM_DRAFTS, context, fusion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +138,9 @@ def make_context(
     device: RecordingDevice | None = None, ops: Kernels | None = None, *, max_model_len: int = MAX_MODEL_LEN
 ) -> ModelContext:
     """The context of a model; its attention can be captured where the device has graphs."""
-    has_graphs = device is not None and device.has_graphs
-    attention = CapturableAttention() if has_graphs else cpu_kernels().attention
-    positions = max_model_len + NUM_DRAFTS
-    return ModelContext(ops or cpu_kernels(), attention, torch.float32, torch.device("cpu"), positions)
+    attention = CapturableAttention() if device is not None and device.has_graphs else cpu_kernels().attention
+    cpu = torch.device("cpu")
+    return ModelContext(ops or cpu_kernels(), attention, torch.float32, cpu, max_model_len + NUM_DRAFTS)
 
 
 def make_runner(
@@ -161,14 +158,8 @@ def make_runner(
     max_model_len: int = MAX_MODEL_LEN,
     **options: Any,
 ) -> Any:
-    """A runner, ready for steps.
-
-    Args:
-        kind: ``v1`` or ``v2``.
-        device: of V2 alone. layers: None: all. ops: None: those of the CPU.
-        wrap: given the model, returns what the runner takes for it.
-        options: of `ModelRunner`: ``connector``, ``pipeline``.
-    """
+    """A runner, ``v1`` or ``v2``, ready for steps. Only V2 takes a device; ``wrap``: given the model, returns what the
+    runner takes for it; ``options``: of `ModelRunner`."""
     config = load_model_config(folder)
     context = make_context(device, ops, max_model_len=max_model_len)
     loader = WrappingLoader(config, context, folder, layers=layers, wrap=wrap)

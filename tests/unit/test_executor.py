@@ -170,9 +170,8 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def rendezvous(parent: Path) -> Iterator[RendezvousDir]:
-    rendezvous = RendezvousDir()
-    yield rendezvous
-    rendezvous.close()
+    with contextlib.closing(RendezvousDir()) as rendezvous:
+        yield rendezvous
 
 
 def test_message_for_some_ranks(rendezvous: RendezvousDir) -> None:
@@ -312,8 +311,8 @@ def test_other_connections_are_ignored(
     engine: EngineNodes, plan: MakePlan, port: int, threads: ThreadPoolExecutor
 ) -> None:
     gathering = threads.submit(engine.gather, ADDRESSES)
-    invalid = msgspec.msgpack.encode({"node_rank": "one"})
-    framed = (len(body).to_bytes(4, "little") + body for body in (b"junk", invalid))
+    bodies = (b"junk", msgspec.msgpack.encode({"node_rank": "one"}))
+    framed = (len(body).to_bytes(4, "little") + body for body in bodies)
     for content in (b"GET / HTTP/1.1\r\n\r\n", *framed, b""):
         with socket.create_connection(("127.0.0.1", port), timeout=HANG) as stranger:
             stranger.sendall(content)
