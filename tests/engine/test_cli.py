@@ -91,7 +91,7 @@ def model(tmp_path: Path) -> Path:
 def test_json_is_what_the_library_returns(run: Command) -> None:
     texts = ["Once upon a time", "The fox"]
     flags = ["--max-tokens", "6", "--logprobs", "2", "--prompt-logprobs", "1", "--verbose", *GREEDY]
-    content = run.json("generate", "--prompt", texts[0], "--prompt", texts[1], "--json", *flags)
+    content = run.json("generate", "story-llama", "--prompt", texts[0], "--prompt", texts[1], "--json", *flags)
     with LLM(device="cpu", num_gpu_blocks_override=128, max_num_seqs=4) as llm:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6, logprobs=2, prompt_logprobs=1)
         expected = llm.generate(texts, params, use_tqdm=False)
@@ -251,6 +251,30 @@ def test_commands_of_a_chat(run: Command, pipe: Pipe, prompts: Prompts) -> None:
     assert "unknown command /what" in run.err and "there is no system message now" in run.err
 
 
+def test_a_chat_takes_several_lines_and_repeats_sets_and_saves(
+    run: Command, pipe: Pipe, prompts: Prompts, tmp_path: Path
+) -> None:
+    def encoded(*texts: str) -> list[int]:
+        roles = ("user", "assistant") * 2
+        return TOKENIZER.apply_chat_template_ids(
+            [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        )
+
+    file = tmp_path / "chat.json"
+    settings = ["max_tokens 2", "seed=5", "stop a b", "", "top-p 2", "tempratur 1", "n 2", "ignore_eos maybe"]
+    commands = [*(f"/set {text}" for text in settings), f"/save {tmp_path}", "/save", f"/save {file}"]
+    pipe("\n".join(["/retry", "Hi", *commands, '"""', "/one", "", 'two"""', "/retry", '"""/x"""', "/reset", "/retry"]))
+    first, *_, fourth = run.chat("--max-tokens", "4")
+    assert prompts[0] == encoded("Hi") and prompts[1] == prompts[2] == encoded("Hi", first, "/one\n\ntwo")
+    assert json.loads(file.read_text()) == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
+    assert len(TOKENIZER.encode(fourth, add_special_tokens=False)) <= 2 < len(prompts[3])
+    for text in ("max_tokens is 2", "seed is 5", "stop is ['a', 'b']", "top_p must be a number in (0, 1], got 2.0",
+                 "there is temperature", "no 'n' to set", "'maybe' is no value of ignore_eos; on or off",
+                 f"1 turn written to {file}", "temperature is 0.0; "):  # fmt: skip
+        assert text in run.err
+    assert run.err.count("there is no message yet") == 2 and run.err.count("/save FILE: [Errno") == 2
+
+
 def test_ctrl_c_stops_a_reply_alone(run: Command, monkeypatch: Patch, pipe: Pipe, prompts: Prompts) -> None:
     at_step(monkeypatch, 3, PRESS_CTRL_C)
     pipe("Hello!\nGo on.\n")
@@ -284,12 +308,15 @@ def test_a_chat_that_outgrows_the_model_forgets_its_beginning(run: Command, pipe
     assert all(prompt[:4] == prompts[0][:4] for prompt in prompts)  # of the system message
 
 
-def test_a_chat_on_a_terminal(run: Command, monkeypatch: Patch) -> None:
+def test_a_chat_on_a_terminal(run: Command, monkeypatch: Patch, prompts: Prompts) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
-    monkeypatch.setattr(builtins, "input", mock.Mock(side_effect=["Hello!", EOFError(), KeyboardInterrupt()]))
+    monkeypatch.setattr(builtins, "input", mock.Mock(side_effect=["Hello!", "/bye", EOFError(), KeyboardInterrupt()]))
+    monkeypatch.setattr("fleetfoot.cli.chat._has_input", mock.Mock(side_effect=[True, False]))  # a paste of two lines
     assert len(run.chat("--max-tokens", "2")) == 1
+    expected = TOKENIZER.apply_chat_template_ids([{"role": "user", "content": "Hello!\n/bye"}])
+    assert prompts == [expected]
     assert run.err.startswith("story-llama on cpu, runner ") and run.err.count("> ") == 2
     run.chat(code=130)
 

@@ -205,7 +205,7 @@ OVERRIDE = ["--override-generation-config"]
         (["plan", "--tokenizer_mode", "auto"], "unknown argument '--tokenizer_mode'; it is --tokenizer-mode"),
         (["bench", "latency", "--output", "/"], "--output /: it is a folder"),
         (["bench", "throughput", "--output", ""], "it is a folder"),
-        (["generate", "M", "--model", "N"], "two models are given, 'M' and 'N'"),
+        *(([name, "M", "--model", "N"], "two models are given, 'M' and 'N'") for name in ("generate", "chat")),
         (["plan", "--speculative-config", "{method:", "ngram}"], "is not JSON"),
         (["plan", "--speculative-config", "ngram"], """in a shell between single quotes: '{"key": "value"}'"""),
         (["plan", "--nnodes", "2"], "is 1 worker, which cannot be spread evenly over so many; it can be 1"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -191,6 +192,29 @@ def check_sampling_arguments(arguments: argparse.Namespace) -> None:
     SamplingParams(**{"max_tokens": None, **_given_sampling(arguments)})
 
 
+def changed_sampling_params(params: SamplingParams, name: str, text: str, names: Collection[str]) -> SamplingParams:
+    """A copy with one parameter of ``names`` as its flag would set it; lists are separated by spaces.
+
+    Raises:
+        ValueError: no such parameter, or no value of it.
+    """
+    if name not in names:
+        near = difflib.get_close_matches(name, names) or names
+        raise ValueError(f"there is no {name!r} to set; there is {', '.join(near)}")
+    flag = _FLAGS[name]
+    try:
+        if flag.read is bool:
+            value: Any = {"on": True, "off": False}[text.lower()]
+        else:
+            value = [flag.read(word) for word in text.split()] if flag.is_list else flag.read(text)
+    except (ValueError, KeyError, argparse.ArgumentTypeError):
+        kind = "on or off: " if flag.read is bool else ""
+        raise ValueError(f"{text!r} is no value of {name}; {kind}{flag.help}") from None
+    if flag.read is _token_ids:
+        value = [token_id for part in value for token_id in part]
+    return dataclasses.replace(params, **{name: value})
+
+
 def _given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     given = _given(arguments, _SAMPLING)
     for name in ("stop_token_ids", "allowed_token_ids"):
@@ -261,6 +285,7 @@ _FLAGS = {
     "bad_words": _Flag(str, "words that cannot be generated", "WORD", is_list=True),
     "truncate_prompt_tokens": _Flag(int, "keep this many tokens from the end of a prompt; -1: as many as fit", "N"),
 }
+SAMPLING_NAMES = tuple(_FLAGS)
 """For each field of `SamplingParams`, except ``output_kind``, which commands set, and ``extra_args``, for programs."""
 
 

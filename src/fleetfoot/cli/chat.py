@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
+import os
+import re
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fleetfoot.cli.arguments import (
+    SAMPLING_NAMES,
     add_engine_arguments,
     add_sampling_arguments,
+    changed_sampling_params,
     check_sampling_arguments,
     sampling_params,
 )
@@ -33,18 +39,24 @@ if TYPE_CHECKING:
 _NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "detokenize", "truncate_prompt_tokens")
 
 _COMMANDS = """\
-/reset         forget the conversation; the system message stays
-/system TEXT   set the system message; without TEXT there is none
-/stats         numbers of the last reply and of the chat
-/help          this
-/exit          end; Ctrl-D and a Ctrl-C at the prompt do it too. A Ctrl-C during a reply stops the reply.
-A message that begins with a slash needs a space before it."""
+/retry            generate another reply to the last message
+/reset            forget the conversation; the system message stays
+/system TEXT      set the system message; without TEXT there is none
+/set NAME VALUE   set a sampling parameter: /set temperature 0.7; alone it shows those that are set
+/save FILE        write the conversation as JSON, a list of messages
+/stats            numbers of the last reply and of the chat
+/help             this
+/exit             end; Ctrl-D and a Ctrl-C at the prompt do it too. A Ctrl-C during a reply stops the reply.
+A pasted text is one message, and so are the lines between \"\"\" and \"\"\". A message that begins with a slash needs a
+space before it."""
+_QUOTES = '"""'
 
 _EPILOG = f"""\
 in the chat:
 {_COMMANDS}
 
-From a pipe each line is a turn; standard output gets the replies alone, and everything else goes to standard error."""
+From a pipe each line, or the text between \"\"\" and \"\"\", is a turn; standard output gets the replies alone, and
+everything else goes to standard error."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,6 +157,10 @@ class _Chat:
     conversation: Conversation
     template: str | None
     is_interactive: bool
+    unanswered: str | None = None
+    """The last message, if it has no reply and is forgotten."""
+    has_failed: bool = False
+    """Whether a turn was refused or failed."""
     num_replies: int = 0
     last_reply: str = ""
     """Its numbers."""
@@ -155,27 +171,43 @@ class _Chat:
             engine = self.engine
             title = f"{engine.plan.config.model} on {engine.plan.device}, runner {engine.runner_name}"
             _print_status(f"{title}. /help shows the commands.")
-        failed = False
-        for line in self._lines():
-            if line.startswith("/"):
-                if not self._run_command(line):
+        for text, is_command in self._messages():
+            if is_command:
+                if not self._run_command(text):
                     break
-            elif line.strip():
-                failed |= not self._turn(line)
-        return 1 if failed and not self.is_interactive else 0
+            elif text.strip():
+                self._turn(text)
+        return 1 if self.has_failed and not self.is_interactive else 0
+
+    def _messages(self) -> Iterator[tuple[str, bool]]:
+        """Each message or command, and whether it is a command."""
+        lines = self._lines()
+        for text in lines:
+            is_quoted = text.startswith(_QUOTES)
+            while is_quoted and not text[3:].rstrip().endswith(_QUOTES) and (line := next(lines, None)) is not None:
+                text += f"\n{line}"
+            if is_quoted:
+                text = text[3:].rstrip().removesuffix(_QUOTES).strip("\n")
+            yield text, text.startswith("/") and not is_quoted and "\n" not in text
 
     def _lines(self) -> Iterator[str]:
         if not self.is_interactive:
             for line in sys.stdin or ():
-                yield line.rstrip("\r\n")
+                yield line.removeprefix("\ufeff").rstrip("\r\n")
             return
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # gives `input` line editing and a history
+            import readline  # gives `input` line editing and a history
+
+            readline.parse_and_bind("set enable-bracketed-paste on")
         while True:
             try:
                 if not sys.stdout.isatty():
                     print("> ", end="", file=sys.stderr, flush=True)
-                yield input("> " if sys.stdout.isatty() else "")
+                text = input("> " if sys.stdout.isatty() else "")
+                with contextlib.suppress(EOFError):
+                    while not text.startswith("/") and _has_input():  # a pasted text
+                        text += f"\n{input()}"
+                yield text
             except EOFError:  # Ctrl-D
                 _print_status("")
                 return
@@ -186,10 +218,17 @@ class _Chat:
         match name:
             case "/exit":
                 return False
+            case "/retry":
+                self._retry()
+            case "/set":
+                self._set(*rest)
+            case "/save":
+                self._save(*rest)
             case "/help":
                 _print_status(_COMMANDS)
             case "/reset":
                 self.conversation.turns.clear()
+                self.unanswered = None
                 _print_status("the conversation is forgotten")
             case "/system":
                 self.conversation.system = rest[0].strip() if rest else None
@@ -197,8 +236,39 @@ class _Chat:
             case "/stats":
                 _print_status(self._stats())
             case unknown:
-                _print_status(f"unknown command {unknown}; there are /reset, /system, /stats, /help and /exit")
+                _print_status(f"unknown command {unknown}; /help shows the commands")
         return True
+
+    def _retry(self) -> None:
+        turns = self.conversation.turns
+        if self.unanswered is None and not turns:
+            _print_status("there is no message yet")
+            return
+        if self.params.seed is not None:  # the same seed would draw the same reply
+            self.params = dataclasses.replace(self.params, seed=(self.params.seed + 1) % 2**63)
+        self._turn(turns.pop()[0]["content"] if self.unanswered is None else self.unanswered)
+
+    def _set(self, text: str = "") -> None:
+        name, value, *_ = *re.split(r"\s+|=", text.strip(), maxsplit=1), ""
+        name, names = name.removeprefix("--").replace("-", "_"), [n for n in SAMPLING_NAMES if n not in _NOT_FOR_CHAT]
+        try:
+            if name:
+                self.params = changed_sampling_params(self.params, name, value.strip(), names)
+        except ValueError as error:
+            _print_status(f"/set: {error}")
+        else:
+            default = SamplingParams()
+            changed = [n for n in names if n == name or (not name and getattr(self.params, n) != getattr(default, n))]
+            _print_status("; ".join(f"{n} is {getattr(self.params, n)}" for n in changed) or "nothing is set")
+
+    def _save(self, file: str = "") -> None:
+        path = Path(os.path.expanduser(file.strip()))
+        content = json.dumps(self.conversation.messages(), indent=2, ensure_ascii=False) + "\n"
+        try:
+            path.write_text(content, encoding="utf-8", errors="replace")
+            _print_status(f"{count(len(self.conversation.turns), 'turn')} written to {path}")
+        except (OSError, ValueError) as error:
+            _print_status(f"/save FILE: {error}")
 
     def _stats(self) -> str:
         if not self.num_replies:
@@ -210,22 +280,24 @@ class _Chat:
             f"({stats.scheduler.prefix_cache_hits} from the prefix cache), {stats.num_generation_tokens} out"
         )
 
-    def _turn(self, text: str) -> bool:
-        """Print the reply to a message; a turn without one is dropped. Returns False on an error."""
+    def _turn(self, text: str) -> None:
+        """Print the reply to a message; a turn without one is dropped."""
         self.conversation.ask(text)
         try:
             reply = self._reply(self._prompt())
         except (ValueError, TypeError) as error:  # refused before anything was generated; the chat continues
             reply = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
+        self.unanswered = None
         if reply.text or reply.finish_reason in ("stop", "length"):
             self.conversation.answer(reply.text)
         else:
             self.conversation.turns.pop()
+            self.unanswered = text
+        self.has_failed |= reply.finish_reason == "error"
         if reply.finish_reason == "error":
             _print_status(f"fleetfoot chat: error: {reply.stop_reason}")
         elif reply.finish_reason == "abort":
             _print_status("(stopped)" if reply.text else "(stopped before the first word: the turn is forgotten)")
-        return reply.finish_reason != "error"
 
     def _prompt(self) -> list[int]:
         """Token ids of the conversation; drops its oldest turns if it is too long."""
@@ -264,6 +336,13 @@ class _Chat:
                         return completion
                 if stop.is_set:
                     self.engine.abort_request("reply")
+
+
+def _has_input() -> bool:
+    """Whether the terminal has input that was not read."""
+    with contextlib.suppress(OSError, ValueError):  # standard input is no file, or of a kind that select does not take
+        return bool(select.select([sys.stdin], [], [], 0.02)[0])
+    return False
 
 
 def _print_status(text: str) -> None:
