@@ -304,6 +304,8 @@ class AsyncLLM:
         if self._result_queues.get(request_id) is results:
             del self._result_queues[request_id]
             self._engine.discard([request_id])
+        elif request_id not in self._result_queues:  # its last output was not read
+            self._engine.abort_request(request_id)
 
     def _put(self, output: RequestOutput) -> None:
         results = self._result_queues.get(output.request_id)

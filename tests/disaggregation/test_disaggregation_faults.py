@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,12 +34,12 @@ from tests.helpers.prefill_decode import (
 )
 from tests.helpers.streams import async_test
 
-from fleetfoot import AsyncLLM, LLMEngine
+from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.server.disaggregation.client import EngineClient, EngineProcess, EngineUnreachableError
+from fleetfoot.server.disaggregation.client import EngineClient, EngineProcess, EngineUnreachableError, Generate
 from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM, ProxyStats
-from fleetfoot.server.disaggregation.serve import LocalEngine
+from fleetfoot.server.disaggregation.serve import EngineServer, LocalEngine, reserve
 
 Outputs = dict[str, RequestOutput]
 MakeEngine = Callable[..., LLMEngine]
@@ -184,10 +186,10 @@ async def test_consumer_that_hangs_while_it_reads(
     consumer, producer = processes("kv_consumer", runner=runner), make("kv_producer", runner=runner)
     async with reading(consumer, prefilled(producer, ["long"])):
         os.kill(consumer.pid, signal.SIGSTOP)
-        clock.now += 479
+        clock.now += 29
         producer.step()
         assert producer.stats().transfers.num_held_blocks == 10
-        clock.now += 1
+        clock.now += 30  # after its last renewal, which may have come meanwhile
         assert settle(producer) == {"sends_expired": 1}
         consumer.kill()
 
@@ -355,6 +357,38 @@ async def test_proxy_with_a_decode_engine_that_dies(
             await generate(proxy, "two")
         stats = await LocalEngine(llm).drain()  # the KV that was held for them is freed
         assert stats["scheduler"]["transfers"]["counters"]["sends_declined"] == 2
+
+
+@pytest.mark.parametrize("how", ["connection", "proxy", "generator"])
+@async_test
+async def test_client_that_leaves_before_decode(how: str, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
+        server, ended = EngineServer(engine := LocalEngine(llm)), threading.Event()
+        await server.start(reserve())
+        client = EngineClient(server.address)
+        assert (await last_output(client, PROMPTS["alone"], params, "read")).kv_transfer_params
+
+        async def leaving(*arguments: Any, **options: Any) -> Any:
+            async for output in engine.generate(*arguments, **options):
+                yield output
+            raise asyncio.CancelledError
+
+        with contextlib.suppress(asyncio.CancelledError), monkeypatch.context() as patched:
+            if how == "connection":
+                async with client._call(Generate(PROMPTS["long"], params, "r")) as (reader, _):
+                    await reader.readexactly(1)
+            elif how == "proxy":
+                await DisaggregatedLLM(SimpleNamespace(generate=leaving), client).prefill([7] * 9, PARAMS["long"], "r")  # type: ignore[arg-type]
+            else:  # its output does not arrive
+                patched.setattr("fleetfoot.async_llm._ResultQueue.put", lambda results, item: ended.set())
+                request = asyncio.ensure_future(anext(engine.generate(PROMPTS["long"], params, "r")))
+                assert await asyncio.to_thread(ended.wait, 30)
+                request.cancel()
+        await llm.abort("read")
+        counters = (await engine.drain())["scheduler"]["transfers"]["counters"]
+        assert counters == ({"sends_evicted": 2} if how == "generator" else {"sends_evicted": 1, "sends_declined": 1})
+        await server.close()
 
 
 def test_engine_that_cannot_start(processes: StartEngine, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.engines import make_engine, run_requests
+from tests.helpers.engines import make_engine, prompt_of, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import skip_without
 from tests.helpers.prefill_decode import (
@@ -16,6 +16,7 @@ from tests.helpers.prefill_decode import (
     ROOMY,
     RUNNERS,
     SIZE,
+    VOCAB,
     decodes,
     nixl,
     prefilled,
@@ -23,7 +24,7 @@ from tests.helpers.prefill_decode import (
     tokens_of,
 )
 
-from fleetfoot import LLMEngine
+from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.outputs import RequestOutput
 
 Make = Callable[..., LLMEngine]
@@ -106,12 +107,25 @@ def test_requests_aborted_before_and_during_their_load(runner: str, make: Make) 
 
 
 @RUNNERS
+def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, expected: Outputs) -> None:
+    """No time passes. Together they need four times the blocks that there are."""
+    producer, consumer = make("kv_producer", runner=runner, **SIZE), make("kv_consumer", runner=runner)
+    hold = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
+    outputs = run_requests(producer, {name: (prompt_of(40, VOCAB, seed=6 + int(name)), hold) for name in "0123456789"})
+    assert producer.stats().transfers.num_held_blocks == 20
+    assert producer.stats().transfers.counters["sends_evicted"] == 8
+    output = run_requests(consumer, decodes({"long": outputs["0"].kv_transfer_params}))
+    assert tokens_of(output)["long"] == expected["long"].outputs[0].token_ids
+    assert consumer.stats().transfers.loads_failed == 1  # it was evicted, and computed again
+
+
+@RUNNERS
 def test_unread_blocks_are_released(runner: str, make: Make, clock: Clock) -> None:
     producer = make("kv_producer", runner=runner)
     prefilled(producer)
     # each prompt's blocks, with the last that is not full; "one" and "two" begin with the same five
     assert producer.stats().transfers.num_held_blocks == 5 + 8 + 7 + 10 - 5
-    clock.now += 479
+    clock.now += 29
     producer.step()
     assert producer.stats().transfers.num_held_blocks == 25
     clock.now += 1

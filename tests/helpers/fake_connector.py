@@ -30,6 +30,7 @@ class ScriptedConnector(SchedulerConnector):
     params: dict[str, Any] | None = None
     """The ``kv_transfer_params`` of all that are held."""
     pending: bool = False
+    evicts: bool = False
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
     def check_request(self, request: Request) -> None:
@@ -55,6 +56,10 @@ class ScriptedConnector(SchedulerConnector):
         self.calls.append(call)
         is_held = request.request_id in self.holds
         return is_held, self.params if is_held else None
+
+    def evict(self, request_id: str) -> bool:
+        self.calls.append(("evict", request_id))
+        return self.evicts and request_id in self.holds
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> tuple[int, int] | None:
         return scheduler_output.step, len(self.of("finished"))
@@ -157,6 +162,9 @@ class FakeSchedulerConnector(SchedulerConnector):
         self.held.add(request.request_id)
         self._next.sends[request.request_id] = self._blocks(request, 0, num_full)
         return True, {"blocks": num_full}
+
+    def evict(self, request_id: str) -> bool:
+        return True  # it is being read, and will be sent
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         metadata, self._next = self._next, Metadata()

@@ -1,20 +1,26 @@
 """KV between engines: it arrives bitwise equal or not at all, and all blocks are released."""
 
+import contextlib
 import gc
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from tests.helpers.kv_bench import BLOCK_SIZE, FINGERPRINT, LAYOUT, Clock, ManualJobs, same
 from tests.helpers.kv_pair import TOKENS, Engine, Gate, cut_at, flip_at, skip_without, whole
 
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.base.sockets import connect, receive_message, send_message
+from fleetfoot.kv_transfer.nixl import side_channel
 from fleetfoot.kv_transfer.nixl.params import NixlSettings
-from fleetfoot.kv_transfer.nixl.side_channel import DECLINED, LeaseError, Leases
+from fleetfoot.kv_transfer.nixl.side_channel import DECLINED, Acquire, Decline, LeaseError, Leases, Renew
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.request import RequestStatus
+from fleetfoot.records.step import SchedulerOutput
 
 MakeEngine = Callable[..., Engine]
 HELD, LOADED = [3, 7, 1, 12], [9, 8, 2, 0]
@@ -174,7 +180,7 @@ def test_invalid_kv_transfer_params(make: MakeEngine) -> None:
 
 def test_default_settings() -> None:
     config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
-    assert NixlSettings.of(config) == NixlSettings("nixl", "127.0.0.1", 0, 480, 64 << 20, 4)
+    assert NixlSettings.of(config) == NixlSettings("nixl", "127.0.0.1", 0, 30, 480, 64 << 20, 4)
 
 
 def test_port_in_use(make: MakeEngine) -> None:
@@ -214,7 +220,7 @@ Stalled = tuple[Engine, Engine, Gate, Clock, Any]
 def stalled(make: MakeEngine) -> Iterator[Stalled]:
     """A producer and a consumer with a load that is under way and stalled."""
     clock, gate = Clock(), Gate()
-    producer, consumer = make(line=True, clock=clock, extra={"abort_timeout": 30}), make(clock=clock, timeout=20.0)
+    producer, consumer = make(line=True, clock=clock), make(clock=clock, timeout=20.0)
     producer.lines[0].spoil = gate
     request = consumer.remote(producer.hold("p"))
     consumer.begin(request)
@@ -255,7 +261,7 @@ def test_request_that_ends_while_it_loads(stalled: Stalled) -> None:
     assert producer.counters == {"sends_lost": 1}
 
 
-EXPIRED = "has ended: it was not read in time (abort_timeout)"
+EXPIRED = "has ended: it was not renewed or not read in time (kv_lease_duration, abort_timeout)"
 
 
 def test_blocks_released_during_a_read_do_not_count(stalled: Stalled) -> None:
@@ -270,20 +276,9 @@ def test_blocks_released_during_a_read_do_not_count(stalled: Stalled) -> None:
     assert EXPIRED in consumer.until_ended(request).failed["r"].reason
 
 
-def test_late_consumer(make: MakeEngine) -> None:
-    producer, consumer = make(clock=(clock := Clock()), extra={"abort_timeout": 30}), make()
-    params = producer.hold("p")
-    clock.now += 29
-    assert not producer.step(idle=True).sent
-    clock.now += 1
-    assert producer.step(idle=True).sent == {"p"}
-    assert EXPIRED in failure(consumer, params)
-    assert producer.counters == {"sends_expired": 1}
-
-
 def test_lease_declined_before_it_is_granted() -> None:
     """Its consumer is faster than the step that grants it."""
-    leases = Leases(30.0, Clock())
+    leases = Leases(30.0, 480.0, Clock())
     leases.give_up("early", DECLINED)
     with pytest.raises(LeaseError, match="it was declined"):
         leases.acquire("early", 30.0)
@@ -295,6 +290,64 @@ def test_lease_declined_before_it_is_granted() -> None:
         leases.acquire("late", 0.0)  # no step has granted it within the timeout
     leases.grant("late", "r", [4], None)
     assert [(lease.request_id, how) for lease, how in leases.get_finished()] == [("r", DECLINED)]
+
+
+def tell(address: str, *messages: Decline | Renew) -> None:
+    """Send messages without a reply, and wait until they were processed."""
+    with contextlib.closing(connect(address, 30.0)) as connection:
+        for message in (*messages, Acquire("gone", {}, "")):
+            send_message(connection, msgspec.msgpack.encode(message))
+        receive_message(connection)
+
+
+def test_lease_lasts_while_it_is_renewed(make: MakeEngine) -> None:
+    producer, consumer = make(clock=(clock := Clock()), extra={"abort_timeout": 100}), make()
+    params, ended = [producer.hold(name) for name in ("renewed", "forgotten")], {}
+    for clock.now in range(110, 210, 10):
+        tell(params[0]["remote_addresses"][0], Renew([params[0]["remote_lease"], "unknown"]))
+        ended |= dict.fromkeys(producer.step(idle=True).sent, clock.now)
+    assert ended == {"forgotten": 130, "renewed": 200}  # in any case after abort_timeout
+    assert EXPIRED in consumer.load(consumer.remote(params[0])).failed["r"].reason
+    assert producer.counters == {"sends_expired": 2}
+
+
+def test_consumer_renews_while_a_request_waits_or_loads(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, consumer = make(), make(jobs=ManualJobs(), clock=(clock := Clock()))
+    params, messages = producer.hold("p"), queue.SimpleQueue[Any]()
+    monkeypatch.setattr(side_channel, "notify", lambda addresses, message, *_: messages.put((addresses, message)))
+    request = consumer.remote(params)
+    for clock.now in range(100, 104):
+        consumer.step()
+        if clock.now % 2 == 0:
+            assert messages.get(timeout=30) == (params["remote_addresses"], Renew([params["remote_lease"]]))
+        if clock.now == 102:
+            consumer.begin(request)
+    clock.now += 60
+    assert consumer.step().failed["r"].timed_out
+    clock.now += 2
+    assert consumer.scheduler.build_connector_meta(SchedulerOutput(0, [], [], 0, 0, 0)) is None
+
+
+def test_evicted_lease(make: MakeEngine) -> None:
+    producer, consumer = make(), make()
+    params = producer.hold("p")
+    producer.hold("q", step=False)
+    assert [producer.scheduler.evict(name) for name in "pqr"] == [True, True, False]
+    assert producer.scheduler.has_pending and producer.step().sent == {"p", "q"}
+    reason = consumer.load(consumer.remote(params)).failed["r"].reason
+    assert "has ended: it was evicted, because other requests needed its blocks" in reason
+    assert producer.counters == {"sends_evicted": 2}
+
+
+def test_lease_that_is_being_read_is_neither_evicted_nor_declined(stalled: Stalled) -> None:
+    producer, consumer, gate, _, request = stalled
+    assert producer.scheduler.evict("p")
+    tell(request.kv_transfer_params["remote_addresses"][0], Decline(request.kv_transfer_params["remote_lease"]))
+    assert not producer.step().sent
+    gate.opened.set()
+    assert consumer.until_ended(request).loaded == {"r"}
+    producer.until_sent("p")
+    assert producer.counters["sends_sent"] == 1
 
 
 def test_lease_is_read_once(make: MakeEngine) -> None:
@@ -396,3 +449,8 @@ def test_loads_that_wait_for_a_thread(make: MakeEngine) -> None:
     producer.until_sent("one")
     producer.until_sent("two")
     assert producer.counters["sends_sent"] == producer.counters["sends_declined"] == 1
+    consumer.begin(consumer.remote(producer.hold("three"), "three"))
+    consumer.step()
+    consumer.shutdown()
+    producer.until_sent("three")
+    assert producer.counters["sends_declined"] == 2

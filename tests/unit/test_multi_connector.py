@@ -121,6 +121,7 @@ def test_blocks_are_held_while_any_part_holds_them() -> None:
     for name in ("r", "other"):
         assert scheduler.request_finished(request_of(name)) == (True, {"a": 1, "b": 2})
     assert scheduler.has_pending
+    assert not scheduler.evict("r") and [side.of("evict") for side in sides] == [[("r",)]] * 3
     assert step.no_forward(step_of(scheduler, "r")) is None
     assert not scheduler.has_pending
     for index, sent, expected in ((2, ["r", "other"], "r"), (0, ["other"], "other")):

@@ -321,6 +321,41 @@ def test_held_blocks_can_be_hit_and_block_no_request_forever() -> None:
     assert step(scheduler)[0].num_scheduled_tokens == [12]
 
 
+def holding(*prompts: Any, evicts: bool = True, **config: Any) -> tuple[Scheduler, ScriptedConnector]:
+    """A scheduler that holds the blocks of requests a, b, c, ... that have ended."""
+    requests = [request_of(name, prompt=prompt, max_tokens=1) for name, prompt in zip("abc", prompts, strict=False)]
+    scheduler, connector = world(ScriptedConnector(holds="abc", evicts=evicts), *requests, **config)
+    while scheduler.has_unfinished:
+        step(scheduler)
+    return scheduler, connector
+
+
+def test_held_blocks_are_evicted_oldest_first_before_a_request_waits() -> None:
+    prompt = list(range(12))
+    scheduler, connector = holding(prompt, [*prompt[:8], 50], 8, num_blocks=8)  # a and b have two blocks in common
+    scheduler.add_request(request_of("x", prompt=20, max_tokens=1))
+    for _ in range(2):  # each is evicted once
+        assert step(scheduler)[0].is_idle
+        assert connector.of("evict") == [("a",), ("b",)]
+    step(scheduler, sent={"a"})
+    assert step(scheduler, sent={"b"})[0].is_idle
+    assert step(scheduler)[0].num_scheduled_tokens == [20]
+    assert connector.of("evict") == [("a",), ("b",)] and scheduler.stats().transfers.num_held_blocks == 2
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_held_blocks_are_evicted_before_a_request_is_preempted(evicts: bool) -> None:
+    scheduler, connector = holding(9, evicts=evicts, num_blocks=7)
+    for name, prompt in (("x", 7), ("y", 7), ("z", 25)):  # a's blocks are not enough for z
+        scheduler.add_request(request_of(name, prompt=prompt))
+    step(scheduler)
+    assert connector.of("evict") == [] and scheduler.pool.num_free == 0
+    while not connector.of("evict"):
+        step(scheduler)
+    step(scheduler, sent={"a"})
+    assert scheduler.stats().num_preemptions == (not evicts)
+
+
 def test_held_and_still_loading() -> None:
     scheduler, _ = world(ScriptedConnector({"a": 8}, holds={"a"}), request_of("a"))
     output = schedule(scheduler)

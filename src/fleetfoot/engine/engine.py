@@ -169,12 +169,16 @@ class LLMEngine:
         self.stats_collector.num_prompt_tokens += len(request.prompt_token_ids)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; the next `step` returns their outputs. Unknown and finished ids are ignored."""
+        """End requests; the next `step` returns their outputs. Unknown and finished ids are ignored.
+
+        KV of a finished request that is held for another engine, and not being read, is released."""
         if self._cause is not None:
             return  # the state of a failed engine may be inconsistent
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if (output := self._output_processor.abort(request_id)) is not None:
                 self._aborted.append(output)
+            else:
+                self.core.scheduler.transfers.evict(request_id)
 
     def discard(self, request_ids: Iterable[str]) -> None:
         """Abort requests and drop their outputs. May be called during a step, see ``before_update`` of `step`."""

@@ -80,6 +80,9 @@ class MultiScheduler(SchedulerConnector):
         merged = dict(ChainMap(*(params or {} for _, params in results)))  # the first part wins
         return num_holds > 0, merged or None
 
+    def evict(self, request_id: str) -> bool:
+        return any([part.evict(request_id) for part in self._parts])  # each part that holds the blocks
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
         for request_id in scheduler_output.finished_req_ids:
             self._chosen.pop(request_id, None)

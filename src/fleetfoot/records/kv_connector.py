@@ -66,6 +66,11 @@ class SchedulerConnector(ABC):
             of its output.
         """
 
+    def evict(self, request_id: str) -> bool:
+        """The held blocks of a request that has ended are needed. True: it will be reported as sent by the next steps,
+        or when a read of its blocks that has begun has ended. By default they stay held."""
+        return False
+
     @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> object | None:
         """The metadata of a step for the workers: a plain record that msgspec or pickle can encode. None: no work.

@@ -94,6 +94,10 @@ class BlockPool:
             self._states[block] = READY  # a block that was HELD has an owner again
             self._references[block] += 1
 
+    def num_released(self, blocks: Iterable[int], holds: Counter[int]) -> int:
+        """How many of ``blocks`` have no references besides ``holds``."""
+        return sum(self._references[block] == holds[block] for block in blocks)
+
     def publish(self, block: int, digest: bytes) -> None:
         """Mark ``block`` as full of the tokens that ``digest`` stands for, so that it can be hit.
 
@@ -234,20 +238,20 @@ class RequestBlocks:
         self._hash(request, usable)
         return self.pool.lookup(request.block_hashes[:usable])
 
-    def allocate(self, request: Request, hits: list[int]) -> bool:
-        """Allocate blocks for all known tokens of a waiting request, ``hits`` first; False if too few are free."""
+    def allocate(self, request: Request, hits: list[int]) -> int:
+        """Allocate blocks for all known tokens of a waiting request, ``hits`` first, or return how many are missing."""
         size, pool = self.block_size, self.pool
         # drafts need room too, but positions from the last token on are never an input
         num_positions = min(request.num_tokens + self._lookahead, request.max_total_tokens - 1)
         needed = -(-num_positions // size) - len(hits)
-        if needed > pool.num_free - pool.num_unreferenced(hits):
-            return False
+        if (missing := needed + pool.num_unreferenced(hits) - pool.num_free) > 0:
+            return missing
         pool.share(hits)
         request.block_ids = hits + pool.take(needed)
         request.capacity = len(request.block_ids) * size
         request.num_computed = len(hits) * size
         request.num_published = len(hits)
-        return True
+        return 0
 
     def publish(self, request: Request, *, by_this_step: bool) -> None:
         """Make the blocks that the request's queued steps have filled available to other requests and the connector.

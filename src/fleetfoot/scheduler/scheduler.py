@@ -163,8 +163,8 @@ class Scheduler:
             return True
         count = -(-missing // self.config.block_size)
         while self.pool.num_free < count:
-            if self._num_held_reserved + count <= self._num_held:
-                self._num_held_reserved += count  # steps in flight will free enough: no preemption is needed
+            if self.transfers.make_room(self._num_held_reserved + count - self._num_held):
+                self._num_held_reserved += count  # steps in flight and evictions will free enough: no preemption
                 return False
             victim = self.running.pop()
             if self._microbatch and self._microbatch[-1] is victim:
@@ -211,8 +211,10 @@ class Scheduler:
             hits = self.blocks.find_cached_prefix(request)
             num_local = len(hits) * self.config.block_size
             num_matched = transfers.num_matched(request, num_local)
-            fits_step = num_matched or self._fits_step(request, num_local, budget)
-            if not fits_step or not self.blocks.allocate(request, hits):
+            if not num_matched and not self._fits_step(request, num_local, budget):
+                return None
+            if num_missing := self.blocks.allocate(request, hits):
+                transfers.make_room(num_missing - self._num_held)
                 return None
             self._waiting.pop()
             request.num_loaded = 0

@@ -3,7 +3,7 @@
 waiting -> LOADING -> ready -> running          the load succeeded
                    -> waiting, or an error      the load failed (``kv_load_failure_policy``)
                    -> aborted                   its blocks stay HELD until the load has ended
-running -> ended, its blocks HELD -> free       the connector reads them until it reports the request as sent
+running -> ended, its blocks HELD -> free       the connector reads them until it reports the request as sent or evicted
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Transfers:
         self._ready: list[Request] = []  # loaded, without a row yet: a heap
         self._stale: set[str] = set()  # requests that load KV of weights that have been replaced
         self._aborted: dict[str, Request] = {}  # ended while they were loading
-        self._held: dict[str, list[int]] = {}  # blocks of ended requests that the connector reads
+        self._held: dict[str, list[int]] = {}  # blocks of ended requests that the connector reads, oldest first
+        self._evicting: set[str] = set()  # of these
         self._counts: Counter[str] = Counter()  # by their names in TransferStats
         self._counters: Counter[str] = Counter()  # of the connector
 
@@ -129,6 +130,7 @@ class Transfers:
                     request.can_load = False
                     requeued.append(self._restart(request))
         for request_id in output.sent:
+            self._evicting.discard(request_id)
             blocks = self._held.pop(request_id, None)
             if blocks is None:
                 logger.warning("the KV connector reports request %r as sent, but holds no blocks of it", request_id)
@@ -150,6 +152,24 @@ class Transfers:
         if is_held:
             self._held[request.request_id] = request.block_ids
             self._blocks.pool.hold(request.block_ids, add_reference=True)
+
+    def evict(self, request_id: str) -> bool:
+        """Release the held blocks of a request, unless they are being read: then they are released after the read.
+        False: it has none, or the connector cannot."""
+        if request_id in self._held and request_id not in self._evicting and self.connector.evict(request_id):
+            self._evicting.add(request_id)
+        return request_id in self._evicting
+
+    def make_room(self, num_blocks: int) -> bool:
+        """Evict the oldest requests that hold ``num_blocks`` alone. False: fewer are held, or the connector cannot."""
+        evicted, holds = list[str](), Counter[int]()
+        for request_id in sorted(self._held, key=lambda request_id: request_id not in self._evicting):
+            if num_blocks <= 0:
+                break
+            evicted.append(request_id)
+            holds.update(self._held[request_id])
+            num_blocks -= self._blocks.pool.num_released(self._held[request_id], holds)
+        return num_blocks <= 0 and all([self.evict(request_id) for request_id in evicted])
 
     def abort(self, request: Request) -> None:
         """End the transfer of a request that ended before it ran. Blocks stay HELD while a load writes them."""

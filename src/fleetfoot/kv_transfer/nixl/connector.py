@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
+from itertools import chain
 from typing import Any, ClassVar
 
 from fleetfoot.kv_transfer.base.connector import (
@@ -17,6 +19,7 @@ from fleetfoot.kv_transfer.base.connector import (
 from fleetfoot.kv_transfer.nixl.params import (
     DO_REMOTE_DECODE,
     DO_REMOTE_PREFILL,
+    RENEW_SECONDS,
     Hold,
     LoadSpec,
     NixlMetadata,
@@ -66,6 +69,10 @@ class NixlScheduler(SchedulerConnector):
         self._description = engine_description(context)
         self._metadata = NixlMetadata()
         self._remote: dict[str, RemotePrefill] = {}  # requests that have neither begun to load nor to run
+        self._loading: dict[str, RemotePrefill] = {}
+        self._held: dict[str, str] = {}  # requests that have ended -> their lease
+        self._clock = context.clock or time.monotonic
+        self._next_renewal = self._clock()
         self._addresses: dict[int, str] = {}  # rank -> its side channel
         self._has_new_weights = False
 
@@ -97,7 +104,7 @@ class NixlScheduler(SchedulerConnector):
         return max(0, num_tokens - num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, num_computed_tokens: int, num_external_tokens: int) -> None:
-        remote = self._remote.pop(request.request_id)
+        remote = self._loading[request.request_id] = self._remote.pop(request.request_id)
         first = num_computed_tokens // self._context.block_size
         last = first + num_external_tokens // self._context.block_size
         block_ids, refusal = request.block_ids[first:last], self._refusal(remote, request)
@@ -114,17 +121,13 @@ class NixlScheduler(SchedulerConnector):
         num_ranks, block_size = self._context.num_ranks, self._context.block_size
         num_missing = num_ranks - len(self._addresses)
         if num_missing:
-            logger.warning(
-                "KV of request %r is not held: the addresses of %d of %d ranks are not known yet",
-                request.request_id,
-                num_missing,
-                num_ranks,
-            )
+            message = "KV of request %r is not held: the addresses of %d of %d ranks are not known yet"
+            logger.warning(message, request.request_id, num_missing, num_ranks)
             return False, None
         num_blocks = min((request.num_prompt_tokens - 1) // block_size, len(request.block_hashes))
         if num_blocks == 0:
             return False, None
-        lease = secrets.token_hex(16)
+        lease = self._held[request.request_id] = secrets.token_hex(16)
         self._metadata.holds.append(Hold(lease, request.request_id, request.block_ids[:num_blocks]))
         remote = RemotePrefill(
             remote_engine_id=self._context.engine_id,
@@ -137,14 +140,26 @@ class NixlScheduler(SchedulerConnector):
         )
         return True, remote.as_params()
 
+    def evict(self, request_id: str) -> bool:
+        if request_id in self._held:
+            self._metadata.evictions.append(self._held[request_id])
+        return request_id in self._held
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlMetadata | None:
         for request in scheduler_output.new_requests:  # scheduled without a load: everything was cached
             self._decline(request.request_id)
+        if (self._remote or self._loading) and (now := self._clock()) >= self._next_renewal:
+            self._next_renewal = now + RENEW_SECONDS
+            self._metadata.renewals += chain(self._remote.values(), self._loading.values())
         metadata, self._metadata = self._metadata, NixlMetadata()
         return None if metadata == NixlMetadata() else metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._addresses.update(output.addresses)
+        for request_id in (*output.loaded, *output.failed):
+            self._loading.pop(request_id, None)
+        for request_id in output.sent:
+            self._held.pop(request_id, None)
 
     @property
     def has_pending(self) -> bool:

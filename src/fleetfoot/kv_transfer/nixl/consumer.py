@@ -10,8 +10,8 @@ import contextlib
 import logging
 import queue
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,8 +24,8 @@ from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounte
 from fleetfoot.kv_transfer.base.io_threads import IOThreads, drain
 from fleetfoot.kv_transfer.base.sockets import StoppedError, connect
 from fleetfoot.kv_transfer.nixl import side_channel
-from fleetfoot.kv_transfer.nixl.params import LoadSpec, RemotePrefill
-from fleetfoot.kv_transfer.nixl.side_channel import Accepted, Acquire, Finish, Granted, RefusedError
+from fleetfoot.kv_transfer.nixl.params import RENEW_SECONDS, LoadSpec, RemotePrefill
+from fleetfoot.kv_transfer.nixl.side_channel import Accepted, Acquire, Decline, Finish, Granted, RefusedError, Renew
 from fleetfoot.kv_transfer.nixl.transfer_agent import Transfer, TransferAgent, TransferError
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput, TransferFailure
@@ -49,23 +49,17 @@ class ReceiveBuffers:
     """
 
     def __init__(
-        self,
-        kv_caches: Sequence[torch.Tensor],
-        layout: KVLayout,
-        *,
-        num_buffers: int,
-        num_bytes: int,
-        device: torch.device,
+        self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, num_loads: int, num_bytes: int, device: torch.device
     ) -> None:
         self._device = kv_caches[0].device
         self._rows = LayerRows(kv_caches, layout, use_triton=self._device.type != "cpu")
-        num_rows = max(1, num_bytes // num_buffers // layout.bytes_per_block)
-        shape = num_buffers * num_rows, layout.bytes_per_block
+        num_rows = max(1, num_bytes // num_loads // layout.bytes_per_block)
+        shape = num_loads * num_rows, layout.bytes_per_block
         try:
             self.memory = torch.empty(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             raise ValueError(
-                f"no memory on {device} for {num_buffers} concurrent loads of {num_rows:,} KV blocks of "
+                f"no memory on {device} for {num_loads} concurrent loads of {num_rows:,} KV blocks of "
                 f"{layout.bytes_per_block:,} bytes each ({error}); lower buffer_bytes or num_threads"
             ) from error
         self._stream = None
@@ -226,6 +220,8 @@ class Loads:
         self._counters = counters
         self._jobs = jobs
         self._decline_jobs = IOThreads("kv-decline", 1)  # separate, so that unresponsive producers delay no load
+        self._renew_jobs = IOThreads("kv-renew", 4)
+        self._renewing: set[str] = set()  # addresses with a renewal under way
         self._bytes_per_block = buffers.memory.shape[1]
         self._clock = clock
         self._loads: list[Load] = []
@@ -246,7 +242,17 @@ class Loads:
     def decline(self, remote: RemotePrefill) -> None:
         """Tell the producer's rank of the same number, and every ``num_ranks``-th after it."""
         addresses = remote.remote_addresses[self._rank :: self._num_ranks]
-        self._decline_jobs.submit(partial(side_channel.decline, addresses, remote.remote_lease))
+        self._decline_jobs.submit(partial(side_channel.notify, addresses, Decline(remote.remote_lease)))
+
+    def renew(self, remotes: Iterable[RemotePrefill]) -> None:
+        """Renew leases at the ranks of `decline`. A rank that has not taken the last renewal is skipped."""
+        leases: dict[str, list[str]] = defaultdict(list)
+        for remote in remotes:
+            for address in remote.remote_addresses[self._rank :: self._num_ranks]:
+                leases[address].append(remote.remote_lease)
+        for address in leases.keys() - self._renewing:
+            self._renewing.add(address)
+            self._renew_jobs.submit(partial(self._renew, address, Renew(leases[address])))
 
     def get_finished(self, finished_req_ids: set[str], output: KVConnectorOutput) -> None:
         """Add the loads that have ended to ``output``."""
@@ -282,12 +288,15 @@ class Loads:
         return True
 
     def close(self, timeout: float) -> None:
-        """Give all loads up, and wait for the threads."""
+        """Give all loads up, decline those that have not begun to read, and wait for the threads."""
         for load in self._loads:
             load.give_up()
+            if not load.has_acquired:
+                self.decline(load.spec.remote)
         self._loads.clear()
         self._jobs.stop(timeout, finish=False)
-        self._decline_jobs.stop(timeout, finish=False)
+        self._renew_jobs.stop(timeout, finish=False)
+        self._decline_jobs.stop(timeout, finish=True)
 
     def _fail(self, load: Load, failure: TransferFailure, output: KVConnectorOutput) -> None:
         load.give_up(has_timed_out=failure.timed_out)
@@ -296,6 +305,10 @@ class Loads:
         self._counters.add("loads_failed")
 
     # --- in a thread of its own -------------------------------------------------------------------------------------
+
+    def _renew(self, address: str, message: Renew) -> None:
+        side_channel.notify([address], message, RENEW_SECONDS)
+        self._renewing.discard(address)
 
     def _run(self, load: Load) -> None:
         try:

@@ -19,6 +19,9 @@ from fleetfoot.utils.validation import is_host, unknown_keyword
 BACKENDS = ("nixl", "tcp")
 DEFAULT_HOST = "127.0.0.1"
 MAX_PORT = 65535
+DEFAULT_LEASE_SECONDS = 30
+RENEW_SECONDS = 2.0
+"""Between a consumer's renewals of its leases."""
 DEFAULT_ABORT_SECONDS = 480
 DEFAULT_BUFFER_BYTES = 64 << 20
 DEFAULT_NUM_THREADS = 4
@@ -40,8 +43,10 @@ class NixlSettings:
     """The address of this machine for other engines."""
     side_channel_port: int
     """Of rank 0; rank r uses this plus r. 0: any free ports."""
+    kv_lease_duration: int
+    """Seconds after which blocks that were not read are released, unless their consumer renews the lease."""
     abort_timeout: int
-    """Seconds after which blocks that were not read are released."""
+    """Seconds after which blocks that were not read are released in any case."""
     buffer_bytes: int
     """Bytes of receive memory on each rank."""
     num_threads: int
@@ -62,11 +67,12 @@ class NixlSettings:
         if port > MAX_PORT + 1 - num_ranks:
             expected = f"at most {MAX_PORT + 1 - num_ranks}: rank r of {num_ranks} takes this plus r"
             raise settings.error("side_channel_port", port, expected)
+        lease_duration = settings.integer("kv_lease_duration", DEFAULT_LEASE_SECONDS, minimum=5)
         abort_timeout = settings.integer("abort_timeout", DEFAULT_ABORT_SECONDS)
         buffer_bytes = settings.integer("buffer_bytes", DEFAULT_BUFFER_BYTES)
         num_threads = settings.integer("num_threads", DEFAULT_NUM_THREADS, maximum=MAX_THREADS)
         settings.check_all_read()
-        return cls(backend, host, port, abort_timeout, buffer_bytes, num_threads)
+        return cls(backend, host, port, lease_duration, abort_timeout, buffer_bytes, num_threads)
 
 
 # --- kv_transfer_params ---------------------------------------------------------------------------------------------
@@ -199,3 +205,7 @@ class NixlMetadata:
     loads: list[LoadSpec] = field(default_factory=list)
     declines: list[RemotePrefill] = field(default_factory=list)
     """Leases that will not be read."""
+    renewals: list[RemotePrefill] = field(default_factory=list)
+    """Leases of requests that wait or load."""
+    evictions: list[str] = field(default_factory=list)
+    """Leases of blocks that other requests need."""

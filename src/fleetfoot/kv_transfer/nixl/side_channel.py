@@ -6,13 +6,14 @@ One TCP connection per load, from the consumer (C) to the producer (P):
        (C reads them, through the transfer agent)
     C  Finish                                       P  Accepted   they were held all the time; or Refusal
 
-A lost connection ends the lease that it has acquired. `Decline`, in place of all this, ends a lease that will not be
-read; it has no reply.
+A lost connection ends the lease that it has acquired. Two messages have no reply: `Decline`, in place of all this, ends
+a lease that will not be read; `Renew` extends leases while their requests wait or load.
 
 Reads are one-sided: the producer does not notice them. So a consumer sends two requests: before the reads, for the
 blocks; and after the last read, for whether they were held all the time. Only then does the KV count. Blocks are
 released through `Leases.get_finished`, and later consumers are refused, so clocks need not agree, and a late read never
-yields wrong KV.
+yields wrong KV. A lease that is being read is neither declined nor evicted: it ends with the read or its connection,
+or expires because its consumer has stopped renewing it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "fleetfoot-kv-2"
+PROTOCOL = "fleetfoot-kv-3"
 CONNECT_SECONDS = 5.0
 
 
@@ -74,6 +75,12 @@ class Decline(msgspec.Struct, tag=True, frozen=True):
     lease: str
 
 
+class Renew(msgspec.Struct, tag=True, frozen=True):
+    """The consumer is alive, and is going to read the blocks of these leases."""
+
+    leases: list[str]
+
+
 class Accepted(msgspec.Struct, tag=True, frozen=True):
     """The blocks were held until `Finish`."""
 
@@ -84,7 +91,7 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Request = Acquire | Finish | Decline
+Request = Acquire | Finish | Decline | Renew
 Reply = Granted | Accepted | Refusal
 _DECODE_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _DECODE_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -116,14 +123,14 @@ def call(
     return reply
 
 
-def decline(addresses: Iterable[str], lease: str) -> None:
-    """Tell ranks of a producer that a lease will not be read. At ranks that cannot be reached it expires."""
+def notify(addresses: Iterable[str], message: Decline | Renew, timeout: float = CONNECT_SECONDS) -> None:
+    """Send a message without a reply to ranks of a producer. At ranks that cannot be reached the leases expire."""
     for address in addresses:
         try:
-            with contextlib.closing(connect(address, CONNECT_SECONDS)) as connection:
-                send_message(connection, msgspec.msgpack.encode(Decline(lease)))
+            with contextlib.closing(connect(address, timeout)) as connection:
+                send_message(connection, msgspec.msgpack.encode(message))
         except ConnectionLostError as error:
-            logger.info("a lease could not be declined: %s", error)
+            logger.info("a lease could not be declined or renewed: %s", error)
 
 
 ACQUIRE_SECONDS = 5.0
@@ -131,11 +138,12 @@ ACQUIRE_SECONDS = 5.0
 NUM_REMEMBERED = 1024
 """Ended leases that are remembered, for late consumers."""
 
-SENT, DECLINED, EXPIRED, LOST = "sent", "declined", "expired", "lost"
+SENT, DECLINED, EXPIRED, EVICTED, LOST = "sent", "declined", "expired", "evicted", "lost"
 _ENDS = {
     SENT: "it was read before",
     DECLINED: "it was declined",
-    EXPIRED: "it was not read in time (abort_timeout)",
+    EXPIRED: "it was not renewed or not read in time (kv_lease_duration, abort_timeout)",
+    EVICTED: "it was evicted, because other requests needed its blocks",
     LOST: "the connection of its reader was lost",
 }
 
@@ -153,18 +161,23 @@ class Lease:
     written: torch.cuda.Event | None
     """After all work that writes to the blocks; None: they are written."""
     deadline: float
+    last_deadline: float
+    """It is not renewed beyond."""
+    is_acquired: bool = False
+    """A consumer may be reading the blocks."""
 
 
 class Leases:
     """All leases of a rank.
 
     Args:
-        timeout: seconds until a lease expires, from its grant or its last acquisition.
+        duration: seconds until a lease expires, from its grant, its last renewal or its last acquisition.
+        timeout: the same, from its grant or its last acquisition, whether or not it is renewed.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, timeout: float, clock: Callable[[], float]) -> None:
-        self._timeout = timeout
+    def __init__(self, duration: float, timeout: float, clock: Callable[[], float]) -> None:
+        self._duration, self._timeout = duration, timeout
         self._clock = clock
         self._changed = threading.Condition()
         self._live: dict[str, Lease] = {}
@@ -177,7 +190,8 @@ class Leases:
     def grant(self, lease_id: str, request_id: str, block_ids: list[int], written: torch.cuda.Event | None) -> None:
         """From now on the blocks may be read, once ``written`` has passed."""
         with self._changed:
-            self._live[lease_id] = Lease(request_id, block_ids, written, self._clock() + self._timeout)
+            self._live[lease_id] = lease = Lease(request_id, block_ids, written, 0.0, self._clock() + self._timeout)
+            self._extend(lease)
             if lease_id in self._past:  # declined before the step that grants it
                 self._end(lease_id, self._past[lease_id])
             self._changed.notify_all()
@@ -215,7 +229,8 @@ class Leases:
                 self._remember(lease_id, DECLINED)  # the consumer gives up, so a later grant must end at once
                 raise LeaseError(f"there is no lease {lease_id} here")
             lease = self._find(lease_id)
-            lease.deadline = self._clock() + self._timeout
+            lease.is_acquired, lease.last_deadline = True, self._clock() + self._timeout
+            self._extend(lease)
         if lease.written is not None:
             lease.written.synchronize()
         return lease.block_ids
@@ -226,13 +241,24 @@ class Leases:
             self._find(lease_id)
             self._end(lease_id, SENT)
 
-    def give_up(self, lease_id: str, reason: str) -> None:
-        """End a lease that will not be read, or not completely; also one that is granted later."""
+    def renew(self, lease_ids: Iterable[str]) -> None:
+        """Extend leases. Those that have ended, or are not granted yet, are ignored."""
         with self._changed:
-            if lease_id in self._live:
-                self._end(lease_id, reason)
-            else:
+            for lease_id in self._live.keys() & set(lease_ids):
+                self._extend(self._live[lease_id])
+
+    def give_up(self, lease_id: str, reason: str) -> None:
+        """End a lease that will not be read, or not completely; also one that is granted later. While it is being read,
+        only the loss of its reader's connection ends it."""
+        with self._changed:
+            lease = self._live.get(lease_id)
+            if lease is None:
                 self._remember(lease_id, reason)
+            elif reason == LOST or not lease.is_acquired:
+                self._end(lease_id, reason)
+
+    def _extend(self, lease: Lease) -> None:
+        lease.deadline = min(self._clock() + self._duration, lease.last_deadline)
 
     def _find(self, lease_id: str) -> Lease:
         if lease_id in self._live:
@@ -286,6 +312,9 @@ class ProducerServer:
                 try:
                     if isinstance(request, Decline):
                         self._leases.give_up(request.lease, DECLINED)
+                        continue
+                    if isinstance(request, Renew):
+                        self._leases.renew(request.leases)
                         continue
                     if isinstance(request, Acquire):
                         reply = self._acquire(request)

@@ -13,7 +13,7 @@ from fleetfoot.kv_transfer.base.connector import TransferContext, TransferCounte
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
 from fleetfoot.kv_transfer.nixl.consumer import Loads, ReceiveBuffers
 from fleetfoot.kv_transfer.nixl.params import NixlMetadata, NixlSettings, engine_description
-from fleetfoot.kv_transfer.nixl.side_channel import PROTOCOL, SENT, Granted, Leases, ProducerServer
+from fleetfoot.kv_transfer.nixl.side_channel import EVICTED, PROTOCOL, SENT, Granted, Leases, ProducerServer
 from fleetfoot.kv_transfer.nixl.transfer_agent import TransferAgent, make_agent
 from fleetfoot.records.kv_layout import KVLayout
 from fleetfoot.records.step import KVConnectorOutput
@@ -46,7 +46,7 @@ class NixlWorker(WorkerConnector):
         self._agent = make_agent(settings.backend, name, settings.side_channel_host)
         self._jobs = jobs or IOThreads("kv-read-remote", settings.num_threads)
         self._counters = TransferCounters()
-        self._leases = Leases(settings.abort_timeout, self._clock)
+        self._leases = Leases(settings.kv_lease_duration, settings.abort_timeout, self._clock)
         self._server: ProducerServer | None = None
         self._loads: Loads | None = None
         self._addresses: dict[int, str] = {}
@@ -86,11 +86,14 @@ class NixlWorker(WorkerConnector):
             queued = torch.cuda.current_stream(self._device).record_event()
         for hold in self._metadata.holds:
             self._leases.grant(hold.lease, hold.request_id, hold.block_ids, queued)
+        for lease in self._metadata.evictions:
+            self._leases.give_up(lease, EVICTED)
         if self._loads is not None:
             for load in self._metadata.loads:
                 self._loads.start(load, queued)
             for remote in self._metadata.declines:
                 self._loads.decline(remote)
+            self._loads.renew(self._metadata.renewals)
 
     def save_kv(self) -> None:
         """Consumers read held blocks in place."""
@@ -127,23 +130,11 @@ class NixlWorker(WorkerConnector):
         self._agent.close()
 
     def _make_loads(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, description: dict[str, Any]) -> Loads:
-        buffers = ReceiveBuffers(
-            kv_caches,
-            layout,
-            num_buffers=self._settings.num_threads,
-            num_bytes=self._settings.buffer_bytes,
-            device=self._agent.local_device(self._device),
-        )
+        sizes = self._settings.num_threads, self._settings.buffer_bytes
+        buffers = ReceiveBuffers(kv_caches, layout, *sizes, self._agent.local_device(self._device))
         self._agent.register([buffers.memory])
-        return Loads(
-            self._agent,
-            buffers,
-            description,
-            self._context,
-            self._counters,
-            jobs=self._jobs,
-            clock=self._clock,
-        )
+        shared = self._agent, buffers, description, self._context, self._counters
+        return Loads(*shared, jobs=self._jobs, clock=self._clock)
 
     def _make_server(
         self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, description: dict[str, Any]

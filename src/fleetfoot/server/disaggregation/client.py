@@ -1,7 +1,8 @@
 """Engines in other processes: the protocol, a client for one behind a port, and a child process that serves one.
 
 Messages are msgpack, each preceded by its length. A connection carries one call. Closing it before the last reply
-aborts the request. No torch.
+aborts the request. A reply with ``kv_transfer_params`` is acknowledged by one byte: without it, the KV that the engine
+holds is released. No torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from fleetfoot.config import env
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.inputs import PromptType
 from fleetfoot.kv_transfer.base.sockets import keep_alive, parse_address
+from fleetfoot.kv_transfer.nixl.params import parse_params
+from fleetfoot.kv_transfer.nixl.side_channel import Decline, notify
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import SamplingParams
 
@@ -133,6 +136,14 @@ async def read_message(reader: asyncio.StreamReader, kind: Any) -> Any:
         raise ConnectionError(f"received data that is not a message ({error})") from error
 
 
+def release(transfer: Mapping[str, Any] | None) -> None:
+    """Tell a prefill engine, in a thread, that the KV of these ``kv_transfer_params`` will not be loaded."""
+    with contextlib.suppress(ValueError, TypeError):  # of another connector, which does not hold blocks for others
+        if transfer is not None and (remote := parse_params(transfer)) is not None:
+            message = Decline(remote.remote_lease)
+            asyncio.get_running_loop().run_in_executor(None, notify, remote.remote_addresses, message)
+
+
 class EngineClient:
     """Client of a `fleetfoot.server.disaggregation.serve.EngineServer`; implements `Engine`. Each call opens a
     connection of its own.
@@ -158,23 +169,25 @@ class EngineClient:
         Raises:
             EngineUnreachableError: the engine cannot be reached, or the connection broke.
         """
-        async with self._call(Generate(prompt, sampling_params, request_id, priority)) as reader:
+        async with self._call(Generate(prompt, sampling_params, request_id, priority)) as (reader, writer):
             finished = False
             while not finished:
                 output = (await self._read(reader, Output)).output
                 finished = output.finished
+                if output.kv_transfer_params is not None:
+                    writer.write(b"\x06")  # the acknowledgement
                 yield output
 
     async def stats(self) -> dict[str, Any]:
-        async with self._call(Stats(is_drained=False)) as reader:
+        async with self._call(Stats(is_drained=False)) as (reader, _):
             return (await self._read(reader, Report)).stats
 
     async def drain(self) -> dict[str, Any]:
-        async with self._call(Stats(is_drained=True)) as reader:
+        async with self._call(Stats(is_drained=True)) as (reader, _):
             return (await self._read(reader, Report)).stats
 
     @contextlib.asynccontextmanager
-    async def _call(self, call: EngineCall) -> AsyncIterator[asyncio.StreamReader]:
+    async def _call(self, call: EngineCall) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 reader, writer = await asyncio.open_connection(self._host, self._port)
@@ -183,7 +196,7 @@ class EngineClient:
         keep_alive(writer.get_extra_info("socket"))
         try:
             await write_message(writer, call)
-            yield reader
+            yield reader, writer
         except ConnectionError as error:
             raise EngineUnreachableError(f"the engine at {self.address} has gone away ({error})") from error
         finally:

@@ -11,11 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fleetfoot.inputs import PromptType
-from fleetfoot.kv_transfer.nixl.params import parse_params
-from fleetfoot.kv_transfer.nixl.side_channel import decline
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.server.disaggregation.client import Engine
+from fleetfoot.server.disaggregation.client import Engine, release
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +59,16 @@ class DisaggregatedLLM:
         """
         self.counts.num_requests += 1
         transfer = await self.prefill(prompt, sampling_params, request_id, priority=priority)
-        if transfer is not None:
-            sampling_params = replace(sampling_params, extra_args={KV_TRANSFER_PARAMS: transfer})
-        outputs = self._decode.generate(prompt, sampling_params, request_id, priority=priority)
         try:
+            if transfer is not None:
+                sampling_params = replace(sampling_params, extra_args={KV_TRANSFER_PARAMS: transfer})
+            outputs = self._decode.generate(prompt, sampling_params, request_id, priority=priority)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     transfer = None  # the decode engine has loaded the KV
                     yield output
         finally:  # the decode engine is dead or has refused the request, or the client has disconnected
-            if transfer is not None and (remote := parse_params(transfer)) is not None:
-                loop = asyncio.get_running_loop()
-                loop.run_in_executor(None, decline, remote.remote_addresses, remote.remote_lease)
+            release(transfer)
 
     async def stats(self) -> dict[str, Any]:
         """`ProxyStats`."""
@@ -112,9 +108,13 @@ class DisaggregatedLLM:
                     if completion.finish_reason == "error":
                         raise RuntimeError(f"the prefill engine failed: {completion.stop_reason}")
         except Exception as error:  # the decode engine reports invalid requests
+            release(transfer)
             self.counts.num_prefills_failed += 1
             reason = str(error) or f"it took longer than {self._prefill_timeout:g} s"
             logger.warning("request %r goes without prefill: %s", request_id, reason)
             return None
+        except BaseException:  # the client has disconnected
+            release(transfer)
+            raise
         self.counts.num_prefilled += transfer is not None
         return transfer

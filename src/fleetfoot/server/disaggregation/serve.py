@@ -33,6 +33,7 @@ from fleetfoot.server.disaggregation.client import (
     Report,
     Stats,
     read_message,
+    release,
     write_message,
 )
 from fleetfoot.server.disaggregation.proxy import DisaggregatedLLM
@@ -211,17 +212,19 @@ class EngineServer:
         except ValueError as error:
             await write_message(writer, Failed.of(error))
             return
-        work = asyncio.ensure_future(self._reply(call, writer))
-        disconnected = asyncio.ensure_future(reader.read(1))  # clients send nothing else: returns at disconnection
+        received = asyncio.ensure_future(reader.read(1))  # an acknowledgement; empty at disconnection
+        work = asyncio.ensure_future(self._reply(call, writer, received))
         try:
-            await asyncio.wait((work, disconnected), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, received), return_when=asyncio.FIRST_COMPLETED)
+            if received.done() and received.exception() is None and received.result():
+                await work  # all has been sent
         finally:
             work.cancel()  # aborts its request, if it has not finished
-            disconnected.cancel()
-            await asyncio.gather(work, disconnected, return_exceptions=True)
+            received.cancel()
+            await asyncio.gather(work, received, return_exceptions=True)
 
-    async def _reply(self, call: EngineCall, writer: asyncio.StreamWriter) -> None:
-        engine = self._engine
+    async def _reply(self, call: EngineCall, writer: asyncio.StreamWriter, received: asyncio.Future[bytes]) -> None:
+        engine, transfer = self._engine, None
         try:
             if isinstance(call, Stats):
                 await write_message(writer, Report(await (engine.drain() if call.is_drained else engine.stats())))
@@ -229,13 +232,18 @@ class EngineServer:
             outputs = engine.generate(call.prompt, call.params, call.request_id, priority=call.priority)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
+                    transfer = output.kv_transfer_params
                     await write_message(writer, Output(output))
+            if transfer is not None and await received:
+                transfer = None
         except ConnectionError:
             raise  # of the client's connection: no reply is possible
         except Exception as error:
             if isinstance(error, EngineDeadError):
                 self._on_death(error)
             await write_message(writer, Failed.of(error))
+        finally:
+            release(transfer)
 
 
 def main(config: str, host: str, port: str) -> None:
