@@ -24,7 +24,7 @@ SAMPLING = ["greedy", "seeded", "filtered", "penalized"]
 
 class Command(CommandRunner):
     def verify(self, *flags: str, code: int = 0) -> Any:
-        return self.json("verify", "--json", *flags, code=code)
+        return self.json("verify", "--json", "--runners-only", *flags, code=code)
 
 
 @pytest.fixture
@@ -78,6 +78,44 @@ def test_the_prefix_cache_is_met(run: Command) -> None:
     assert len(hits) == 2 and hits[0] == hits[1] > 0
 
 
+def test_other_paths_and_float32_are_compared(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    preemptions: list[int] = []
+    shutdown, run_path = LLMEngine.shutdown, verify._run_all
+
+    def spy(self: LLMEngine) -> None:
+        preemptions.append(self.stats().scheduler.num_preemptions)
+        shutdown(self)
+
+    def changed(arguments: Any, *positional: Any, **settings: Any) -> Any:
+        facts, outputs = run_path(arguments, *positional, **settings)
+        if verify.given_settings(arguments).get("max_num_seqs") == 1:
+            outputs[0].outputs[0].token_ids[2] ^= 1
+        return facts, outputs
+
+    monkeypatch.setattr(LLMEngine, "shutdown", spy)
+    monkeypatch.setattr(verify, "_run_all", changed)
+    report = run.json("verify", "--json", "--max-tokens", "20")
+    assert set(report["paths"]) == {"one request at a time", "prompts in chunks", "preempted"}
+    alone, float32 = report["paths"]["one request at a time"], report["float32"]
+    assert alone["num_different"] >= 1 and alone["largest_gap"] > 0  # more where the batch size changes a sum
+    assert alone["share"] == alone["num_different"] / 32
+    assert preemptions[4] > 0
+    assert float32["num_tokens"] == 8 * 20 and float32["num_different"] < 8 * 20 / 4
+    assert (float32["largest_gap"] is None) == (float32["num_different"] == 0)
+
+
+def test_a_path_that_cannot_start_is_reported(run: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_token_ids": [5, 6, 7]}')
+    settings = {"chunks": {"max_num_seqs": 9, "max_num_batched_tokens": 8}}
+    monkeypatch.setattr(verify, "_paths", lambda arguments, v2: settings)
+    flags = ("--dtype", "float32", "--prompts-file", str(path))
+    report = run.json("verify", "--json", *flags)
+    assert report["equal"] and report["float32"] is None
+    assert "max_num_batched_tokens is 8" in report["paths"]["chunks"]["error"]
+    assert "chunks: not compared: max_num_batched_tokens is 8" in run("verify", *flags)
+
+
 def test_a_token_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens: list[int] = []
 
@@ -96,7 +134,7 @@ def test_a_token_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyP
 
     tokens.clear()
     stray(monkeypatch, 3, change)
-    out = run("verify", code=1)
+    out = run("verify", "--runners-only", code=1)
     assert "32 requests on cpu in bfloat16: 1 of them differ (188 tokens are equal)." in out
     assert "first: request 0 (prompt 0 of 1 token, greedy), output token 2: V1 " in out
     assert "the two most probable logprobs are apart by " in out
@@ -112,7 +150,7 @@ def test_a_logit_that_differs_is_named(run: Command, monkeypatch: pytest.MonkeyP
     largest = report["largest_logprob_difference"]
     assert largest["difference"] == pytest.approx(0.25)
     assert (largest["request"], largest["position"]) == (1, 1 + 1)  # of prompt and output together
-    assert "all 192 tokens are equal." in run("verify")
+    assert "all 192 tokens are equal." in run("verify", "--runners-only")
 
 
 def test_a_request_that_fails_in_one_runner_differs(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,11 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return _given(arguments, _ENGINE)
 
 
+def with_settings(arguments: argparse.Namespace, **settings: Any) -> argparse.Namespace:
+    """``arguments`` with other values of these fields of `EngineConfig`."""
+    return argparse.Namespace(**vars(arguments) | {_ENGINE + name: value for name, value in settings.items()})
+
+
 # --- sampling parameters ----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
-"""`fleetfoot verify`: runs the same requests through both model runners and compares tokens and logprobs."""
+"""`fleetfoot verify`: runs the same requests through both model runners and on other paths of the engine, and compares
+tokens and logprobs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from fleetfoot.cli.arguments import add_engine_arguments, given_settings
+from fleetfoot.cli.arguments import add_engine_arguments, engine_config, given_settings, with_settings
 from fleetfoot.cli.command import (
     Command,
     UsageError,
@@ -52,17 +53,27 @@ first through Model Runner V1 and then through V2. The default prompts are rando
 
 Compared are all tokens, and the logprobs of the 20 most probable tokens of each position of prompt and output, up to
 the first token that differs. Logprobs are the logits less a constant of their position, before any sampling parameter.
-In float32 all tokens must be equal. In bfloat16 they part where the two most probable tokens are nearly equal: the gap
-between their logprobs is reported, and tells a rounding error from a wrong result.
+V2 then runs the requests one at a time, with prompts in chunks, with so few KV blocks that requests are preempted, and
+on one rank if the settings have more. In a 16-bit dtype, a model with the same weights in float32 reads the greedy
+outputs, and tokens that are not its most probable ones are counted.
+
+In float32 all tokens must be equal. In bfloat16 and float16 outputs may part where the two most probable tokens are
+nearly equal: the gap between their logprobs tells a rounding error from a wrong result. On a CPU whose linear layers
+are the C kernels, all paths have the same bits.
 
 --json prints one object:
-  equal; model, device, dtype, runners (as the engines report them), num_prompts, num_requests, max_tokens
+  equal (of the runners); model, device, dtype, runners (as the engines report them), num_prompts, num_requests,
+    max_tokens
   requests: prompt (its number, from 0), num_prompt_tokens, sampling
   num_equal_tokens; first_difference and differences: request (number, from 0), position (in the output, from 0),
     v1_token, v2_token, v1_gap, v2_gap (most probable logprob less the second), error
   num_logprobs (compared); largest_logprob_difference: difference (V2's less V1's; null: not finite), request,
     position (in prompt and output together), token
-The exit code is 0 if all tokens are equal, 1 if some differ, 2 if the command was wrong."""
+  paths: name -> num_different and share (outputs that differ from those of V2's batch), largest_gap (of the two most
+    probable logprobs at a first difference of greedy outputs; null: none), or error (the engine could not start)
+  float32: null in float32, else num_tokens (greedy ones), num_different and share (not the most probable in float32),
+    largest_gap (float32's most probable logprob less that of the token), or error
+The exit code is 0 if both runners have equal tokens, 1 if some differ, 2 if the command was wrong."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +82,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts-file", metavar="FILE", help=prompts_help)
     tokens_help = f"tokens to generate for each request (default: {DEFAULT_MAX_TOKENS})"
     parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=tokens_help)
+    runners_help = "leave out the other paths and the comparison with float32, which takes memory for float32 weights"
+    parser.add_argument("--runners-only", action="store_true", help=runners_help)
     add_engine_arguments(parser, leave_out=("runner", "use_v2_model_runner"), takes_model=True)
 
 
@@ -78,42 +91,107 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.max_tokens < 1:
         raise UsageError(f"--max-tokens is {arguments.max_tokens}; it must be at least 1")
     prompts = None if arguments.prompts_file is None else read_prompts_file(arguments.prompts_file)
-    (v1_runner, *_), v1 = _run_all(arguments, prompts, use_v2=False)
-    (v2_runner, device, dtype), v2 = _run_all(arguments, prompts, use_v2=True)
+    (v1_runner, *_), v1 = _run_all(arguments, prompts, use_v2_model_runner=False)
+    (v2_runner, device, dtype), v2 = _run_all(arguments, prompts, use_v2_model_runner=True)
     names = list(_SAMPLING)
-    report = compare(v1, v2) | {
-        "model": given_settings(arguments).get("model", EMBEDDED_MODEL),
-        "device": device,
-        "dtype": dtype,
-        "runners": [v1_runner, v2_runner],
-        "num_prompts": len(v1) // len(names),
-        "num_requests": len(v1),
-        "max_tokens": arguments.max_tokens,
-        "requests": [
-            {
-                "prompt": number // len(names),
-                "num_prompt_tokens": len(output.prompt_token_ids),
-                "sampling": names[number % len(names)],
-            }
-            for number, output in enumerate(v1)
-        ],
-    }
+    others = {} if arguments.runners_only else {
+        "paths": {name: _compare_path(arguments, v2, settings) for name, settings in _paths(arguments, v2).items()},
+        "float32": None if dtype == "float32" else _compare_float32(arguments, v2[:: len(names)]),
+    }  # fmt: skip
+    report = (
+        compare(v1, v2)
+        | others
+        | {
+            "model": given_settings(arguments).get("model", EMBEDDED_MODEL),
+            "device": device,
+            "dtype": dtype,
+            "runners": [v1_runner, v2_runner],
+            "num_prompts": len(v1) // len(names),
+            "num_requests": len(v1),
+            "max_tokens": arguments.max_tokens,
+            "requests": [
+                {
+                    "prompt": number // len(names),
+                    "num_prompt_tokens": len(output.prompt_token_ids),
+                    "sampling": names[number % len(names)],
+                }
+                for number, output in enumerate(v1)
+            ],
+        }
+    )
     print(dump_object(report) if arguments.json else _text(report))
     return 0 if report["equal"] else 1
 
 
+def _paths(arguments: argparse.Namespace, v2: list[RequestOutput]) -> dict[str, dict[str, Any]]:
+    """Settings with which V2 takes another path to the same tokens."""
+    config = engine_config(arguments)
+    longest = max((len(output.prompt_token_ids) for output in v2), default=0) + arguments.max_tokens
+    few_blocks = {"max_model_len": longest, "num_gpu_blocks_override": longest // config.block_size + 2}
+    paths: dict[str, dict[str, Any]] = {
+        "one request at a time": {"max_num_seqs": 1},
+        "prompts in chunks": {"max_num_seqs": 4, "max_num_batched_tokens": 32, "enable_chunked_prefill": True},
+        "preempted": few_blocks,
+    }
+    if max(config.tensor_parallel_size, config.pipeline_parallel_size) > 1:
+        paths["one rank"] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    return paths
+
+
+def _compare_path(arguments: argparse.Namespace, v2: list[RequestOutput], settings: dict[str, Any]) -> dict[str, Any]:
+    """How the outputs differ from V2's with other settings."""
+    prompts: list[PromptType] = [{"prompt_token_ids": output.prompt_token_ids} for output in v2[:: len(_SAMPLING)]]
+    try:
+        _, outputs = _run_all(with_settings(arguments, **settings), prompts, use_v2_model_runner=True)
+    except UsageError as error:
+        return {"error": str(error)}
+    differences = compare(v2, outputs)["differences"]
+    greedy = [entry for entry in differences if entry["request"] % len(_SAMPLING) == 0]
+    return _summary(len(v2), len(differences), [entry[name] for entry in greedy for name in ("v1_gap", "v2_gap")])
+
+
+def _compare_float32(arguments: argparse.Namespace, greedy: list[RequestOutput]) -> dict[str, Any]:
+    """How many greedy tokens are not the argmax of the same weights' logits in float32, for the same tokens before."""
+    texts = [(output.prompt_token_ids, output.outputs[0].token_ids) for output in greedy]
+    prompts: list[PromptType] = [{"prompt_token_ids": [*prompt, *tokens[:-1]]} for prompt, tokens in texts]
+    settings = with_settings(arguments, dtype="float32")
+    try:
+        _, outputs = _run_all(settings, prompts, ("greedy",), 1, use_v2_model_runner=False)
+    except UsageError as error:
+        return {"error": str(error)}
+    num_tokens, gaps = 0, []
+    for (prompt, tokens), output in zip(texts, outputs, strict=True):
+        for token, entry in zip(tokens, _logprobs(output, 0)[len(prompt) :], strict=True):
+            num_tokens += 1
+            best = max(item.logprob for item in (entry or {}).values())
+            chosen = None if entry is None or token not in entry else entry[token].logprob
+            if chosen != best:
+                gaps.append(None if chosen is None else best - chosen)
+    return {"num_tokens": num_tokens} | _summary(num_tokens, len(gaps), gaps)
+
+
+def _summary(total: int, num_different: int, gaps: Sequence[float | None]) -> dict[str, Any]:
+    largest = max((gap for gap in gaps if gap is not None), default=None)
+    return {"num_different": num_different, "share": num_different / max(total, 1), "largest_gap": largest}
+
+
 def _run_all(
-    arguments: argparse.Namespace, prompts: list[PromptType] | None, *, use_v2: bool
+    arguments: argparse.Namespace,
+    prompts: list[PromptType] | None,
+    names: Sequence[str] = tuple(_SAMPLING),
+    max_tokens: int | None = None,
+    **settings: Any,
 ) -> tuple[tuple[str, str, str], list[RequestOutput]]:
     """The runner that the engine reports, its device and dtype; and the outputs."""
+    max_tokens = max_tokens or arguments.max_tokens
     has_text = any(isinstance(prompt, str) or "prompt_token_ids" not in prompt for prompt in prompts or ())
-    with started_engine(arguments, use_v2_model_runner=use_v2, skip_tokenizer_init=not has_text) as (engine, _):
+    with started_engine(arguments, skip_tokenizer_init=not has_text, **settings) as (engine, _):
         if prompts is None:
-            prompts = _default_prompts(engine, arguments.max_tokens)
-        outputs = _generate(engine, prompts, arguments.max_tokens)
+            prompts = _default_prompts(engine, max_tokens)
+        outputs = _generate(engine, prompts, names, max_tokens)
         facts = engine.runner_name, engine.plan.device, engine.plan.dtype
     del engine
-    gc.collect()  # frees the first engine's memory before the second sizes its KV cache
+    gc.collect()  # frees the engine's memory before the next one sizes its KV cache
     if facts[1] == "cuda":
         import torch
 
@@ -136,16 +214,18 @@ def _default_prompts(engine: LLMEngine, max_tokens: int) -> list[PromptType]:
     return [{"prompt_token_ids": prompt} for prompt in prompts]
 
 
-def _generate(engine: LLMEngine, prompts: list[PromptType], max_tokens: int) -> list[RequestOutput]:
-    """The last output of each request: for each prompt, one for each entry of `_SAMPLING`."""
+def _generate(
+    engine: LLMEngine, prompts: list[PromptType], names: Sequence[str], max_tokens: int
+) -> list[RequestOutput]:
+    """The last output of each request: for each prompt, one for each of ``names`` in `_SAMPLING`."""
     limits = engine.input_processor
     max_logprobs = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
     num_logprobs = min(NUM_LOGPROBS, limits.vocab_size, max_logprobs)
     with usage_errors():
         for number, prompt in enumerate(prompts):
-            for name, sampling in _SAMPLING.items():
+            for name in names:
                 params = SamplingParams(
-                    **sampling,
+                    **_SAMPLING[name],
                     max_tokens=max_tokens,
                     ignore_eos=True,
                     logprobs=num_logprobs,
@@ -158,7 +238,7 @@ def _generate(engine: LLMEngine, prompts: list[PromptType], max_tokens: int) -> 
     finished: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         finished |= {output.request_id: output for output in engine.step() if output.finished}
-    return [finished[f"{number} {name}"] for number in range(len(prompts)) for name in _SAMPLING]
+    return [finished[f"{number} {name}"] for number in range(len(prompts)) for name in names]
 
 
 def _text(report: dict[str, Any]) -> str:
@@ -181,7 +261,20 @@ def _text(report: dict[str, Any]) -> str:
             f"{largest['token']} at position {largest['position']} of request {largest['request']} "
             f"({_describe(requests[largest['request']])})"
         )
+    for name, path in report.get("paths", {}).items():
+        lines.append(f"{name}: " + _share(path, count(report["num_requests"], "output"), "differ"))
+    if report.get("float32"):
+        what = count(report["float32"].get("num_tokens", 0), "greedy token")
+        lines.append("float32, same weights: " + _share(report["float32"], what, "are not its most probable ones"))
     return "\n".join(lines)
+
+
+def _share(part: dict[str, Any], total: str, what: str) -> str:
+    if "error" in part:
+        return f"not compared: {part['error']}"
+    largest = part["largest_gap"]
+    gap = "" if largest is None else f"; the greedy ones where logprobs are apart by {_number(largest)} at most"
+    return f"{part['num_different']} of {total} ({part['share']:.1%}) {what}{gap}"
 
 
 def _describe(request: dict[str, Any]) -> str:
@@ -277,5 +370,5 @@ def _at(values: Sequence[Any] | None, index: int) -> Any:
     return values[index] if values is not None and index < len(values) else None
 
 
-_HELP = "run the same requests through both model runners and compare"
+_HELP = "run the same requests through both model runners and on other paths, and compare"
 COMMAND = Command("verify", _HELP, _add_arguments, _run, _EPILOG, "[MODEL] ")
