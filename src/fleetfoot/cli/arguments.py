@@ -198,11 +198,7 @@ def check_sampling_arguments(arguments: argparse.Namespace) -> None:
 
 
 def changed_sampling_params(params: SamplingParams, name: str, text: str, names: Collection[str]) -> SamplingParams:
-    """A copy with one parameter of ``names`` as its flag would set it; lists are separated by spaces.
-
-    Raises:
-        ValueError: no such parameter, or no value of it.
-    """
+    """A copy with one parameter of ``names`` as its flag would set it. Raises ValueError: no such name, or no value."""
     if name not in names:
         near = difflib.get_close_matches(name, names) or names
         raise ValueError(f"there is no {name!r} to set; there is {', '.join(near)}")
@@ -305,8 +301,7 @@ _UNITS = {
 
 
 def size_in_bytes(text: str) -> int:
-    """The memory of a machine, ``80GiB``, ``80GB`` or ``80`` (GiB), at least 1 MiB and less than 1 PiB; an argparse
-    type."""
+    """The memory of a machine: ``80GiB``, ``80GB``, ``80`` (GiB); 1 MiB or more, below 1 PiB. An argparse type."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = 0.0 if found is None else float(found[1]) * _UNITS.get(found[2].upper(), 0)
     if not 2**20 <= size < 2**50:

@@ -256,10 +256,10 @@ class _Chat:
                 self.params = changed_sampling_params(self.params, name, value.strip(), names)
         except ValueError as error:
             _print_status(f"/set: {error}")
-        else:
-            default = SamplingParams()
-            changed = [n for n in names if n == name or (not name and getattr(self.params, n) != getattr(default, n))]
-            _print_status("; ".join(f"{n} is {getattr(self.params, n)}" for n in changed) or "nothing is set")
+            return
+        default = SamplingParams()
+        shown = [name] if name else [n for n in names if getattr(self.params, n) != getattr(default, n)]
+        _print_status("; ".join(f"{n} is {getattr(self.params, n)}" for n in shown) or "nothing is set")
 
     def _save(self, file: str = "") -> None:
         path = Path(os.path.expanduser(file.strip()))

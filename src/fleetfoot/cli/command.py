@@ -100,15 +100,12 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
 def check_output_file(flag: str, file: str) -> None:
     """Raise UsageError unless a file of this name can be written; writes nothing."""
     path = Path(file)
-    problem = ""
     if path.is_dir():
-        problem = "it is a folder; name a file in it"
-    elif not path.absolute().parent.is_dir():
-        problem = "there is no such folder"
-    elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        problem = "it cannot be written; permission is denied"
-    if problem:
-        raise UsageError(f"{flag} {file}: {problem}")
+        raise UsageError(f"{flag} {file}: it is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{flag} {file}: there is no such folder")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"{flag} {file}: it cannot be written; permission is denied")
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ EMBEDDED_MODEL = "story-llama"
 COMPILATION_MODES = ("NONE", "STOCK_TORCH_COMPILE")
 """Indices are vLLM's numbers of the modes."""
 
-UNSUPPORTED = (
-    *("task", "quantization", "enable_lora", "enable_prompt_embeds", "enable_sleep_mode", "compilation_config"),
+UNSUPPORTED = {
+    "task", "quantization", "enable_lora", "enable_prompt_embeds", "enable_sleep_mode", "compilation_config",
     "prefill_context_parallel_size",
-)
+}  # fmt: skip
 """Settings of which the runners support the default alone: the oracle refuses others, and --help does not show them."""
 _SYNONYMS = {
     "dtype": {"half": "float16", "float": "float32"}, "task": {"auto": "generate"}, "runner": {"generate": "auto"}

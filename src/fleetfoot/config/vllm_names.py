@@ -66,11 +66,7 @@ and empty ones, and what to do instead of others."""
 
 
 def check_engine_keyword(owner: str, name: str, value: Any) -> None:
-    """Raise TypeError, with advice, unless ``value`` of a keyword in ENGINE_KEYWORDS changes nothing.
-
-    Args:
-        owner: name of the call, for messages.
-    """
+    """Raise TypeError, with advice, unless ``value`` of a keyword in ENGINE_KEYWORDS changes nothing."""
     neutral, advice = ENGINE_KEYWORDS[name]
     if value is None or (isinstance(value, str | dict | list | tuple) and not value):
         return

@@ -134,18 +134,17 @@ def _together(shape: EngineShape, total: int) -> Iterator[str]:
 def _tensor_parallel(shape: EngineShape, total: int) -> Iterator[str]:
     """The smallest tensor_parallel_size of GPUs of the same size that fits, and the smallest with the model's own
     max_model_len. The ranks of a CPU share its memory."""
-    is_limited = False
+    found, whole = False, shape.config.max_model_len or shape.model.max_position_embeddings
     for size in tensor_parallel_sizes(shape.model) if shape.device == "cuda" else ():
         with suppress(ValueError):  # settings of processes that do not go together with this size
             changed, _, problem = _try(shape, total, tensor_parallel_size=size)
-            whole = shape.config.max_model_len or shape.model.max_position_embeddings
             is_whole = changed.max_model_len == whole
-            if size > shape.config.tensor_parallel_size and not problem and (is_whole or not is_limited):
+            if size > shape.config.tensor_parallel_size and not problem and (is_whole or not found):
                 note = "" if is_whole else f"for requests of up to {changed.max_model_len:,} tokens, "
                 yield note + _setting("tensor_parallel_size", size)
-                is_limited = not is_whole
                 if is_whole:
                     return
+                found = True
 
 
 def _setting(name: str, value: Any) -> str:

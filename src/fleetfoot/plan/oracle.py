@@ -189,9 +189,8 @@ class Decision:
         """Raise UnsupportedFeatureError if anything is missing."""
         if self.missing:
             listed = "".join(f"\n  - {feature}" for feature in self.missing)
-            why = "no model runner supports"
-            if not self.impossible:
-                why = f"{self.reasons[0].rstrip('.')}, and it does not support"
+            chosen = f"{self.reasons[0].rstrip('.')}, and it does not support"
+            why = "no model runner supports" if self.impossible else chosen
             raise UnsupportedFeatureError(f"the engine cannot start: {why} what is on:{listed}\n{self.advice}")
 
 
