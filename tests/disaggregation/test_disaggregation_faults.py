@@ -14,24 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.helpers import prefill_decode
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.engines import TEXT_MODEL, drain, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import EngineLine, Gate, Line, cut_at, flip_at, skip_without
-from tests.helpers.prefill_decode import (
-    PARAMS,
-    PROMPTS,
-    RUNNERS,
-    SIZE,
-    decodes,
-    engine_settings,
-    generate,
-    last_output,
-    nixl,
-    prefilled,
-    settle,
-    start,
-)
+from tests.helpers.prefill_decode import PARAMS, PROMPTS, RUNNERS, decodes, engine_settings, generate, prefilled, settle
 from tests.helpers.streams import async_test
 
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
@@ -53,7 +41,7 @@ def make(text_model: Path, request: pytest.FixtureRequest) -> MakeEngine:
     def make_engine(
         role: str, *, model: Path = text_model, backend: str = "tcp", policy: str = "recompute", **settings: Any
     ) -> LLMEngine:
-        settings["kv_transfer_config"] = nixl(role, backend=backend, kv_load_failure_policy=policy)
+        settings["kv_transfer_config"] = prefill_decode.nixl(role, backend=backend, kv_load_failure_policy=policy)
         engine = LLMEngine.from_config(EngineConfig(**engine_settings(model, role, **settings)))
         request.addfinalizer(engine.shutdown)
         return engine
@@ -66,7 +54,7 @@ def processes(text_model: Path, request: pytest.FixtureRequest) -> StartEngine:
     """Engines in processes of their own, which need not be alive in the end."""
 
     def start_one(role: str, **settings: Any) -> EngineProcess:
-        process = start(text_model, role, **settings)
+        process = prefill_decode.start(text_model, role, **settings)
         request.addfinalizer(process.stop)
         return process
 
@@ -157,7 +145,7 @@ async def reading(consumer: EngineProcess, held: dict[str, Any]) -> AsyncIterato
     client = EngineClient(consumer.wait_until_ready())
     with relayed(held) as line:
         line.data.spoil = gate = Gate()
-        request = asyncio.ensure_future(last_output(client, *decodes(held)["long"], "long"))
+        request = asyncio.ensure_future(prefill_decode.last_output(client, *decodes(held)["long"], "long"))
         assert await asyncio.to_thread(gate.reached.wait, 30)
         yield
         with pytest.raises(EngineUnreachableError, match="has gone away"):
@@ -340,7 +328,7 @@ async def test_proxy_with_a_decode_engine_that_dies(
     text_model: Path, processes: StartEngine, expected: Outputs
 ) -> None:
     """Pending and later requests fail, and the prefill engine frees its blocks."""
-    decode = processes("kv_consumer", runner="v2", **SIZE)
+    decode = processes("kv_consumer", runner="v2", **prefill_decode.SIZE)
     async with AsyncLLM(**engine_settings(text_model, "kv_producer", runner="v2")) as llm:
         proxy = DisaggregatedLLM(LocalEngine(llm), EngineClient(decode.wait_until_ready()))
         assert await generate(proxy, "alone") == tokens(expected["alone"])
@@ -367,7 +355,7 @@ async def test_client_that_leaves_before_decode(how: str, text_model: Path, monk
         server, ended = EngineServer(engine := LocalEngine(llm)), threading.Event()
         await server.start(reserve())
         client = EngineClient(server.address)
-        assert (await last_output(client, PROMPTS["alone"], params, "read")).kv_transfer_params
+        assert (await prefill_decode.last_output(client, PROMPTS["alone"], params, "read")).kv_transfer_params
 
         async def leaving(*arguments: Any, **options: Any) -> Any:
             async for output in engine.generate(*arguments, **options):

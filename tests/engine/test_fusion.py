@@ -10,21 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers import paged_models
 from tests.helpers.checkpoints import make_checkpoint, reference_logits
 from tests.helpers.engines import make_engine
 from tests.helpers.int8_method import Int8, quantize
 from tests.helpers.interpreter import interpreted
 from tests.helpers.kernels import cpu_kernels, reference_kernels, triton_kernels
-from tests.helpers.paged_models import (
-    MODELS,
-    PagedCache,
-    assert_close,
-    checkpoint,
-    context,
-    logits_metadata,
-    prompt,
-    run,
-)
+from tests.helpers.paged_models import PagedCache, assert_close, checkpoint, context, prompt, run
 from tests.helpers.runner_lives import STORY
 from torch import nn
 
@@ -145,7 +137,7 @@ def outputs(model: CausalLM, cache: PagedCache, schedule: Sequence[tuple[dict[in
         input_ids, ctx = cache.step(batch)
         if num_read is not None:  # the last token of each of the first requests
             indices = (ctx.attention.query_start_loc[1 : num_read + 1] - 1).tolist()
-            ctx = replace(ctx, logits=logits_metadata(ctx.attention, indices, list(range(num_read + 1))))
+            ctx = replace(ctx, logits=paged_models.logits_metadata(ctx.attention, indices, list(range(num_read + 1))))
         hidden = model(input_ids, ctx)
         assert isinstance(hidden, torch.Tensor)
         logits.append(model.compute_logits(hidden))
@@ -191,7 +183,7 @@ def test_the_triton_chain_in_bfloat16(
     """Few rows, so that norms are deferred, and tiles of 16 rows. Fused layers are as near to float32 as plain ones."""
     from fleetfoot.kernels.linear.linear_triton import ChainedResidual
 
-    model_type, fields = MODELS[case]
+    model_type, fields = paged_models.MODELS[case]
     fields = {**fields, "num_hidden_layers": len(fused), "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     make_checkpoint(tmp_path, model_type, **fields)
     deferred = []

@@ -8,16 +8,7 @@ from tests.helpers import runner_lives
 from tests.helpers.engines import make_engine
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.recording_device import RecordingDevice, StrictDevice, unwatched
-from tests.helpers.runner_lives import (
-    MAX_NUM_SEQS,
-    NUM_DRAFTS,
-    Life,
-    ScriptedDrafter,
-    assert_same,
-    in_one_runner,
-    live,
-    make_runner,
-)
+from tests.helpers.runner_lives import assert_same, in_one_runner, live, make_runner
 from tests.helpers.schedules import assert_agree, live_alone, random_lives
 from tests.helpers.schedules import live as live_in_engine
 
@@ -95,7 +86,7 @@ def _attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_lives, "CapturableAttention", attention)
 
 
-def lives_in(kind: str, params: list[SamplingParams]) -> dict[str, Life]:
+def lives_in(kind: str, params: list[SamplingParams]) -> dict[str, runner_lives.Life]:
     """In a runner that runs all steps eagerly."""
     return live(in_one_runner(make_runner(kind)), params)
 
@@ -130,7 +121,7 @@ def test_every_feature_is_in_the_graph(feature: str) -> None:
 def test_all_features_together_with_preemption() -> None:
     params = params_of(*PLAIN_ONES, *FEATURES.values(), *PLAIN_ONES)
     runner = captured_runner()
-    scheduler = Scheduler(SchedulerConfig(24, 8, MAX_NUM_SEQS, 64))
+    scheduler = Scheduler(SchedulerConfig(24, 8, runner_lives.MAX_NUM_SEQS, 64))
     assert_same(live(in_one_runner(runner), params, scheduler=scheduler), lives_in("v1", params), tolerance=0.0)
     assert scheduler.stats().num_preemptions > 0
     assert runner.graphs.num_steps["eager"] == 0
@@ -154,8 +145,8 @@ def test_features_outside_graphs_are_sampled_eagerly(feature: str) -> None:
 def test_features_with_drafts(share_of_errors: float) -> None:
     params = params_of(*PLAIN_ONES, *FEATURES.values(), *PLAIN_ONES)
     expected = lives_in("v2", params)
-    drafter = ScriptedDrafter(share_of_errors=share_of_errors)
-    runner = captured_runner(DraftSettings(NUM_DRAFTS, drafter=drafter), RecordingDevice(has_graphs=True))
+    drafter = runner_lives.ScriptedDrafter(share_of_errors=share_of_errors)
+    runner = captured_runner(DraftSettings(runner_lives.NUM_DRAFTS, drafter=drafter), RecordingDevice(has_graphs=True))
     got = live(in_one_runner(runner), params, drafter=drafter, expected=expected)
     assert_same(got, expected, tolerance=0.0)
     sampled = {key.sampling for key in runner.graphs.captured if key.kind == "uniform"}

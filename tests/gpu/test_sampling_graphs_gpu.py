@@ -71,18 +71,10 @@ def rows_of_requests() -> tuple[Sampler, LogitsBatch]:
     lengths = [20 + 9 * row for row in range(len(PARAMS))]
     for row, features in enumerate(PARAMS):
         tokens = rng.integers(0, 300, lengths[row]).tolist()
-        request = NewRequest(
-            str(row),
-            row,
-            array("i", tokens),
-            num_prompt_tokens=10 + row,
-            num_computed_tokens=0,
-            block_ids=list(range(8 * row, 8 * row + 8)),
-            params=SamplingParams(max_tokens=99, **features),
-            seed=row * 12345,
-            stop_token_ids=frozenset({3, 150000}),
-            bad_words_token_ids=[[*tokens[-2:], 8], [9]] if row % 2 else [],
-        )
+        blocks, params = list(range(8 * row, 8 * row + 8)), SamplingParams(max_tokens=99, **features)
+        stop, bad_words = frozenset({3, 150000}), [[*tokens[-2:], 8], [9]] if row % 2 else []
+        lists = blocks, params, row * 12345, stop, bad_words
+        request = NewRequest(str(row), row, array("i", tokens), 10 + row, 0, *lists)
         state.stage_request(request)
         sampler.add(request)
     order = [4, 0, 8, 2, 6, 1, 3, 7, 5]

@@ -135,19 +135,12 @@ def make_runner(kind: Kind) -> ModelRunnerV2:
     )
     num_drafts = 0 if kind.method is None else NUM_DRAFTS
     num_tokens = 1024 if kind.pipeline_rank is None else MAX_NUM_TOKENS
-    table = CaptureTable.of(
-        device="cuda",
-        enforce_eager=kind.is_eager,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=num_tokens,
-        num_drafts=num_drafts,
-    )
+    limits = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": num_tokens}
     runner = ModelRunnerV2(
         ModelLoader(config, context, None, "dummy", layers=layers),
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=num_tokens,
+        **limits,
         max_model_len=MAX_MODEL_LEN,
-        capture_table=table,
+        capture_table=CaptureTable.of(device="cuda", enforce_eager=kind.is_eager, num_drafts=num_drafts, **limits),
         device=RecordingDevice(has_graphs=True),
         draft_settings=make_speculation(kind, config, context, is_last=pipeline.is_last_rank),
         pipeline=pipeline,
@@ -287,9 +280,7 @@ def main() -> None:
     """Prints `try_kind` of every kind, and ``imports``: modules that take long to import."""
     use_fake_driver()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    report: dict[str, Any] = {}
-    for name in sys.argv[1:] or KINDS:
-        report[name] = try_kind(KINDS[name])
+    report: dict[str, Any] = {name: try_kind(KINDS[name]) for name in sys.argv[1:] or KINDS}
     report["imports"] = [name for name in ("sympy", "torch._dynamo") if name in sys.modules]
     dist.destroy_process_group()
     json.dump(report, sys.stdout)

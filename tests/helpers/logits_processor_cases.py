@@ -43,7 +43,7 @@ def _moved(record: Any, device: str) -> Any:
 
 def processor_case(
     seed: int, logits: torch.Tensor | None = None, vocab_size: int = 64, num_rows: int = 6
-) -> "ProcessorCase":
+) -> ProcessorCase:
     """Random parameters and sequences, in the tables that the runner's state has.
 
     Args:
@@ -95,15 +95,6 @@ def _request(rng: random.Random, row: int, block_ids: list[int], vocab_size: int
     for name, low, high in (("repetition", 0.5, 2), ("frequency", -2, 2), ("presence", -2, 2)):
         if rng.random() < 0.5:
             params[f"{name}_penalty"] = rng.uniform(low, high)
-    return NewRequest(
-        str(row),
-        row,
-        array("i", tokens),
-        num_prompt_tokens=rng.randint(1, len(tokens)),
-        num_computed_tokens=0,
-        block_ids=block_ids,
-        params=SamplingParams(max_tokens=None, **params),
-        seed=0,
-        stop_token_ids=frozenset(rng.sample(range(vocab_size), 3)),
-        bad_words_token_ids=words,
-    )
+    num_prompt_tokens, stop = rng.randint(1, len(tokens)), frozenset(rng.sample(range(vocab_size), 3))
+    sampling = SamplingParams(max_tokens=None, **params)
+    return NewRequest(str(row), row, array("i", tokens), num_prompt_tokens, 0, block_ids, sampling, 0, stop, words)

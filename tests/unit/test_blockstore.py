@@ -10,20 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.kv_bench import (
-    BLOCKS,
-    FINGERPRINT,
-    LAYOUT,
-    PLACES,
-    TOKENS,
-    Bench,
-    Clock,
-    InlineJobs,
-    LateCopies,
-    ManualJobs,
-    same,
-    transfer_config,
-)
+from tests.helpers import kv_bench
+from tests.helpers.kv_bench import BLOCKS, FINGERPRINT, PLACES, TOKENS, Bench, same
 
 from fleetfoot.kv_transfer.base.connector import TransferContext
 from fleetfoot.kv_transfer.base.io_threads import IOThreads
@@ -33,7 +21,7 @@ from fleetfoot.kv_transfer.blockstore.connector import BlockStoreScheduler, Host
 from fleetfoot.kv_transfer.blockstore.worker import FileStoreWorker
 
 OTHERS = list(range(100, 117))
-BLOCK_BYTES = LAYOUT.bytes_per_block
+BLOCK_BYTES = kv_bench.LAYOUT.bytes_per_block
 MakeBench = Callable[..., Bench]
 
 
@@ -47,15 +35,15 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> MakeBench:
     """Makes engines. Those with files share a folder, and read and write at once unless they get jobs."""
 
     def make_bench(store: str = "files", *, role: str = "kv_both", timeout: float = 60.0, **options: Any) -> Bench:
-        readers, writers = options.pop("jobs", (InlineJobs(), InlineJobs()))
+        readers, writers = options.pop("jobs", (kv_bench.InlineJobs(), kv_bench.InlineJobs()))
         limits = {name: options.pop(name) for name in ("num_cpu_blocks", "max_bytes_in_flight") if name in options}
         if store == "host":
-            config = transfer_config("OffloadingConnector", role=role, **{"num_cpu_blocks": 8, **limits})
+            config = kv_bench.transfer_config("OffloadingConnector", role=role, **{"num_cpu_blocks": 8, **limits})
             bench = Bench(config, **options)
             request.addfinalizer(slots_of(bench).check_integrity)
         else:
             extra = {"shared_storage_path": str(tmp_path / "kv"), **limits}
-            config = transfer_config("SharedStorageConnector", role=role, timeout=timeout, **extra)
+            config = kv_bench.transfer_config("SharedStorageConnector", role=role, timeout=timeout, **extra)
             make_worker = partial(
                 FileStoreWorker, settings=FilesystemSettings.of(config), readers=readers, writers=writers
             )
@@ -149,7 +137,7 @@ def test_roles(make: MakeBench, store: str, tmp_path: Path) -> None:
 def test_freed_blocks_are_flushed_before_they_are_overwritten(
     make: MakeBench, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "block_copies", LateCopies)
+    monkeypatch.setattr(worker, "block_copies", kv_bench.LateCopies)
     bench = make(store)
     request = bench.request("r", TOKENS, BLOCKS)
     contents = bench.contents(BLOCKS[:4])
@@ -409,7 +397,7 @@ def test_files_appear_whole(make: MakeBench, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_slow_disk_drops_saves_instead_of_taking_memory(make: MakeBench, tmp_path: Path) -> None:
-    jobs = InlineJobs(), ManualJobs()
+    jobs = kv_bench.InlineJobs(), kv_bench.ManualJobs()
     waiting = jobs[1].waiting
     bench = make(jobs=jobs, max_bytes_in_flight=2 * BLOCK_BYTES)
     request = bench.request("r", TOKENS, BLOCKS)
@@ -447,8 +435,8 @@ def test_a_disk_that_cannot_be_written(
 
 def test_loads_wait_for_memory(make: MakeBench) -> None:
     contents = saved(make())
-    readers = ManualJobs()
-    other = make(jobs=(readers, InlineJobs()), max_bytes_in_flight=4 * BLOCK_BYTES)  # one to read
+    readers = kv_bench.ManualJobs()
+    other = make(jobs=(readers, kv_bench.InlineJobs()), max_bytes_in_flight=4 * BLOCK_BYTES)  # one to read
     other.begin(other.request("again", TOKENS, PLACES))
     for _ in range(4):
         assert not other.step().loaded
@@ -461,8 +449,8 @@ def test_loads_wait_for_memory(make: MakeBench) -> None:
 @pytest.mark.parametrize("case", ["timeout", "finished"])
 def test_a_load_that_is_given_up_writes_nothing_later(make: MakeBench, case: str) -> None:
     saved(make())
-    clock, readers = Clock(), ManualJobs()
-    bench = make(jobs=(readers, InlineJobs()), clock=clock, timeout=5.0)
+    clock, readers = kv_bench.Clock(), kv_bench.ManualJobs()
+    bench = make(jobs=(readers, kv_bench.InlineJobs()), clock=clock, timeout=5.0)
     request = bench.request("again", TOKENS, PLACES)
     bench.begin(request)
     if case == "timeout":
@@ -485,7 +473,7 @@ def test_a_load_that_is_given_up_writes_nothing_later(make: MakeBench, case: str
 
 
 def test_shutdown_before_anything_was_registered(tmp_path: Path) -> None:
-    config = transfer_config("FilesystemConnector", shared_storage_path=str(tmp_path))
+    config = kv_bench.transfer_config("FilesystemConnector", shared_storage_path=str(tmp_path))
     SharedStorageConnector.worker_side(TransferContext(config, 4, FINGERPRINT, "engine")).shutdown()
 
 

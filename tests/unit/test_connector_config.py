@@ -14,21 +14,11 @@ from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
 from fleetfoot.engine.engine import make_connector as scheduler_connector
 from fleetfoot.executor.worker import make_connector as worker_connector
+from fleetfoot.kv_transfer.base import registry
 from fleetfoot.kv_transfer.base.connector import TransferContext
-from fleetfoot.kv_transfer.base.registry import (
-    CONNECTORS,
-    V2_LAYOUT,
-    connector_layouts,
-    find_connector,
-    joined,
-    part_configs,
-)
-from fleetfoot.kv_transfer.blockstore.connector import (
-    BlockStoreScheduler,
-    HostIndex,
-    OffloadingConnector,
-    SharedStorageConnector,
-)
+from fleetfoot.kv_transfer.base.registry import connector_layouts, find_connector, part_configs
+from fleetfoot.kv_transfer.blockstore import connector
+from fleetfoot.kv_transfer.blockstore.connector import OffloadingConnector, SharedStorageConnector
 from fleetfoot.kv_transfer.multi import MultiScheduler
 from fleetfoot.plan.connector import resolve_connector
 from fleetfoot.plan.machine import Machine
@@ -63,9 +53,9 @@ def layout_of(plan: EnginePlan) -> KVLayout:
     return KVLayout.of(plan.model, 8, plan.config.block_size, plan.dtype)
 
 
-@pytest.mark.parametrize("name", CONNECTORS)
+@pytest.mark.parametrize("name", registry.CONNECTORS)
 def test_connectors_accept_the_layout_of_v2(name: str) -> None:
-    assert find_connector(KVTransferConfig(name, "kv_both")).accepted_kv_layouts == {V2_LAYOUT}
+    assert find_connector(KVTransferConfig(name, "kv_both")).accepted_kv_layouts == {registry.V2_LAYOUT}
 
 
 def test_connector_of_another_module() -> None:
@@ -119,7 +109,7 @@ def test_offloading_implies_its_connector() -> None:
     config = plan.connector.config
     assert (config.kv_connector, config.kv_role) == ("OffloadingConnector", "kv_both")
     scheduler = scheduler_connector(plan)
-    assert isinstance(scheduler, BlockStoreScheduler) and isinstance(scheduler.index, HostIndex)
+    assert isinstance(scheduler, connector.BlockStoreScheduler) and isinstance(scheduler.index, connector.HostIndex)
     assert scheduler.index.slots.num_slots == GIB // 4 // layout_of(plan).bytes_per_block
     assert type(worker_connector(plan, 0)) is StepConnector
 
@@ -219,7 +209,7 @@ def test_invalid_parts(config: KVTransferConfig, message: str) -> None:
 
 
 def test_layout_refused_by_one_part() -> None:
-    assert V2_LAYOUT in connector_layouts(multi(SHARED, OFFLOAD)).accepted
+    assert registry.V2_LAYOUT in connector_layouts(multi(SHARED, OFFLOAD)).accepted
     stranger = {"kv_connector": "NotAConnector", "kv_connector_module_path": __name__}
     layouts = connector_layouts(multi(SHARED, stranger))
     assert (layouts.name, layouts.accepted) == ("NotAConnector", frozenset())
@@ -228,7 +218,7 @@ def test_layout_refused_by_one_part() -> None:
 
 def test_layouts_must_be_a_set_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = KVTransferConfig("NotAConnector", "kv_both", __name__)
-    for declared in (V2_LAYOUT, 5):
+    for declared in (registry.V2_LAYOUT, 5):
         monkeypatch.setattr(NotAConnector, "accepted_kv_layouts", declared, raising=False)
         layouts = connector_layouts(stranger)
         assert layouts.accepted == frozenset()
@@ -236,7 +226,7 @@ def test_layouts_must_be_a_set_of_names(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_joined_connectors_keep_unused_fields_once() -> None:
-    config = joined(KVTransferConfig.parse(OFFLOAD), KVTransferConfig.parse({**SHARED, "kv_port": 5}))
+    config = registry.joined(KVTransferConfig.parse(OFFLOAD), KVTransferConfig.parse({**SHARED, "kv_port": 5}))
     assert config.kv_port is None and [part.kv_port for part in part_configs(config)] == [None, 5]
 
 

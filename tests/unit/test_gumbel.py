@@ -8,15 +8,7 @@ import torch
 
 from fleetfoot.kernels import sampling
 from fleetfoot.kernels.sampling import gumbel
-from fleetfoot.kernels.sampling.gumbel import (
-    NOISE_MAX,
-    NOISE_MIN,
-    gumbel_argmax,
-    gumbel_noise,
-    gumbel_noise_at,
-    philox_4x32,
-    uniform_from_word,
-)
+from fleetfoot.kernels.sampling.gumbel import gumbel_argmax, gumbel_noise, philox_4x32
 
 ONES = 0xFFFFFFFF
 
@@ -70,13 +62,13 @@ def test_counters_and_keys_broadcast():
 
 def test_uniform_is_exact_and_open():
     words = torch.tensor([0, 511, 512, ONES])
-    assert uniform_from_word(words).tolist() == [2.0**-24, 2.0**-24, 3 * 2.0**-24, 1 - 2.0**-24]
+    assert gumbel.uniform_from_word(words).tolist() == [2.0**-24, 2.0**-24, 3 * 2.0**-24, 1 - 2.0**-24]
 
 
 def test_noise_bounds_hold_at_the_extreme_words():
-    lowest, highest = gumbel._gumbel_(uniform_from_word(torch.tensor([0, ONES]))).tolist()
-    assert NOISE_MIN <= lowest < NOISE_MIN + 1e-3
-    assert NOISE_MAX - 1e-3 < highest <= NOISE_MAX
+    lowest, highest = gumbel._gumbel_(gumbel.uniform_from_word(torch.tensor([0, ONES]))).tolist()
+    assert gumbel.NOISE_MIN <= lowest < gumbel.NOISE_MIN + 1e-3
+    assert gumbel.NOISE_MAX - 1e-3 < highest <= gumbel.NOISE_MAX
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 4, 50])
@@ -93,7 +85,7 @@ def test_noise_is_the_same_alone_chunked_and_scattered(monkeypatch):
     for i in range(9):
         assert torch.equal(gumbel_noise(seeds[i : i + 1], positions[i : i + 1], 1003)[0], noise[i])
     rows, token_ids = torch.randint(0, 9, (501,)), torch.randint(0, 1003, (501,))
-    assert torch.equal(gumbel_noise_at(seeds[rows], positions[rows], token_ids), noise[rows, token_ids])
+    assert torch.equal(gumbel.gumbel_noise_at(seeds[rows], positions[rows], token_ids), noise[rows, token_ids])
     monkeypatch.setitem(sampling.MAX_ELEMENTS, "cpu", 2048)
     assert torch.equal(gumbel_noise(seeds, positions, 1003), noise)
 

@@ -1,7 +1,5 @@
 """N-gram lookup: against a search that is written to be read, on the host, in pages, and in Triton's interpreter."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -9,12 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.helpers.interpreter import interpreted
 
-from fleetfoot.kernels.prepare.ngram import (
-    prompt_lookup,
-    propose_ngrams_numpy,
-    propose_ngrams_torch,
-    propose_ngrams_triton,
-)
+from fleetfoot.kernels.prepare import ngram
 from fleetfoot.kernels.prepare.tables import RowTables
 
 
@@ -37,7 +30,7 @@ sequences = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 @example([5, 5, 5, 5], 3, 1, 2)
 @example([4], 3, 1, 2)
 def test_the_longest_latest_match_is_continued(tokens: list[int], num_drafts: int, shortest: int, more: int) -> None:
-    got = prompt_lookup(np.array(tokens), num_drafts, shortest + more, shortest)
+    got = ngram.prompt_lookup(np.array(tokens), num_drafts, shortest + more, shortest)
     assert got.dtype == np.int32
     assert got.tolist() == search(tokens, num_drafts, shortest + more, shortest)
 
@@ -61,14 +54,13 @@ def paged(lengths: list[int], block_size: int, num_drafts: int) -> tuple[torch.T
     return idx_mapping, RowTables(unused, unused, unused, *tables, block_size), [line.tolist() for line in sequences]
 
 
-@pytest.mark.parametrize(
-    "propose", [propose_ngrams_torch, propose_ngrams_numpy, pytest.param(propose_ngrams_triton, marks=interpreted)]
-)
+@pytest.mark.parametrize("propose", ["torch", "numpy", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize(("block_size", "lengths"), [(4, [1, 2, 3, 17, 40]), (16, [33, 16, 1100]), (8, [8, 9])])
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_in_pages(propose: Callable[..., None], block_size: int, lengths: list[int], num_drafts: int) -> None:
+def test_in_pages(propose: str, block_size: int, lengths: list[int], num_drafts: int) -> None:
     idx_mapping, rows, sequences = paged(lengths, block_size, num_drafts)
-    propose(idx_mapping, torch.tensor([*lengths, 5], dtype=torch.int32), rows, 4, 2)
+    seq_lens = torch.tensor([*lengths, 5], dtype=torch.int32)
+    getattr(ngram, f"propose_ngrams_{propose}")(idx_mapping, seq_lens, rows, 4, 2)
     expected = torch.full_like(rows.draft_tokens, 99)
     for row, tokens in zip(idx_mapping.tolist(), sequences, strict=False):
         expected[row] = torch.tensor(search(tokens, num_drafts, 4, 2))
