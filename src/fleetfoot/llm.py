@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from fleetfoot.config.engine import EngineConfig
@@ -12,11 +13,16 @@ from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import RequestOutput
-from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
+from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams, is_integer
 from fleetfoot.utils.process import deferred_interrupts, progress_bar, short_collections
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
+
+_DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
+_RESULT_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "tokenizer_kwargs", "padding", "truncation")
+_NO_VARIABLES = ("chat_template", "messages", "conversation", "max_length", *_RESULT_ARGUMENTS)
+"""Names that ``chat_template_kwargs`` cannot have: the other arguments of `Tokenizer.apply_chat_template`."""
 
 
 class LLM:
@@ -64,13 +70,14 @@ class LLM:
                 aborted, and the engine remains usable. A second Ctrl-C is raised at once, and ends the engine.
         """
         check_call_keywords("LLM.generate", self.generate, unknown)
-        many = _as_list(prompts)
+        many, is_batch = _as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _one_for_each("sampling_params", sampling_params, many)
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError("priority was given, but scheduling_policy is 'fcfs'; set scheduling_policy='priority'")
-        return self._run(many, params, _one_for_each("priority", 0 if priority is None else priority, many), use_tqdm)
+        priorities = _one_for_each("priority", 0 if priority is None else priority, many)
+        return self._run(many, params, priorities, use_tqdm, is_batch)
 
     def chat(
         self,
@@ -93,7 +100,8 @@ class LLM:
             sampling_params, use_tqdm: as of `generate`.
             lora_request, chat_template_content_format: only vLLM's defaults are accepted.
             chat_template: Jinja source, or the name of one of the model's templates.
-            tools, chat_template_kwargs: passed to the template.
+            tools: passed to the template.
+            chat_template_kwargs: more variables of the template; they may set the arguments before, too.
             unknown: as of `generate`.
 
         Raises:
@@ -101,22 +109,19 @@ class LLM:
         """
         vllm_only = {"lora_request": lora_request, "chat_template_content_format": chat_template_content_format}
         check_call_keywords("LLM.chat", self.chat, vllm_only | unknown)
-        if not messages:
-            raise ValueError("messages is empty; a conversation needs at least one message")
-        conversations: Any = [messages] if isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
+        given = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        variables = _template_variables(given | {"tools": tools, "chat_template": chat_template}, chat_template_kwargs)
+        is_batch = isinstance(messages, list | tuple) and any(isinstance(entry, list | tuple) for entry in messages)
+        each = sampling_params if isinstance(sampling_params, Sequence) else (sampling_params,)
+        is_cut = any(getattr(params, "truncate_prompt_tokens", None) is not None for params in each)
         prompts: list[PromptType] = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        for index, conversation in enumerate(messages if is_batch else [messages]):
+            with _naming(f"messages[{index}]" * is_batch):
+                text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables)
+                ids = self.llm_engine.input_processor.tokenize(text, is_cut=is_cut, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids.tolist()})
+        return self.generate(prompts if is_batch else prompts[0], sampling_params, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer.
@@ -163,6 +168,7 @@ class LLM:
         params: Sequence[SamplingParams],
         priorities: Sequence[int],
         use_tqdm: bool | Callable[..., Any],
+        is_batch: bool,
     ) -> list[RequestOutput]:
         engine, before = self.llm_engine, self.llm_engine.num_prompt_tokens
         request_ids: dict[str, None] = {}  # an ordered set
@@ -172,13 +178,15 @@ class LLM:
         with short_collections(), deferred_interrupts() as interrupts:
             try:
                 has_stepped = False
-                for prompt, given, priority in zip(prompts, params, priorities, strict=True):
+                for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
                     if checked is None or given is not previous:  # shared parameters are validated once
-                        previous, checked = given, engine.input_processor.check_params(given)
+                        with _naming(f"sampling_params[{index}]" * any(other is not given for other in params)):
+                            previous, checked = given, engine.input_processor.check_params(given)
                         checked.output_kind = RequestOutputKind.FINAL_ONLY
                     request_id = self._new_request_id()
                     request_ids[request_id] = None
-                    engine.add_request(request_id, prompt, checked, priority=priority, params_checked=True)
+                    with _naming(f"prompts[{index}]" * is_batch):
+                        engine.add_request(request_id, prompt, checked, priority=priority, params_checked=True)
                     if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):
                         has_stepped = True  # the device computes while the other prompts are added
                         finished |= self._step(request_ids)
@@ -211,15 +219,40 @@ class LLM:
         return str(self._num_requests - 1)
 
 
-def _as_list(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """One prompt or many, as a list."""
-    if isinstance(prompts, str | dict):
-        return [cast("PromptType", prompts)]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
+@contextlib.contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """What the block refuses is refused with the place, if there is one, before the message."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        if not place:
+            raise
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"{place}: {error}") from error
+
+
+def _template_variables(given: dict[str, Any], variables: object) -> dict[str, Any]:
+    """Arguments of `LLM.chat` for the template, and its ``chat_template_kwargs``, which may replace their defaults."""
+    if variables is not None and not (isinstance(variables, dict) and all(isinstance(key, str) for key in variables)):
+        raise TypeError(f"chat_template_kwargs is {variables!r}; it must be a dict of a template's variables by name")
+    for name, value in (variables or {}).items():
+        if name in _NO_VARIABLES:
+            raise ValueError(f"chat_template_kwargs has {name!r}, which is not a variable of a template; leave it out")
+        if name in given and given[name] not in (_DEFAULTS[name], value):
+            raise ValueError(f"{name} is {given[name]!r}, and in chat_template_kwargs {value!r}; give it once")
+    return {**given, **(variables or {})}
+
+
+def _as_list(prompts: PromptType | Sequence[PromptType]) -> tuple[list[PromptType], bool]:
+    """One prompt or many as a list, and whether many were given."""
+    num_dims = getattr(prompts, "ndim", None)  # of an array
+    if isinstance(prompts, str | dict) or num_dims == 1:
+        return [cast("PromptType", prompts)], False
+    if num_dims != 2 and (not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview)):
         raise TypeError(f"prompts is a {type(prompts).__name__}; it must be a prompt or a list of prompts")
     many = list(prompts)
-    is_one = bool(many) and all(isinstance(entry, int) for entry in many)
-    return cast("list[PromptType]", [many] if is_one else many)
+    is_one = bool(many) and all(map(is_integer, many))
+    return cast("list[PromptType]", [many] if is_one else many), not is_one
 
 
 def _one_for_each(name: str, value: Any, prompts: list[PromptType]) -> Sequence[Any]:

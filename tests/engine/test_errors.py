@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tests.helpers.engines import EOS, TEXT_MODEL, ScriptedExecutor, change_weights, drain, prompt_of, scripted_engine
+from tests.helpers.engines import TEXT_MODEL, ScriptedExecutor, change_weights, drain, prompt_of, scripted_engine
 
 from fleetfoot import LLM, EngineDeadError, SamplingParams
 from fleetfoot.records.step import SchedulerOutput
@@ -48,15 +49,22 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ([5, -1], GREEDY, ValueError, r"prompt_token_ids\[1\] is -1; the model's vocabulary has 2048 tokens, 0 to 2047"),
     ([[5], [6], [9999], [7]], GREEDY, ValueError, r"prompt_token_ids\[0\] is 9999"),
     ([5] * MAX_LEN, GREEDY, ValueError, rf"prompt has {MAX_LEN} tokens; with max_model_len={MAX_LEN} .* {MAX_LEN - 1}"),
-    ("fox " * 1000, GREEDY, ValueError, r"prompt has \d{4} tokens; with max_model_len=256 it can have at most 255"),
+    ("fox " * 1000, GREEDY, ValueError, r"prompt has 4000 characters; with max_model_len=256 it can have at most 3315"),
+    ("fox " * 500, GREEDY, ValueError, r"prompt has \d{3,4} tokens; with max_model_len=256 it can have at most 255"),
     ("a \ud800", GREEDY, ValueError, "surrogate"),
     (TWO, {"stop_token_ids": [VOCAB]}, ValueError, r"stop_token_ids names tokens \[2048\]"),
     (TWO, {"logprobs": 21}, ValueError, "logprobs must be at most 20, got 21; start the engine with max_logprobs=21"),
     (TWO, {"min_tokens": 300, "max_tokens": 300}, ValueError, r"min_tokens is 300, but a prompt of 2 .* room for 254"),
     (TWO, [GREEDY] * 3, ValueError, "sampling_params has 3 entries for 2 prompts"),
     (TWO, [], ValueError, "sampling_params has 0 entries for 2 prompts"),
-    (TWO, 0, TypeError, "it must be a SamplingParams"),
-    (TWO, [GREEDY, None], TypeError, "it must be a SamplingParams"),
+    (TWO, 0, TypeError, "^sampling_params is 0; it must be a SamplingParams"),
+    (TWO, [GREEDY, None], TypeError, r"sampling_params\[1\]: sampling_params is None; it must be a SamplingParams"),
+    ([*TWO, "", "a"], GREEDY, ValueError, r"^prompts\[2\]: prompt is an empty string"),
+    (["a", {"prompt": 5}], GREEDY, TypeError, r"^prompts\[1\]: prompt is 5; it must be a string"),
+    (np.array([[5, 6], [7, -1]]), GREEDY, ValueError, r"^prompts\[1\]: prompt_token_ids\[1\] is -1"),
+    ([np.int64(5), np.int64(-1)], GREEDY, ValueError, r"^prompt_token_ids\[1\] is -1"),
+    (np.array(5), GREEDY, TypeError, "prompts is a ndarray"),
+    ({5, 6}, GREEDY, TypeError, "prompts is a set"),
 ]
 
 
@@ -70,15 +78,67 @@ def test_calls_that_are_refused(prompts: Any, params: Any, error: type[Exception
     assert llm.stats().num_steps == before
 
 
-def test_conversations_and_priorities_that_are_refused_and_no_prompts(llm: LLM) -> None:
-    conversations: dict[str, Any] = {"messages is empty": [], "messages must be a list": "hello"}
-    for message, messages in conversations.items():
+def test_conversations_that_are_refused(llm: LLM) -> None:
+    user = {"role": "user", "content": "hello"}
+    conversations: list[tuple[str, Any]] = [
+        ("messages is empty", []),
+        ("^messages must be a list .* not a str", "hello"),
+        ("^messages must be a list .* not a dict", user),
+        ("^messages must be a list .* not a NoneType", None),
+        (r"^messages\[0\] is a str", ["hello"]),
+        (r"^messages\[1\]: messages\[0\] has no content", [[user], [{"role": "user"}]]),
+        (r"^messages\[1\]: messages must be a list", [[user], user]),
+        (r"^messages\[1\]: the prompt has \d+ characters", [[user], [{"role": "user", "content": "a" * 10**6}]]),
+    ]
+    for message, messages in conversations:
         with pytest.raises(ValueError, match=message):
             llm.chat(messages, GREEDY, use_tqdm=False)
+    keywords: list[tuple[str, dict[str, Any]]] = [
+        ("chat_template is 5; it must be", {"chat_template": 5}),
+        ("add_generation_prompt='no' and .* must be True or False", {"add_generation_prompt": "no"}),
+        ("tools must be a list of dicts", {"tools": "search"}),
+        ("chat_template_kwargs is 5; it must be a dict", {"chat_template_kwargs": 5}),
+        ("chat_template_kwargs is {5: 6}; it must be a dict", {"chat_template_kwargs": {5: 6}}),
+        *(
+            (f"chat_template_kwargs has '{name}', which is not", {"chat_template_kwargs": {name: True}})
+            for name in ("tokenize", "messages", "chat_template", "return_dict")
+        ),
+        ("tools is .*, and in chat_template_kwargs", {"tools": [{}], "chat_template_kwargs": {"tools": [{"a": 1}]}}),
+        (
+            "add_generation_prompt is False, and in chat_template_kwargs True; give it once",
+            {"add_generation_prompt": False, "chat_template_kwargs": {"add_generation_prompt": True}},
+        ),
+    ]
+    for message, given in keywords:
+        with pytest.raises((TypeError, ValueError), match=message):
+            llm.chat([user], GREEDY, use_tqdm=False, **given)
+
+
+def test_prompts_of_an_array_library(llm: LLM) -> None:
+    (expected,) = llm.generate([5, 6], GREEDY, use_tqdm=False)
+    one: list[Any] = [(5, 6), np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), np.int32(6)], [torch.tensor(5), 6]]
+    many: list[Any] = [[np.array([5, 6])], torch.tensor([[5, 6]]), [[np.int64(5), np.uint8(6)]], [(5, 6)]]
+    for prompts in [*one, *many]:
+        (output,) = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == [5, 6]
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_priorities_and_no_prompts(llm: LLM) -> None:
     for priority in ([1, 2], []):
         with pytest.raises(ValueError, match="scheduling_policy='priority'"):
             llm.generate([[5, 6], [7, 8]], GREEDY, use_tqdm=False, priority=priority)
     assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_a_tokenizer_that_is_not_there(text_model: Path) -> None:
+    file = text_model / "config.json"
+    for name, message in (
+        ("/nope", "^tokenizer '/nope': no such folder"),
+        (str(file), "^tokenizer .* holds the tokenizer's files"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            LLM(text_model, device="cpu", tokenizer=name)
 
 
 @pytest.mark.usefixtures("nothing_is_left")
@@ -169,10 +229,13 @@ def test_what_was_generated_before_the_error_is_kept(text_model: Path, tmp_path:
 
 
 def test_parameters_that_leave_no_token(llm: LLM) -> None:
-    everything_banned = SamplingParams(allowed_token_ids=[EOS], min_tokens=2, max_tokens=4)
+    word = llm.get_tokenizer().decode([300])
+    everything_banned = SamplingParams(allowed_token_ids=[300], bad_words=[word], max_tokens=4)
     outputs = llm.generate([[5, 6], [5, 6]], [everything_banned, GREEDY], use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error"
-    assert "allowed_token_ids, bad_words and logit_bias leave no token" in str(outputs[0].outputs[0].stop_reason)
+    assert "allowed_token_ids, bad_words, min_tokens and logit_bias leave no token" in str(
+        outputs[0].outputs[0].stop_reason
+    )
     assert outputs[1].outputs[0].finish_reason == "length"
 
 
@@ -226,9 +289,9 @@ def test_no_step_is_left_in_flight_when_all_have_their_outputs(text_model: Path)
     with LLM(str(text_model), device="cpu", max_num_seqs=4, async_scheduling=True) as llm:
         first = llm.generate([[5, 6]], SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)[0].outputs[0]
         for params in (
+            SamplingParams(allowed_token_ids=[300], bad_words=[llm.get_tokenizer().decode([300])]),
             SamplingParams(temperature=0, stop_token_ids=[first.token_ids[3]]),
             SamplingParams(temperature=0, stop=[llm.get_tokenizer().decode_token(first.token_ids[3])]),
-            SamplingParams(allowed_token_ids=[EOS], min_tokens=1),
         ):
             llm.generate([[5, 6]], params, use_tqdm=False)
             assert not llm.llm_engine.has_unfinished_requests()

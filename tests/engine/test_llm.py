@@ -166,7 +166,7 @@ def test_paths_torch_dtypes_and_names_of_the_tokenizer(text_model: Path) -> None
         tokenizer = llm.get_tokenizer()
     text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.apply_chat_template(CONVERSATION, tokenize=True) == token_ids
+    assert tokenizer.apply_chat_template(CONVERSATION).input_ids == token_ids
     assert tokenizer("Hello")["input_ids"] == tokenizer.encode("Hello")
     assert len(tokenizer) == tokenizer.vocab_size
 
@@ -188,7 +188,7 @@ def test_a_cache_salt_keeps_prompts_apart(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     params, tokenizer = SamplingParams(temperature=0, max_tokens=12), llm.get_tokenizer()
     (single,) = llm.chat(CONVERSATION, params, use_tqdm=False)
-    assert single.prompt == tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True)
+    assert single.prompt == tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True)
     # one begin-of-text token: the template writes it, and the tokenizer must not write it once more
     assert single.prompt_token_ids.count(tokenizer.bos_token_id) == 1
     first, second = llm.chat([CONVERSATION, CONVERSATION[:2]], sampling_params=params, use_tqdm=False)
@@ -196,6 +196,8 @@ def test_chat(llm: LLM) -> None:
     assert second.prompt_token_ids != first.prompt_token_ids
     going_on: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     assert str(llm.chat(CONVERSATION[:3], params, use_tqdm=False, **going_on)[0].prompt).endswith("today?")
+    given: dict[str, Any] = {"chat_template_kwargs": going_on}
+    assert str(llm.chat(CONVERSATION[:3], params, use_tqdm=False, **given)[0].prompt).endswith("today?")
     template: dict[str, Any] = {"chat_template": TEMPLATE, "chat_template_kwargs": {"sign": "!"}}
     (own,) = llm.chat(CONVERSATION, params, use_tqdm=False, **template)
     assert str(own.prompt).startswith("You are a helpful assistant!Hello!")

@@ -302,7 +302,7 @@ def test_without_text(llm: LLM) -> None:
 
 def test_special_tokens_in_the_text(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
-    specials = [tokenizer.token_to_id(name) for name in ("<|user|>", "<|assistant|>")]
+    specials = [tokenizer.convert_tokens_to_ids(name) for name in ("<|user|>", "<|assistant|>")]
     params = {"allowed_token_ids": [*specials, 300, 301], "temperature": 9.0, "seed": 0, "max_tokens": 30}
     shown = one(llm, skip_special_tokens=False, **params)
     hidden = one(llm, **params)

@@ -110,7 +110,7 @@ def test_rendering_matches_transformers(template: str, conversation: str, option
     ours, theirs = both()
     messages = CONVERSATIONS[conversation]
     arguments = {"chat_template": template, **options}
-    text = ours.apply_chat_template(messages, **arguments)
+    text = ours.apply_chat_template(messages, tokenize=False, **arguments)
     assert text == theirs.apply_chat_template(messages, tokenize=False, **arguments)
     ids = ours.apply_chat_template_ids(messages, **arguments)
     assert ids == theirs.apply_chat_template(messages, return_dict=False, **arguments)
@@ -126,7 +126,7 @@ def test_continue_final_message_matches_transformers(template: str, content: Any
         content = content[0]["text"]
     messages = [*CONVERSATIONS["long"], {"role": "assistant", "content": content}]
     arguments: dict[str, Any] = {"chat_template": template, "add_generation_prompt": False}
-    text = ours.apply_chat_template(messages, continue_final_message=True, **arguments)
+    text = ours.apply_chat_template(messages, continue_final_message=True, tokenize=False, **arguments)
     # transformers looks up no template by name here, so the source is passed
     arguments["chat_template"] = TEMPLATES[template]
     assert text == theirs.apply_chat_template(messages, continue_final_message=True, tokenize=False, **arguments)
@@ -156,10 +156,11 @@ def test_which_template_is_used(tmp_path: Path, separate_files: bool) -> None:
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
         config = "the files outrank this"
     tokenizer = Tokenizer.from_path(save(byte_level_backend(), tmp_path, chat_template=config))
-    assert tokenizer.apply_chat_template(USER) == "plain hi"
-    assert tokenizer.apply_chat_template(USER, tools=TOOLS) == "tools function"
-    assert tokenizer.apply_chat_template(USER, tools=TOOLS, chat_template="default") == "plain hi"
-    assert tokenizer.apply_chat_template(USER, chat_template="mine {{ messages[0].role }}") == "mine user"
+    render = functools.partial(tokenizer.apply_chat_template, USER, tokenize=False)
+    assert render() == "plain hi"
+    assert render(tools=TOOLS) == "tools function"
+    assert render(tools=TOOLS, chat_template="default") == "plain hi"
+    assert render(chat_template="mine {{ messages[0].role }}") == "mine user"
 
 
 @pytest.mark.parametrize(

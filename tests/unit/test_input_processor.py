@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from fleetfoot.assets import embedded_model_path
@@ -24,7 +25,7 @@ def processor_of(**changes: Any) -> InputProcessor:
 
 
 def with_text(**changes: Any) -> InputProcessor:
-    return processor_of(tokenizer=TOKENIZER, vocab_size=TOKENIZER.vocab_size, **changes)
+    return processor_of(tokenizer=TOKENIZER, vocab_size=len(TOKENIZER), **changes)
 
 
 def process(prompt: Any, processor: InputProcessor | None = None, priority: int = 0, **params: Any) -> EngineRequest:
@@ -108,6 +109,9 @@ IDS = "prompt_token_ids"
         ([5, None], TypeError, f"{IDS}[1] is None; {AN_INT}"),
         ([5, [6]], TypeError, f"{IDS}[1] is [6]; {AN_INT}"),
         ([5, 2**63], TypeError, f"{IDS}[1] is 9223372036854775808; {AN_INT}"),
+        ([np.int64(5), "6"], TypeError, f"{IDS}[1] is '6'; {AN_INT}"),
+        ([torch.tensor(5), torch.tensor(6.5)], TypeError, f"{IDS}[1] is tensor(6.5000); {AN_INT}"),
+        (np.array([[5, 6]]), TypeError, f"{IDS}[0] is array([5, 6]); {AN_INT}"),
         ([5, True], TypeError, f"{IDS}[1] is True, a boolean; {AN_INT}"),
         ({IDS: [False, 5]}, TypeError, f"{IDS}[0] is False, a boolean; {AN_INT}"),
         ([True, "6"], TypeError, f"{IDS}[0] is True; {AN_INT}"),
@@ -132,6 +136,27 @@ def test_texts_that_are_refused() -> None:
     # a tokenizer can have more tokens than the model
     with pytest.raises(ValueError, match=rf"{IDS}\[\d+\] is \d+; {VOCABULARY}"):
         process("Once upon a time", processor_of(tokenizer=TOKENIZER))
+
+
+def test_texts_that_are_too_long_are_refused_before_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = max(map(len, TOKENIZER.get_vocab()))
+    message = (
+        rf"the prompt has \d+ characters; .*max_model_len=32 .* at most {31 * longest}: 31 tokens of at most 13 char"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "encode", None)
+        for prompt in ("a" * (31 * longest + 1), {"prompt": "a" * 10**7}):
+            with pytest.raises(ValueError, match=message):
+                process(prompt, with_text())
+        with pytest.raises(ValueError, match="a word of bad_words has 1000 characters"):
+            process([5], with_text(), bad_words=["a" * 1000])
+    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens"):
+        process("a" * 31 * longest, with_text())
+    assert process("<|assistant|>" * 30, with_text()).prompt_token_ids.tolist()[1:] == [4] * 30
+    assert len(process("a" * 1000, with_text(), truncate_prompt_tokens=3).prompt_token_ids) == 3
+    tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>")))
+    assert tokenizer.max_token_chars is None  # one token for a word of any length
+    assert len(process("a" * 1000, processor_of(tokenizer=tokenizer)).prompt_token_ids) == 1
 
 
 @pytest.mark.parametrize(
@@ -184,6 +209,9 @@ def test_seeds() -> None:
         ([5], {"logprobs": 6}, "logprobs must be at most 5, got 6"),
         ([5], {"logit_bias": {100: 1}}, r"logit_bias names tokens \[100\]"),
         (range(40), {"truncate_prompt_tokens": 35}, "the prompt has 35 tokens"),
+        ([5], {"allowed_token_ids": [EOS], "min_tokens": 5}, r"allowed_token_ids=\[2\] .*, which min_tokens=5 bans"),
+        ([5], {"allowed_token_ids": [EOS, 9], "min_tokens": 1, "stop_token_ids": [9]}, "min_tokens=1 bans"),
+        ([5], {"allowed_token_ids": [9], "min_tokens": 1, "stop_token_ids": [9], "ignore_eos": True}, "min_tokens=1"),
         ([5] * 25, {"min_tokens": 10}, r"min_tokens is 10, but a prompt of 25 tokens leaves room for 7 \("),
     ],
     ids=str,

@@ -3,17 +3,22 @@
 import functools
 import json
 import logging
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_builders import BACKENDS, CORPUS, byte_level_backend, save, word_level_backend
 
+from fleetfoot.assets import embedded_model_path
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
@@ -44,9 +49,12 @@ def both(kind: str) -> tuple[Tokenizer, Any]:
 
 def assert_same_text(kind: str, text: str) -> None:
     ours, theirs = both(kind)
+    num_chars = ours.max_token_chars
+    assert (num_chars is not None) == kind.startswith("byte")
     for add_special_tokens in (True, False):
         ids = ours.encode(text, add_special_tokens=add_special_tokens)
         assert ids == theirs.encode(text, add_special_tokens=add_special_tokens)
+        assert num_chars is None or len(text) <= len(ids) * num_chars
         for skip in (True, False):
             assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
@@ -56,15 +64,15 @@ def test_known_texts_and_the_vocabulary_match_transformers(kind: str) -> None:
     for text in TEXTS:
         assert_same_text(kind, text)
     ours, theirs = both(kind)
-    assert ours.vocab_size == len(theirs)
+    assert (ours.vocab_size, len(ours)) == (theirs.vocab_size, len(theirs))
     for name in ("bos_token", "bos_token_id", "eos_token", "eos_token_id"):
         assert getattr(ours, name) == getattr(theirs, name)
-    assert set(theirs.all_special_ids) <= ours.all_special_ids
-    for token_id in range(ours.vocab_size):
-        token = ours.id_to_token(token_id)
+    assert theirs.all_special_ids == ours.all_special_ids
+    for token_id in range(len(ours)):
+        token = ours.convert_ids_to_tokens(token_id)
         assert token == theirs.convert_ids_to_tokens(token_id)
         assert token is not None
-        assert ours.token_to_id(token) == token_id
+        assert ours.convert_tokens_to_ids(token) == token_id
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
@@ -100,7 +108,7 @@ def test_config_is_read_as_transformers_reads_it(tmp_path: Path, config: dict[st
     text = "<|begin|>a <think>b</think><|end|><|new_eos|><x><y><image><audio><new>a spaced token<|pad|>"
     ids = ours.encode(text)
     assert ids == theirs.encode(text)
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("with_added_tokens_decoder", [False, True])
@@ -189,22 +197,128 @@ def test_settings_that_are_not_applied_are_logged(tmp_path: Path, caplog: pytest
     assert ["clean_up" in caplog.messages[0], "fix_mistral_regex" in caplog.messages[1]] == [True, True]
 
 
+@functools.cache
+def embedded() -> tuple[Tokenizer, Any]:
+    ours, theirs = load_both(embedded_model_path())
+    ours.tensor_types["pt"] = torch.tensor
+    return ours, theirs
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists, with their type."""
+    if isinstance(value, Mapping):
+        return {name: plain(column) for name, column in value.items()}
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    return (type(value), value.dtype, value.tolist()) if hasattr(value, "tolist") else value
+
+
+TALK = [{"role": "user", "content": " Tell me a story "}, {"role": "assistant", "content": "Once upon a time"}]
+TALKS = (TALK, [TALK, TALK[:1]])
+IDS = ([0, 300, 1], 300, [[0, 300], [301]], np.array([[0, 300]]), torch.tensor([[300], [0]]), [], [0, np.int64(300)])
+LONG = "Once upon a time a little fox lived in a wood"
+CALLS: list[Callable[[Any], Any]] = [
+    lambda t: [t(LONG), t([LONG]), t((LONG, "a")), t(LONG, return_attention_mask=False), t(text=LONG)],
+    lambda t: [t(LONG, None, stride=0, is_split_into_words=False, verbose=True, text_target=None)],
+    lambda t: [t(LONG, return_tensors="pt"), t(LONG, return_tensors="np"), t([LONG, "a"], padding=False)],
+    lambda t: [t([LONG, LONG], return_tensors="pt"), t.encode(LONG, return_tensors="np")],
+    lambda t: [t.encode(LONG, None, adds) for adds in (True, False)] + [t.encode([LONG, "a"])],
+    lambda t: [t.decode(ids) for ids in IDS] + [t.decode(ids, True) for ids in IDS],
+    lambda t: [t.decode([0, 300], skip_special_tokens=True, clean_up_tokenization_spaces=False), t.decode(t(LONG))],
+    lambda t: [t.batch_decode(ids, skip_special_tokens=skip) for ids in IDS[2:4] for skip in (True, False)],
+    lambda t: [t.convert_ids_to_tokens(ids) for ids in (300, [0, 300, 3], torch.tensor([1, 400]))],
+    lambda t: t.convert_ids_to_tokens([0, 300, 3], True) + t.convert_ids_to_tokens([1], skip_special_tokens=True),
+    lambda t: [t.convert_tokens_to_ids(tokens) for tokens in ("<|end|>", "not a token", ["<|end|>", "a"])],
+    lambda t: [t.get_vocab(), t.get_chat_template(), len(t)],
+    lambda t: [t.apply_chat_template(talk) for talk in TALKS],
+    lambda t: [t.apply_chat_template(talk, add_generation_prompt=True, return_dict=False) for talk in TALKS],
+    lambda t: [t.apply_chat_template(talk, tokenize=False, return_tensors="pt") for talk in TALKS],
+    lambda t: [t.apply_chat_template(TALK, return_tensors="pt", return_dict=more) for more in (True, False)],
+    lambda t: t.apply_chat_template(
+        TALK, continue_final_message=True, tokenizer_kwargs={"return_attention_mask": False}
+    ),
+    lambda t: t.apply_chat_template(TALK, None, None, "{{ messages[0].role }}{{ eos_token }}", True, False, False),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=range(len(CALLS)))
+def test_methods_are_those_of_transformers(call: Callable[[Any], Any]) -> None:
+    ours, theirs = map(call, embedded())
+    assert plain(ours) == plain(theirs)
+
+
+def test_attributes_are_those_of_transformers() -> None:
+    ours, theirs = embedded()
+    kinds = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+    names = [f"{kind}_token{end}" for kind in kinds for end in ("", "_id")]
+    names += [
+        "all_special_tokens",
+        "all_special_ids",
+        "special_tokens_map",
+        "extra_special_tokens",
+        "vocab_size",
+    ]
+    names += ["is_fast", "chat_template"]
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert len(ours) == len(theirs)
+    assert ours("a").attention_mask == [1, 1] and not hasattr(ours("a"), "nothing")
+    own = Tokenizer(byte_level_backend(), {"eos_token": "<|end|>"})
+    assert own.pad_token is own.pad_token_id is None
+    own.pad_token = own.eos_token
+    assert (own.pad_token_id, own.eos_token_id) == (1, 1) and not hasattr(own, "nothing")
+    with pytest.raises(AttributeError, match="chat_template"):
+        own.chat_template = "{{ messages[0].content }}"
+
+
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda t: t("a", "b"), "does not support text_pair='b'"),
+    (lambda t: t("a", stride=3), "does not support stride=3"),
+    (lambda t: t("a", retrun_tensors="pt"), "does not support retrun_tensors='pt'"),
+    (lambda t: t("a", return_offsets_mapping=True), "does not support return_offsets_mapping=True"),
+    (lambda t: t("a", padding=True), "does not support padding=True"),
+    (lambda t: t.encode("a", truncation=True, max_length=5), "does not support truncation=True"),
+    (lambda t: t.apply_chat_template(TALK, max_length=5), "does not support max_length=5"),
+    (lambda t: t("a", return_tensors="tf"), "return_tensors is 'tf'; it can be None"),
+    (lambda t: t(["a", LONG], return_tensors="np"), "None, or for texts of one length"),
+    (lambda t: t(None), "text must be a str or a list of them, not NoneType"),
+    (lambda t: t([["a", "b"]]), "text must be a str or a list of them, not list"),
+    (lambda t: t.encode("a", text_target="b"), "text_target='b'"),
+    (lambda t: t.decode([5], clean_up_tokenization_spaces=True), "clean_up_tokenization_spaces=True"),
+    (lambda t: t.decode([5], skip_specials=True), "skip_specials=True"),
+    (lambda t: t.batch_decode([[5]], skip_specials=True), "skip_specials=True"),
+    (
+        lambda t: t.apply_chat_template(TALK, tokenize=False, sanitize_control_tokens=True),
+        "sanitize_control_tokens=True",
+    ),
+    (lambda t: t.apply_chat_template(TALK, return_assistant_tokens_mask=True), "return_assistant_tokens_mask=True"),
+    (lambda t: t.apply_chat_template(TALK, continue_final_message="content"), "must be True or False"),
+    (lambda t: t.apply_chat_template(TALK, messages=TALK), "'messages' is the conversation"),
+    (lambda t: t.apply_chat_template(TALK, chat_template=5), "chat_template is 5; it must be the text"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_what_is_not_supported_is_named(call: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        call(embedded()[0])
+
+
 def test_text_that_cannot_be_encoded() -> None:
     tokenizer = Tokenizer(byte_level_backend())
     with pytest.raises(ValueError, match=r"lone surrogate '\\ud83d' at position 2"):
         tokenizer.encode("ab\ud83d")
-    with pytest.raises(TypeError, match="must be a str, not list"):
-        tokenizer.encode(["ab"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a str or a list of them, not int"):
+        tokenizer.encode([5])
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_ids_beyond_the_vocabulary_have_no_text(kind: str) -> None:
     tokenizer = Tokenizer(BACKENDS[kind]())
     ids = tokenizer.encode("the fox", add_special_tokens=False)
-    unknown = [tokenizer.vocab_size, 10**6]
+    unknown = [len(tokenizer), 10**6]
     assert tokenizer.decode([unknown[0], *ids, unknown[1]]) == tokenizer.decode(ids)
     for token_id in unknown:
-        assert tokenizer.id_to_token(token_id) is None
+        assert tokenizer.convert_ids_to_tokens(token_id) is None
         assert tokenizer.decode_token(token_id) == ""
         assert tokenizer.token_bytes(token_id) == b""
 
@@ -222,7 +336,7 @@ def test_ids_beyond_the_vocabulary_have_no_text(kind: str) -> None:
 )
 def test_single_tokens(kind: str, token: str, text: str, data: bytes) -> None:
     tokenizer = Tokenizer(BACKENDS[kind]())
-    token_id = tokenizer.token_to_id(token)
+    token_id = tokenizer.convert_tokens_to_ids(token)
     assert token_id is not None
     assert (tokenizer.decode_token(token_id), tokenizer.token_bytes(token_id)) == (text, data)
 

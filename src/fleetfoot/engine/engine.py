@@ -324,9 +324,12 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         logger.info("sampling defaults that come with the model or the settings: %s", defaults)
     tokenizer = None
     if plan.tokenizer_path is not None:
+        import torch
+
         from fleetfoot.tokenizer.tokenizer import Tokenizer  # not needed for token ids
 
         tokenizer = Tokenizer.from_path(plan.tokenizer_path)
+        tokenizer.tensor_types["pt"] = torch.tensor
     executor, layout = start_executor(plan)
     # steps in flight behind which another one is queued: as many as keep every stage of a pipeline busy
     num_stages = config.pipeline_parallel_size

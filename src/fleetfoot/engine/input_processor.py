@@ -13,7 +13,7 @@ import numpy as np
 
 from fleetfoot.inputs import PromptType
 from fleetfoot.records.request import Request
-from fleetfoot.records.sampling_params import SamplingParams, bad_words_token_ids, is_boolean
+from fleetfoot.records.sampling_params import SamplingParams, bad_words_token_ids, is_boolean, is_integer
 from fleetfoot.sampling.request_params import request_seed
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class InputProcessor:
         params = params if params_checked else self.check_params(params)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {priority!r}; it must be an int, lower is sooner")
-        text, ids, cache_salt = self._read_prompt(prompt)
+        text, ids, cache_salt = self._read_prompt(prompt, is_cut=params.truncate_prompt_tokens is not None)
         if params.truncate_prompt_tokens is not None:
             keep = self.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             ids = ids[-keep:]
@@ -147,6 +147,13 @@ class InputProcessor:
         params.top_k = min(params.top_k, self.vocab_size)  # equivalent, and fits in an int32
         if params.bad_words:
             self._bad_words(tuple(params.bad_words))
+        if params.min_tokens and params.allowed_token_ids:
+            ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
+            if ends.issuperset(params.allowed_token_ids):
+                raise ValueError(
+                    f"allowed_token_ids={params.allowed_token_ids!r} holds end tokens and stop_token_ids alone, which "
+                    f"min_tokens={params.min_tokens} bans at first; allow another token, or set min_tokens=0"
+                )
         _kv_transfer_params(params)
         return params
 
@@ -172,10 +179,10 @@ class InputProcessor:
             for index in range(params.n)
         ]
 
-    def _read_prompt(self, prompt: PromptType) -> tuple[str | None, np.ndarray, str | None]:
+    def _read_prompt(self, prompt: PromptType, *, is_cut: bool) -> tuple[str | None, np.ndarray, str | None]:
         """Text (if known), token ids (``[num_tokens]`` int64) and cache salt of any form of prompt."""
         if isinstance(prompt, str):
-            return prompt, self._tokenize(prompt), None
+            return prompt, self.tokenize(prompt, is_cut=is_cut), None
         if not isinstance(prompt, dict):
             return None, _as_token_ids(prompt), None
         for key in prompt:
@@ -190,9 +197,10 @@ class InputProcessor:
             return text, _as_token_ids(token_ids), salt
         if text is None:
             raise ValueError("a prompt dictionary needs 'prompt' (text) or 'prompt_token_ids' (a list of ints)")
-        return text, self._tokenize(text), salt
+        return text, self.tokenize(text, is_cut=is_cut), salt
 
-    def _tokenize(self, text: str) -> np.ndarray:
+    def tokenize(self, text: str, *, is_cut: bool = False, **options: Any) -> np.ndarray:
+        """Token ids of a prompt, ``[num_tokens]`` int64; it may be too long if it ``is_cut`` afterwards."""
         if self.tokenizer is None:
             raise ValueError(
                 "this engine has no tokenizer (skip_tokenizer_init=True), so a prompt must be given as "
@@ -200,7 +208,21 @@ class InputProcessor:
             )
         if not text:
             raise ValueError("prompt is an empty string; it must hold at least one character")
-        return np.frombuffer(array("q", self.tokenizer.encode(text)), np.int64)
+        if not is_cut:
+            self._check_length("the prompt", text)
+        return np.frombuffer(array("q", self.tokenizer.encode(text, **options)), np.int64)
+
+    def _check_length(self, what: str, text: str) -> None:
+        """Raise ValueError for a text that has too many tokens whatever they are: tokenizing it would take long."""
+        longest = self.max_model_len - 1
+        if self.tokenizer is None or len(text) <= 4 * longest:  # no need to find the longest token
+            return
+        num_chars = self.tokenizer.max_token_chars
+        if num_chars is not None and len(text) > longest * num_chars:
+            raise ValueError(
+                f"{what} has {len(text)} characters; with max_model_len={self.max_model_len} it can have at most "
+                f"{longest * num_chars}: {longest} tokens of at most {num_chars} characters"
+            )
 
     def _check_tokens(self, ids: np.ndarray) -> None:
         if not len(ids):
@@ -220,6 +242,8 @@ class InputProcessor:
     def _tokenize_bad_words(self, bad_words: tuple[str, ...]) -> list[list[int]]:
         assert self.tokenizer is not None  # validate_for_model refuses bad words without one
         tokenizer = self.tokenizer
+        for word in bad_words:
+            self._check_length("a word of bad_words", word)
         return bad_words_token_ids(
             bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False), self.vocab_size
         )
@@ -233,7 +257,7 @@ def _as_token_ids(token_ids: object) -> np.ndarray:
         ids = np.frombuffer(array("q", entries), np.int64)  # checks the types of all entries, in C
     except (TypeError, OverflowError):
         for position, token in enumerate(entries):
-            if is_boolean(token) or not isinstance(token, int) or not -(2**63) <= token < 2**63:
+            if is_boolean(token) or not is_integer(token) or not -(2**63) <= int(token) < 2**63:
                 raise TypeError(f"prompt_token_ids[{position}] is {token!r}; token ids are ints") from None
         raise
     # booleans have become 0 and 1: refuse a mask in place of token ids

@@ -94,11 +94,11 @@ def resolve_plan(
     return plan
 
 
-def find_model(name: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+def find_model(name: str, revision: str | None = None, *, config_only: bool = False, setting: str = "model") -> Path:
     """The folder of a model: the embedded one by its name, a local path, or a hub id."""
     if name == EMBEDDED_MODEL and not Path(name).exists():
         return embedded_model_path()
-    return resolve_model(name, revision, config_only=config_only)
+    return resolve_model(name, revision, config_only=config_only, setting=setting)
 
 
 def _tokenizer_path(config: EngineConfig, model_path: Path) -> Path | None:
@@ -106,4 +106,4 @@ def _tokenizer_path(config: EngineConfig, model_path: Path) -> Path | None:
         if config.tokenizer is not None:
             raise ValueError(f"tokenizer is {config.tokenizer!r}, but skip_tokenizer_init is set; leave one out")
         return None
-    return model_path if config.tokenizer is None else find_model(config.tokenizer)
+    return model_path if config.tokenizer is None else find_model(config.tokenizer, setting="tokenizer")

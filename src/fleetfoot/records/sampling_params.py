@@ -183,6 +183,11 @@ _FIELD_NAMES = tuple(item.name for item in dataclasses.fields(SamplingParams))
 _FLAGS = tuple(item.name for item in dataclasses.fields(SamplingParams) if item.type == "bool")
 
 
+def is_integer(value: object) -> bool:
+    """Whether ``value`` is one integer, of Python or of an array library; a boolean may pass for one."""
+    return isinstance(value, int) or (getattr(value, "ndim", 1) == 0 and "int" in str(getattr(value, "dtype", "")))
+
+
 def is_boolean(value: object) -> bool:
     """Whether ``value`` is a bool of Python, or of an array library; some of those convert to int silently."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")

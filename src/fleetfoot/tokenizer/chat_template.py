@@ -58,6 +58,10 @@ class ChatTemplate:
         Raises:
             ValueError: The messages are malformed, or the template refuses them or fails on them.
         """
+        if not isinstance(add_generation_prompt, bool) or not isinstance(continue_final_message, bool):
+            raise ValueError(f"{add_generation_prompt=} and {continue_final_message=} must be True or False")
+        if "messages" in (variables or {}):
+            raise ValueError("a chat template's variable 'messages' is the conversation; it cannot be given again")
         conversation = _read_messages(messages, joins_parts=not self.takes_content_parts)
         if continue_final_message:
             if add_generation_prompt:

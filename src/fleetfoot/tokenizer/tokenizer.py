@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from fleetfoot.tokenizer.detokenizer import TokenPieces
 
@@ -24,7 +28,24 @@ _SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token")
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_INPUTS = (
+    "text_pair",
+    "text_target",
+    "text_pair_target",
+    "split_special_tokens",
+    "is_split_into_words",
+    "padding_side",
+)
+_RESULTS = ("return_length", "return_overflowing_tokens", "return_assistant_tokens_mask", "sanitize_control_tokens")
+_COLUMNS = ("return_token_type_ids", "return_special_tokens_mask", "return_offsets_mapping", "pad_to_multiple_of")
+_LENGTHS = ("padding", "truncation", "max_length", "clean_up_tokenization_spaces")
+_UNSUPPORTED = dict.fromkeys((*_INPUTS, *_RESULTS, *_COLUMNS, *_LENGTHS)) | {"stride": 0, "verbose": True}
+"""transformers' arguments that are refused, except with these values, None or False, which change nothing."""
+
+_SPACE_MARK = '{"type":"Replace","pattern":{"String":" "},"content":"▁"}'
+_KEEPS_LENGTH = {"Sequence", "ByteLevel", "Metaspace", "Digits", "Prepend", "NFC", "NFD", "Lowercase", "Split"}
+_MOST_COMPOSED = 4  # code points that NFC makes one
 
 # A token in a config file: a string, or a dict with "content" and matching flags.
 TokenSpec = str | Mapping[str, Any]
@@ -33,12 +54,21 @@ _MAX_NAMES_LISTED = 20
 _MAX_COMPILED_TEMPLATES = 16  # bounded, because requests can have templates of their own
 
 
+class BatchEncoding(dict[str, Any]):
+    """Columns (``input_ids``, ...) of one text or several, by name and as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"there is no column {name!r}; there are {', '.join(self)}")
+        return self[name]
+
+
 class Tokenizer:
     """A tokenizer of the `tokenizers` library, with its special tokens and chat templates.
 
-    Ids and texts are those of transformers' fast tokenizers on the same files. In particular the post-processor in
-    tokenizer.json alone decides which special tokens `encode` adds: `add_bos_token` and `add_eos_token` of
-    tokenizer_config.json have no effect beside a tokenizer.json.
+    Methods, defaults, ids and texts are those of transformers' fast tokenizers on the same files; an argument that is
+    not supported is refused. The post-processor in tokenizer.json alone decides which special tokens `encode` adds:
+    `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect beside a tokenizer.json.
 
     Args:
         backend: The tokenizer. It is shared by all requests and must not be changed afterwards.
@@ -46,6 +76,8 @@ class Tokenizer:
         extra_special_tokens: Special tokens without a name.
         chat_templates: Name -> Jinja source; the template that is used without a name is called "default".
     """
+
+    is_fast = True
 
     def __init__(
         self,
@@ -58,18 +90,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        """The number of tokens, added tokens included."""
         self.special_tokens = dict(special_tokens or {})
+        self.extra_special_tokens = list(extra_special_tokens)
         self.chat_templates = dict(chat_templates or {})
+        self.tensor_types: dict[str, Callable[[Any], Any]] = {"np": np.array}
+        """What makes the values of ``return_tensors``."""
         self.pieces = TokenPieces(backend)
-        self.bos_token, self.eos_token, self.pad_token = map(self.special_tokens.get, _NAMED_TOKENS)
-        """The tokens that begin a text, end it, and fill up a batch; each may be None."""
-        ids = {name: backend.token_to_id(token) for name, token in self.special_tokens.items()}
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = map(ids.get, _NAMED_TOKENS)
-        extra_ids = map(backend.token_to_id, extra_special_tokens)
-        named_ids = {token_id for token_id in [*ids.values(), *extra_ids] if token_id is not None}
-        self.all_special_ids = self.pieces.skipped_ids | named_ids
         self._compile = functools.lru_cache(_MAX_COMPILED_TEMPLATES)(_compile_chat_template)
 
     @classmethod
@@ -92,7 +118,7 @@ class Tokenizer:
         _add_configured_tokens(backend, added, [*named.values(), *extra])
         backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
         # two settings that would change ids or text, and are not supported
-        if settings.get("clean_up_tokenization_spaces") and not isinstance(backend.model, tokenizers.models.BPE):
+        if settings.get("clean_up_tokenization_spaces") and not isinstance(backend.model, BPE):
             logger.warning("clean_up_tokenization_spaces of %s is not applied: tokens keep their spaces", path)
         if settings.get("fix_mistral_regex"):
             logger.warning("fix_mistral_regex of %s is not applied; save the tokenizer with it", path)
@@ -103,29 +129,102 @@ class Tokenizer:
             chat_templates=_read_chat_templates(folder, settings.get("chat_template")),
         )
 
-    def token_to_id(self, token: str) -> int | None:
-        """The id of a token as it stands in the vocabulary, or None."""
-        return self.backend.token_to_id(token)
+    def __getattr__(self, name: str) -> Any:
+        """Special tokens by name (`pad_token`, which can be set), their ids (`pad_token_id`), and None without one."""
+        token_name, tokens = name.removesuffix("_id"), self.__dict__.get("special_tokens", {})
+        if token_name not in (*_NAMED_TOKENS, *tokens):
+            raise AttributeError(f"a tokenizer has no attribute {name!r}")
+        token = tokens.get(token_name)
+        return token if token is None or name == token_name else self.convert_tokens_to_ids(token)
 
-    def id_to_token(self, token_id: int) -> str | None:
-        """The token as it stands in the vocabulary ("Ġhello"), or None for an id that has none."""
-        return self.backend.id_to_token(token_id)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _NAMED_TOKENS:
+            others = {key: token for key, token in self.special_tokens.items() if key != name}
+            name, value = "special_tokens", others if value is None else {**others, name: str(value)}
+        super().__setattr__(name, value)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+    vocab_size = property(lambda self: self.backend.get_vocab_size(with_added_tokens=False))
 
-        Args:
-            text: The text. Special tokens that are spelled out in it are recognised.
-            add_special_tokens: Whether the post-processor adds its tokens, BOS for instance.
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
 
-        Raises:
-            TypeError: `text` is not a str.
-            ValueError: `text` has no UTF-8 form.
-        """
+    def get_vocab(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
+        return self.backend.get_vocab(with_added_tokens=True)
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Name -> special token, in transformers' order."""
+        tokens = self.special_tokens
+        return {name: tokens[name] for name in dict.fromkeys((*_NAMED_TOKENS, *tokens)) if name in tokens}
+
+    chat_template = property(lambda self: self.chat_templates.get("default"))
+    all_special_tokens = property(
+        lambda self: list(dict.fromkeys([*self.special_tokens_map.values(), *self.extra_special_tokens]))
+    )
+    all_special_ids = property(lambda self: self.convert_tokens_to_ids(self.all_special_tokens))
+
+    @functools.cached_property
+    def max_token_chars(self) -> int | None:
+        """Most characters of a text for each of its tokens; None: it is not known that there is a limit."""
+        backend = self.backend
+        parts = [part.__getstate__().decode() for part in (backend.normalizer, backend.pre_tokenizer) if part]
+        steps = "".join(parts).replace(_SPACE_MARK, "")
+        kinds = set(re.findall(r'"type":"(\w+)"', steps))
+        # a model without a token for each byte can drop or join the characters that it does not have
+        every_byte = ByteLevel.alphabet() if "ByteLevel" in kinds else [f"<0x{byte:02X}>" for byte in range(256)]
+        has_every_byte = isinstance(backend.model, BPE) and None not in map(backend.token_to_id, every_byte)
+        strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        if strips or not has_every_byte or kinds - _KEEPS_LENGTH or '"behavior":"Removed"' in steps:
+            return None
+        return max(map(len, self.get_vocab())) * (_MOST_COMPOSED if "NFC" in kinds else 1)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """The id of a token as it stands in the vocabulary ("Ġhello"), or a list; unknown: UNK's id or None."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        token_id = self.backend.token_to_id(tokens)
+        return self.backend.token_to_id(self.unk_token) if token_id is None and self.unk_token else token_id
+
+    def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
+        """The token of an id as it stands in the vocabulary, None for an unknown one; or a list of tokens."""
+        ids, skipped = _as_lists(ids), self.all_special_ids if skip_special_tokens else ()
+        if isinstance(ids, int):
+            return self.backend.id_to_token(ids)
+        return [self.backend.id_to_token(token_id) for token_id in ids if token_id not in skipped]
+
+    def encode(self, text: Any, text_pair: None = None, add_special_tokens: bool = True, **options: Any) -> Any:
+        """Token ids of a text, or of each of several. Raises TypeError, or ValueError: a text has no UTF-8 form."""
+        if isinstance(text, str) and text_pair is None and not options:
+            return self._encode(text, add_special_tokens).ids
+        return self(text, text_pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
+
+    def __call__(
+        self, text: Any, text_pair: None = None, *, add_special_tokens: bool = True, **options: Any
+    ) -> BatchEncoding:
+        """Token ids and masks of a text or of several. Of transformers' other arguments, `return_attention_mask` and
+        `return_tensors` ("pt" or "np") are supported. `add_special_tokens`: whether the post-processor adds its own."""
+        kind, has_mask = options.pop("return_tensors", None), options.pop("return_attention_mask", None)
+        _refuse_unsupported("__call__", {"text_pair": text_pair, **options})
+        is_batch = isinstance(text, list | tuple)
+        rows = [self._encode(one, add_special_tokens) for one in (text if is_batch else [text])]
+        columns: dict[str, Any] = {"input_ids": [row.ids for row in rows]}
+        if has_mask is not False:
+            columns["attention_mask"] = [row.attention_mask for row in rows]
+        if kind is None:
+            return BatchEncoding(columns if is_batch else {name: values[0] for name, values in columns.items()})
+        if kind not in self.tensor_types or len(set(map(len, rows))) > 1:
+            kinds = ", ".join(map(repr, self.tensor_types))
+            raise ValueError(
+                f"return_tensors is {kind!r}; it can be None, or for texts of one length in tokens {kinds}"
+            )
+        return BatchEncoding({name: self.tensor_types[kind](values) for name, values in columns.items()})
+
+    def _encode(self, text: Any, add_special_tokens: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):
-            raise TypeError(f"text must be a str, not {type(text).__name__}")
+            raise TypeError(f"text must be a str or a list of them, not {type(text).__name__}")
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:  # the library's error for a str that is not valid Unicode
             try:
                 text.encode()
@@ -136,16 +235,23 @@ class Tokenizer:
                 ) from None
             raise
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Unknown ids have no text."""
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """The text of token ids (a number, a list, an array), or of each of several lists. Unknown ids have no text."""
+        _refuse_unsupported("decode", options)
+        token_ids = _as_lists(token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids)
+        if isinstance(token_ids, list) and token_ids and isinstance(token_ids[0], list):
+            return [self.decode(row, skip_special_tokens) for row in token_ids]
+        token_ids = [token_ids] if isinstance(token_ids, int) else token_ids
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def decode_token(self, token_id: int) -> str:
-        """The text of one token by itself; bytes that are not valid UTF-8 become U+FFFD.
+    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False, **options: Any) -> list[str]:
+        """The text of each of several lists of token ids."""
+        texts = self.decode(sequences, skip_special_tokens, **options)
+        return [texts] if isinstance(texts, str) else texts
 
-        A leading space is kept, except by decoders that do not work token by token (see `detokenizer.py`). The text of
-        a special token is its name, that of an unknown id is empty.
-        """
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token by itself: its name if it is special, "" for an unknown id, U+FFFD for invalid UTF-8. A
+        leading space is kept, except by decoders that do not work token by token (see `detokenizer.py`)."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -154,74 +260,52 @@ class Tokenizer:
         piece = pieces.decode_window([token_id]) if pieces.decoder is None else pieces.tables[False][token_id]
         return piece if isinstance(piece, bytes) else piece.encode()
 
-    def __len__(self) -> int:
-        return self.vocab_size
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """``{"input_ids": ...}``, as transformers' tokenizers return."""
-        return {"input_ids": self.encode(text, add_special_tokens)}
-
-    @overload
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[True], **kwargs: Any
-    ) -> list[int]: ...
-
-    @overload
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, tokenize: Literal[False] = False, **kwargs: Any
-    ) -> str: ...
-
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tokenize: bool = False,
-        add_generation_prompt: bool = True,
+        conversation: Any,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
         chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        *,
+        return_tensors: str | None = None,
+        return_dict: bool = True,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
-    ) -> str | list[int]:
-        """Render a conversation as a prompt, in the format of the model's training.
+    ) -> Any:
+        """Render a conversation, or each of several, as a prompt in the format of the model's training.
 
-        Args:
-            messages: `{"role": ..., "content": ...}` dicts; content is a str or a list of
-                `{"type": "text", "text": ...}` parts.
-            tokenize: Whether to return token ids instead of text. The template writes BOS itself; none is added.
-            add_generation_prompt: Whether the prompt ends with the beginning of an assistant message.
-            tools: JSON schemas of the tools that the model may call.
-            documents: `{"title": ..., "text": ...}` dicts for templates that take them.
-            continue_final_message: Whether the prompt ends within the last message, so that the model continues it.
-                Needs add_generation_prompt=False.
-            chat_template: A Jinja template, or the name of one of the tokenizer's. By default "tool_use" if there are
-                tools and the tokenizer has a template of this name, else "default".
-            **kwargs: More variables for the template, `enable_thinking=False` for instance.
-
-        Raises:
-            ValueError: There is no template, it is invalid or refuses the messages, or the messages are malformed. The
-                error names the cause and the place.
+        Contents are strings or lists of `{"type": "text", "text": ...}` parts. `chat_template` is a Jinja template, or
+        the name of one of the tokenizer's: by default "tool_use" if there are tools and one has this name, else
+        "default". Other keywords are variables of the template. Raises ValueError: there is no template, or it or the
+        messages are invalid; the error names the place.
         """
-        template = self._compile(self._select_chat_template(chat_template, with_tools=tools is not None))
-        text = template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            documents=documents,
-            continue_final_message=continue_final_message,
-            variables={**self.special_tokens, **kwargs},
-        )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        _refuse_unsupported("apply_chat_template", {name: kwargs.pop(name) for name in _UNSUPPORTED if name in kwargs})
+        template = self._compile(self.get_chat_template(chat_template, tools))
+        is_batch = isinstance(conversation, list | tuple) and isinstance((*conversation, 0)[0], list | tuple)
+        given: dict[str, Any] = {"tools": tools, "documents": documents, "variables": {**self.special_tokens, **kwargs}}
+        given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        texts = [template.render(one, **given) for one in (conversation if is_batch else [conversation])]
+        text = texts if is_batch else texts[0]
+        if not tokenize:
+            return text
+        options = {"return_tensors": return_tensors, "add_special_tokens": False, **(tokenizer_kwargs or {})}
+        return self(text, **options) if return_dict else self.encode(text, **options)
 
     def apply_chat_template_ids(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
-        """Token ids of `apply_chat_template(messages, **kwargs)`. The template writes BOS itself; none is added."""
-        return self.apply_chat_template(messages, tokenize=True, **kwargs)
+        """Token ids of a conversation that the model answers."""
+        return self.apply_chat_template(messages, **{"add_generation_prompt": True, **kwargs}, return_dict=False)
 
-    def _select_chat_template(self, chat_template: str | None, with_tools: bool) -> str:
+    def get_chat_template(self, chat_template: str | None = None, tools: object = None) -> str:
+        """The Jinja source that `apply_chat_template` uses."""
         templates = self.chat_templates
         names = f"the tokenizer has {sorted(templates) if templates else 'none'}"
-        default = "tool_use" if with_tools and "tool_use" in templates else "default"
+        default = "tool_use" if tools is not None and "tool_use" in templates else "default"
         name = default if chat_template is None else chat_template
+        if not isinstance(name, str):
+            raise TypeError(f"chat_template is {name!r}; it must be the text of a Jinja template, or a name ({names})")
         if name in templates:
             return templates[name]
         if chat_template is None:
@@ -234,6 +318,20 @@ class Tokenizer:
                 f"chat_template={chat_template!r} is neither a Jinja template nor the name of one ({names})"
             )
         return chat_template
+
+
+def _refuse_unsupported(call: str, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        is_neutral = value is None or value is False or (isinstance(value, int) and value == _UNSUPPORTED.get(name))
+        if name not in _UNSUPPORTED or not is_neutral:
+            raise TypeError(f"Tokenizer.{call} does not support {name}={value!r}; leave it out")
+
+
+def _as_lists(value: Any) -> Any:
+    """Arrays, tensors and their scalars as lists and ints."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_as_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _compile_chat_template(source: str) -> ChatTemplate:

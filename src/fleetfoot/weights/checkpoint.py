@@ -111,6 +111,11 @@ def _indexed_files(index: Path) -> list[Path]:
         files = [index.parent / name for name in sorted(set(weight_map.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{index} has no weight_map from tensor to file: {error}") from error
+    # not resolved: in the hub's cache files are links to elsewhere
+    depth = len(index.parent.parts)
+    outside = [str(file) for file in files if ".." in file.parts[depth:] or not file.is_relative_to(index.parent)]
+    if outside:
+        raise WeightError(f"{index} names files outside its folder, which are not read: {', '.join(outside[:10])}")
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise WeightError(
