@@ -6,23 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers import prefill_decode
 from tests.helpers.engines import make_engine, prompt_of, run_requests
 from tests.helpers.kv_bench import Clock
 from tests.helpers.kv_pair import skip_without
-from tests.helpers.prefill_decode import (
-    PARAMS,
-    PROMPTS,
-    REQUESTS,
-    ROOMY,
-    RUNNERS,
-    SIZE,
-    VOCAB,
-    decodes,
-    nixl,
-    prefilled,
-    settle,
-    tokens_of,
-)
+from tests.helpers.prefill_decode import PARAMS, PROMPTS, RUNNERS, VOCAB, decodes, nixl, prefilled, settle, tokens_of
 
 from fleetfoot import LLMEngine, SamplingParams
 from fleetfoot.outputs import RequestOutput
@@ -35,7 +23,7 @@ Outputs = dict[str, RequestOutput]
 def make(request: pytest.FixtureRequest, text_model: Path) -> Make:
     def make_one(role: str | None, *, backend: str = "tcp", **settings: Any) -> LLMEngine:
         config = nixl(role, backend=backend) if role else None
-        engine = make_engine(text_model, **{"kv_transfer_config": config, **ROOMY, **settings})
+        engine = make_engine(text_model, **{"kv_transfer_config": config, **prefill_decode.ROOMY, **settings})
         request.addfinalizer(engine.shutdown)
         return engine
 
@@ -50,7 +38,7 @@ def test_tokens_are_those_of_one_engine(
 ) -> None:
     skip_without(backend)
     settings: dict[str, Any] = {"runner": runner, "backend": backend, "enable_prefix_caching": caching}
-    producer, consumer = make("kv_producer", **settings), make("kv_consumer", **settings, **SIZE)
+    producer, consumer = make("kv_producer", **settings), make("kv_consumer", **settings, **prefill_decode.SIZE)
     assert producer.runner_name == consumer.runner_name == runner
     held = prefilled(producer)
     assert held["tiny"] is None  # it has no full block
@@ -68,7 +56,7 @@ def test_tokens_are_those_of_one_engine(
 def test_cached_blocks_are_not_read(runner: str, make: Make, expected: Outputs) -> None:
     producer, consumer = make("kv_producer", runner=runner), make("kv_consumer", runner=runner)
     alone = tokens_of(expected)
-    assert tokens_of(run_requests(consumer, {"one": REQUESTS["one"]})) == {"one": alone["one"]}
+    assert tokens_of(run_requests(consumer, {"one": prefill_decode.REQUESTS["one"]})) == {"one": alone["one"]}
     for _ in range(2):  # the request's id is free again
         output = run_requests(consumer, decodes(prefilled(producer, ["two"])))["two"]
         assert output.outputs[0].token_ids == alone["two"]
@@ -109,7 +97,7 @@ def test_requests_aborted_before_and_during_their_load(runner: str, make: Make) 
 @RUNNERS
 def test_requests_that_are_not_loaded_starve_no_others(runner: str, make: Make, expected: Outputs) -> None:
     """No time passes. Together they need four times the blocks that there are."""
-    producer, consumer = make("kv_producer", runner=runner, **SIZE), make("kv_consumer", runner=runner)
+    producer, consumer = make("kv_producer", runner=runner, **prefill_decode.SIZE), make("kv_consumer", runner=runner)
     hold = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     outputs = run_requests(producer, {name: (prompt_of(40, VOCAB, seed=6 + int(name)), hold) for name in "0123456789"})
     assert producer.stats().transfers.num_held_blocks == 20
@@ -136,12 +124,14 @@ def test_unread_blocks_are_released(runner: str, make: Make, clock: Clock) -> No
 def test_beside_host_memory(runner: str, make: Make, expected: Outputs) -> None:
     """A request is loaded from the connector with more of its tokens; the other producer's lease is declined."""
     producer = make("kv_producer", runner=runner)
-    consumer = make("kv_consumer", runner=runner, kv_offloading_size=0.01, enable_prefix_caching=False, **SIZE)
+    consumer = make(
+        "kv_consumer", runner=runner, kv_offloading_size=0.01, enable_prefix_caching=False, **prefill_decode.SIZE
+    )
     for _ in range(2):
         assert tokens_of(run_requests(consumer, decodes(prefilled(producer)))) == tokens_of(expected)
         settle(consumer)
         sent = settle(producer)
-    assert tokens_of(run_requests(consumer, REQUESTS)) == tokens_of(expected)  # without another engine
+    assert tokens_of(run_requests(consumer, prefill_decode.REQUESTS)) == tokens_of(expected)  # without another engine
     counters = settle(consumer)
     assert counters["NixlConnector.blocks_loaded"] > 0 and counters["OffloadingConnector.blocks_loaded"] > 0
     assert sent["sends_sent"] + sent.get("sends_declined", 0) == 8

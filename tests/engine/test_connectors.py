@@ -10,18 +10,9 @@ from typing import Any
 
 import pytest
 from tests.engine.test_contributing import Page
-from tests.helpers import prefill_decode
+from tests.helpers import faulty_connector, prefill_decode
 from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
-from tests.helpers.faulty_connector import (
-    SCHEDULER_POINTS,
-    WORKER_POINTS,
-    Faults,
-    FaultyScheduler,
-    FaultyWorker,
-    InjectedError,
-    connector,
-    faulty,
-)
+from tests.helpers.faulty_connector import SCHEDULER_POINTS, WORKER_POINTS, Faults, InjectedError, connector, faulty
 from tests.helpers.prefill_decode import ROOMY, SIZE, VOCAB, Tokens, last_output, settle, tokens_of
 
 from fleetfoot import AsyncLLM, LLMEngine, SamplingParams
@@ -264,14 +255,14 @@ def test_both_sides_are_shut_down_after_an_error_at_the_end(
     start: Start, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults, ended = Faults(), []
-    for side in (FaultyScheduler, FaultyWorker):
+    for side in (faulty_connector.FaultyScheduler, faulty_connector.FaultyWorker):
         monkeypatch.setattr(side, "shutdown", lambda self: ended.append(type(self)))
     engine = start(faulty(OFFLOAD, faults))
     run_requests(engine, {"alone": REQUESTS["alone"]})
     faults.raise_at, faults.on_call = point, faults.calls.count(point) + 1
     with pytest.raises(InjectedError, match=f"injected at {point}"):
         engine.shutdown()
-    assert ended == [FaultyWorker, FaultyScheduler]
+    assert ended == [faulty_connector.FaultyWorker, faulty_connector.FaultyScheduler]
 
 
 @pytest.fixture

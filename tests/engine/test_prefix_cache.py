@@ -5,20 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.helpers.engines import (
-    TEXT_MODEL,
-    ScriptedExecutor,
-    drain,
-    make_engine,
-    make_text_checkpoint,
-    prompt_of,
-    run_requests,
-    scripted_engine,
-)
+from tests.helpers import engines
+from tests.helpers.engines import drain, make_engine, prompt_of, run_requests
 
 from fleetfoot import LLM, LLMEngine, SamplingParams
 
-VOCAB = TEXT_MODEL["vocab_size"]
+VOCAB = engines.TEXT_MODEL["vocab_size"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = prompt_of(20, VOCAB)
 
@@ -113,7 +105,7 @@ def test_blocks_of_an_aborted_request_are_cached(text_model: Path) -> None:
 
 def test_requests_from_before_a_reset_are_not_cached_after_it() -> None:
     """A reset means that KV so far is of other weights, and so is KV that is computed from it."""
-    engine = scripted_engine(ScriptedExecutor())
+    engine = engines.scripted_engine(engines.ScriptedExecutor())
     prompt = list(range(100, 109))
     engine.add_request("old", prompt, SamplingParams(max_tokens=20))
     engine.step()
@@ -138,7 +130,7 @@ def test_caching_off(text_model: Path) -> None:
 
 def test_nan_stays_with_its_request(tmp_path: Path) -> None:
     """One token's embedding is NaN: other requests reuse the blocks of requests that have it, unharmed."""
-    make_text_checkpoint(tmp_path)
+    engines.make_text_checkpoint(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
