@@ -195,6 +195,11 @@ def test_linear(ops: Kernels, dtype: torch.dtype, shape: tuple[int, int], bias: 
         is_native = isinstance(linear, NativeLinear)
         bounds = {"rtol": torch.finfo(dtype).eps * (1 if is_native else 2), "atol": 5e-4 if is_native else 1e-2}
         torch.testing.assert_close(actual.double(), expected, **bounds)
+        unrounded = linear.unrounded(x)
+        assert torch.equal(unrounded.to(dtype), actual)
+        if is_native:
+            assert unrounded.dtype is torch.float32
+            torch.testing.assert_close(unrounded.double(), expected, rtol=1e-5, atol=5e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -212,6 +212,13 @@ class NativeLinear:
         self._pack(weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._multiply(x, self._dtype)
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PreparedLinear.unrounded`: float32."""
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         num_rows, num_inputs = x.shape
         num_outputs = self._shape[0]
         if x.dtype is not self._dtype or num_inputs != self._shape[1]:
@@ -220,10 +227,11 @@ class NativeLinear:
         if stride[1] != 1 or (self._values_per_unit == 2 and (stride[0] % 2 or x.data_ptr() % 4)):
             x = x.clone(memory_format=torch.contiguous_format)
             stride = x.stride()
-        output = torch.empty((num_rows, num_outputs), dtype=self._dtype)
-        status = self._kernels.linear(
-            output.data_ptr(), x.data_ptr(), stride[0] // self._values_per_unit, self._packed.data_ptr(),
-            self._bias_pointer, num_rows, num_outputs, self._units, self._code, torch.get_num_threads(),
+        output = torch.empty((num_rows, num_outputs), dtype=dtype)
+        status = self._kernels.linear_to(
+            output.data_ptr(), dtype is torch.float32, x.data_ptr(), stride[0] // self._values_per_unit,
+            self._packed.data_ptr(), self._bias_pointer, num_rows, num_outputs, self._units, self._code,
+            torch.get_num_threads(),
         )  # fmt: skip
         check_status(status, "linear")
         return output

@@ -142,7 +142,8 @@ class VocabParallelEmbedding(WeightModule):
 
 
 class LMHead(ColumnParallelLinear):
-    """``hidden [n, hidden_size]`` -> logits ``[n, vocab_size]`` in the model's dtype."""
+    """``hidden [n, hidden_size]`` -> logits ``[n, vocab_size]``, in float32 where the kernel can write it: rounded to
+    bfloat16, the two most probable tokens are often equal."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         rows, padding = padded_span(config.vocab_size, context)
@@ -152,7 +153,7 @@ class LMHead(ColumnParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
-        return self._group.all_gather(super().forward(x), self._vocab_size)
+        return self._group.all_gather(self.weight.apply_unrounded(x), self._vocab_size)
 
 
 class TiedLMHead(WeightModule):
@@ -169,7 +170,7 @@ class TiedLMHead(WeightModule):
         """``x [n, hidden_size]`` -> logits ``[n, vocab_size]``."""
         if self._prepared is None:
             raise RuntimeError("the logits head was called before process_weights_after_loading")
-        return self._group.all_gather(self._prepared(x), self._vocab_size)
+        return self._group.all_gather(self._prepared.unrounded(x), self._vocab_size)
 
     def own_weight_specs(self, prefix: str, name: str) -> Iterator[WeightSpec]:
         """None: the embedding's spec fills both."""

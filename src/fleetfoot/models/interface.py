@@ -101,7 +101,7 @@ class CausalLM(WeightTree):
         return self.model.embed_tokens(input_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden [n, hidden_size]`` -> logits ``[n, vocab_size]`` in the model's dtype, on the last part alone."""
+        """``hidden [n, hidden_size]`` -> logits ``[n, vocab_size]`` (see `LMHead`), on the last part alone."""
         if self.lm_head is None:
             raise ValueError(f"layers {self.layers} have no logits head; it is with the last one")
         return self.lm_head(hidden)

@@ -53,6 +53,7 @@ typedef struct {
     const uint32_t *packed;
     const char *bias; /* or NULL */
     int64_t x_stride, num_rows, num_outputs, units, num_panels;
+    int y_is_float32;
 } layer;
 
 /* A block of rows of x, rearranged: [units, rows], with two values for each unit if bfloat16 is widened. */
@@ -85,12 +86,14 @@ INLINE vf multiply_unit(uint32_t x, vf weight, vf sum, int dtype) {
     return multiply_add(factor, weight, sum);
 }
 
+INLINE int y_dtype(const layer *l, int dtype) { return l->y_is_float32 ? FF_FLOAT32 : dtype; }
+
 /* One value at a time, for the panel that holds the last outputs. */
 static __attribute__((noinline)) void write_rest(const layer *l, int64_t row, int64_t output, const float *sums,
                                                  int dtype) {
     for (int lane = 0; lane < VL && output + lane < l->num_outputs; lane++) {
         const float added = l->bias ? load_one(l->bias, output + lane, dtype) : 0.0f;
-        store_one(l->y, row * l->num_outputs + output + lane, sums[lane] + added, dtype);
+        store_one(l->y, row * l->num_outputs + output + lane, sums[lane] + added, y_dtype(l, dtype));
     }
 }
 
@@ -105,7 +108,11 @@ INLINE void write_sums(const layer *l, const block *b, int64_t output, vf sum[MA
         for (int r = 0; r < rows; r++) {
             if (is_whole) {
                 const int64_t at = (b->row + r) * l->num_outputs + output + v * VL;
-                store(l->y, at, l->bias ? sum[r][v] + added : sum[r][v], dtype);
+                const vf total = l->bias ? sum[r][v] + added : sum[r][v];
+                if (l->y_is_float32)
+                    store_f32((float *)l->y + at, total);
+                else
+                    store(l->y, at, total, dtype);
             } else {
                 float sums[VL];
                 store_f32(sums, sum[r][v]);
@@ -275,11 +282,14 @@ static int multiply(const layer *l, int num_threads, int dtype) {
     return FF_OK;
 }
 
-/* y [num_rows, num_outputs], contiguous, = x W^T + bias; rows of x lie x_stride units apart. */
-int EXPORT(linear)(char *y, const uint32_t *x, int64_t x_stride, const uint32_t *packed, const char *bias,
-                   int64_t num_rows, int64_t num_outputs, int64_t units, int dtype, int num_threads) {
+/* y [num_rows, num_outputs], contiguous, = x W^T + bias; rows of x lie x_stride units apart. y is float32 if that is set,
+ * otherwise of dtype. */
+int EXPORT(linear_to)(char *y, int y_is_float32, const uint32_t *x, int64_t x_stride, const uint32_t *packed,
+                      const char *bias, int64_t num_rows, int64_t num_outputs, int64_t units, int dtype,
+                      int num_threads) {
     const layer l = {.y = y, .x = x, .packed = packed, .bias = bias, .x_stride = x_stride, .num_rows = num_rows,
-                     .num_outputs = num_outputs, .units = units, .num_panels = (num_outputs + PANEL - 1) / PANEL};
+                     .num_outputs = num_outputs, .units = units, .num_panels = (num_outputs + PANEL - 1) / PANEL,
+                     .y_is_float32 = y_is_float32};
     return multiply(&l, num_threads, dtype);
 }
 

@@ -31,7 +31,7 @@ _SIGNATURES = {
     "prepare_decode": "PLLPPPPLPPLLPPPPPPPLL",
     "post_update": "PLPPLPPLPP",
     "sample": "PPLLLPPPII -> I",
-    "linear": "PPLPPLLLII -> I",
+    "linear_to": "PIPLPPLLLII -> I",
     "panel_width": " -> I",
     "pack_linear": "PPLLLI",
     "unpack_linear": "PPLLI",

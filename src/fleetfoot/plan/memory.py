@@ -206,10 +206,10 @@ def _num_logits_rows(shape: EngineShape) -> int:
 
 
 def _logits_bytes(shape: EngineShape) -> int:
-    """All logits in the model's dtype and processed in float32, and on a GPU an int32 for each: counts for penalties,
-    then positions for filters."""
+    """All logits of the head, processed in float32, and on a GPU an int32 for each: counts for penalties, then
+    positions for filters."""
     vocab_size, ranks = shape.model.vocab_size, shape.config.tensor_parallel_size
-    size, scratch = DTYPE_BYTES[shape.dtype], _INT32 if shape.device == "cuda" else 0
+    size, scratch = (DTYPE_BYTES[shape.dtype], _INT32) if shape.device == "cuda" else (_FLOAT32, 0)
     row = vocab_size * (size + _FLOAT32 + scratch)
     if ranks > 1:  # a rank's own part, and all parts gathered
         row += vocab_rows(vocab_size, ranks) * (1 + ranks) * size

@@ -72,6 +72,10 @@ class LinearWeight(ABC):
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """``x [n, in]`` -> ``x @ weight.T + bias [n, out]``"""
 
+    def apply_unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """`apply`, in float32 where the kernel can write it."""
+        return self.apply(x)
+
     @abstractmethod
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         """The checkpoint's tensors that it holds: ``{prefix}{part}.weight`` and so on."""

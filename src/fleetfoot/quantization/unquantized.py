@@ -44,6 +44,9 @@ class UnquantizedWeight(LinearWeight):
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         return self._loaded(x)
 
+    def apply_unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        return self._loaded.unrounded(x)
+
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         columns, in_features = self._shape.columns, self._shape.in_features
         for name, size, rows, span in self._shape.row_spans():

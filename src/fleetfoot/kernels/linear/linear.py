@@ -17,6 +17,10 @@ class PreparedLinear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """`__call__` with its sums in float32, where the kernel can write them; else `__call__`."""
+        ...
+
     def weight(self) -> torch.Tensor:
         """The plain weight ``[out, in]``. It may be a copy, so writing to it may not change the layer."""
         ...
@@ -51,6 +55,9 @@ class PlainLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
 
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
     def weight(self) -> torch.Tensor:
         return self._weight
 
@@ -76,6 +83,9 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._apply(x, self._packed, self._bias, "none", [], "")
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
 
     def weight(self) -> torch.Tensor:
         return self._packed.to_dense()
