@@ -103,40 +103,19 @@ def propose_ngrams_triton(
     """See `propose_ngrams_torch`."""
     num_drafts = rows.draft_tokens.shape[1]
     _propose_ngrams_kernel[(len(idx_mapping),)](
-        idx_mapping,
-        seq_lens,
-        rows.last_sampled,
-        rows.token_pages,
-        rows.block_table,
-        rows.draft_tokens,
-        rows.block_table.stride(0),
-        rows.draft_tokens.stride(0),
-        block_size=rows.block_size,
-        max_ngram=max_ngram,
-        min_ngram=min_ngram,
-        num_drafts=num_drafts,
-        draft_tile=next_power_of_2(num_drafts),
-        tile=_TILE,
-    )
+        idx_mapping, seq_lens, rows.last_sampled, rows.token_pages, rows.block_table, rows.draft_tokens,
+        rows.block_table.stride(0), rows.draft_tokens.stride(0),
+        block_size=rows.block_size, max_ngram=max_ngram, min_ngram=min_ngram, num_drafts=num_drafts,
+        draft_tile=next_power_of_2(num_drafts), tile=_TILE,
+    )  # fmt: skip
 
 
 @triton_kernel(specialize=False)
 def _propose_ngrams_kernel(
-    idx_mapping_ptr,
-    seq_lens_ptr,
-    last_sampled_ptr,
-    pages_ptr,
-    table_ptr,
-    draft_tokens_ptr,
-    table_stride,
-    draft_stride,
-    block_size: tl.constexpr,
-    max_ngram: tl.constexpr,
-    min_ngram: tl.constexpr,
-    num_drafts: tl.constexpr,
-    draft_tile: tl.constexpr,
-    tile: tl.constexpr,
-):
+    idx_mapping_ptr, seq_lens_ptr, last_sampled_ptr, pages_ptr, table_ptr, draft_tokens_ptr, table_stride, draft_stride,
+    block_size: tl.constexpr, max_ngram: tl.constexpr, min_ngram: tl.constexpr, num_drafts: tl.constexpr,
+    draft_tile: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """One program per request; it scans the sequence and keeps the best position where an n-gram ends."""
     request = tl.program_id(0)
     row = tl.load(idx_mapping_ptr + request).to(tl.int64)

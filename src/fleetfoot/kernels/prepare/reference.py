@@ -159,28 +159,13 @@ def prepare_decode_native(library: NativeLibrary, step: StepBuffers, rows: RowTa
     """See `prepare_decode_torch`."""
     query_len = uniform_query_len(step, rows)
     library.prepare_decode(
-        step.idx_mapping.data_ptr(),
-        step.idx_mapping.shape[0],
-        query_len,
-        rows.num_computed.data_ptr(),
-        rows.prefill_lens.data_ptr(),
-        rows.last_sampled.data_ptr(),
-        rows.draft_tokens.data_ptr(),
-        rows.draft_tokens.stride(0),
-        rows.limits.data_ptr(),
-        rows.block_table.data_ptr(),
-        rows.block_table.stride(0),
-        rows.block_size,
-        rows.token_pages.data_ptr(),
-        step.positions.data_ptr(),
-        step.seq_lens.data_ptr(),
-        step.batch_index.data_ptr(),
-        step.slots.data_ptr(),
-        step.input_ids.data_ptr(),
-        step.block_tables.data_ptr(),
-        step.block_tables.stride(0),
-        step.block_tables.shape[1],
-    )
+        step.idx_mapping.data_ptr(), step.idx_mapping.shape[0], query_len, rows.num_computed.data_ptr(),
+        rows.prefill_lens.data_ptr(), rows.last_sampled.data_ptr(), rows.draft_tokens.data_ptr(),
+        rows.draft_tokens.stride(0), rows.limits.data_ptr(), rows.block_table.data_ptr(), rows.block_table.stride(0),
+        rows.block_size, rows.token_pages.data_ptr(), step.positions.data_ptr(), step.seq_lens.data_ptr(),
+        step.batch_index.data_ptr(), step.slots.data_ptr(), step.input_ids.data_ptr(), step.block_tables.data_ptr(),
+        step.block_tables.stride(0), step.block_tables.shape[1],
+    )  # fmt: skip
 
 
 def post_update_native(
@@ -195,14 +180,7 @@ def post_update_native(
     """See `post_update_torch`."""
     sampled = sampled.to(torch.int64)
     library.post_update(
-        idx_mapping.data_ptr(),
-        idx_mapping.shape[0],
-        query_start_loc.data_ptr(),
-        sampled.data_ptr(),
-        sampled.stride(0),
-        num_sampled.data_ptr(),
-        num_rejected.data_ptr(),
-        num_sampled.shape[0],
-        rows.num_computed.data_ptr(),
+        idx_mapping.data_ptr(), idx_mapping.shape[0], query_start_loc.data_ptr(), sampled.data_ptr(), sampled.stride(0),
+        num_sampled.data_ptr(), num_rejected.data_ptr(), num_sampled.shape[0], rows.num_computed.data_ptr(),
         rows.last_sampled.data_ptr(),
-    )
+    )  # fmt: skip

@@ -18,16 +18,10 @@ def prepare_inputs_triton(step: StepBuffers, rows: RowTables) -> None:
     """See `prepare_inputs_torch`. A program takes one request and one tile of tokens."""
     num_reqs, num_tokens, tile = step.idx_mapping.shape[0], step.positions.shape[0], 256
     _prepare_inputs_kernel[(max(num_reqs, cdiv(num_tokens, tile)),)](
-        *_tensors(step, rows),
-        step.query_start_loc,
-        num_reqs,
-        num_tokens,
-        search_steps(num_reqs + 1),
+        *_tensors(step, rows), step.query_start_loc, num_reqs, num_tokens, search_steps(num_reqs + 1),
         rows.draft_tokens.shape[1],
-        block_size=rows.block_size,
-        tile=tile,
-        block_tile=1024,
-    )
+        block_size=rows.block_size, tile=tile, block_tile=1024,
+    )  # fmt: skip
 
 
 def prepare_decode_triton(step: StepBuffers, rows: RowTables) -> None:
@@ -35,11 +29,8 @@ def prepare_decode_triton(step: StepBuffers, rows: RowTables) -> None:
     query_len = uniform_query_len(step, rows)
     _prepare_decode_kernel[(step.idx_mapping.shape[0],)](
         *_tensors(step, rows),
-        query_len=query_len,
-        query_tile=next_power_of_2(query_len),
-        block_size=rows.block_size,
-        tile=1024,
-    )
+        query_len=query_len, query_tile=next_power_of_2(query_len), block_size=rows.block_size, tile=1024,
+    )  # fmt: skip
 
 
 def _tensors(step: StepBuffers, rows: RowTables) -> tuple[torch.Tensor | int, ...]:
@@ -72,21 +63,10 @@ def accept_drafts_triton(
     num_reqs, query_len = sampled.shape
     num_sampled, num_rejected, num_drafted = counts
     _accept_drafts_kernel[(num_reqs,)](
-        idx_mapping,
-        sampled,
-        invalid,
-        rows.draft_tokens,
-        rows.num_computed,
-        rows.limits,
-        num_sampled,
-        num_rejected,
-        num_drafted,
-        sampled.stride(0),
-        invalid.stride(0),
-        rows.draft_tokens.stride(0),
-        query_len=query_len,
-        query_tile=next_power_of_2(query_len),
-    )
+        idx_mapping, sampled, invalid, rows.draft_tokens, rows.num_computed, rows.limits, num_sampled, num_rejected,
+        num_drafted, sampled.stride(0), invalid.stride(0), rows.draft_tokens.stride(0),
+        query_len=query_len, query_tile=next_power_of_2(query_len),
+    )  # fmt: skip
 
 
 def post_update_triton(
@@ -100,18 +80,10 @@ def post_update_triton(
     """See `post_update_torch`."""
     num_reqs, tile = idx_mapping.shape[0], 128
     _post_update_kernel[(cdiv(num_reqs, tile),)](
-        idx_mapping,
-        query_start_loc,
-        sampled,
-        num_sampled,
-        num_rejected,
-        rows.num_computed,
-        rows.last_sampled,
-        num_reqs,
-        num_sampled.shape[0],
-        sampled.stride(0),
+        idx_mapping, query_start_loc, sampled, num_sampled, num_rejected, rows.num_computed, rows.last_sampled,
+        num_reqs, num_sampled.shape[0], sampled.stride(0),
         tile=tile,
-    )
+    )  # fmt: skip
 
 
 def apply_staged_writes_triton(
@@ -129,32 +101,12 @@ def apply_staged_writes_triton(
 
 @triton_kernel(specialize=False)
 def _prepare_inputs_kernel(
-    idx_mapping_ptr,
-    num_computed_ptr,
-    prefill_lens_ptr,
-    last_sampled_ptr,
-    draft_tokens_ptr,
-    limits_ptr,
-    block_table_ptr,
-    token_pages_ptr,
-    positions_ptr,
-    seq_lens_ptr,
-    batch_index_ptr,
-    slots_ptr,
-    input_ids_ptr,
-    block_tables_ptr,
-    draft_stride,
-    row_stride,
-    tables_stride,
-    query_start_loc_ptr,
-    num_reqs,
-    num_tokens,
-    steps,
+    idx_mapping_ptr, num_computed_ptr, prefill_lens_ptr, last_sampled_ptr, draft_tokens_ptr, limits_ptr,
+    block_table_ptr, token_pages_ptr, positions_ptr, seq_lens_ptr, batch_index_ptr, slots_ptr, input_ids_ptr,
+    block_tables_ptr, draft_stride, row_stride, tables_stride, query_start_loc_ptr, num_reqs, num_tokens, steps,
     num_drafts,
-    block_size: tl.constexpr,
-    tile: tl.constexpr,
-    block_tile: tl.constexpr,
-):
+    block_size: tl.constexpr, tile: tl.constexpr, block_tile: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     if program < num_reqs:
         row = tl.load(idx_mapping_ptr + program).to(tl.int64)
@@ -202,28 +154,11 @@ def _copy_table(num_blocks, table_ptr, copy_ptr, tile: tl.constexpr):
 
 @triton_kernel(specialize=False)
 def _prepare_decode_kernel(
-    idx_mapping_ptr,
-    num_computed_ptr,
-    prefill_lens_ptr,
-    last_sampled_ptr,
-    draft_tokens_ptr,
-    limits_ptr,
-    block_table_ptr,
-    token_pages_ptr,
-    positions_ptr,
-    seq_lens_ptr,
-    batch_index_ptr,
-    slots_ptr,
-    input_ids_ptr,
-    block_tables_ptr,
-    draft_stride,
-    row_stride,
-    tables_stride,
-    query_len: tl.constexpr,
-    query_tile: tl.constexpr,
-    block_size: tl.constexpr,
-    tile: tl.constexpr,
-):
+    idx_mapping_ptr, num_computed_ptr, prefill_lens_ptr, last_sampled_ptr, draft_tokens_ptr, limits_ptr,
+    block_table_ptr, token_pages_ptr, positions_ptr, seq_lens_ptr, batch_index_ptr, slots_ptr, input_ids_ptr,
+    block_tables_ptr, draft_stride, row_stride, tables_stride,
+    query_len: tl.constexpr, query_tile: tl.constexpr, block_size: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     # One program for each request; the rows differ, so nothing that it writes is read by another one.
     request = tl.program_id(0)
     row = tl.load(idx_mapping_ptr + request).to(tl.int64)
@@ -264,21 +199,10 @@ def _prepare_decode_kernel(
 
 @triton_kernel(specialize=False)
 def _accept_drafts_kernel(
-    idx_mapping_ptr,
-    sampled_ptr,
-    invalid_ptr,
-    draft_tokens_ptr,
-    num_computed_ptr,
-    limits_ptr,
-    num_sampled_ptr,
-    num_rejected_ptr,
-    num_drafted_ptr,
-    sampled_stride,
-    invalid_stride,
-    draft_stride,
-    query_len: tl.constexpr,
-    query_tile: tl.constexpr,
-):
+    idx_mapping_ptr, sampled_ptr, invalid_ptr, draft_tokens_ptr, num_computed_ptr, limits_ptr, num_sampled_ptr,
+    num_rejected_ptr, num_drafted_ptr, sampled_stride, invalid_stride, draft_stride,
+    query_len: tl.constexpr, query_tile: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(idx_mapping_ptr + request).to(tl.int64)
     is_request = row >= 0
@@ -301,18 +225,10 @@ def _accept_drafts_kernel(
 
 @triton_kernel(specialize=False)
 def _post_update_kernel(
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    sampled_ptr,
-    num_sampled_ptr,
-    num_rejected_ptr,
-    num_computed_ptr,
-    last_sampled_ptr,
-    num_reqs,
-    num_sampling,
-    sampled_stride,
+    idx_mapping_ptr, query_start_loc_ptr, sampled_ptr, num_sampled_ptr, num_rejected_ptr, num_computed_ptr,
+    last_sampled_ptr, num_reqs, num_sampling, sampled_stride,
     tile: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.program_id(0) * tile + tl.arange(0, tile)
     row = tl.load(idx_mapping_ptr + request, mask=request < num_reqs, other=-1)
     is_request = row >= 0

@@ -69,33 +69,14 @@ def filter_cuts_triton(
         for phase in range(levels + 2):
             is_last = phase == levels + 1
             _cuts_kernel[(num_rows,) if is_last else (num_rows, num_tiles)](
-                sums[int(is_mass)],
-                close,
-                limits,
-                cuts,
-                highest,
-                logits,
-                random.temperatures,
-                filters.log_min_p,
-                filters.top_k,
-                filters.top_p,
-                cuts if random.rows is None else random.rows,
-                logits.stride(0),
+                sums[int(is_mass)], close, limits, cuts, highest, logits, random.temperatures, filters.log_min_p,
+                filters.top_k, filters.top_p, cuts if random.rows is None else random.rows, logits.stride(0),
                 vocab_size,
-                phase=phase,
-                levels=levels,
-                is_mass=is_mass,
-                has_rows=random.rows is not None,
-                num_tiles=highest.shape[1],
-                tiles_pow2=next_power_of_2(highest.shape[1]),
-                index_bits=vocab_size.bit_length(),
-                max_top_k=MAX_TOP_K,
-                tile=_TILE,
-                num_sums=_NUM_SUMS,
-                overlap=overlap,
-                num_warps=16 if is_last else 4,
-                **launch_options(overlap),
-            )
+                phase=phase, levels=levels, is_mass=is_mass, has_rows=random.rows is not None,
+                num_tiles=highest.shape[1], tiles_pow2=next_power_of_2(highest.shape[1]),
+                index_bits=vocab_size.bit_length(), max_top_k=MAX_TOP_K, tile=_TILE, num_sums=_NUM_SUMS,
+                overlap=overlap, num_warps=16 if is_last else 4, **launch_options(overlap),
+            )  # fmt: skip
     return cuts
 
 
@@ -155,31 +136,12 @@ def _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels: tl.constexpr, 
 
 @triton_kernel()
 def _cuts_kernel(
-    sums_ptr,
-    close_ptr,
-    limits_ptr,
-    cuts_ptr,
-    highest_ptr,
-    logits_ptr,
-    temperatures_ptr,
-    log_min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    rows_ptr,
-    row_stride,
-    vocab_size,
-    phase: tl.constexpr,
-    levels: tl.constexpr,
-    is_mass: tl.constexpr,
-    has_rows: tl.constexpr,
-    num_tiles: tl.constexpr,
-    tiles_pow2: tl.constexpr,
-    index_bits: tl.constexpr,
-    max_top_k: tl.constexpr,
-    tile: tl.constexpr,
-    num_sums: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    sums_ptr, close_ptr, limits_ptr, cuts_ptr, highest_ptr, logits_ptr, temperatures_ptr, log_min_p_ptr, top_k_ptr,
+    top_p_ptr, rows_ptr, row_stride, vocab_size,
+    phase: tl.constexpr, levels: tl.constexpr, is_mass: tl.constexpr, has_rows: tl.constexpr, num_tiles: tl.constexpr,
+    tiles_pow2: tl.constexpr, index_bits: tl.constexpr, max_top_k: tl.constexpr, tile: tl.constexpr,
+    num_sums: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     """Weigh in the phases before ``levels``, then collect, then refine."""
     launch_dependents(overlap)
     wait_for_inputs(overlap)
@@ -241,21 +203,9 @@ def _cuts_kernel(
 
 @triton_kernel()
 def _refined(
-    row,
-    sums_ptr,
-    close_ptr,
-    logits_ptr,
-    limit,
-    last,
-    highest,
-    temperature,
-    top_k_ptr,
-    top_p_ptr,
-    levels: tl.constexpr,
-    is_mass: tl.constexpr,
-    index_bits: tl.constexpr,
-    tile: tl.constexpr,
-):
+    row, sums_ptr, close_ptr, logits_ptr, limit, last, highest, temperature, top_k_ptr, top_p_ptr,
+    levels: tl.constexpr, is_mass: tl.constexpr, index_bits: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """The largest key whose predecessors weigh less than the target."""
     low, high, base, target = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
     num_close = tl.load(sums_ptr + levels * 8).to(tl.int32)

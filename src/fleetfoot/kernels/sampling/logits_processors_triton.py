@@ -45,40 +45,19 @@ def process_logits_triton(
     launch = {"overlap": overlap, **launch_options(overlap)}
     history, masks = tables.history, tables.allowed_masks
     _keep_allowed_kernel[(num_rows, cdiv(vocab_size, _ALLOWED_TILE))](
-        processed,
-        logits,
-        rows,
-        tables.is_limited,
-        masks,
-        logits.stride(0),
-        vocab_size,
-        masks.stride(0),
-        tile=_ALLOWED_TILE,
-        **launch,
-    )
+        processed, logits, rows, tables.is_limited, masks, logits.stride(0), vocab_size, masks.stride(0),
+        tile=_ALLOWED_TILE, **launch,
+    )  # fmt: skip
     pages = (history.block_tables, history.token_pages, history.prompt_lens)
     strides = (vocab_size, history.block_tables.stride(0))
     lists = [(rows, tables.listed)]
     lists += [(torch.where(rows == row, rows, -1), listed) for row, listed in long_lists.items()]
     for listed_rows, listed in lists:
         _listed_tokens_kernel[(num_rows,)](
-            processed,
-            listed_rows,
-            seq_lens,
-            *pages,
-            listed.planes,
-            listed.num_biases,
-            listed.num_words,
-            listed.num_stops,
-            listed.min_tokens,
-            *strides,
-            listed.planes.stride(0),
-            listed.planes.shape[2],
-            block_size=history.block_size,
-            tile=_LISTED_TILE,
-            num_warps=_LISTED_TILE // 32,
-            **launch,
-        )
+            processed, listed_rows, seq_lens, *pages, listed.planes, listed.num_biases, listed.num_words,
+            listed.num_stops, listed.min_tokens, *strides, listed.planes.stride(0), listed.planes.shape[2],
+            block_size=history.block_size, tile=_LISTED_TILE, num_warps=_LISTED_TILE // 32, **launch,
+        )  # fmt: skip
     counts = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=logits.device)
     penalties = (tables.repetition, tables.frequency, tables.presence)
     for phase in range(3):
@@ -102,17 +81,9 @@ def process_logits_triton(
 
 @triton_kernel()
 def _keep_allowed_kernel(
-    edited_ptr,
-    logits_ptr,
-    rows_ptr,
-    is_limited_ptr,
-    masks_ptr,
-    row_stride,
-    vocab_size,
-    mask_stride,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    edited_ptr, logits_ptr, rows_ptr, is_limited_ptr, masks_ptr, row_stride, vocab_size, mask_stride,
+    tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
@@ -130,25 +101,10 @@ def _keep_allowed_kernel(
 
 @triton_kernel()
 def _listed_tokens_kernel(
-    logits_ptr,
-    rows_ptr,
-    seq_lens_ptr,
-    block_tables_ptr,
-    token_pages_ptr,
-    prompt_lens_ptr,
-    planes_ptr,
-    num_biases_ptr,
-    num_words_ptr,
-    num_stops_ptr,
-    min_tokens_ptr,
-    vocab_size,
-    table_stride,
-    row_stride,
-    capacity,
-    block_size: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    logits_ptr, rows_ptr, seq_lens_ptr, block_tables_ptr, token_pages_ptr, prompt_lens_ptr, planes_ptr, num_biases_ptr,
+    num_words_ptr, num_stops_ptr, min_tokens_ptr, vocab_size, table_stride, row_stride, capacity,
+    block_size: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
@@ -199,24 +155,11 @@ def _listed_tokens_kernel(
 
 @triton_kernel()
 def _penalties_kernel(
-    logits_ptr,
-    counts_ptr,
-    rows_ptr,
-    seq_lens_ptr,
-    block_tables_ptr,
-    token_pages_ptr,
-    prompt_lens_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    vocab_size,
-    table_stride,
-    block_size: tl.constexpr,
-    phase: tl.constexpr,
-    num_programs: tl.constexpr,
-    tile: tl.constexpr,
+    logits_ptr, counts_ptr, rows_ptr, seq_lens_ptr, block_tables_ptr, token_pages_ptr, prompt_lens_ptr, repetition_ptr,
+    frequency_ptr, presence_ptr, vocab_size, table_stride,
+    block_size: tl.constexpr, phase: tl.constexpr, num_programs: tl.constexpr, tile: tl.constexpr,
     overlap: tl.constexpr,
-):
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)

@@ -76,77 +76,37 @@ def sample_triton(
     if filters is not None:
         groups = torch.empty((num_rows, cdiv(vocab_size, GROUP)), dtype=torch.float32, device=device)
     _row_max_kernel[grid](
-        highest,
-        highest if groups is None else groups,
-        logits,
-        logits.stride(0),
-        vocab_size,
+        highest, highest if groups is None else groups, logits, logits.stride(0), vocab_size,
         0 if groups is None else groups.shape[1],
-        has_groups=groups is not None,
-        group=GROUP,
-        tile=tile,
-        overlap=overlap,
-        **options,
-    )
+        has_groups=groups is not None, group=GROUP, tile=tile, overlap=overlap, **options,
+    )  # fmt: skip
     best = highest
     if random is not None:
         if filters is not None and not filters.top_k_only:
             cuts = filter_cuts_triton(logits, highest, random, overlap=overlap)
         best = torch.empty_like(highest)
         _draw_kernel[grid](
-            best,
-            highest,
-            logits,
-            random.temperatures,
-            random.seeds,
-            random.positions,
-            token_ids if random.rows is None else random.rows,
-            token_ids if filters is None else filters.top_k,
-            token_ids if cuts is None else cuts,
-            logits.stride(0),
-            vocab_size,
-            has_rows=random.rows is not None,
-            has_top_k=filters is not None,
-            max_top_k=MAX_TOP_K,
-            has_cuts=cuts is not None,
-            num_tiles=num_tiles,
-            tiles_pow2=width,
-            tile=tile,
-            overlap=overlap,
-            **options,
-        )
+            best, highest, logits, random.temperatures, random.seeds, random.positions,
+            token_ids if random.rows is None else random.rows, token_ids if filters is None else filters.top_k,
+            token_ids if cuts is None else cuts, logits.stride(0), vocab_size,
+            has_rows=random.rows is not None, has_top_k=filters is not None, max_top_k=MAX_TOP_K,
+            has_cuts=cuts is not None, num_tiles=num_tiles, tiles_pow2=width, tile=tile, overlap=overlap, **options,
+        )  # fmt: skip
         if groups is not None:
             draw_top_k(token_ids, best, highest, groups, logits, random, invalid=invalid, overlap=overlap)
             return token_ids
     _pick_kernel[(num_rows,)](
-        token_ids,
-        token_ids if invalid is None else invalid,
-        best,
-        logits,
-        logits.stride(0),
-        has_invalid=invalid is not None,
-        num_tiles=num_tiles,
-        tiles_pow2=width,
-        overlap=overlap,
-        num_warps=1,
-        **options,
-    )
+        token_ids, token_ids if invalid is None else invalid, best, logits, logits.stride(0),
+        has_invalid=invalid is not None, num_tiles=num_tiles, tiles_pow2=width, overlap=overlap, num_warps=1, **options,
+    )  # fmt: skip
     return token_ids
 
 
 @triton_kernel()
 def _row_max_kernel(
-    highest_ptr,
-    groups_ptr,
-    logits_ptr,
-    row_stride,
-    vocab_size,
-    num_groups,
-    has_groups: tl.constexpr,
-    group: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    highest_ptr, groups_ptr, logits_ptr, row_stride, vocab_size, num_groups,
+    has_groups: tl.constexpr, group: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)
@@ -163,26 +123,11 @@ def _row_max_kernel(
 
 @triton_kernel()
 def _draw_kernel(
-    best_ptr,
-    highest_ptr,
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    positions_ptr,
-    rows_ptr,
-    top_k_ptr,
-    cuts_ptr,
-    row_stride,
-    vocab_size,
-    has_rows: tl.constexpr,
-    has_top_k: tl.constexpr,
-    max_top_k: tl.constexpr,
-    has_cuts: tl.constexpr,
-    num_tiles: tl.constexpr,
-    tiles_pow2: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    best_ptr, highest_ptr, logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, rows_ptr, top_k_ptr, cuts_ptr,
+    row_stride, vocab_size,
+    has_rows: tl.constexpr, has_top_k: tl.constexpr, max_top_k: tl.constexpr, has_cuts: tl.constexpr,
+    num_tiles: tl.constexpr, tiles_pow2: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
@@ -232,16 +177,9 @@ def _draw_kernel(
 
 @triton_kernel()
 def _pick_kernel(
-    token_ids_ptr,
-    invalid_ptr,
-    best_ptr,
-    logits_ptr,
-    row_stride,
-    has_invalid: tl.constexpr,
-    num_tiles: tl.constexpr,
-    tiles_pow2: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    token_ids_ptr, invalid_ptr, best_ptr, logits_ptr, row_stride,
+    has_invalid: tl.constexpr, num_tiles: tl.constexpr, tiles_pow2: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     row = tl.program_id(0).to(tl.int64)

@@ -183,19 +183,9 @@ def _num_top(request, rows_ptr, sizes_ptr, num, has_sizes: tl.constexpr):
 
 @triton_kernel()
 def _tile_stats_kernel(
-    best_ptr,
-    sums_ptr,
-    at_least_ptr,
-    logits_ptr,
-    token_ids_ptr,
-    rows_ptr,
-    sizes_ptr,
-    row_stride,
-    vocab_size,
-    has_sizes: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    best_ptr, sums_ptr, at_least_ptr, logits_ptr, token_ids_ptr, rows_ptr, sizes_ptr, row_stride, vocab_size,
+    has_sizes: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
@@ -216,24 +206,11 @@ def _tile_stats_kernel(
 
 @triton_kernel()
 def _select_kernel(
-    packed_ptr,
-    normalizers_ptr,
-    best_ptr,
-    sums_ptr,
-    at_least_ptr,
-    logits_ptr,
-    token_ids_ptr,
-    rows_ptr,
-    sizes_ptr,
-    row_stride,
-    vocab_size,
-    num: tl.constexpr,
-    num_tiles: tl.constexpr,
-    tiles_pow2: tl.constexpr,
-    has_sizes: tl.constexpr,
-    tile: tl.constexpr,
+    packed_ptr, normalizers_ptr, best_ptr, sums_ptr, at_least_ptr, logits_ptr, token_ids_ptr, rows_ptr, sizes_ptr,
+    row_stride, vocab_size,
+    num: tl.constexpr, num_tiles: tl.constexpr, tiles_pow2: tl.constexpr, has_sizes: tl.constexpr, tile: tl.constexpr,
     overlap: tl.constexpr,
-):
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)

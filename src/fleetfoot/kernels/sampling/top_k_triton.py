@@ -72,40 +72,14 @@ def draw_top_k(
     above = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)  # groups above the bound
     close = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=logits.device)  # token ids of candidates
     _draw_top_k_kernel[(num_rows,)](
-        token_ids,
-        token_ids if invalid is None else invalid,
-        best,
-        highest,
-        groups,
-        above,
-        close,
-        logits,
-        random.temperatures,
-        random.seeds,
-        random.positions,
-        filters.log_min_p,
-        filters.top_k,
-        filters.top_p,
-        token_ids if random.rows is None else random.rows,
-        logits.stride(0),
-        vocab_size,
-        num_groups,
-        has_rows=random.rows is not None,
-        has_invalid=invalid is not None,
-        num_tiles=num_tiles,
-        tiles_pow2=next_power_of_2(num_tiles),
-        groups_pow2=next_power_of_2(num_groups),
-        max_top_k=MAX_TOP_K,
-        group=GROUP,
-        chunk=_CHUNK,
-        slack=_SLACK,
-        few=_FEW,
-        some=_SOME,
-        many=_MANY,
-        overlap=overlap,
-        num_warps=8,
+        token_ids, token_ids if invalid is None else invalid, best, highest, groups, above, close, logits,
+        random.temperatures, random.seeds, random.positions, filters.log_min_p, filters.top_k, filters.top_p,
+        token_ids if random.rows is None else random.rows, logits.stride(0), vocab_size, num_groups,
+        has_rows=random.rows is not None, has_invalid=invalid is not None, num_tiles=num_tiles,
+        tiles_pow2=next_power_of_2(num_tiles), groups_pow2=next_power_of_2(num_groups), max_top_k=MAX_TOP_K,
+        group=GROUP, chunk=_CHUNK, slack=_SLACK, few=_FEW, some=_SOME, many=_MANY, overlap=overlap, num_warps=8,
         **launch_options(overlap),
-    )
+    )  # fmt: skip
 
 
 @triton_kernel()
@@ -126,18 +100,9 @@ def _bound(depth, k, num_groups, slack: tl.constexpr):
 
 @triton_kernel()
 def _collect(
-    close_ptr,
-    above_ptr,
-    logits_ptr,
-    depth,
-    limit,
-    highest,
-    temperature,
-    vocab_size,
-    groups_pow2: tl.constexpr,
-    group: tl.constexpr,
-    chunk: tl.constexpr,
-):
+    close_ptr, above_ptr, logits_ptr, depth, limit, highest, temperature, vocab_size,
+    groups_pow2: tl.constexpr, group: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
     """Store the tokens whose depth is at most ``limit``, in any order. Returns their number."""
     is_above = depth <= limit
     tl.store(above_ptr + tl.cumsum(is_above.to(tl.int32), 0) - 1, tl.arange(0, groups_pow2), mask=is_above)
@@ -258,38 +223,12 @@ def _draw_many(
 
 @triton_kernel()
 def _draw_top_k_kernel(
-    token_ids_ptr,
-    invalid_ptr,
-    best_ptr,
-    highest_ptr,
-    groups_ptr,
-    above_ptr,
-    close_ptr,
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    positions_ptr,
-    log_min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    rows_ptr,
-    row_stride,
-    vocab_size,
-    num_groups,
-    has_rows: tl.constexpr,
-    has_invalid: tl.constexpr,
-    num_tiles: tl.constexpr,
-    tiles_pow2: tl.constexpr,
-    groups_pow2: tl.constexpr,
-    max_top_k: tl.constexpr,
-    group: tl.constexpr,
-    chunk: tl.constexpr,
-    slack: tl.constexpr,
-    few: tl.constexpr,
-    some: tl.constexpr,
-    many: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    token_ids_ptr, invalid_ptr, best_ptr, highest_ptr, groups_ptr, above_ptr, close_ptr, logits_ptr, temperatures_ptr,
+    seeds_ptr, positions_ptr, log_min_p_ptr, top_k_ptr, top_p_ptr, rows_ptr, row_stride, vocab_size, num_groups,
+    has_rows: tl.constexpr, has_invalid: tl.constexpr, num_tiles: tl.constexpr, tiles_pow2: tl.constexpr,
+    groups_pow2: tl.constexpr, max_top_k: tl.constexpr, group: tl.constexpr, chunk: tl.constexpr, slack: tl.constexpr,
+    few: tl.constexpr, some: tl.constexpr, many: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     wait_for_inputs(overlap)
     request = tl.program_id(0).to(tl.int64)
