@@ -36,24 +36,10 @@ def prepare_decode_triton(step: StepBuffers, rows: RowTables) -> None:
 def _tensors(step: StepBuffers, rows: RowTables) -> tuple[torch.Tensor | int, ...]:
     """The first arguments of both kernels that prepare a step."""
     return (
-        step.idx_mapping,
-        rows.num_computed,
-        rows.prefill_lens,
-        rows.last_sampled,
-        rows.draft_tokens,
-        rows.limits,
-        rows.block_table,
-        rows.token_pages,
-        step.positions,
-        step.seq_lens,
-        step.batch_index,
-        step.slots,
-        step.input_ids,
-        step.block_tables,
-        rows.draft_tokens.stride(0),
-        rows.block_table.stride(0),
-        step.block_tables.stride(0),
-    )
+        step.idx_mapping, rows.num_computed, rows.prefill_lens, rows.last_sampled, rows.draft_tokens, rows.limits,
+        rows.block_table, rows.token_pages, step.positions, step.seq_lens, step.batch_index, step.slots, step.input_ids,
+        step.block_tables, rows.draft_tokens.stride(0), rows.block_table.stride(0), step.block_tables.stride(0),
+    )  # fmt: skip
 
 
 def accept_drafts_triton(

@@ -107,20 +107,18 @@ class CompileAhead:
         kernels = copy_context().run(self._collect, dry_pass)
         for _ in range(min(at_once or self.num_threads, self.num_threads)):
             if at_once:
-                self._begin_beside(CompileWorker())
+                worker = CompileWorker()
+                # a daemon: unlike for the threads of a pool, the interpreter does not wait for it at its end
+                thread = Thread(target=self._work_beside, args=(worker,), name="fleetfoot-compile-beside", daemon=True)
+                self._workers.append((worker, thread))
+                thread.start()
             else:
                 self._pool.submit(self._jobs.work)
         return Compilations(kernels)
 
-    def _begin_beside(self, worker: CompileWorker) -> None:
-        def work() -> None:
-            with worker:
-                self._jobs.work(worker.compile)
-
-        # a daemon: unlike for the threads of a pool, the interpreter does not wait for it at its end
-        thread = Thread(target=work, name="fleetfoot-compile-beside", daemon=True)
-        self._workers.append((worker, thread))
-        thread.start()
+    def _work_beside(self, worker: CompileWorker) -> None:
+        with worker:
+            self._jobs.work(worker.compile)
 
     def _collect(self, dry_pass: Callable[[], object]) -> list[FutureKernel]:
         """The kernels that ``dry_pass`` would launch and that were not compiled before."""
@@ -158,8 +156,7 @@ class CompileAhead:
 
     def close(self) -> None:
         """Cancel what has not started, and wait for the rest. No thread or process is left."""
-        self._is_finished = True
-        self._tally.close()
+        self.finish()
         self._jobs.drop()
         for worker, thread in self._workers:
             worker.close()

@@ -62,20 +62,11 @@ def process_logits_triton(
     penalties = (tables.repetition, tables.frequency, tables.presence)
     for phase in range(3):
         _penalties_kernel[(num_rows, _PENALTY_PROGRAMS)](
-            processed,
-            counts,
-            rows,
-            seq_lens,
-            *pages,
-            *penalties,
-            *strides,
-            block_size=history.block_size,
-            phase=phase,
-            num_programs=_PENALTY_PROGRAMS,
-            tile=_PENALTY_TILE,
+            processed, counts, rows, seq_lens, *pages, *penalties, *strides,
+            block_size=history.block_size, phase=phase, num_programs=_PENALTY_PROGRAMS, tile=_PENALTY_TILE,
             enable_fp_fusion=False,  # frequency * count is rounded before the subtraction, as on a CPU
             **launch,
-        )
+        )  # fmt: skip
     return processed
 
 

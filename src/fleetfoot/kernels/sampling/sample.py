@@ -17,8 +17,6 @@ from fleetfoot.kernels.sampling.gumbel import gumbel_argmax
 
 _MASS_SCALE = 2.0**40
 _NUM_SORTED = 1024  # most top-p sets are smaller; a larger one takes a sort of the row
-
-
 MAX_TOP_K = 1024
 """The largest top-k for which a GPU draws from candidates of each row, which are a few more."""
 
@@ -200,8 +198,7 @@ def apply_top_p(scores: torch.Tensor, top_p: torch.Tensor, *, on_host: bool = Fa
     vocab_size = scores.shape[1]
     off = top_p >= 1
     target = _mass(scores).sum(dim=-1).to(torch.float64).mul_(top_p).masked_fill_(off, 0.0)  # [n]
-    # In most rows few tokens reach top_p, and finding them costs less than sorting the row. Which rows need more
-    # must be read.
+    # In most rows few tokens reach top_p, and finding them costs less than a sort. Which rows need more must be read.
     num_sorted = min(_NUM_SORTED, vocab_size) if on_host else vocab_size
     threshold, num_tied, num_kept = _top_p_cut(_highest(scores, num_sorted), target)
     if num_sorted < vocab_size:
