@@ -15,20 +15,12 @@ def all_reduce_words(num_ranks: int, row_bytes: int) -> int:
 
 
 def tensor_group_bytes(num_ranks: int, row_bytes: int) -> int:
-    """Bytes on each GPU of a tensor-parallel group; NCCL's by estimate.
-
-    Args:
-        row_bytes: of the hidden state of one token.
-    """
+    """Bytes on each GPU of a tensor-parallel group; NCCL's by estimate. ``row_bytes``: of one token's hidden state."""
     return _COLLECTIVE_BYTES + all_reduce_words(num_ranks, row_bytes) * 8 if num_ranks > 1 else 0
 
 
 def pipeline_group_bytes(rank: int, num_ranks: int, step_bytes: int, *, on_gpu: bool) -> int:
-    """Bytes on a pipeline rank; NCCL's by estimate.
-
-    Args:
-        step_bytes: of the largest `IntermediateTensors`.
-    """
+    """Bytes on a pipeline rank; NCCL's by estimate. ``step_bytes``: of the largest `IntermediateTensors`."""
     if num_ranks == 1:
         return 0
     # the receive buffer; on GPUs also the memory that other ranks write to, on a CPU the send buffer

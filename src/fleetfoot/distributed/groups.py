@@ -316,10 +316,7 @@ def make_groups(tensor_size: int, pipeline_size: int, shape: StepShape) -> Worke
     """Make this rank's groups. A collective call, after ``torch.distributed.init_process_group``.
 
     Connections are made here: their first use could be during a graph capture, or while the peer waits for something
-    else.
-
-    Raises:
-        ValueError: the size of the world is not ``tensor_size * pipeline_size``.
+    else. Raises ValueError if the size of the world is not ``tensor_size * pipeline_size``.
     """
     world = dist.get_world_size()
     if world != tensor_size * pipeline_size:

@@ -45,10 +45,8 @@ class PeerMemory:
 def share_memory(group: dist.ProcessGroup, num_words: int, device: torch.device, instead: str) -> PeerMemory | None:
     """Allocate a buffer of int64 words on every rank of an NCCL group. A collective call.
 
-    Returns None on every rank, with a warning, if some rank cannot map the memory.
-
-    Args:
-        instead: for the warning: what uses NCCL then.
+    Returns None on every rank, with a warning, if some rank cannot map the memory. ``instead``: for the warning: what
+    uses NCCL then.
     """
     try:
         names: list[str | None] = [None] * dist.get_world_size(group)
@@ -165,50 +163,20 @@ class CustomAllReduce:
         tile = next_power_of_2(size)
         overlap = can_overlap(output.device)
         _all_reduce_kernel[(num_rows,)](
-            output,
-            *inputs,
-            num_rows,
-            size,
-            self._memory.local,
-            self._memory.addresses,
-            self._num_calls,
-            self._rank,
-            row_words=self._hidden_size * self._dtype.itemsize // 4,
-            num_ranks=self._num_ranks,
-            num_parts=num_parts,
-            has_norm=has_norm,
-            is_wide=self._dtype.itemsize == 4,
-            max_rows=ALL_REDUCE_ROWS,
-            tile=tile,
-            overlap=overlap,
-            num_warps=min(16, max(4, tile // 512)),
-            **launch_options(overlap),
-        )
+            output, *inputs, num_rows, size, self._memory.local, self._memory.addresses, self._num_calls, self._rank,
+            row_words=self._hidden_size * self._dtype.itemsize // 4, num_ranks=self._num_ranks, num_parts=num_parts,
+            has_norm=has_norm, is_wide=self._dtype.itemsize == 4, max_rows=ALL_REDUCE_ROWS, tile=tile,
+            overlap=overlap, num_warps=min(16, max(4, tile // 512)), **launch_options(overlap),
+        )  # fmt: skip
 
 
 @triton_kernel(unspecialized=("num_rows", "rank"))
 def _all_reduce_kernel(
-    output_ptr,
-    total_ptr,
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    eps,
-    num_rows,
-    size,
-    local_ptr,
-    addresses_ptr,
-    num_calls_ptr,
-    rank,
-    row_words: tl.constexpr,
-    num_ranks: tl.constexpr,
-    num_parts: tl.constexpr,
-    has_norm: tl.constexpr,
-    is_wide: tl.constexpr,
-    max_rows: tl.constexpr,
-    tile: tl.constexpr,
-    overlap: tl.constexpr,
-):
+    output_ptr, total_ptr, x_ptr, residual_ptr, weight_ptr, eps, num_rows, size,
+    local_ptr, addresses_ptr, num_calls_ptr, rank,
+    row_words: tl.constexpr, num_ranks: tl.constexpr, num_parts: tl.constexpr, has_norm: tl.constexpr,
+    is_wide: tl.constexpr, max_rows: tl.constexpr, tile: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     launch_dependents(overlap)
     dtype: tl.constexpr = output_ptr.dtype.element_ty
     per_word: tl.constexpr = 1 if is_wide else 2
@@ -321,11 +289,8 @@ class P2PChannel:
     An NCCL receive is a kernel that waits, and occupies multiprocessors that the previous step's kernels count on. Here
     the sender's GPU copies a step into the receiver's memory over NVLink and then writes the step's number there. When
     the receiver's GPU reaches the step, it waits for that number, copies the data, and writes the number back to the
-    sender. Both numbers only increase. There is room for one step.
-
-    Args:
-        memory: `p2p_channel_words` words on every rank of the pipeline.
-        rank: of this worker.
+    sender. Both numbers only increase. There is room for one step. ``memory``: `p2p_channel_words` words on every rank
+    of the pipeline; ``rank``: of this worker.
     """
 
     def __init__(self, memory: PeerMemory, rank: int) -> None:

@@ -43,11 +43,7 @@ _CALL_DECODER = msgspec.msgpack.Decoder(_CALL_TYPES)
 
 
 def encode_call(number: int, output: SchedulerOutput, grammar_output: object | None = None) -> bytes:
-    """A step as bytes. An empty message ends a worker.
-
-    Args:
-        number: counts all steps of the executor, the idle ones too.
-    """
+    """A step as bytes. An empty message ends a worker. ``number``: counts all steps, idle ones too."""
     pickled = b""
     if output.new_requests or output.kv_connector_metadata is not None or grammar_output is not None:
         rare = ([getattr(output, name) for name in _PICKLED], grammar_output)
@@ -141,12 +137,8 @@ def _make_context(linger_ms: int, keys: tuple[bytes, bytes] | None) -> zmq.Conte
 
 
 class EngineChannel:
-    """The engine's end.
-
-    Args:
-        place: a directory for the sockets, or an IP address of this machine for workers on other machines.
-        num_workers: of all nodes.
-    """
+    """The engine's end. ``place``: a directory for the sockets, or an IP address of this machine for workers on other
+    machines; ``num_workers``: of all nodes."""
 
     def __init__(self, place: Path | str, num_workers: int) -> None:
         keys = None if isinstance(place, Path) else zmq.curve_keypair()

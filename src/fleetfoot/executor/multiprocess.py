@@ -37,15 +37,10 @@ _SHUTDOWN = b""
 
 
 class MultiprocessExecutor:
-    """Implements `fleetfoot.executor.protocol.Executor`. Not thread-safe.
+    """Implements `fleetfoot.executor.protocol.Executor`. Not thread-safe. This machine must be the plan's first node.
 
-    Args:
-        plan: of the engine; this machine must be its first node.
-
-    Raises:
-        ValueError: as `fleetfoot.executor.build.start_executor` says.
-        WorkerError: a worker's process has ended during the start.
-        PlanMismatchError: a worker has built something else than the plan names.
+    Raises what `fleetfoot.executor.build.start_executor` does, and WorkerError if a worker's process has ended during
+    the start.
     """
 
     def __init__(self, plan: EnginePlan) -> None:
@@ -124,11 +119,8 @@ class MultiprocessExecutor:
         return output
 
     def shutdown(self) -> None:
-        """End all workers. Does nothing when called again.
-
-        Raises:
-            WorkerError: a worker has failed before, or could not shut down; all have ended nevertheless.
-        """
+        """End all workers. Does nothing when called again. Raises WorkerError if a worker has failed before, or could
+        not shut down; all have ended nevertheless."""
         if self._is_shut_down:
             return
         reason = ""
@@ -239,11 +231,8 @@ def _abandon(processes: WorkerProcesses, rendezvous: RendezvousDir | EngineNodes
 
 
 class StepOutputs:
-    """Outputs of steps in flight, by the steps' numbers.
-
-    Args:
-        output_rank: the rank that reports sampled tokens, one of ``num_replies`` that reply to each step.
-    """
+    """Outputs of steps in flight, by the steps' numbers. ``output_rank``: the rank that reports sampled tokens, one of
+    ``num_replies`` that reply to each step."""
 
     def __init__(self, output_rank: int, num_replies: int) -> None:
         self._output_rank = output_rank

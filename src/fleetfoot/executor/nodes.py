@@ -159,15 +159,9 @@ class Link:
 
 
 class EngineNodes:
-    """Node 0's connections to the other nodes.
-
-    Attributes:
-        place: the address of this machine for the engine's sockets.
-        store: address and port of the store of torch.distributed.
-
-    Raises:
-        ValueError: ``master_addr`` is not an address of this machine, or the port is in use.
-    """
+    """Node 0's connections to the other nodes. ``place``: the address of this machine for the engine's sockets;
+    ``store``: address and port of the store of torch.distributed. Raises ValueError if ``master_addr`` is not an
+    address of this machine, or the port is in use."""
 
     def __init__(self, plan: EnginePlan) -> None:
         config = plan.config
@@ -185,11 +179,8 @@ class EngineNodes:
         self.store: tuple[str, int] = (self.place, self._store.port)
 
     def gather(self, addresses: Sequence[WorkerAddresses]) -> None:
-        """Wait for all nodes, and log which: it may take minutes.
-
-        Raises:
-            ValueError: the settings of a node differ. TimeoutError: a node does not connect.
-        """
+        """Wait for all nodes, and log which: it may take minutes. Raises ValueError if the settings of a node differ,
+        and TimeoutError if a node does not connect."""
         invitation = Invitation(shared_facts(self._plan), self._plan.engine_id, list(addresses), self.store)
         config = self._plan.config
         expected = range(1, config.nnodes)
@@ -254,9 +245,8 @@ class EngineNodes:
 def join_engine(plan: EnginePlan) -> tuple[Link, Invitation]:
     """Connect to node 0, which may not be listening yet.
 
-    Raises:
-        ValueError: the settings differ, or another node has this node's rank.
-        TimeoutError, ConnectionError: node 0 does not answer, or does not accept this node.
+    Raises ValueError if the settings differ or another node has this node's rank, and TimeoutError or ConnectionError
+    if node 0 does not answer or does not accept this node.
     """
     config = plan.config
     where = f"master_addr {config.master_addr}, master_port {config.master_port}"

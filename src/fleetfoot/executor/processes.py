@@ -154,9 +154,8 @@ def run_worker(
 ) -> None:
     """The main function of a worker process. Torch is imported after the process is certain to end with its parent.
 
-    Args:
-        lifeline: the reading end of a pipe that is closed, by whatever means, when the parent ends.
-        parent: its process id; None: the thread that started this process may end before it.
+    ``lifeline``: the reading end of a pipe that is closed, by whatever means, when the parent ends. ``parent``: its
+    process id; None: the thread that started this process may end before it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the engine decides
     _end_with_parent(lifeline, parent)

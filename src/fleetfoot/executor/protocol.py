@@ -27,15 +27,12 @@ class Executor(Protocol):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Take a step; it is executed at the latest when `sample_tokens` is called."""
-        ...
 
     def sample_tokens(self, grammar_output: object | None) -> PendingOutput:
         """Sample the tokens of the step that `execute_model` took."""
-        ...
 
     def shutdown(self) -> None:
         """End the workers and give their memory back."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

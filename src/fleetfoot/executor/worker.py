@@ -31,14 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Loads the model, allocates the KV cache, and warms up.
+    """Loads the model, allocates the KV cache, and warms up. ``groups``: of the rank, from ``make_groups``; the device
+    is the current one then. None: it is the only rank.
 
-    Args:
-        groups: of the rank, from ``make_groups``; the device is the current one then. None: it is the only rank.
-
-    Raises:
-        ValueError: the settings of a KV connector or of a drafter do not fit.
-        KernelUnavailableError: kernels that the plan names cannot be used.
+    Raises ValueError if the settings of a KV connector or of a drafter do not fit, and KernelUnavailableError if
+    kernels that the plan names cannot be used.
     """
 
     def __init__(self, plan: EnginePlan, rank: int = 0, groups: WorkerGroups | None = None) -> None:

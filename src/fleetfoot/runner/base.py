@@ -102,13 +102,10 @@ class ModelRunner(ABC):
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: IntermediateTensors | None = None
     ) -> IntermediateTensors | None:
-        """Queue the forward pass.
+        """Queue the forward pass. `sample_tokens` is called next.
 
-        Args:
-            intermediate_tensors: of the previous pipeline stage; None: there is none, or the runner receives it.
-
-        Returns:
-            The input of the next pipeline stage, if the caller sends it; else None. `sample_tokens` is called next.
+        ``intermediate_tensors``: of the previous pipeline stage; None: there is none, or the runner receives it.
+        Returns the input of the next pipeline stage, if the caller sends it; else None.
         """
         if self._model is None or not self._kv_caches:
             raise RuntimeError("execute_model was called before load_model and initialize_kv_cache")

@@ -79,7 +79,6 @@ _UNSUPPORTED = {
 }
 """What no runner supports, and why."""
 _UNSUPPORTED_BY_V1 = {Feature.GRAPHS: "It runs eagerly; graphs are Model Runner V2's."}
-_UNSUPPORTED_BY_V2: dict[Feature, str] = {}
 
 
 def _capabilities(unsupported: Mapping[Feature, str]) -> Mapping[Feature, Support]:
@@ -88,6 +87,6 @@ def _capabilities(unsupported: Mapping[Feature, str]) -> Mapping[Feature, Suppor
 
 CAPABILITIES: Mapping[str, Mapping[Feature, Support]] = {
     "v1": _capabilities(_UNSUPPORTED | _UNSUPPORTED_BY_V1),
-    "v2": _capabilities(_UNSUPPORTED | _UNSUPPORTED_BY_V2),
+    "v2": _capabilities(_UNSUPPORTED),
 }
 """Runner -> feature -> whether it is supported."""

@@ -112,11 +112,8 @@ class CaptureTable:
         most_full_tokens: int = 0,
     ) -> CaptureTable:
         """The shapes for a configuration: none on a CPU, where there is nothing to replay, and none if eager.
-
-        Args:
-            most_mixed_tokens: size up to which mixed batches are captured.
-            most_full_tokens: size up to which a batch that fills a step is captured.
-        """
+        ``most_mixed_tokens``: size up to which mixed batches are captured; ``most_full_tokens``: size up to which a
+        batch that fills a step is captured."""
         if device == "cpu" or enforce_eager:
             return cls()
         sizes = decode_sizes(max_num_seqs)
@@ -130,11 +127,8 @@ class CaptureTable:
     def dispatch(
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None = PLAIN, drafting: int | None = None
     ) -> GraphKey | None:
-        """The smallest captured shape that holds a step; None: it runs eagerly.
-
-        Args:
-            sampling, drafting: as in `GraphKey`.
-        """
+        """The smallest captured shape that holds a step; None: it runs eagerly. ``sampling``, ``drafting``: as in
+        `GraphKey`."""
         num_reqs, num_tokens = len(output.rows), output.total_num_scheduled_tokens
         if output.num_decodes == num_reqs and output.num_drafts in (0, self.num_drafts):
             kind, sizes = ("uniform", self.uniform) if output.num_drafts else ("decode", self.decode)
@@ -148,11 +142,8 @@ class CaptureTable:
         return GraphKey("mixed", min(size, self.max_num_seqs), size, sampling)
 
     def num_bytes(self, num_layers: int, hidden_bytes: int) -> int:
-        """Bytes of the graphs: the nodes of every shape, and the hidden states that it returns.
-
-        Args:
-            hidden_bytes: of the hidden state of one token.
-        """
+        """Bytes of the graphs: the nodes of every shape, and the hidden states that it returns. ``hidden_bytes``: of
+        the hidden state of one token."""
         num_tokens = sum(key.num_tokens for key in self.keys)
         return _VARIANTS * (len(self.keys) * num_layers * _BYTES_PER_LAYER + num_tokens * hidden_bytes)
 
@@ -231,10 +222,7 @@ class GraphManager:
         self, output: SchedulerOutput, *, sampling: SamplingVariant | None, drafting: int | None = None
     ) -> tuple[BatchShape, GraphKey | None]:
         """The shape of a step, padded to that of its graph, and the graph's key; None: the step runs eagerly.
-
-        Args:
-            sampling, drafting: as in `GraphKey`.
-        """
+        ``sampling``, ``drafting``: as in `GraphKey`."""
         if not self._includes_sampling:
             sampling = drafting = None
         key = self.table.dispatch(output, sampling=sampling, drafting=drafting)

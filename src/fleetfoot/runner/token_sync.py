@@ -19,10 +19,7 @@ class SampledTokenSync:
     An earlier rank counts each query as accepted, and corrects its rows when it receives the message, which is before
     it prepares a step of one of these rows.
 
-    Args:
-        num_drafts: ``k``.
-        device: of the messages.
-        apply: corrects rows. Its arguments are the rows, their message, and the number of query tokens of each decode.
+    ``apply`` corrects rows. Its arguments are the rows, their message, and the number of query tokens of each decode.
     """
 
     def __init__(
@@ -41,11 +38,8 @@ class SampledTokenSync:
         """Step, rows and query length of messages that have not been received."""
 
     def expect(self, scheduler_output: SchedulerOutput, rows: Any) -> None:
-        """Register a step that sends a message if a request samples.
-
-        Args:
-            rows: ``[n]``: of the requests that sample; not changed until the message is received.
-        """
+        """Register a step that sends a message if a request samples. ``rows``: ``[n]``: of the requests that sample;
+        not changed until the message is received."""
         if scheduler_output.num_sampled:
             self._pending.append((scheduler_output.step, rows, 1 + scheduler_output.num_drafts))
 

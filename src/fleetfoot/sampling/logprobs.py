@@ -60,10 +60,8 @@ def token_logprobs(
 ) -> LogprobsTensors:
     """Logprobs of ``token_ids [n]`` and of the ``num`` most probable tokens (-1: the whole vocabulary).
 
-    Tokens with equal logits are in order of their ids, so the first ``m`` are the same for every ``num``.
-
-    Args:
-        logits: ``[n, vocab]`` of any float dtype.
+    Tokens with equal logits are in order of their ids, so the first ``m`` are the same for every ``num``. ``logits``:
+    ``[n, vocab]`` of any float dtype.
     """
     vocab_size = logits.shape[1]
     return LogprobsTensors(op(logits, token_ids, vocab_size if num == -1 else min(num, vocab_size)))
@@ -94,11 +92,8 @@ def prompt_logprobs(
 
 
 class PromptLogprobs:
-    """The requests with ``prompt_logprobs`` whose prompts are being computed.
-
-    Args:
-        compute_logits, vocab_size, op: as for `prompt_logprobs`.
-    """
+    """The requests with ``prompt_logprobs`` whose prompts are being computed. ``compute_logits``, ``vocab_size``,
+    ``op``: as for `prompt_logprobs`."""
 
     def __init__(
         self, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, op: TokenLogprobs

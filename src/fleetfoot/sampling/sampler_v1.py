@@ -198,11 +198,8 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Holds a `SamplingRow` for each running request, and the metadata of the last batch.
-
-    Args:
-        compute_logits: ``[n, hidden_size]`` -> ``[n, vocab_size]``, for prompt logprobs.
-    """
+    """Holds a `SamplingRow` for each running request, and the metadata of the last batch. ``compute_logits``:
+    ``[n, hidden_size]`` -> ``[n, vocab_size]``, for prompt logprobs."""
 
     def __init__(self, ops: Kernels, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> None:
         self._ops = ops
@@ -228,11 +225,7 @@ class Sampler:
         self.prompt_logprobs.remove(row)
 
     def __call__(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[int],
-        drafts: Sequence[Sequence[int]],
-        max_new_tokens: Sequence[int],
+        self, logits: torch.Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]
     ) -> HostSamples:
         """Sample, and verify drafts. Waits for the device.
 

@@ -285,10 +285,7 @@ class Sampler:
         self, logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[int]
     ) -> tuple[LogprobsTensors, dict[int, int]] | None:
         """Logprobs of the rows with more than 256, and index in ``rows`` -> number of top logprobs (-1: all).
-
-        Args:
-            logits: ``[L, vocab_size]``. token_ids: ``[L]``. rows: ``[L]``.
-        """
+        ``logits``: ``[L, vocab_size]``; ``token_ids``, ``rows``: ``[L]``."""
         sizes = {index: size for index, size in self._logprobs_of(rows) if _is_large(size)}
         if not sizes:
             return None

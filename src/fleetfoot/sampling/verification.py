@@ -133,12 +133,7 @@ class DeviceSamples:
 
 
 class DraftVerification:
-    """Accepts drafts on the device.
-
-    Args:
-        rows: the state of all rows.
-        accept_drafts: see `Kernels.accept_drafts`.
-    """
+    """Accepts drafts on the device. ``rows``: the state of all rows; ``accept_drafts``: see `Kernels.accept_drafts`."""
 
     def __init__(
         self,
@@ -152,11 +147,8 @@ class DraftVerification:
         self._zeros = torch.zeros_like(rows.limits)
 
     def __call__(self, sampled: torch.Tensor, batch: LogitsBatch) -> DeviceSamples:
-        """Accept the drafts of ``batch``.
-
-        Args:
-            sampled: ``[2, L]`` int64: token ids and invalid flags of the target's samples.
-        """
+        """Accept the drafts of ``batch``. ``sampled``: ``[2, L]`` int64: token ids and invalid flags of the target's
+        samples."""
         num_sampled, num_decodes = len(batch.request_rows), batch.num_decodes
         if not batch.num_drafts:
             counts, rejected = self._ones[:num_sampled], self._zeros[:num_sampled]

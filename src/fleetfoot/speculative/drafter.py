@@ -87,23 +87,16 @@ class Drafter(Protocol):
 
     def load_model(self, target: CausalLM) -> None:
         """Load its weights to the device. It may share matrices of ``target``, the model that it drafts for."""
-        ...
 
     def bind_kv_caches(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Set the tensors of its layers."""
-        ...
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> torch.Tensor | None:
-        """Fill its KV cache for the step, then propose drafts.
-
-        Args:
-            batch: the step.
-            num_drafts: k, or 0 to only fill the cache.
+        """Fill its KV cache for the step, then propose ``num_drafts`` drafts: k, or 0 to only fill the cache.
 
         Returns ``[n, k]`` int32, or None if ``num_drafts`` is 0. Never synchronizes with the device, so that graphs can
         capture it if ``batch.is_decode``.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +205,8 @@ class DraftSteps:
     """The draft steps after one `DraftBatch`.
 
     Positions from a request's limit on write no KV, and drafts there are ignored. They are clamped to the limit, which
-    has rotary angles and block ids.
-
-    Args:
-        block_size: tokens in a block of the drafter's KV cache.
-        sample: of the `Kernels`.
+    has rotary angles and block ids. ``block_size``: tokens in a block of the drafter's KV cache; ``sample``: of the
+    `Kernels`.
     """
 
     def __init__(self, batch: DraftBatch, block_size: int, sample: Sample) -> None:
@@ -270,11 +260,7 @@ class DraftSteps:
         to that of any method that looks at each distribution separately: Daliri, Musco, Suresh, "Coupling without
         Communication and Drafter-Invariant Speculative Decoding", 2025.
 
-        Args:
-            logits: ``[n, vocab_size]``.
-            positions: ``[n]``, of the sampled tokens.
-
-        Returns ``[n]`` int64.
+        ``logits``: ``[n, vocab_size]``; ``positions``: ``[n]``, of the sampled tokens. Returns ``[n]`` int64.
         """
         batch = self._batch
         return self._sample(logits, RandomRows(batch.temperatures, batch.seeds, positions, rows=batch.rows))

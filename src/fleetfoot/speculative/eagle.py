@@ -28,9 +28,7 @@ class EagleDrafter(ModelDrafter):
     reads_hidden = True
 
     def load_model(self, target: CausalLM) -> None:
-        """Raises:
-        WeightError: the checkpoint cannot be read or does not fit.
-        """
+        """Raises WeightError if the checkpoint cannot be read or does not fit."""
         self._target = target
         found, context, needs_embedding = self._found, self._context, not target.has_embedding
         if context.load_format == "dummy":

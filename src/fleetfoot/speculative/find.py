@@ -144,11 +144,7 @@ def drafter_shape(
 
 
 def _num_parameters(found: DrafterModel, target: ModelConfig, device: str, *, has_embedding: bool) -> int:
-    """Weights on one rank.
-
-    Args:
-        has_embedding: whether the rank of an EAGLE head has the target's embedding.
-    """
+    """Weights on one rank. ``has_embedding``: whether the rank of an EAGLE head has the target's embedding."""
     config = found.config
     matrix = config.vocab_size * config.hidden_size
     layers = config.num_layers * config.layer_parameters()

@@ -36,12 +36,8 @@ _TILE = 2048
 class LayerRows:
     """Gathers blocks of all layers into rows, and scatters rows into blocks.
 
-    Args:
-        kv_caches: one per layer, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
-        use_triton: one kernel launch per batch; False: two torch operations per layer.
-
-    Raises:
-        ValueError: a cache is not contiguous.
+    ``kv_caches``: one per layer, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``. ``use_triton``: one kernel
+    launch per batch; False: two torch operations per layer. Raises ValueError if a cache is not contiguous.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, use_triton: bool) -> None:
@@ -96,13 +92,7 @@ class LayerRows:
 
 @triton_kernel(specialize=False)
 def _move_kernel(
-    pointers_ptr,
-    borders_ptr,
-    block_ids_ptr,
-    rows_ptr,
-    row_stride,
-    is_gather: tl.constexpr,
-    tile: tl.constexpr,
+    pointers_ptr, borders_ptr, block_ids_ptr, rows_ptr, row_stride, is_gather: tl.constexpr, tile: tl.constexpr
 ):
     """One program moves a tile of one layer's part of one block. Every word moves as int64."""
     index, layer = tl.program_id(0), tl.program_id(1)
@@ -122,12 +112,8 @@ class HostMemory:
     """Host memory of ``num_slots`` rows of ``slot_bytes`` bytes, page-locked for asynchronous copies to a GPU.
 
     It is page-locked by the driver after allocation: torch's allocator of pinned memory rounds up to a power of two.
-
-    Args:
-        asked_by: the settings that determine its size, for error messages.
-
-    Raises:
-        ValueError: there is not enough memory.
+    ``asked_by``: the settings that determine its size, for error messages. Raises ValueError if there is not enough
+    memory.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool, asked_by: str) -> None:
@@ -184,13 +170,10 @@ class BlockCopies:
 
     Full blocks are not written while they are allocated, so copies out need no synchronization with steps. Only the
     next owner of a block must wait for them: `fence`.
-
-    Attributes:
-        bytes_per_block: bytes of a row.
     """
 
     def __init__(self, kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, use_triton: bool = False) -> None:
-        self.bytes_per_block = layout.bytes_per_block
+        self.bytes_per_block = layout.bytes_per_block  # of a row
         self._rows = LayerRows(kv_caches, layout, use_triton=use_triton)
         self._chunk = max(1, STAGING_BYTES // layout.bytes_per_block)
 
@@ -221,12 +204,8 @@ class BlockCopies:
 
 
 def block_copies(kv_caches: Sequence[torch.Tensor], layout: KVLayout, *, shares_blocks: bool = False) -> BlockCopies:
-    """The implementation for the device of the caches.
-
-    Args:
-        kv_caches: one per layer, ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``.
-        shares_blocks: other connectors copy the same blocks; copies in then also wait for their fences.
-    """
+    """The implementation for the device of ``kv_caches``, as for `LayerRows`. ``shares_blocks``: other connectors copy
+    the same blocks; copies in then also wait for their fences."""
     if kv_caches[0].device.type == "cpu":
         return BlockCopies(kv_caches, layout)
     return CudaBlockCopies(kv_caches, layout, shares_blocks=shares_blocks)

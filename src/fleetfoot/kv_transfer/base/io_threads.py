@@ -17,11 +17,8 @@ _T = TypeVar("_T")
 class IOThreads:
     """A fixed number of threads, which start with the first jobs. Its methods are called in one thread.
 
-    They are daemons: a disk that hangs must not keep the process from ending.
-
-    Args:
-        name: of the threads, for stack dumps.
-        num_threads: how many jobs run at the same time.
+    They are daemons: a disk that hangs must not keep the process from ending. ``name``: of the threads, for stack
+    dumps; ``num_threads``: how many jobs run at the same time.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:

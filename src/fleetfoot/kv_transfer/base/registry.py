@@ -71,11 +71,8 @@ def _lookup(config: KVTransferConfig) -> Any:
 
 
 def find_connector(config: KVTransferConfig) -> type[KVConnector]:
-    """The class of an active config: one of `CONNECTORS`, or a class in ``kv_connector_module_path``.
-
-    Raises:
-        ValueError: the connector is unknown, cannot be imported, or is not a `KVConnector`.
-    """
+    """The class of an active config: one of `CONNECTORS`, or a class in ``kv_connector_module_path``. Raises ValueError
+    if the connector is unknown, cannot be imported, or is not a `KVConnector`."""
     where = f"kv_transfer_config: kv_connector {config.kv_connector!r}"
     try:
         found = _lookup(config)
@@ -106,10 +103,8 @@ def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
     """The layouts that the class of an active config declares as ``accepted_kv_layouts``.
 
     A class without a declaration, and an unknown connector, accept none. Several connectors accept what all of them
-    accept; the result names one that refuses V2's layout.
-
-    Raises:
-        ValueError, TypeError: the settings of several connectors are invalid.
+    accept; the result names one that refuses V2's layout. Raises ValueError or TypeError if the settings of several
+    connectors are invalid.
     """
     name = config.kv_connector or ""
     if name == MULTI_CONNECTOR and config.kv_connector_module_path is None:
@@ -137,10 +132,8 @@ def connector_layouts(config: KVTransferConfig) -> ConnectorLayouts:
 
 def part_configs(config: KVTransferConfig) -> tuple[KVTransferConfig, ...]:
     """The configs of a multi connector's parts; role, engine id, policy and timeout default to those of the whole.
-
-    Raises:
-        ValueError, TypeError: there are no parts, a part is invalid, or its role contradicts that of the whole.
-    """
+    Raises ValueError or TypeError if there are no parts, a part is invalid, or its role contradicts that of the
+    whole."""
     extra = config.kv_connector_extra_config
     listed = extra.get(PARTS)
     if not isinstance(listed, list | tuple) or not listed:

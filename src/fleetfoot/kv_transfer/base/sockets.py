@@ -58,12 +58,8 @@ def send_message(connection: socket.socket, body: bytes) -> None:
 
 
 def receive_message(connection: socket.socket, should_stop: Callable[[], bool] = never) -> bytes:
-    """The next message.
-
-    Raises:
-        ConnectionLostError: the other end is gone, or has sent an invalid message.
-        StoppedError: ``should_stop``, which is polled, has returned True.
-    """
+    """The next message. Raises ConnectionLostError if the other end is gone or has sent an invalid message, and
+    StoppedError if ``should_stop``, which is polled, has returned True."""
     length = int.from_bytes(_receive(connection, _LENGTH_BYTES, should_stop), "little")
     if length > MAX_MESSAGE_BYTES:
         raise ConnectionLostError(f"a message of {length:,} bytes is announced; the maximum is {MAX_MESSAGE_BYTES:,}")
@@ -98,16 +94,8 @@ def keep_alive(connection: Any) -> None:
 
 
 class SocketServer:
-    """Serves each connection in its own thread.
-
-    Args:
-        host, port: where it listens; port 0: any free port.
-        serve: called with each connection, which is closed when it returns or raises.
-        name: of the threads, for stack dumps.
-
-    Raises:
-        ValueError: the address cannot be listened on.
-    """
+    """Serves each connection in its own thread, named ``name``; it is closed when ``serve`` returns or raises.
+    ``port`` 0: any free port. Raises ValueError if the address cannot be listened on."""
 
     def __init__(self, host: str, port: int, serve: Callable[[socket.socket], None], name: str) -> None:
         self._serve, self._name = serve, name

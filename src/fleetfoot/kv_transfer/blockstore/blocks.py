@@ -80,10 +80,8 @@ def _folder(settings: ConnectorSettings, path: str) -> Path:
 def num_host_blocks(context: TransferContext) -> int:
     """How many blocks host memory holds; each rank holds its part of every block.
 
-    ``cpu_bytes_to_use`` is the size for all ranks together; ``num_cpu_blocks`` is the size in blocks.
-
-    Raises:
-        ValueError, TypeError: none or both are given, or a block does not fit.
+    ``cpu_bytes_to_use`` is the size for all ranks together; ``num_cpu_blocks`` is the size in blocks. Raises ValueError
+    or TypeError if none or both are given, or a block does not fit.
     """
     settings = ConnectorSettings(context.config)
     num_bytes = settings.integer(CPU_BYTES, None)
@@ -153,12 +151,8 @@ def block_path(context: TransferContext, root: Path, epoch: str, rank: int, bloc
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """The file of one block.
-
-    Args:
-        fingerprint: of the engine (`TransferContext.fingerprint`).
-        rank_layout: fingerprint of the rank's own KV layout.
-    """
+    """The file of one block. ``fingerprint``: of the engine (`TransferContext.fingerprint`); ``rank_layout``:
+    fingerprint of the rank's own KV layout."""
 
     path: str
     fingerprint: str
@@ -168,10 +162,8 @@ class BlockFile:
     def write(self, payload: memoryview) -> None:
         """Write to a temporary file, then rename it: a reader sees a complete file or none.
 
-        The file is not synced to the disk: after a power failure, the checksum detects incomplete files.
-
-        Raises:
-            OSError: the disk is full, read-only, gone, ...
+        The file is not synced to the disk: after a power failure, the checksum detects incomplete files. Raises OSError
+        if the disk is full, read-only or gone.
         """
         description = self._description()
         prefix = _PREFIX.pack(MAGIC, VERSION, len(description), len(payload), _checksum(description, payload))
@@ -191,9 +183,8 @@ class BlockFile:
     def read(self, into: memoryview) -> None:
         """Read the payload and check it. ``into``: as many writable bytes, undefined after an error.
 
-        Raises:
-            BlockFileError: the file is missing, incomplete, corrupt, or of another engine.
-            OSError: it cannot be read.
+        Raises BlockFileError if the file is missing, incomplete, corrupt, or of another engine; OSError if it cannot be
+        read.
         """
         try:
             with open(self.path, "rb") as file:

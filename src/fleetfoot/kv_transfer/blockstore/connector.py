@@ -257,10 +257,8 @@ class HostIndex(BlockIndex):
 
     Workers copy in the order of the metadata, so a slot can be reassigned while its block is still being written or
     read. Within a step loads come before saves, so blocks saved by a step can be loaded only once its metadata is
-    built: until then their slots are pinned. Slots of loads are pinned until the loads have ended.
-
-    Args:
-        num_slots: blocks that host memory holds.
+    built: until then their slots are pinned. Slots of loads are pinned until the loads have ended. ``num_slots``:
+    blocks that host memory holds.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -324,11 +322,7 @@ class HostIndex(BlockIndex):
 
 
 class SlotTable:
-    """Slots by block hash, in least-recently-used order. A pinned slot is not evicted.
-
-    Args:
-        num_slots: slots are 0 .. num_slots - 1.
-    """
+    """Slots by block hash, in least-recently-used order. A pinned slot is not evicted. Slots are 0 .. num_slots - 1."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

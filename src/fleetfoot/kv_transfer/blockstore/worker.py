@@ -203,10 +203,8 @@ class _Read:
 class FileStoreWorker(BlockStoreWorker):
     """Copies blocks out within the step and writes them behind it; reads files beside steps and copies them in.
 
-    Only `_read` and `_write` run in threads, and they access nothing but their slot and file.
-
-    Args:
-        readers, writers: threads; None: `IOThreads`.
+    Only `_read` and `_write` run in threads, and they access nothing but their slot and file. ``readers``, ``writers``:
+    threads; None: `IOThreads`.
     """
 
     def __init__(

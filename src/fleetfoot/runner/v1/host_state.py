@@ -15,14 +15,8 @@ from fleetfoot.speculative.drafter import DraftBatch
 
 
 class HostState:
-    """A row for each running request. The scheduler numbers the rows.
-
-    Args:
-        max_num_seqs: number of rows.
-        max_model_len: maximum number of tokens of a request.
-        block_size: tokens in a KV block.
-        num_drafts: draft tokens of a row; a query may exceed ``max_model_len`` by them.
-    """
+    """A row for each of ``max_num_seqs`` running requests. The scheduler numbers the rows. ``num_drafts``: draft tokens
+    of a row; a query may exceed ``max_model_len`` by them."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_drafts: int = 0) -> None:
         self.block_size = block_size
@@ -174,12 +168,8 @@ def logits_indices(inputs: StepInputs, scheduler_output: SchedulerOutput) -> np.
 def draft_batch(
     state: HostState, inputs: StepInputs, hidden_states: torch.Tensor, samples: HostSamples, max_seq_len: int
 ) -> DraftBatch:
-    """The step for a drafter, after the new tokens were appended.
-
-    Args:
-        hidden_states: ``[num_tokens, hidden_size]``, in batch order.
-        max_seq_len: maximum number of tokens of a request, and of its drafts.
-    """
+    """The step for a drafter, after the new tokens were appended. ``hidden_states``: ``[num_tokens, hidden_size]``, in
+    batch order; ``max_seq_len``: maximum number of tokens of a request, and of its drafts."""
     num_sampled = len(samples.token_ids)
     rows = inputs.rows[:num_sampled]
     starts, ends = inputs.query_start_loc[:num_sampled], inputs.query_start_loc[1 : num_sampled + 1]

@@ -14,10 +14,7 @@ from fleetfoot.speculative.drafter import DraftBatch, DraftSettings
 
 class Drafting:
     """Runs the drafter, and keeps its drafts in ``RowTables.draft_tokens``. Queues device work without synchronisation.
-
-    Args:
-        max_model_len: maximum number of tokens of a request.
-    """
+    ``max_model_len``: the longest request."""
 
     def __init__(self, draft_settings: DraftSettings, state: DeviceState, kernels: Kernels, max_model_len: int) -> None:
         self._draft_settings = draft_settings

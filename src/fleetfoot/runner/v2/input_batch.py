@@ -36,11 +36,8 @@ class InputBatch(StepBuffers):
 
 
 class InputBuffers:
-    """Allocated once: a captured graph reads and writes fixed addresses.
-
-    Args:
-        max_num_seqs: maximum number of requests in a step. max_num_tokens: maximum number of tokens in a step.
-    """
+    """Allocated once: a captured graph reads and writes fixed addresses. ``max_num_seqs``,
+    ``max_num_tokens``: of a step."""
 
     def __init__(
         self, state: DeviceState, kernels: Kernels, max_num_seqs: int, max_num_tokens: int, max_model_len: int
@@ -70,11 +67,7 @@ class InputBuffers:
         return starts
 
     def batch(self, shape: BatchShape, rows: list[int]) -> InputBatch:
-        """The buffers' views for a step, to be filled by `fill`.
-
-        Args:
-            rows: the requests' rows in batch order.
-        """
+        """The buffers' views for a step, to be filled by `fill`. ``rows``: the requests' rows in batch order."""
         staging = self._state.staging
         reqs, tokens = slice(0, shape.padded_reqs), slice(0, shape.padded_tokens)
         query_start_loc = staging.query_start_loc[: shape.padded_reqs + 1]
@@ -141,11 +134,7 @@ def logits_batch(batch: InputBatch, num_sampled: int) -> LogitsBatch:
 
 
 def logits_metadata(batch: InputBatch, logits: LogitsBatch, iota: torch.Tensor) -> LogitsMetadata | None:
-    """The tokens that need logits; None: all of the batch.
-
-    Args:
-        iota: ``[>= n + 1]`` int32: 0, 1, ...
-    """
+    """The tokens that need logits; None: all of the batch. ``iota``: ``[>= n + 1]`` int32: 0, 1, ..."""
     if logits.indices is None:
         return None
     shape, num_reqs = batch.shape, len(logits.request_rows)

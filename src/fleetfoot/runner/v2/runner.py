@@ -276,11 +276,8 @@ class ModelRunnerV2(ModelRunner):
     def _run_model(
         self, batch: InputBatch, intermediate_tensors: IntermediateTensors | None, *, all_tokens: bool
     ) -> StepOutput:
-        """The forward pass. The last layer computes only the tokens that sampling or a drafter reads.
-
-        Args:
-            all_tokens: the hidden states of all tokens are read.
-        """
+        """The forward pass. The last layer computes only the tokens that sampling or a drafter reads. ``all_tokens``:
+        the hidden states of all tokens are read."""
         assert self._model is not None
         rows = metadata = None
         if not (all_tokens or self._drafting.reads_hidden or batch.shape.is_decode) and self._model.is_last:

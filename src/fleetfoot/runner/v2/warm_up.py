@@ -56,12 +56,7 @@ def warm_up_steps(max_num_batched_tokens: int, max_model_len: int, block_size: i
         new_requests=[request],
     )
     decode = SchedulerOutput(
-        step=-1,
-        rows=[0],
-        num_scheduled_tokens=[1],
-        num_decodes=1,
-        num_sampled=1,
-        total_num_scheduled_tokens=1,
+        step=-1, rows=[0], num_scheduled_tokens=[1], num_decodes=1, num_sampled=1, total_num_scheduled_tokens=1
     )
     return [prefill, decode]
 
@@ -74,11 +69,7 @@ def eager_shape(step: SchedulerOutput, drafting: int | None) -> GraphKey:
 
 def later_shapes(captured: Sequence[GraphKey], num_drafts: int, max_num_batched_tokens: int) -> list[GraphKey]:
     """Steps that together launch the kernels of serving: first a prompt that is too long for most graphs, and one that
-    fills a step.
-
-    Args:
-        captured: the shapes of graphs.
-    """
+    fills a step. ``captured``: the shapes of graphs."""
     lengths = sorted({min(_PROMPT_TOKENS, max_num_batched_tokens), max_num_batched_tokens})
     prompts = [GraphKey("mixed", 1, length) for length in lengths]
     compiled = (shape for shape in captured if shape.kind != "mixed" or shape.num_tokens <= MIXED_TOKENS[-1])
