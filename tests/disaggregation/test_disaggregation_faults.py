@@ -91,9 +91,6 @@ def finished(engine: LLMEngine) -> RequestOutput:
     return output
 
 
-# --- the producer is killed -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend", ["tcp", "nixl"])
 @pytest.mark.parametrize("when", ["before", "during", "after"])
 @RUNNERS
@@ -134,9 +131,6 @@ def test_producer_killed_around_a_transfer(
         assert tokens(other) == tokens(expected["alone"])
         settle(consumer)
         assert (consumer.stats().transfers.loads_done, consumer.stats().transfers.loads_failed) == (2, 0)
-
-
-# --- the consumer is killed -------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -180,9 +174,6 @@ async def test_consumer_that_hangs_while_it_reads(
         clock.now += 30  # after its last renewal, which may have come meanwhile
         assert settle(producer) == {"sends_expired": 1}
         consumer.kill()
-
-
-# --- the connection between them --------------------------------------------------------------------------------------
 
 
 @RUNNERS
@@ -280,9 +271,6 @@ def test_different_engines(runner: str, unlike: str, make: MakeEngine, expected:
         assert "sends_declined" in settle(producer)
         settle(consumer)
         assert consumer.stats().transfers.loads_failed == 1
-
-
-# --- the proxy ------------------------------------------------------------------------------------------------------
 
 
 @RUNNERS

@@ -47,9 +47,6 @@ def executor_of(engine: LLMEngine) -> MultiprocessExecutor:
     return executor
 
 
-# --- worlds of processes: one function runs on every rank, over gloo --------------------------------------------------
-
-
 def run_world(folder: Path, size: int, function: Callable[..., Any], *arguments: Any, **variables: str) -> list[Any]:
     """``function(rank, *arguments)`` on each rank of a world of ``size`` spawned processes with these environment
     variables; their results, by rank. What a rank raises is raised here, with its traceback. A world that waits for a

@@ -137,9 +137,6 @@ def test_load_that_fails_on_one_rank_has_failed(way: str, runner: str, rank: int
     assert transfers.tokens_loaded == 0
 
 
-# --- prefill on one engine, decode on another -----------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def alone() -> Tokens:
     """The tokens of REQUESTS on one engine without drafts and connectors."""

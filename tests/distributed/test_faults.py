@@ -48,9 +48,6 @@ def step_until_dead(engine: LLMEngine) -> EngineDeadError:
     return caught.value
 
 
-# --- a worker -------------------------------------------------------------------------------------------------------
-
-
 def test_killed_worker_ends_every_call_with_the_cause() -> None:
     llm = LLM(**SMALL, pipeline_parallel_size=2)
     engine, executor = llm.llm_engine, executor_of(llm.llm_engine)
@@ -150,9 +147,6 @@ def test_killed_worker_does_not_delay_the_shutdown(connector: dict[str, Any] | N
     all_workers.wait()
 
 
-# --- starting -------------------------------------------------------------------------------------------------------
-
-
 def test_invalid_weights_are_refused_as_in_one_process(tmp_path: Path) -> None:
     make_text_checkpoint(tmp_path)
     change_weights(tmp_path, lambda weights: weights.pop("model.norm.weight"))
@@ -177,9 +171,6 @@ def test_worker_that_ends_at_its_start_is_named() -> None:
     ended = rf"worker 1 \(process \d+\) ended with exit code {EXIT_CODE} before it was ready"
     with pytest.raises(WorkerError, match=ended):
         LLM(**SMALL, pipeline_parallel_size=2, kv_transfer_config=faulty_rank(1, "register_kv_caches", error="exit"))
-
-
-# --- the engine -----------------------------------------------------------------------------------------------------
 
 
 def test_collected_engine_leaves_no_process() -> None:
@@ -236,9 +227,6 @@ def test_workers_end_with_a_program_that_ends_without_shutdown(from_stdin: bool,
         output, errors = child.communicate(timeout=HANG)
         workers.wait()
         assert (child.returncode, output, errors) == (0, "", "")
-
-
-# --- two nodes, both of them this machine: one in the test, the other a `fleetfoot worker` command --------------------
 
 
 @contextmanager

@@ -9,16 +9,8 @@ import torch.distributed as dist
 from tests.distributed.ranks import run_world
 from tests.helpers.interpreter import HAS_TRITON, compiled, run_python  # also the ranks' interpreter
 
-from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words
+from fleetfoot.distributed import ALL_REDUCE_ROWS, all_reduce_words, peer_memory
 from fleetfoot.distributed.groups import SINGLE_PIPELINE_GROUP, SINGLE_TENSOR_GROUP, StepShape, make_groups
-from fleetfoot.distributed.peer_memory import (
-    CustomAllReduce,
-    P2PChannel,
-    PeerMemory,
-    can_all_reduce,
-    can_send,
-    p2p_channel_words,
-)
 from fleetfoot.kernels.elementwise import add_rms_norm_torch
 from fleetfoot.records.forward_context import IntermediateTensors
 
@@ -30,9 +22,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 def part_of(rank: int, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     """The input of a rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
-
-
-# --- groups of one --------------------------------------------------------------------------------------------------
 
 
 def test_single_groups_communicate_nothing() -> None:
@@ -48,9 +37,6 @@ def test_single_groups_communicate_nothing() -> None:
         SINGLE_PIPELINE_GROUP.send(IntermediateTensors(x))
     with pytest.raises(RuntimeError, match="sends no packets"):
         SINGLE_PIPELINE_GROUP.receive_sampled_tokens(torch.zeros(1, dtype=torch.int32))
-
-
-# --- four ranks -----------------------------------------------------------------------------------------------------
 
 
 def work_of_four(rank: int) -> dict[str, Any]:
@@ -218,17 +204,15 @@ def test_errors_of_a_pipeline(four: Found) -> None:
         assert "4 processes are in the world" in groups
 
 
-# --- through peers' memory ------------------------------------------------------------------------------------------
-
 interpreted = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton's interpreter")
 
 
-def shared_memory(folder: Path, rank: int, size: int, num_words: int) -> PeerMemory:
+def shared_memory(folder: Path, rank: int, size: int, num_words: int) -> peer_memory.PeerMemory:
     """Files that all ranks have mapped, in place of memory of GPUs."""
     files = (str(folder / f"memory-{peer}") for peer in range(size))
     maps = [torch.from_file(file, shared=True, size=num_words, dtype=torch.int64) for file in files]
     dist.barrier()
-    return PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]), keep=maps)
+    return peer_memory.PeerMemory(maps[rank], torch.tensor([each.data_ptr() for each in maps]), keep=maps)
 
 
 ALL_REDUCE_CASES = ((torch.float32, 64), (torch.bfloat16, 48), (torch.float16, 64))
@@ -243,7 +227,7 @@ def run_custom_all_reduce(rank: int, folder: Path) -> list[Any]:
         case = folder / f"{dtype}"
         case.mkdir(exist_ok=True)
         memory = shared_memory(case, rank, 2, all_reduce_words(2, hidden_size * dtype.itemsize))
-        custom = CustomAllReduce(memory, rank, 2, hidden_size, dtype, CPU)
+        custom = peer_memory.CustomAllReduce(memory, rank, 2, hidden_size, dtype, CPU)
         norm = part_of(7, hidden_size, dtype=dtype)
         for call, rows in enumerate(NUM_ROWS):
             x = part_of(rank, rows, hidden_size, dtype=dtype, seed=call)
@@ -309,7 +293,9 @@ def channel_input(step: int) -> torch.Tensor:
 
 def run_channel(rank: int, folder: Path) -> list[torch.Tensor]:
     """Three ranks, each of which adds 1; the first does all of its steps before it would have to wait."""
-    channel = P2PChannel(shared_memory(folder, rank, 3, p2p_channel_words(16, CHANNEL_WIDTH, torch.float32)), rank)
+    channel = peer_memory.P2PChannel(
+        shared_memory(folder, rank, 3, peer_memory.p2p_channel_words(16, CHANNEL_WIDTH, torch.float32)), rank
+    )
     found = []
     for step in range(len(CHANNEL_STEPS)):
         tensors = IntermediateTensors(channel_input(step))
@@ -331,11 +317,11 @@ def test_p2p_channel(tmp_path: Path) -> None:
 
 
 def test_supported_rows_and_sizes() -> None:
-    assert can_send(4096, torch.bfloat16) and can_send(6, torch.float32)
-    assert not can_send(6, torch.bfloat16)
-    assert p2p_channel_words(16, 4096, torch.bfloat16) == 16 * 1024 + 16
+    assert peer_memory.can_send(4096, torch.bfloat16) and peer_memory.can_send(6, torch.float32)
+    assert not peer_memory.can_send(6, torch.bfloat16)
+    assert peer_memory.p2p_channel_words(16, 4096, torch.bfloat16) == 16 * 1024 + 16
     for size, dtype in ((4096, torch.bfloat16), (5, torch.float32), (16384, torch.float16)):
-        assert can_all_reduce(size, dtype)
+        assert peer_memory.can_all_reduce(size, dtype)
     for size, dtype in ((5, torch.bfloat16), (16385, torch.float32), (64, torch.float64)):  # the first: half a word
-        assert not can_all_reduce(size, dtype)
+        assert not peer_memory.can_all_reduce(size, dtype)
     assert all_reduce_words(2, 4096 * 2) == 2 * 2 * ALL_REDUCE_ROWS * 2048

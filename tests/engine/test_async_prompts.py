@@ -118,9 +118,6 @@ def test_what_is_long() -> None:
         assert not _is_long(prompt)
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
 class PanicError(BaseException):
     """What the `tokenizers` library raises is no Exception."""
 
@@ -159,9 +156,6 @@ async def test_an_id_in_use_is_the_first_thing_that_is_wrong(setting: Setting) -
     with pytest.raises(ValueError, match="request id 'other' is in use"):
         await third
     assert len(tokens_of(await second)) == 100
-
-
-# --- leaving --------------------------------------------------------------------------------------------------------
 
 
 @async_test

@@ -293,10 +293,7 @@ MODELS: dict[str, dict[str, Any]] = {"MODEL": {}, "WRONG": {"hidden_size": "wide
         (["--gpu-memory", "much"], ["'much' is no size; write 80GiB"]),
         *((["--gpu-memory", word], [f"'{word}' is no size"]) for word in ("0", "80B", "85899345920", "80,5", "")),
         (["--max-model-len", "1"], ["max_model_len is 1; it must be at least 2"]),
-        (
-            ["--block-size", "1", "--num-gpu-blocks-override", "1"],
-            ["KV of at least 2 tokens", "override=2 (--num"],
-        ),
+        (["--block-size", "1", "--num-gpu-blocks-override", "1"], ["KV of at least 2 tokens", "override=2 (--num"]),
         (["--block-size", "1", "--kv-cache-memory-bytes", "2048", "--max-model-len", "2"], ["memory_bytes=4096 (--kv"]),
         (["--runner", "v2", "--no-use-v2-model-runner"], ["runner is 'v2' and use_v2_model_runner is False"]),
         (["--kv-transfer-config", "{"], ["kv_transfer_config is not JSON"]),

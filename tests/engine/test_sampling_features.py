@@ -70,9 +70,6 @@ def contains(tokens: list[int], sequence: list[int]) -> bool:
     return any(tokens[i : i + len(sequence)] == sequence for i in range(len(tokens)))
 
 
-# --- the same tokens on every path --------------------------------------------------------------------------------
-
-
 def _features(llm: LLM) -> list[SamplingParams]:
     """One request for each parameter, on top of greedy or seeded sampling."""
     greedy = one(llm, max_tokens=40, ignore_eos=True).token_ids
@@ -151,9 +148,6 @@ def test_degenerate_filters_are_greedy(llm: LLM) -> None:
         assert one(llm, **{"temperature": 2.0, "seed": 3, **params}).token_ids == greedy, params
 
 
-# --- logits processors, against a second implementation --------------------------------------------------------------
-
-
 def _greedy_reference(reference: Any, params: SamplingParams) -> list[int]:
     """Greedy tokens from the reference's logits, processed as the parameters' documentation describes."""
     tokens = list(PROMPT)
@@ -226,9 +220,6 @@ def test_a_bad_word_of_several_tokens(llm: LLM) -> None:
         assert set(tokens) == set(sequence)
 
 
-# --- when it ends ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("params", "count", "text", "reasons"),
     [
@@ -290,9 +281,6 @@ def test_truncated_prompts(llm: LLM) -> None:
     assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)[-2:]
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
-
-
 def test_without_text(llm: LLM) -> None:
     with_text, without = one(llm), one(llm, detokenize=False)
     assert with_text.text
@@ -309,9 +297,6 @@ def test_special_tokens_in_the_text(llm: LLM) -> None:
     assert shown.token_ids == hidden.token_ids
     assert "<|user|>" in shown.text and "<|assistant|>" in shown.text
     assert hidden.text == shown.text.replace("<|user|>", "").replace("<|assistant|>", "")
-
-
-# --- logprobs -------------------------------------------------------------------------------------------------------
 
 
 def _check_entry(entry: dict[int, Any], sampled: int, requested: int, expected: torch.Tensor, llm: LLM) -> None:
@@ -377,9 +362,6 @@ def test_prompt_logprobs(keywords: dict[str, Any], start: Start, reference: Any)
             for position, entry in enumerate(found[1:], start=1):
                 assert entry is not None
                 _check_entry(entry, prompt[position], requested.prompt_logprobs or 0, expected[position - 1], llm)
-
-
-# --- streaming ------------------------------------------------------------------------------------------------------
 
 
 def test_output_kinds_agree(text_model: Path) -> None:

@@ -7,29 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers import runner_lives as lives
 from tests.helpers.kernels import cpu_kernels
 from tests.helpers.local_pipeline import LocalPipeline, local_pipeline
 from tests.helpers.recording_device import NoValues, RecordingDevice, StrictDevice, unwatched
-from tests.helpers.runner_lives import (
-    DRAFT,
-    MAX_MODEL_LEN,
-    NUM_DRAFTS,
-    STORY,
-    Life,
-    ScriptedDrafter,
-    Whims,
-    assert_same,
-    configured_drafting,
-    in_one_runner,
-    live,
-    make_context,
-    make_runner,
-    make_scheduler,
-    params_of,
-    prompt_length,
-    queue_step,
-    requests_of,
-)
 
 from fleetfoot.assets import embedded_eagle_path
 from fleetfoot.config.parsing import load_model_config
@@ -44,11 +25,11 @@ from fleetfoot.scheduler.stats import SchedulerStats
 from fleetfoot.speculative.drafter import NO_DRAFTING, DraftBatch, DraftSettings, NgramSettings
 from fleetfoot.tokenizer.tokenizer import Tokenizer
 
-REQUESTS = [params_of(number) for number in range(10)]
+REQUESTS = [lives.params_of(number) for number in range(10)]
 CAPTURED = [SamplingParams(max_tokens=12 + 5 * n, temperature=0.5 * (n % 3), ignore_eos=True) for n in range(9)]
 """All of their sampling is in graphs."""
-QWEN = DRAFT.parent / "story-qwen3"
-NGRAM = DraftSettings(NUM_DRAFTS, ngram=NgramSettings(3, 1))
+QWEN = lives.DRAFT.parent / "story-qwen3"
+NGRAM = DraftSettings(lives.NUM_DRAFTS, ngram=NgramSettings(3, 1))
 ALONE = [("v1",), ("v2",)]
 PAIRS = [("v1", "v1"), ("v2", "v2"), ("v1", "v2"), ("v2", "v1")]
 SHARES = {"right": 0.0, "mixed": 0.3, "wrong": 1.0}
@@ -64,7 +45,7 @@ KIND = pytest.mark.parametrize("kind", ["v1", "v2"])
 
 
 def scripted(share_of_errors: float = 0.3, **fields: Any) -> DraftSettings:
-    return DraftSettings(NUM_DRAFTS, drafter=ScriptedDrafter(share_of_errors=share_of_errors, **fields))
+    return DraftSettings(lives.NUM_DRAFTS, drafter=lives.ScriptedDrafter(share_of_errors=share_of_errors, **fields))
 
 
 class Ranks:
@@ -78,50 +59,52 @@ class Ranks:
         make_device: Callable[[], RecordingDevice | None] = lambda: None,
         **options: Any,
     ) -> None:
-        config = load_model_config(options.get("folder", DRAFT))
+        config = load_model_config(options.get("folder", lives.DRAFT))
         self.draft_settings = draft_settings
         self.runners = []
         for rank, group in enumerate(local_pipeline(len(kinds), config.hidden_size if make_device() else None)):
             settings = draft_settings if group.is_last_rank else DraftSettings(draft_settings.num_drafts)
             layers = pipeline_layers(config, rank, len(kinds)) if len(kinds) > 1 else None
             options |= {"device": make_device(), "pipeline": group, "layers": layers}
-            self.runners.append(make_runner(kinds[rank], settings, **options))
+            self.runners.append(lives.make_runner(kinds[rank], settings, **options))
         self.pipeline = LocalPipeline(self.runners) if len(kinds) > 1 else None
-        self.execute = in_one_runner(self.runners[0]) if self.pipeline is None else self.pipeline.execute
+        self.execute = lives.in_one_runner(self.runners[0]) if self.pipeline is None else self.pipeline.execute
 
     def scheduler(self, **limits: Any) -> Scheduler:
         num_drafts = self.draft_settings.num_drafts
         lookahead = 0 if self.draft_settings.drafter is None else num_drafts
-        return make_scheduler(num_drafts, num_lookahead=lookahead, num_stages=len(self.runners), **limits)
+        return lives.make_scheduler(num_drafts, num_lookahead=lookahead, num_stages=len(self.runners), **limits)
 
-    def live(self, params: list[SamplingParams], scheduler: Scheduler | None = None, **options: Any) -> dict[str, Life]:
+    def live(
+        self, params: list[SamplingParams], scheduler: Scheduler | None = None, **options: Any
+    ) -> dict[str, lives.Life]:
         drafter: Any = self.draft_settings.drafter
-        return live(self.execute, params, scheduler=scheduler or self.scheduler(), drafter=drafter, **options)
+        return lives.live(self.execute, params, scheduler=scheduler or self.scheduler(), drafter=drafter, **options)
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Life]:
+def expected() -> dict[str, lives.Life]:
     return Ranks(("v1",)).live(REQUESTS)
 
 
-def test_every_request_is_a_case_of_its_own(expected: dict[str, Life]) -> None:
+def test_every_request_is_a_case_of_its_own(expected: dict[str, lives.Life]) -> None:
     plain = Ranks(("v1",)).live([SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)] * 9)
     for number in range(1, 8):
         got, without = expected[f"r{number}"].token_ids, plain[f"r{number}"].token_ids
         length = min(len(got), len(without))
         assert got[:length] != without[:length], number
-    assert prompt_length(8) + 13 <= len(expected["r8"].token_ids) < prompt_length(8) + 30
-    assert len(expected["r9"].token_ids) == MAX_MODEL_LEN
+    assert lives.prompt_length(8) + 13 <= len(expected["r8"].token_ids) < lives.prompt_length(8) + 30
+    assert len(expected["r9"].token_ids) == lives.MAX_MODEL_LEN
 
 
 @pytest.mark.parametrize(("drafts", "kinds", "depth", "budget"), CASES)
 def test_drafts_change_no_token(
-    expected: dict[str, Life], drafts: str, kinds: tuple[str, ...], depth: int, budget: int
+    expected: dict[str, lives.Life], drafts: str, kinds: tuple[str, ...], depth: int, budget: int
 ) -> None:
     settings = scripted(SHARES[drafts]) if drafts in SHARES else {"none": NO_DRAFTING, "ngram": NGRAM}[drafts]
     ranks = Ranks(kinds, settings)
     got = ranks.live(REQUESTS, ranks.scheduler(budget=budget), expected=expected, depth=depth)
-    assert_same(got, expected)
+    lives.assert_same(got, expected)
     assert drafts not in SHARES or settings.drafter.num_proposals > 10  # type: ignore[union-attr]
     if ranks.pipeline is not None:
         max_behind = ranks.pipeline.max_behind
@@ -135,11 +118,11 @@ def test_drafts_change_no_token(
         *((kinds, seed, 1 + seed % 2) for kinds in PAIRS for seed in range(6)),
     ],
 )
-def test_drafting_can_pause(expected: dict[str, Life], kinds: tuple[str, ...], seed: int, depth: int) -> None:
+def test_drafting_can_pause(expected: dict[str, lives.Life], kinds: tuple[str, ...], seed: int, depth: int) -> None:
     """Then a step has requests with new drafts beside others without: all ranks have the same for them."""
     ranks = Ranks(kinds, scripted())
-    scheduler = ranks.scheduler(controller=Whims(seed))
-    assert_same(ranks.live(REQUESTS, scheduler, expected=expected, depth=depth), expected)
+    scheduler = ranks.scheduler(controller=lives.Whims(seed))
+    lives.assert_same(ranks.live(REQUESTS, scheduler, expected=expected, depth=depth), expected)
     assert scheduler.stats().drafts.num_accepted > 10
 
 
@@ -147,7 +130,7 @@ def test_drafting_can_pause(expected: dict[str, Life], kinds: tuple[str, ...], s
 def test_three_ranks(kind: str) -> None:
     expected = Ranks((kind,), folder=QWEN).live(REQUESTS)
     ranks = Ranks((kind,) * 3, scripted(), folder=QWEN)
-    assert_same(ranks.live(REQUESTS, expected=expected, depth=3), expected)
+    lives.assert_same(ranks.live(REQUESTS, expected=expected, depth=3), expected)
     assert ranks.pipeline is not None and ranks.pipeline.max_behind >= 2
 
 
@@ -165,7 +148,7 @@ def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], dr
 
     ranks = Ranks(("v2",) * 3, draft_settings, make_device=make_device, folder=QWEN, ops=unwatched(cpu_kernels()))
     got = ranks.live(requests, expected=expected, depth=3)
-    assert_same(got, expected, tolerance=1e-4)  # other shapes round differently
+    lives.assert_same(got, expected, tolerance=1e-4)  # other shapes round differently
     for runner in ranks.runners:
         is_last = runner is ranks.runners[-1]
         assert runner.graphs.num_steps["uniform" if num_drafts else "decode"] > 10
@@ -178,14 +161,11 @@ def test_graphs_on_every_rank_change_no_token(requests: list[SamplingParams], dr
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_computed_beyond_the_end(kind: str, seed: int) -> None:
     """A request alone, as long as the model's sequences can be: it is in steps in flight when it has ended."""
-    params = [SamplingParams(max_tokens=MAX_MODEL_LEN - prompt_length(0), ignore_eos=True, temperature=0.0)]
+    params = [SamplingParams(max_tokens=lives.MAX_MODEL_LEN - lives.prompt_length(0), ignore_eos=True, temperature=0.0)]
     expected = Ranks((kind,)).live(params)
     ranks = Ranks((kind, kind), scripted(0.0))
-    scheduler = ranks.scheduler(max_num_seqs=1, controller=Whims(seed))
-    assert_same(ranks.live(params, scheduler, expected=expected, depth=3), expected)
-
-
-# --- what a step returns ----------------------------------------------------------------------------------------------
+    scheduler = ranks.scheduler(max_num_seqs=1, controller=lives.Whims(seed))
+    lives.assert_same(ranks.live(params, scheduler, expected=expected, depth=3), expected)
 
 
 @KIND
@@ -210,7 +190,7 @@ def test_the_output_of_a_step(kind: str) -> None:
     ranks = Ranks((kind,), scripted(0.0, scripts=scripts))
     scheduler = ranks.scheduler(max_num_seqs=2)
     for number, tokens in scripts.items():
-        prompt: Any = tokens[: prompt_length(number)]
+        prompt: Any = tokens[: lives.prompt_length(number)]
         scheduler.add_request(Request(f"r{number}", prompt, params, max_tokens=20, seed=number))
         output = scheduler.schedule()
         assert output is not None
@@ -219,13 +199,13 @@ def test_the_output_of_a_step(kind: str) -> None:
     new = [expected["r0"].token_ids[4:8], expected["r1"].token_ids[12:13]]
     assert output is not None and output.num_decodes == 1
     assert result.sampled_token_ids == new
-    assert result.num_drafted == [NUM_DRAFTS]
+    assert result.num_drafted == [lives.NUM_DRAFTS]
     logprobs = {index: [row.token_ids[0] for row in rows] for index, rows in result.logprobs.items()}
     assert logprobs == dict(enumerate(new))
 
 
 @dataclass
-class CuriousDrafter(ScriptedDrafter):
+class CuriousDrafter(lives.ScriptedDrafter):
     """Records its input, without padding and what is behind a request's end."""
 
     inputs: list[dict[str, Any]] = field(default_factory=list)
@@ -253,30 +233,28 @@ class CuriousDrafter(ScriptedDrafter):
         return super().propose(batch, num_drafts)
 
 
-def test_a_drafter_gets_the_same_input_from_both(expected: dict[str, Life]) -> None:
+def test_a_drafter_gets_the_same_input_from_both(expected: dict[str, lives.Life]) -> None:
     inputs = []
     for kind in ("v1", "v2"):
         drafter = CuriousDrafter()
-        ranks = Ranks((kind,), DraftSettings(NUM_DRAFTS, drafter=drafter))
-        ranks.live(REQUESTS, ranks.scheduler(budget=24, controller=Whims(0)), expected=expected)
+        ranks = Ranks((kind,), DraftSettings(lives.NUM_DRAFTS, drafter=drafter))
+        ranks.live(REQUESTS, ranks.scheduler(budget=24, controller=lives.Whims(0)), expected=expected)
         inputs.append(drafter.inputs)
     first, second = inputs
-    assert {batch["shape"][2] for batch in first} == {0, NUM_DRAFTS}
+    assert {batch["shape"][2] for batch in first} == {0, lives.NUM_DRAFTS}
     assert len(first) == len(second)
     for ours, theirs in zip(first, second, strict=True):
         torch.testing.assert_close(ours.pop("hidden"), theirs.pop("hidden"))
         assert ours == theirs
 
 
-# --- n-grams, draft models and EAGLE heads ----------------------------------------------------------------------------
-
 OPENINGS = ("Once there was a fox named", "One morning, the little bear", "Long ago, a rabbit and", "Pip the mouse")
 SHARED = "Once upon a time, in a small green valley, there lived a young fox named Wren. "
 DRAFTERS: dict[str, tuple[Path, dict[str, Any]]] = {
-    "ngram": (STORY, {"method": "ngram", "prompt_lookup_max": 3}),
-    "small": (STORY, {"model": str(DRAFT)}),
-    "self": (DRAFT, {"model": str(DRAFT)}),
-    "eagle": (STORY, {"method": "eagle"}),
+    "ngram": (lives.STORY, {"method": "ngram", "prompt_lookup_max": 3}),
+    "small": (lives.STORY, {"model": str(lives.DRAFT)}),
+    "self": (lives.DRAFT, {"model": str(lives.DRAFT)}),
+    "eagle": (lives.STORY, {"method": "eagle"}),
 }
 """The target, and the ``speculative_config``."""
 Prompts = list[list[int]]
@@ -285,33 +263,39 @@ Stories = dict[tuple[Path, float], dict[str, list[int]]]
 
 def drafting_runner(drafter: str, kind: str = "v2", *, num_blocks: int = 128, **options: Any) -> Any:
     target, speculative = DRAFTERS[drafter]
-    context = make_context(options.get("device"), max_model_len=160)
-    settings = configured_drafting(target, context, kind, speculative)
+    context = lives.make_context(options.get("device"), max_model_len=160)
+    settings = lives.configured_drafting(target, context, kind, speculative)
     options |= {"ops": unwatched(cpu_kernels()), "num_blocks": num_blocks, "max_model_len": 160}
-    return make_runner(kind, settings, folder=target, **options)
+    return lives.make_runner(kind, settings, folder=target, **options)
 
 
 def run_stories(
-    runner: Any, prompts: Prompts, temperature: float, num_drafts: int = NUM_DRAFTS, *, depth: int = 0, **limits: Any
+    runner: Any,
+    prompts: Prompts,
+    temperature: float,
+    num_drafts: int = lives.NUM_DRAFTS,
+    *,
+    depth: int = 0,
+    **limits: Any,
 ) -> tuple[dict[str, list[int]], SchedulerStats]:
     common: dict[str, Any] = {"ignore_eos": True, "temperature": temperature}
     params = [SamplingParams(max_tokens=40 + 3 * number, **common) for number in range(len(prompts))]
-    scheduler = make_scheduler(num_drafts, **{"num_blocks": 128, **limits})
-    lives = live(in_one_runner(runner), params, scheduler=scheduler, depth=depth, prompts=prompts)
-    return {name: life.token_ids for name, life in lives.items()}, scheduler.stats()
+    scheduler = lives.make_scheduler(num_drafts, **{"num_blocks": 128, **limits})
+    lived = lives.live(lives.in_one_runner(runner), params, scheduler=scheduler, depth=depth, prompts=prompts)
+    return {name: life.token_ids for name, life in lived.items()}, scheduler.stats()
 
 
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    tokenizer = Tokenizer.from_path(STORY)
+    tokenizer = Tokenizer.from_path(lives.STORY)
     return [tokenizer.encode(text) for text in (*OPENINGS, *(SHARED + opening for opening in OPENINGS))]
 
 
 @pytest.fixture(scope="module")
 def stories(prompts: Prompts) -> Stories:
     found = {}
-    for target in (DRAFT, STORY):
-        runner = make_runner("v2", folder=target, num_blocks=128, max_model_len=160)
+    for target in (lives.DRAFT, lives.STORY):
+        runner = lives.make_runner("v2", folder=target, num_blocks=128, max_model_len=160)
         for temperature in (0.0, 1.0):
             found[target, temperature] = run_stories(runner, prompts, temperature, num_drafts=0)[0]
     return found
@@ -319,7 +303,7 @@ def stories(prompts: Prompts) -> Stories:
 
 def assert_all_right(stats: SchedulerStats, num_requests: int) -> None:
     """No draft was wrong except those behind a request's last token."""
-    assert stats.drafts.num_drafted - stats.drafts.num_accepted <= NUM_DRAFTS * num_requests
+    assert stats.drafts.num_drafted - stats.drafts.num_accepted <= lives.NUM_DRAFTS * num_requests
 
 
 ROOMY = {"num_blocks": 128}
@@ -346,7 +330,7 @@ def test_stories_are_those_without_drafts(
         assert (0.3 if temperature else 0.5) < stats.drafts.acceptance_rate < 1
     else:
         assert_all_right(stats, len(prompts))
-        fewest = sum(-(-(40 + 3 * i - 1) // (1 + NUM_DRAFTS)) for i in range(len(prompts)))
+        fewest = sum(-(-(40 + 3 * i - 1) // (1 + lives.NUM_DRAFTS)) for i in range(len(prompts)))
         assert num_blocks < 128 or stats.drafts.num_rows == fewest
 
 
@@ -355,7 +339,7 @@ def test_drafts_are_the_same_each_time(prompts: Prompts, stories: Stories, draft
     outcomes = []
     for _ in range(2):
         got, stats = run_stories(drafting_runner(drafter), prompts[:3], 1.0)
-        assert got == {name: stories[STORY, 1.0][name] for name in got}
+        assert got == {name: stories[lives.STORY, 1.0][name] for name in got}
         outcomes.append(stats.drafts)
     assert outcomes[0] == outcomes[1]
     assert 0.15 < outcomes[0].acceptance_rate < 1
@@ -363,12 +347,12 @@ def test_drafts_are_the_same_each_time(prompts: Prompts, stories: Stories, draft
 
 def test_a_prefix_of_earlier_requests_has_the_drafters_kv_too(prompts: Prompts, stories: Stories) -> None:
     """Blocks that were computed for one request serve the draft model of another."""
-    runner, scheduler = drafting_runner("self"), make_scheduler(NUM_DRAFTS, num_blocks=128)
-    assert run_stories(runner, prompts[:2], 0.0)[0] == {name: stories[DRAFT, 0.0][name] for name in ("r0", "r1")}
+    runner, scheduler = drafting_runner("self"), lives.make_scheduler(lives.NUM_DRAFTS, num_blocks=128)
+    assert run_stories(runner, prompts[:2], 0.0)[0] == {name: stories[lives.DRAFT, 0.0][name] for name in ("r0", "r1")}
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
     for _ in range(2):  # one after the other
-        (got,) = live(in_one_runner(runner), [params], scheduler=scheduler, prompts=[prompts[4]]).values()
-        assert got.token_ids == stories[DRAFT, 0.0]["r4"][: len(prompts[4]) + 30]
+        (got,) = lives.live(lives.in_one_runner(runner), [params], scheduler=scheduler, prompts=[prompts[4]]).values()
+        assert got.token_ids == stories[lives.DRAFT, 0.0]["r4"][: len(prompts[4]) + 30]
     stats = scheduler.stats()
     assert stats.prefix_cache_hits > 0
     assert_all_right(stats, 2)
@@ -379,13 +363,13 @@ class EveryOtherStep(ConstantDrafts):
     """Steps that propose, and steps in which a drafter only fills its cache."""
 
     def choose(self, num_decodes: int) -> int:
-        self.num_drafts = NUM_DRAFTS - self.num_drafts
+        self.num_drafts = lives.NUM_DRAFTS - self.num_drafts
         return self.num_drafts
 
 
 def test_steps_without_proposals_leave_no_gap_in_the_kv(prompts: Prompts, stories: Stories) -> None:
     got, stats = run_stories(drafting_runner("self"), prompts, 1.0, controller=EveryOtherStep(0))
-    assert got == stories[DRAFT, 1.0]
+    assert got == stories[lives.DRAFT, 1.0]
     assert_all_right(stats, len(prompts))
     assert stats.drafts.num_accepted > 100
 
@@ -403,8 +387,6 @@ def test_the_head_ships_without_the_targets_matrices() -> None:
     assert (embedded_eagle_path() / "model.safetensors").stat().st_size < 1_200_000
 
 
-# --- graphs -----------------------------------------------------------------------------------------------------------
-
 ONE_STEP = {"copy_in": 1, "replay": 1, "copy_out": 1}
 WITH_LOGPROBS = {**ONE_STEP, "copy_out": 2}
 EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}, "logprobs": 2}
@@ -413,11 +395,11 @@ EDITED = {"temperature": 0.8, "repetition_penalty": 1.2, "logit_bias": {30: 1.0}
 @pytest.mark.parametrize(
     ("features", "num_drafts", "counts", "sampling"),
     [
-        ({"temperature": 0.0}, NUM_DRAFTS, ONE_STEP, PLAIN),
-        ({"temperature": 1.0}, NUM_DRAFTS, ONE_STEP, PLAIN),
-        (EDITED, NUM_DRAFTS, WITH_LOGPROBS, SamplingVariant(logits_processors=True, logprobs=32)),
+        ({"temperature": 0.0}, lives.NUM_DRAFTS, ONE_STEP, PLAIN),
+        ({"temperature": 1.0}, lives.NUM_DRAFTS, ONE_STEP, PLAIN),
+        (EDITED, lives.NUM_DRAFTS, WITH_LOGPROBS, SamplingVariant(logits_processors=True, logprobs=32)),
         # the forward pass is a graph; sampling, verification and drafting are queued behind it
-        ({**EDITED, "logprobs": -1}, NUM_DRAFTS, WITH_LOGPROBS, None),
+        ({**EDITED, "logprobs": -1}, lives.NUM_DRAFTS, WITH_LOGPROBS, None),
         # with drafting off, a drafter still fills its KV cache, in the same graph
         ({"temperature": 0.0}, 0, ONE_STEP, PLAIN),
     ],
@@ -439,14 +421,14 @@ def test_a_steady_step_is_one_copy_in_one_replay_and_one_copy_out(
     is_captured_at_start = sampling is PLAIN and num_drafts > 0
     if is_captured_at_start:
         runner.warm_up()
-    scheduler = make_scheduler(NUM_DRAFTS, num_blocks=128, controller=ConstantDrafts(num_drafts))
-    prompt = Tokenizer.from_path(STORY).encode("Pip the mouse, Pip the mouse, Pip")
+    scheduler = lives.make_scheduler(lives.NUM_DRAFTS, num_blocks=128, controller=ConstantDrafts(num_drafts))
+    prompt = Tokenizer.from_path(lives.STORY).encode("Pip the mouse, Pip the mouse, Pip")
     params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True, **features})
-    for request in requests_of([params] * 3, [prompt] * 3):
+    for request in lives.requests_of([params] * 3, [prompt] * 3):
         scheduler.add_request(request)
     for step in range(12):
         device.counts.clear()
-        output, pending = queue_step(scheduler, in_one_runner(runner))
+        output, pending = lives.queue_step(scheduler, lives.in_one_runner(runner))
         assert output.num_drafts == (num_drafts if step > 0 else 0)
         if step > (0 if is_captured_at_start else 2):
             assert device.counts == counts

@@ -284,8 +284,6 @@ def test_the_fewest_and_the_most_drafts(
     engine.shutdown()
 
 
-# --- adaptive drafting -----------------------------------------------------------------------------------------------
-
 WAYS = {"v1": {"runner": "v1"}, "v2": {"runner": "v2"}, "v2-overlapped": {"runner": "v2", "async_scheduling": True}}
 WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 LENGTHS = (30, 420, 420)

@@ -130,9 +130,6 @@ def test_drafts_do_not_change_the_distribution(
     assert 0.02 < drafts.acceptance_rate < 0.98
 
 
-# --- the test can fail ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("drafter", ["close", "different"])
 def test_the_drafters_own_samples_are_caught(models: dict[str, Any], drafter: str) -> None:
     folder, reference = models[drafter]
@@ -153,9 +150,6 @@ def test_a_rule_that_accepts_too_much_is_caught(models: dict[str, Any], monkeypa
     folder, reference = models["target"]
     triples, _ = sample(folder, "v1", drafts_of(models, "close"))
     assert p_value(triples, probabilities_of(reference)) < 1e-6
-
-
-# --- how much is accepted -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drafter", ["close", "different"])

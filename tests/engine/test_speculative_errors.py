@@ -79,9 +79,6 @@ def test_a_drafter_with_few_positions(tmp_path: Path, run: CommandRunner) -> Non
     start(folder, max_model_len=512)
 
 
-# --- the plan -------------------------------------------------------------------------------------------------------
-
-
 def plan(run: CommandRunner, speculative: dict[str, Any] | None, *flags: str) -> tuple[dict[str, Any], str]:
     """The report, and the text with every run of blanks as one."""
     given = [] if speculative is None else ["--speculative-config", json.dumps(speculative)]

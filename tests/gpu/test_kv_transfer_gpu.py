@@ -101,8 +101,6 @@ def test_connectors(connector: str, tmp_path: Path) -> None:
     bench.shutdown()
 
 
-# --- between engines ------------------------------------------------------------------------------------------------
-
 BACKENDS = pytest.mark.parametrize("backend", ["tcp", "nixl"])
 
 

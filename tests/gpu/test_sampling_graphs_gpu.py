@@ -44,8 +44,6 @@ def test_logprobs_are_those_of_the_reference(vocab_size: int, dtype: torch.dtype
     check_kernels(vocab_size, dtype, "cuda")
 
 
-# --- the sampler of rows, captured ----------------------------------------------------------------------------------
-
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9},
@@ -117,9 +115,6 @@ def test_a_graph_samples_what_an_eager_step_does_and_a_row_what_it_does_alone() 
             few = sampler.sample(logits, batch, SamplingVariant(filters=True, other_filters=True))
             plain = [index for index, row in enumerate(batch.rows.tolist()) if 0 <= row <= 2]
             assert torch.equal(few.token_ids[plain], expected.token_ids[plain])
-
-
-# --- the engine -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)

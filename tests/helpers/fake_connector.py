@@ -81,9 +81,6 @@ class ScriptedConnector(SchedulerConnector):
         return [call[1:] for call in self.calls if call[0] == kind]
 
 
-# --- tokens instead of KV -------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Behaviour:
     """Probabilities, 0 to 1."""

@@ -83,8 +83,6 @@ def settle(engine: LLMEngine) -> dict[str, int]:
     return engine.stats().transfers.counters
 
 
-# --- engines in processes of their own, and their clients ----------------------------------------------------------
-
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """On tensors this small, threads do nothing but wait for each other."""
 

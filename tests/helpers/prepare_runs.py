@@ -94,9 +94,6 @@ def _call_writes(implementation: Callable[..., None], batch: Batch, out: Guarded
     implementation(batch.staged, front, out.add_state("target", batch.target), batch.num_writes)
 
 
-# --- what the operations must write, in plain loops -------------------------------------------------------------------
-
-
 def expected_inputs(batch: Batch) -> Outputs:
     starts, computed, limits = batch.query_start_loc.tolist(), batch.num_computed.tolist(), batch.limits.tolist()
     prefill_lens, pages = batch.prefill_lens.tolist(), batch.token_pages.tolist()

@@ -183,9 +183,6 @@ def test_against_a_plain_model(seed: int, num_blocks: int, caching: bool) -> Non
     assert sorted(pool.take(num_blocks)) == list(range(num_blocks))
 
 
-# --- block hashes ---------------------------------------------------------------------------------------------------
-
-
 def chain_of(parent: bytes, tokens: list[int], start: int, stop: int, block_size: int = 4) -> list[bytes]:
     return extend_chain(parent, array("i", tokens), start, stop, block_size)
 

@@ -74,9 +74,6 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-# --- both stores ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_saved_blocks_are_loaded(make: MakeBench, store: str, num_ranks: int, tmp_path: Path) -> None:
     bench = make(store, num_ranks=num_ranks)
@@ -181,9 +178,6 @@ def test_reset_cache(make: MakeBench, store: str) -> None:
     assert bench.matched(request) == 0
 
 
-# --- host memory ----------------------------------------------------------------------------------------------------
-
-
 def test_a_step_stores_for_later_steps(make: MakeBench) -> None:
     bench = make("host")
     again = bench.request("again", TOKENS, PLACES)
@@ -257,9 +251,6 @@ def test_inconsistent_slots_are_reported() -> None:
     slots._free.append(0)
     with pytest.raises(RuntimeError, match="not consistent"):
         slots.check_integrity()
-
-
-# --- files: lookups and invalid contents ------------------------------------------------------------------------------
 
 
 def test_files_are_looked_up_once(make: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,9 +370,6 @@ def test_files_of_new_weights_are_for_this_engine_alone(make: MakeBench, tmp_pat
     assert (bench.matched(request), make().matched(request)) == (12, 16)
 
 
-# --- files: disks that are slow, full or hung -------------------------------------------------------------------------
-
-
 def test_files_appear_whole(make: MakeBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     replace = os.replace
@@ -475,9 +463,6 @@ def test_a_load_that_is_given_up_writes_nothing_later(make: MakeBench, case: str
 def test_shutdown_before_anything_was_registered(tmp_path: Path) -> None:
     config = kv_bench.transfer_config("FilesystemConnector", shared_storage_path=str(tmp_path))
     SharedStorageConnector.worker_side(TransferContext(config, 4, FINGERPRINT, "engine")).shutdown()
-
-
-# --- threads --------------------------------------------------------------------------------------------------------
 
 
 def test_threads_finish_their_jobs_when_they_are_stopped() -> None:

@@ -12,15 +12,7 @@ import pytest
 from tests.helpers.commands import CommandRunner
 
 from fleetfoot import __version__
-from fleetfoot.cli import generate
-from fleetfoot.cli.arguments import (
-    add_engine_arguments,
-    add_sampling_arguments,
-    check_sampling_arguments,
-    engine_config,
-    flag_of,
-    sampling_params,
-)
+from fleetfoot.cli import arguments, generate
 from fleetfoot.cli.command import UsageError
 from fleetfoot.cli.main import logs_on_stderr
 from fleetfoot.config.engine import UNSUPPORTED, EngineConfig
@@ -29,12 +21,10 @@ from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 def parse(argv: list[str], **defaults: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_engine_arguments(parser)
-    add_sampling_arguments(parser, **defaults)
+    arguments.add_engine_arguments(parser)
+    arguments.add_sampling_arguments(parser, **defaults)
     return parser.parse_args(argv)
 
-
-# --- flags of the engine ------------------------------------------------------------------------------------------
 
 ENGINE_VALUES: dict[str, Any] = {
     "model": "some/where", "tokenizer": "else/where", "revision": "v1.0", "device": "cpu", "dtype": "float16",
@@ -55,25 +45,27 @@ ENGINE_VALUES: dict[str, Any] = {
 @pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
 def test_every_engine_setting_has_a_flag(field: dataclasses.Field[Any]) -> None:
     value = ENGINE_VALUES.get(field.name, field.default)
-    flag = "--engine-seed" if field.name == "seed" else flag_of(field.name)
+    flag = "--engine-seed" if field.name == "seed" else arguments.flag_of(field.name)
     if isinstance(value, bool):
         argv = [flag if value else flag.replace("--", "--no-", 1)]
     else:
         argv = [flag, str(value)]
     others = {"max_num_seqs": 5} if field.name == "max_num_batched_tokens" else {}
-    assert engine_config(parse(argv), **others) == EngineConfig(**{field.name: value}, **others)
+    assert arguments.engine_config(parse(argv), **others) == EngineConfig(**{field.name: value}, **others)
 
 
 def test_what_is_not_given_is_left_to_the_config_and_the_command() -> None:
-    assert engine_config(parse([])) == EngineConfig()
-    assert engine_config(parse([]), skip_tokenizer_init=True).skip_tokenizer_init
-    assert not engine_config(parse(["--no-skip-tokenizer-init"]), skip_tokenizer_init=True).skip_tokenizer_init
+    assert arguments.engine_config(parse([])) == EngineConfig()
+    assert arguments.engine_config(parse([]), skip_tokenizer_init=True).skip_tokenizer_init
+    assert not arguments.engine_config(
+        parse(["--no-skip-tokenizer-init"]), skip_tokenizer_init=True
+    ).skip_tokenizer_init
 
 
 def test_neutral_flags_of_vllm_are_taken() -> None:
     words = "--tokenizer-mode auto --kv-cache-dtype auto -dp 1 --disable-log-stats --no-enable-expert-parallel"
     words += " --swap-space 4 --hf-overrides {} --dtype half --task auto --max-seq-len-to-capture 8192"
-    assert engine_config(parse(words.split())) == EngineConfig(dtype="float16")
+    assert arguments.engine_config(parse(words.split())) == EngineConfig(dtype="float16")
 
 
 def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
@@ -86,8 +78,6 @@ def test_help_has_every_setting_with_its_default(run: CommandRunner) -> None:
     assert "{auto,cpu,cuda}" in text
     assert "(default: none)" not in text
 
-
-# --- flags of sampling --------------------------------------------------------------------------------------------
 
 DELTA = RequestOutputKind.DELTA
 NOT_FLAGS = {"output_kind", "extra_args"}
@@ -108,13 +98,13 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
 @pytest.mark.parametrize("name", {field.name for field in dataclasses.fields(SamplingParams)} - NOT_FLAGS)
 def test_every_sampling_parameter_has_a_flag(name: str) -> None:
     words, value = SAMPLING[name]
-    params = sampling_params(parse([flag_of(name), *words]), DELTA)
+    params = arguments.sampling_params(parse([arguments.flag_of(name), *words]), DELTA)
     assert params == SamplingParams(**{name: value}, output_kind=DELTA)
 
 
 def test_lists_can_be_given_in_pieces() -> None:
     words = ["--stop", "a", "--stop", "b", "c", "--allowed-token-ids", "1,2", "--allowed-token-ids", "3"]
-    params = sampling_params(parse(words), DELTA)
+    params = arguments.sampling_params(parse(words), DELTA)
     assert (params.stop, params.allowed_token_ids) == (["a", "b", "c"], [1, 2, 3])
 
 
@@ -135,18 +125,20 @@ def test_lists_can_be_given_in_pieces() -> None:
 def test_the_model_stands_between_the_user_and_the_command(
     argv: list[str], command: dict[str, Any], model: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    assert sampling_params(parse(argv, **command), DELTA, model) == SamplingParams(**expected, output_kind=DELTA)
+    assert arguments.sampling_params(parse(argv, **command), DELTA, model) == SamplingParams(
+        **expected, output_kind=DELTA
+    )
 
 
 def test_the_check_before_the_model_is_known_refuses_nothing_that_its_defaults_may_allow() -> None:
-    arguments = parse(["--min-tokens", "50"], max_tokens=20)
-    check_sampling_arguments(arguments)
-    assert sampling_params(arguments, DELTA, {"max_tokens": 60}).min_tokens == 50
+    parsed = parse(["--min-tokens", "50"], max_tokens=20)
+    arguments.check_sampling_arguments(parsed)
+    assert arguments.sampling_params(parsed, DELTA, {"max_tokens": 60}).min_tokens == 50
     with pytest.raises(ValueError, match="min_tokens must be at most max_tokens=20, got 50"):
-        sampling_params(arguments, DELTA)
+        arguments.sampling_params(parsed, DELTA)
     for argv in (["--min-tokens", "5", "--max-tokens", "4"], ["--n", "2", "--temperature", "0"], ["--top-p", "0"]):
         with pytest.raises(ValueError, match="must be"):
-            check_sampling_arguments(parse(argv))
+            arguments.check_sampling_arguments(parse(argv))
 
 
 def test_help_has_the_source_of_sampling_defaults(run: CommandRunner) -> None:
@@ -157,8 +149,6 @@ def test_help_has_the_source_of_sampling_defaults(run: CommandRunner) -> None:
 
 
 OVERRIDE = ["--override-generation-config"]
-
-# --- messages and exit codes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -277,9 +267,6 @@ def test_logs_go_to_stderr_while_a_command_runs(capsys: pytest.CaptureFixture[st
         logger.info("loud")
     assert capsys.readouterr() == ("", "WARNING fleetfoot.some.module: careful\nINFO fleetfoot.some.module: loud\n")
     assert before == (logging.getLogger("fleetfoot").level, logging.getLogger("fleetfoot").handlers)
-
-
-# --- several machines ---------------------------------------------------------------------------------------------
 
 
 def test_a_worker_names_what_it_waits_for(run: CommandRunner, monkeypatch: pytest.MonkeyPatch) -> None:

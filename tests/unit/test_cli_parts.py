@@ -24,8 +24,6 @@ from fleetfoot.outputs import CompletionOutput, Logprob, RequestMetrics, Request
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.scheduler.scheduler import SchedulerStats
 
-# --- prompts ------------------------------------------------------------------------------------------------------
-
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -69,9 +67,6 @@ def test_standard_input_is_the_prompt_unless_it_is_a_terminal(monkeypatch: pytes
     for stdin, message in ((io.StringIO(""), "is empty"), (io.StringIO(" \n"), "is empty"), (None, "is closed")):
         with pytest.raises(UsageError, match=f"standard input {message}; give a prompt .*--prompt TEXT"):
             read(stdin, [], None)
-
-
-# --- what is printed ----------------------------------------------------------------------------------------------
 
 
 def delta(request_id: str, *texts: str | None, finished: bool = False) -> RequestOutput:
@@ -138,9 +133,6 @@ def test_the_numbers_are_means_over_requests() -> None:
     assert numbers_line([RequestMetrics()], 0.1) == "0.0 tokens/s"
 
 
-# --- chat -------------------------------------------------------------------------------------------------------------
-
-
 def tokenize(messages: list[dict[str, Any]]) -> list[int]:
     """As many tokens as there are characters."""
     return [0] * sum(len(message["content"]) for message in messages)
@@ -174,9 +166,6 @@ def test_a_message_that_can_never_fit_changes_nothing(conversation: Conversation
     with pytest.raises(ValueError, match="a prompt of 7 tokens, and there is room for 6"):
         conversation.fit(tokenize, limit=7, reserve=1)
     assert len(conversation.turns) == 4
-
-
-# --- bench --------------------------------------------------------------------------------------------------------
 
 
 def workload(**changes: Any) -> Workload:
@@ -306,9 +295,6 @@ def test_the_documentation_describes_every_field() -> None:
     content = results(Samples(), with_loads=True)
     for name in (*content, *content["prefix_cache"], *content["ttft_ms"]):
         assert f"`{name}`" in page
-
-
-# --- roofline ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])

@@ -276,8 +276,6 @@ def test_a_step_that_cannot_be_dry_does_not_stop_a_start(caplog: pytest.LogCaptu
     assert "num_tokens=2" in warning
 
 
-# --- the process that compiles ---------------------------------------------------------------------------------------
-
 DEAD = (sys.executable, "-c", "pass")
 
 

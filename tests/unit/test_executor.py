@@ -33,24 +33,16 @@ from fleetfoot.kv_transfer.blockstore.blocks import BlockStoreMetadata, BlockTra
 from fleetfoot.plan.machine import Machine
 from fleetfoot.plan.plan import EnginePlan
 from fleetfoot.plan.resolve import resolve_plan
+from fleetfoot.records import step as records
 from fleetfoot.records.kv_layout import KVCacheSpec, KVLayout
 from fleetfoot.records.sampling_params import SamplingParams
-from fleetfoot.records.step import (
-    KVConnectorOutput,
-    ModelRunnerOutput,
-    NewRequest,
-    RowLogprobs,
-    SchedulerOutput,
-    TransferFailure,
-    without_token_ids,
-)
 
-IDLE = SchedulerOutput(3, [], [], 0, 0, 0)
+IDLE = records.SchedulerOutput(3, [], [], 0, 0, 0)
 PARAMS = SamplingParams(temperature=0.3, logit_bias={5: -1.0}, stop=["x"], seed=2**63 - 1)
 TOKENS = array("i", [1, 2**31 - 1])
 FULL = dataclasses.replace(
-    SchedulerOutput(2**40, [4, 0], [3, 70], 1, 2, 73),
-    new_requests=[NewRequest("näme", 0, TOKENS, 1, 0, [7], PARAMS, 2**64 - 1, frozenset({1, 2}), [[3, 4]])],
+    records.SchedulerOutput(2**40, [4, 0], [3, 70], 1, 2, 73),
+    new_requests=[records.NewRequest("näme", 0, TOKENS, 1, 0, [7], PARAMS, 2**64 - 1, frozenset({1, 2}), [[3, 4]])],
     new_block_ids=[(4, 2, [8, 9])],
     finished=[("gone", 1)],
     finished_req_ids={"gone"},
@@ -60,28 +52,30 @@ FULL = dataclasses.replace(
     kv_connector_metadata=BlockStoreMetadata("epoch", loads=[("näme", [BlockTransfer(7, b"\0digest")])]),
 )
 BUILD = WorkerBuild("v2", "torch", "sdpa", "block-contiguous-hnd", "none", "ngram", 2)
-OUTPUT = ModelRunnerOutput(
+OUTPUT = records.ModelRunnerOutput(
     sampled_token_ids=[[5, 6], []],
-    logprobs={0: [RowLogprobs([5, 9], [-0.5, float("-inf")], 3)]},
-    prompt_logprobs={1: (64, [RowLogprobs([3], [-1.25], 4)])},
+    logprobs={0: [records.RowLogprobs([5, 9], [-0.5, float("-inf")], 3)]},
+    prompt_logprobs={1: (64, [records.RowLogprobs([3], [-1.25], 4)])},
     invalid={1: "logits are not numbers"},
     num_drafted=[2],
-    kv_connector_output=KVConnectorOutput({"a"}, {"b": TransferFailure("lost", timed_out=True)}, {"c"}, {"n": 1}),
+    kv_connector_output=records.KVConnectorOutput(
+        {"a"}, {"b": records.TransferFailure("lost", timed_out=True)}, {"c"}, {"n": 1}
+    ),
 )
 LAYOUT = KVLayout(9, 16, "bfloat16", (KVCacheSpec(2, 64), KVCacheSpec(2, 64, 7)))
 
 
 @pytest.mark.parametrize("step", [IDLE, FULL], ids=["idle", "full"])
 @pytest.mark.parametrize("grammar", [None, {"mask": [1, 2]}])
-def test_calls_round_trip(step: SchedulerOutput, grammar: object) -> None:
+def test_calls_round_trip(step: records.SchedulerOutput, grammar: object) -> None:
     assert messages.decode_call(messages.encode_call(17, step, grammar)) == (17, step, grammar)
 
 
 def test_ranks_that_read_no_tokens_receive_none() -> None:
-    (new,) = without_token_ids(FULL).new_requests
+    (new,) = records.without_token_ids(FULL).new_requests
     assert (new.token_ids, new.num_tokens) == (array("i"), 2)
     assert dataclasses.replace(new, token_ids=TOKENS) == FULL.new_requests[0]
-    assert without_token_ids(IDLE) is IDLE
+    assert records.without_token_ids(IDLE) is IDLE
 
 
 def test_plain_step_is_not_pickled() -> None:
@@ -93,7 +87,7 @@ def test_plain_step_is_not_pickled() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, ModelRunnerOutput([])), Ready(1, LAYOUT, BUILD)]
+    "reply", [StepOutput(3, 12, OUTPUT), StepOutput(0, 0, records.ModelRunnerOutput([])), Ready(1, LAYOUT, BUILD)]
 )
 def test_replies_round_trip(reply: StepOutput | Ready) -> None:
     assert messages.decode_reply(messages.encode_reply(reply)) == reply
@@ -132,32 +126,31 @@ def outputs_of(**settings: int) -> StepOutputs:
 def test_without_a_connector_one_rank_replies() -> None:
     outputs = outputs_of(tensor_parallel_size=2, pipeline_parallel_size=2)
     assert outputs.pop(5) is None
-    outputs.add(StepOutput(2, 5, ModelRunnerOutput([[7]])))  # the first of the last stage
-    assert outputs.pop(5) == ModelRunnerOutput([[7]])
+    outputs.add(StepOutput(2, 5, records.ModelRunnerOutput([[7]])))  # the first of the last stage
+    assert outputs.pop(5) == records.ModelRunnerOutput([[7]])
 
 
 def test_connector_outputs_of_all_ranks_are_merged_in_the_order_of_steps() -> None:
     """Rank 0 is two steps ahead of rank 1, as it may be in a pipeline."""
     outputs = outputs_of(kv_offloading_size=1, pipeline_parallel_size=2)
-    lost = TransferFailure("lost")
+    lost = records.TransferFailure("lost")
     ranks = [
-        [KVConnectorOutput({"a", "b"}), None, KVConnectorOutput({"c"}, counters={"n": 1})],
-        [None, KVConnectorOutput({"a"}, {"b": lost}), KVConnectorOutput(sent={"d"}, counters={"n": 2})],
+        [records.KVConnectorOutput({"a", "b"}), None, records.KVConnectorOutput({"c"}, counters={"n": 1})],
+        [None, records.KVConnectorOutput({"a"}, {"b": lost}), records.KVConnectorOutput(sent={"d"}, counters={"n": 2})],
     ]
     merged = []
     for rank, steps in enumerate(ranks):
         for number, transfers in enumerate(steps):
-            outputs.add(StepOutput(rank, number, ModelRunnerOutput([[number]] * rank, kv_connector_output=transfers)))
+            outputs.add(
+                StepOutput(rank, number, records.ModelRunnerOutput([[number]] * rank, kv_connector_output=transfers))
+            )
             output = outputs.pop(number)
             assert (output is None) == (rank == 0)
             if output is not None:
                 assert output.sampled_token_ids == [[number]]
                 merged.append(output.kv_connector_output)
     # nothing has ended on both after the first step
-    assert merged == [None, KVConnectorOutput({"a"}, {"b": lost}), KVConnectorOutput(counters={"n": 3})]
-
-
-# --- sockets and their directory ------------------------------------------------------------------------------------
+    assert merged == [None, records.KVConnectorOutput({"a"}, {"b": lost}), records.KVConnectorOutput(counters={"n": 3})]
 
 
 @pytest.fixture(autouse=True)
@@ -231,8 +224,6 @@ def test_directories_in_use_and_others_stay(parent: Path, rendezvous: Rendezvous
     RendezvousDir().close()
     assert set(parent.iterdir()) == {rendezvous.place, other}
 
-
-# --- the rendezvous of nodes ------------------------------------------------------------------------------------------
 
 ADDRESSES = [WorkerAddresses("tcp://127.0.0.1:1", "tcp://127.0.0.1:2", b"key" * 10)] * 3
 Join = Callable[..., tuple[Link, Invitation]]

@@ -38,8 +38,6 @@ def sequences(prompt: Any, processor: InputProcessor | None = None, **params: An
     return processor.make_requests(process(prompt, processor, **params))
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
-
 ARRAYS = [array("q", [5, 6, 7]), np.array([5, 6, 7]), np.array([5, 6, 7], dtype=np.uint8), torch.tensor([5, 6, 7])]
 LISTS = [[5, 6, 7], (5, 6, 7), range(5, 8), iter([5, 6, 7]), [np.int64(5), np.int32(6), 7]]
 DICTIONARIES = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": np.array([5, 6, 7]), "cache_salt": None}]
@@ -165,9 +163,6 @@ def test_texts_that_are_too_long_are_refused_before_they_are_tokenized(monkeypat
 def test_max_tokens_end_at_the_models_length(prompt: int, max_tokens: int | None, in_all: int) -> None:
     (sequence,) = sequences([5] * prompt, max_tokens=max_tokens, min_tokens=1)
     assert sequence.max_total_tokens == in_all
-
-
-# --- parameters -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

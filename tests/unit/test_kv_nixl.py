@@ -111,8 +111,6 @@ def test_full_blocks_without_the_last_token_are_held(make: MakeEngine) -> None:
     assert consumer.matched(longer, 16) == 0
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------
-
 OTHER_LAYOUT = KVLayout(16, BLOCK_SIZE, "float32", (*[KVCacheSpec(2, 6)] * 2, KVCacheSpec(2, 4)))
 REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
     "fingerprint": (f"its fingerprint is 'other', and '{FINGERPRINT}' here", {"producer": {"fingerprint": "other"}}),
@@ -187,9 +185,6 @@ def test_port_in_use(make: MakeEngine) -> None:
     port = int(make().hold("p")["remote_addresses"][0].split(":")[1])
     with pytest.raises(ValueError, match=f"cannot listen on 127.0.0.1:{port}"):
         make(extra={"side_channel_port": port})
-
-
-# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 SPOIL: dict[str, tuple[Callable[[bytes, int], bytes], str]] = {
@@ -405,9 +400,6 @@ def test_failure_of_one_rank_fails_the_load(make: MakeEngine) -> None:
     assert output.loaded == set() and "is corrupt" in output.failed["r"].reason
     producer.until_sent("p")
     assert producer.counters["sends_sent"] == producer.counters["sends_lost"] == 1
-
-
-# --- requests that do not load ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_ended", [False, True], ids=["all cached", "ended"])

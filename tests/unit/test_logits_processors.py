@@ -115,9 +115,6 @@ def test_nan_and_inf_stay_visible() -> None:
         assert not logits[:, 1::4].isneginf().any()
 
 
-# --- what the cases do not cover --------------------------------------------------------------------------------------
-
-
 def row(tokens: list[int], **params: Any) -> SamplingRow:
     """With a prompt of two tokens."""
     return SamplingRow(SamplingParams(**params), seed=1, token_ids=tokens, num_prompt_tokens=2)

@@ -75,9 +75,6 @@ def test_prompt_logprobs_make_few_logits_at_a_time(monkeypatch):
     torch.testing.assert_close(result.logprobs, whole.logprobs)
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
 def logprob_case(seed: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(5, vocab_size, generator=generator) * 4).to(dtype)
@@ -132,9 +129,6 @@ def test_rows_are_independent(triton: bool) -> None:
         for begin, other in ((0, 0), (33, 6)):
             assert torch.equal(together[index, begin : begin + count + 1], alone[0, other : other + count + 1])
         assert together[index, -1] == alone[0, -1]
-
-
-# --- the public API ---------------------------------------------------------------------------------------------------
 
 
 def test_dictionary_has_the_chosen_token_first_then_the_top_in_order():

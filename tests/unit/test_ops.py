@@ -147,9 +147,6 @@ def test_mismatched_tensors_are_rejected(native: Kernels) -> None:
             native.rope_and_cache(torch.zeros(1, 48), cache, *places, *arguments[2:], None, None, 1e-6)
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 3, 64, 1000, 16384, 40007])
 def test_argmax(native: Kernels, dtype: torch.dtype, vocab_size: int) -> None:
@@ -174,9 +171,6 @@ def test_draws_follow_the_softmax(native: Kernels) -> None:
     drawn = native.sample(logits, RandomRows(torch.full((count,), 0.7), numbers * 977, numbers))
     found = torch.bincount(drawn, minlength=4) / count
     torch.testing.assert_close(found, probabilities, rtol=0, atol=0.03)
-
-
-# --- linear -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -266,9 +260,6 @@ def test_prepared_linear(native: Kernels) -> None:
         linear(torch.zeros(2, 4, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"bias \[4\]"):
         native.prepare_linear(torch.zeros(8, 4), torch.zeros(4))
-
-
-# --- the library ------------------------------------------------------------------------------------------------------
 
 
 @needs_library

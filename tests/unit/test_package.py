@@ -11,8 +11,6 @@ import fleetfoot
 from fleetfoot.config.env import USE_NATIVE_KERNELS, use_native_kernels
 from fleetfoot.native.loading import native_problem, open_library
 
-# --- imports ----------------------------------------------------------------------------------------------------------
-
 HEAVY = {"torch", "numpy", "tokenizers", "transformers", "safetensors", "huggingface_hub", "jinja2", "rich", "asyncio"}
 PLAIN_NAMES = "SamplingParams, RequestOutputKind, RequestOutput, CompletionOutput, TokensPrompt, EngineConfig"
 LOWER_ROOMS = """
@@ -85,8 +83,6 @@ def test_every_public_name_is_there() -> None:
     with pytest.raises(AttributeError, match="module 'fleetfoot' has no attribute 'Nothing'"):
         fleetfoot.Nothing  # noqa: B018
 
-
-# --- the environment --------------------------------------------------------------------------------------------------
 
 PACKAGE = Path(fleetfoot.__file__).parent
 READER = PACKAGE / "config" / "env.py"

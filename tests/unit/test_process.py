@@ -72,9 +72,6 @@ def test_ended_requests_leave_no_garbage(is_aborted: bool) -> None:
     assert found == []
 
 
-# --- clean-up ---------------------------------------------------------------------------------------------------------
-
-
 def test_every_action_runs_and_the_first_error_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
     errors: dict[str, BaseException] = {"b": KeyboardInterrupt("first"), "c": OSError("second")}
@@ -91,9 +88,6 @@ def test_every_action_runs_and_the_first_error_is_raised(caplog: pytest.LogCaptu
     assert "second" in caplog.text
     run_all()
     run_all(partial(action, "a"), partial(action, "d"))
-
-
-# --- interrupts -------------------------------------------------------------------------------------------------------
 
 
 def test_second_ctrl_c_interrupts() -> None:

@@ -92,9 +92,6 @@ def test_a_file_that_is_no_object(content: str, message: str, tmp_path: Path) ->
     assert str(path) in str(caught.value)
 
 
-# --- the settings ---------------------------------------------------------------------------------------------------
-
-
 def test_the_settings(tmp_path: Path) -> None:
     config = EngineConfig()
     assert (config.generation_config, config.override_generation_config) == ("auto", None)

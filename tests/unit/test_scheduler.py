@@ -107,9 +107,6 @@ def test_how_requests_end() -> None:
     drive.scheduler.check_idle()
 
 
-# --- preemption -----------------------------------------------------------------------------------------------------
-
-
 def test_the_last_request_is_preempted_and_resumed_with_all_its_tokens() -> None:
     a, b = request_of("a", 7, 9), request_of("b", 7, 9)
     drive = Drive(scheduler_of(num_blocks=4, enable_prefix_caching=False), a, b)
@@ -149,9 +146,6 @@ def test_a_prefill_in_progress_is_preempted() -> None:
     assert drive.step() == {"a": 4, "b": 1}
     assert drive.step() == {"a": 1}  # its second block is b's last one
     assert b.status is RequestStatus.PREEMPTED
-
-
-# --- steps that overlap ---------------------------------------------------------------------------------------------
 
 
 def test_a_step_is_scheduled_while_the_last_one_runs() -> None:
@@ -207,9 +201,6 @@ def test_a_preempted_request_waits_for_its_step_and_keeps_its_token() -> None:
     assert b.num_preemptions == drive.scheduler.stats().num_preemptions == 1
     drive.run()
     assert a.output_token_ids == b.output_token_ids == [7] * 9
-
-
-# --- pipelines: steps in flight hold different requests -------------------------------------------------------------
 
 
 def pipeline_of(num_stages: int, names: str, *, max_tokens: int = 30, **config: Any) -> Drive:

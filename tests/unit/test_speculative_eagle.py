@@ -189,9 +189,6 @@ def test_short_steps_read_what_the_first_pass_wrote(tmp_path: Path) -> None:
     assert written_slots(cache, before) == sorted([*batch.metadata.slot_mapping.tolist(), last])
 
 
-# --- the short steps of a drafter -------------------------------------------------------------------------------------
-
-
 def make_batch(positions: list[int], limits: list[int], rows: list[int]) -> DraftBatch:
     """A step of decodes; request i has blocks 4i + 1 to 4i + 4."""
     return replace(

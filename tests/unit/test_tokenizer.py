@@ -251,14 +251,8 @@ def test_attributes_are_those_of_transformers() -> None:
     ours, theirs = embedded()
     kinds = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
     names = [f"{kind}_token{end}" for kind in kinds for end in ("", "_id")]
-    names += [
-        "all_special_tokens",
-        "all_special_ids",
-        "special_tokens_map",
-        "extra_special_tokens",
-        "vocab_size",
-    ]
-    names += ["is_fast", "chat_template"]
+    names += ["all_special_tokens", "all_special_ids", "special_tokens_map", "extra_special_tokens"]
+    names += ["vocab_size", "is_fast", "chat_template"]
     assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
     assert len(ours) == len(theirs)
     assert ours("a").attention_mask == [1, 1] and not hasattr(ours("a"), "nothing")

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.attention_batches import Batch, Requests, check_batch, make_batch, make_fused_batch, ragged
 from tests.helpers.interpreter import compiled, interpreted, run_python
 
-from fleetfoot.kernels.attention import split_kv
-from fleetfoot.kernels.attention.decode import (
-    MAX_ROWS,
-    DecodeTiling,
-    _prefetch_arguments,
-    choose_decode_tiling,
-    max_rows,
-    paged_attention_decode,
-)
+from fleetfoot.kernels.attention import decode, split_kv
 from fleetfoot.kernels.attention.prefill import PrefillTiling, choose_prefill_tiling, paged_attention_prefill
 from fleetfoot.kernels.attention.sdpa_backend import SDPABackend
 from fleetfoot.kernels.attention.split_kv import AttentionWorkspace
@@ -31,17 +23,22 @@ from fleetfoot.kernels.runtime import gpu_limits
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 DECODES: Requests = [(1, 50), (1, 1), (1, 0), (1, 130), (1, 16), (1, 17)]
-TILING = DecodeTiling(16, min_tiles=1, full_tiles=2, pair_tiles=1, programs_per_sm=2, num_warps=4, num_stages=3)
+TILING = decode.DecodeTiling(16, min_tiles=1, full_tiles=2, pair_tiles=1, programs_per_sm=2, num_warps=4, num_stages=3)
 MIXED: Requests = [(1, 5), (1, 40), (3, 3), (33, 80), (1, 7), (17, 17)]
 
 
 def check_decode(
-    batch: Batch, window: int | None = None, *, num_programs: int = 5, tiling: DecodeTiling = TILING, times: int = 1
+    batch: Batch,
+    window: int | None = None,
+    *,
+    num_programs: int = 5,
+    tiling: decode.DecodeTiling = TILING,
+    times: int = 1,
 ) -> None:
     workspace = AttentionWorkspace(torch.device("cpu"), num_programs)
     for _ in range(times):
         out = torch.full(batch.query.shape, float("nan"), dtype=batch.query.dtype)
-        paged_attention_decode(batch.inputs(window), workspace=workspace, out=out, tiling=tiling)
+        decode.paged_attention_decode(batch.inputs(window), workspace=workspace, out=out, tiling=tiling)
         check_batch(out, batch, BOUND, window)
 
 
@@ -102,7 +99,7 @@ def test_mixed_batch_by_prefill_kernel(window: int | None, num_heads: int) -> No
 def test_ragged_batches(requests: Requests, window: int | None, data: st.DataObject) -> None:
     batch = make_batch(requests, block_size=16)
     check_prefill(batch, window)
-    if batch.metadata.max_query_len * 2 <= MAX_ROWS:
+    if batch.metadata.max_query_len * 2 <= decode.MAX_ROWS:
         check_decode(batch, window, num_programs=data.draw(st.integers(1, 30), label="num_programs"))
 
 
@@ -166,11 +163,11 @@ def test_tensors_that_do_not_fit_are_named() -> None:
 def test_tiles_fit_in_shared_memory(shared_bytes: int, element_size: int, head_dim: int, group: int) -> None:
     """Three stages of K and V beside Q, which is what the compiler may take for two that are in flight."""
     row_bytes = head_dim * element_size
-    rows = min(max(16, group), max_rows(head_dim))
+    rows = min(max(16, group), decode.max_rows(head_dim))
     prefill = choose_prefill_tiling(rows, head_dim, element_size, shared_bytes)
     assert prefill.rows >= rows
-    decode = choose_decode_tiling(rows, head_dim, element_size, shared_bytes)
-    for tile_rows, tiling in ((prefill.rows, prefill), (rows, decode)):
+    chosen = decode.choose_decode_tiling(rows, head_dim, element_size, shared_bytes)
+    for tile_rows, tiling in ((prefill.rows, prefill), (rows, chosen)):
         assert (tile_rows + 2 * tiling.num_stages * tiling.tile) * row_bytes <= shared_bytes
         assert tiling.tile >= 16
 
@@ -227,7 +224,7 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
 
     def run() -> torch.Tensor:
         out = torch.full((len(batch.qkv), batch.num_heads, head_dim), float("nan"))
-        paged_attention_decode(
+        decode.paged_attention_decode(
             batch.inputs(window),
             workspace=AttentionWorkspace(torch.device("cpu"), 5),
             out=out,
@@ -243,8 +240,8 @@ def test_norm_rotation_and_cache_write_within_the_kernel(
 
 def test_how_much_of_a_weight_is_prefetched() -> None:
     def rows(*shape: int) -> tuple[int, int, int, int]:
-        return _prefetch_arguments(torch.empty(shape, dtype=torch.bfloat16, device="meta"), 528)
+        return decode._prefetch_arguments(torch.empty(shape, dtype=torch.bfloat16, device="meta"), 528)
 
     assert rows(4096, 4096) == (4096, 8, 8192, 8192)
     assert rows(16384, 16384) == (16384, 32, 32768, 2048)  # a stretch of every row, 32 MB in all
-    assert rows(100, 20) == _prefetch_arguments(None, 528) == (0, 0, 0, 0)  # rows of 40 bytes are not aligned
+    assert rows(100, 20) == decode._prefetch_arguments(None, 528) == (0, 0, 0, 0)  # rows of 40 bytes are not aligned

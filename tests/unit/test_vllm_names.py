@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from fleetfoot.config import vllm_names
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.speculative import SpeculativeConfig
-from fleetfoot.config.vllm_names import (
-    CALL_KEYWORDS,
-    ENGINE_FLAGS,
-    ENGINE_KEYWORDS,
-    SPECULATIVE_KEYS,
-    check_call_keywords,
-)
 from fleetfoot.records.sampling_params import SamplingParams
 
 SETTINGS = {field.name for field in dataclasses.fields(EngineConfig)}
@@ -49,22 +43,17 @@ def test_a_setting_that_only_vllm_has(name: str, value: Any, advice: str, owner:
 
 
 def test_settings_that_both_have_are_taken() -> None:
-    both = {
-        "tokenizer": "t",
-        "seed": 3,
-        "gpu_memory_utilization": 0.8,
-        "enforce_eager": True,
-        "trust_remote_code": True,
-    }
+    both = {"tokenizer": "t", "seed": 3, "gpu_memory_utilization": 0.8, "enforce_eager": True}
+    both["trust_remote_code"] = True
     config = EngineConfig.from_keywords({"model": "m", "tensor_parallel_size": 1, **both}, owner="LLM")
     assert {name: getattr(config, name) for name in both} == both
 
 
 def test_values_that_change_nothing_are_taken() -> None:
-    neutral = {name: values[0] for name, (values, _) in ENGINE_KEYWORDS.items() if values}
+    neutral = {name: values[0] for name, (values, _) in vllm_names.ENGINE_KEYWORDS.items() if values}
     for given in (
         neutral,
-        dict.fromkeys(ENGINE_KEYWORDS),
+        dict.fromkeys(vllm_names.ENGINE_KEYWORDS),
         dict.fromkeys(SETTINGS),
         {"hf_overrides": {}, "convert": ""},
     ):
@@ -86,24 +75,23 @@ def test_misspelt_settings_and_what_vllm_calls_runner() -> None:
 
 
 def test_advice_is_about_settings_that_there_are() -> None:
-    assert not ENGINE_KEYWORDS.keys() & SETTINGS
+    assert not vllm_names.ENGINE_KEYWORDS.keys() & SETTINGS
     speculative = {field.name for field in dataclasses.fields(SpeculativeConfig)}
-    assert not SPECULATIVE_KEYS.keys() & speculative
-    assert set(ENGINE_FLAGS.values()) <= SETTINGS | ENGINE_KEYWORDS.keys()
+    assert not vllm_names.SPECULATIVE_KEYS.keys() & speculative
+    assert set(vllm_names.ENGINE_FLAGS.values()) <= SETTINGS | vllm_names.ENGINE_KEYWORDS.keys()
     known = SETTINGS | speculative
     known |= {field.name for field in dataclasses.fields(SamplingParams)} | {"chat_template", "prompt_token_ids"}
-    of_calls = [advice for _, advice in (*ENGINE_KEYWORDS.values(), *CALL_KEYWORDS.values())]
-    for advice in [*SPECULATIVE_KEYS.values(), *of_calls]:
+    of_calls = [advice for _, advice in (*vllm_names.ENGINE_KEYWORDS.values(), *vllm_names.CALL_KEYWORDS.values())]
+    for advice in [*vllm_names.SPECULATIVE_KEYS.values(), *of_calls]:
         assert advice and set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", advice)) <= known, advice
 
 
-# --- calls ----------------------------------------------------------------------------------------------------------
-
-
 def test_keywords_that_ask_for_nothing_are_taken() -> None:
-    check_call_keywords("LLM.chat", call, {name: neutral for name, (neutral, _) in CALL_KEYWORDS.items()})
-    check_call_keywords("LLM.chat", call, dict.fromkeys(CALL_KEYWORDS))
-    check_call_keywords("LLM.chat", call, {})
+    vllm_names.check_call_keywords(
+        "LLM.chat", call, {name: neutral for name, (neutral, _) in vllm_names.CALL_KEYWORDS.items()}
+    )
+    vllm_names.check_call_keywords("LLM.chat", call, dict.fromkeys(vllm_names.CALL_KEYWORDS))
+    vllm_names.check_call_keywords("LLM.chat", call, {})
 
 
 @pytest.mark.parametrize(
@@ -121,4 +109,4 @@ def test_keywords_that_ask_for_nothing_are_taken() -> None:
 )
 def test_others_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=f"^LLM.generate got an unknown keyword {message}"):
-        check_call_keywords("LLM.generate", call, given)
+        vllm_names.check_call_keywords("LLM.generate", call, given)
