@@ -21,7 +21,7 @@ from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
-from fleetfoot.utils.process import short_collections
+from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, short_collections
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -91,6 +91,8 @@ class AsyncLLM:
         self._stopping = False
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fleetfoot-engine", daemon=True)
+        self._is_exiting = False
+        EXIT_GUARD.threads.add(self)
         self._thread.start()
 
     # --- public methods -----------------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool:
         """Whether the engine accepts requests."""
-        return self._cause is None and not self._stopping
+        return self._cause is None and not self._stopping and not self._engine.is_foreign
 
     @property
     def runner_name(self) -> str:
@@ -176,11 +178,20 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the engine and its thread; pending generators raise `EngineDeadError`. Further calls do nothing."""
+        if not self._engine.is_foreign:
+            self._stop()
+
+    def stop_at_exit(self) -> None:
+        """`shutdown`, except that pending generators, which only daemon threads can have, are left alone."""
+        self._is_exiting = True
+        self._stop(EXIT_S)
+
+    def _stop(self, timeout: float | None = None) -> None:
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -226,6 +237,7 @@ class AsyncLLM:
     def _submit(self, run: Callable[[], None] | None, results: _ResultQueue | None) -> _Command:
         """Queue a command. With None, it and later commands wait until its function is set."""
         command = _Command(run, results)
+        self._engine.check_process()  # before the lock, which a thread of the parent's may hold
         with self._wake:
             if not self.is_running:
                 raise self._dead_error()
@@ -259,8 +271,9 @@ class AsyncLLM:
         with self._wake:
             self._stopping = True  # from here on no command is accepted
         pending = [command.results for command in self._commands if command.results is not None]
-        for results in [*self._result_queues.values(), *pending]:
-            results.put(self._dead_error())
+        if not self._is_exiting:
+            for results in [*self._result_queues.values(), *pending]:
+                results.put(self._dead_error())
         self._engine.shutdown()
 
     def _poll(self) -> bool:

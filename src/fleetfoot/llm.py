@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.engine import LLMEngine
+from fleetfoot.engine.input_processor import EngineRequest
 from fleetfoot.engine.stats import EngineStats
 from fleetfoot.inputs import ChatMessage, PromptType
 from fleetfoot.outputs import RequestOutput
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams, is_integer
-from fleetfoot.utils.process import deferred_interrupts, progress_bar, short_collections
+from fleetfoot.utils.process import StopSignal, deferred_interrupts, progress_bar, short_collections
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -27,6 +31,8 @@ _NO_VARIABLES = ("chat_template", "messages", "conversation", "max_length", *_RE
 
 class LLM:
     """A model for offline inference. Use it as a context manager, or call `shutdown` to release its memory.
+
+    Threads can share it: their calls run as one batch. A forked process cannot: its calls raise `EngineDeadError`.
 
     Args:
         model: a checkpoint folder or a hub id; None: the embedded model.
@@ -42,7 +48,9 @@ class LLM:
             keywords["model"] = model
         self.config = EngineConfig.from_keywords(keywords, owner="LLM")
         self.llm_engine = LLMEngine.from_config(self.config)
-        self._num_requests = 0
+        self._numbers = count()
+        self._turns = _Turns()
+        self._calls: dict[str, _Call] = {}  # request id -> the call that waits for its output
 
     def generate(
         self,
@@ -147,12 +155,16 @@ class LLM:
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Forget cached prefixes; with ``reset_connector`` also KV that a KV connector has saved."""
-        self.llm_engine.reset_prefix_cache(reset_connector=reset_connector)
+        self.llm_engine.check_process()
+        with self._turns.take():
+            self.llm_engine.reset_prefix_cache(reset_connector=reset_connector)
         return True
 
     def shutdown(self) -> None:
-        """Release all memory. Further calls do nothing."""
-        self.llm_engine.shutdown()
+        """Release all memory, after a step of another thread. Does nothing when called again or in a forked process."""
+        if not self.llm_engine.is_foreign:
+            with self._turns.take():
+                self.llm_engine.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -170,53 +182,123 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
         is_batch: bool,
     ) -> list[RequestOutput]:
-        engine, before = self.llm_engine, self.llm_engine.num_prompt_tokens
-        request_ids: dict[str, None] = {}  # an ordered set
-        finished: dict[str, RequestOutput] = {}
-        previous = checked = None
+        self.llm_engine.check_process()  # before the lock, which a thread of a parent process may hold
+        call = _Call()
+        use_tqdm = use_tqdm if use_tqdm is not True else not self._calls  # another thread may show its bar
         # an interrupted step would end the engine
         with short_collections(), deferred_interrupts() as interrupts:
             try:
-                has_stepped = False
-                for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
-                    if checked is None or given is not previous:  # shared parameters are validated once
-                        with _naming(f"sampling_params[{index}]" * any(other is not given for other in params)):
-                            previous, checked = given, engine.input_processor.check_params(given)
-                        checked.output_kind = RequestOutputKind.FINAL_ONLY
-                    request_id = self._new_request_id()
-                    request_ids[request_id] = None
-                    with _naming(f"prompts[{index}]" * is_batch):
-                        engine.add_request(request_id, prompt, checked, priority=priority, params_checked=True)
-                    if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):
-                        has_stepped = True  # the device computes while the other prompts are added
-                        finished |= self._step(request_ids)
-                    interrupts.check()
-                with progress_bar(use_tqdm, total=len(request_ids), description="Generating") as advance:
-                    for output in finished.values():
-                        advance(output.metrics.num_generation_tokens)
-                    while len(finished) < len(request_ids):
-                        for request_id, output in self._step(request_ids).items():
-                            finished[request_id] = output
+                self._add(call, prompts, params, priorities, is_batch, interrupts)
+                with progress_bar(use_tqdm, total=len(prompts), description="Generating") as advance:
+                    while True:
+                        for output in call.outputs[call.num_shown :]:
+                            call.num_shown += 1
                             advance(output.metrics.num_generation_tokens)
                         interrupts.check()
+                        if call.num_shown == len(prompts):
+                            break
+                        until = lambda: len(call.outputs) > call.num_shown or interrupts.is_set  # noqa: E731
+                        with self._turns.take(until, is_step=True) as has_turn:
+                            if has_turn:
+                                self._step()
             except BaseException:  # a refused prompt, a failure, Ctrl-C: remove all requests of this call
-                engine.discard(request_ids)
+                with self._turns.take():
+                    self.llm_engine.discard(call.request_ids)
+                    self._calls = {key: other for key, other in self._calls.items() if other is not call}
                 raise
             finally:
-                engine.report_finished()
-        return [finished[request_id] for request_id in request_ids]
+                with self._turns.take():
+                    self.llm_engine.report_finished()
+        by_id = {output.request_id: output for output in call.outputs}
+        return [by_id[request_id] for request_id in call.request_ids]
 
-    def _step(self, request_ids: Container[str]) -> dict[str, RequestOutput]:
-        """Run a step; returns the outputs of ``request_ids`` that finish. The engine may have other requests."""
-        outputs = self.llm_engine.step()
-        return {output.request_id: output for output in outputs if output.finished and output.request_id in request_ids}
+    def _add(
+        self,
+        call: _Call,
+        prompts: list[PromptType],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        is_batch: bool,
+        interrupts: StopSignal,
+    ) -> None:
+        """Add the requests of a call, at once or, if another thread steps, together after its step."""
+        engine, before = self.llm_engine, self.llm_engine.num_prompt_tokens
+        previous = checked = None
+        has_stepped = False
+        waiting: list[EngineRequest] = []
+        for index, (prompt, given, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+            if checked is None or given is not previous:  # shared parameters are validated once
+                with _naming(f"sampling_params[{index}]" * any(other is not given for other in params)):
+                    previous, checked = given, engine.input_processor.check_params(given)
+                checked.output_kind = RequestOutputKind.FINAL_ONLY
+            request_id = self._new_request_id()
+            with _naming(f"prompts[{index}]" * is_batch):
+                request = engine.process_inputs(request_id, prompt, checked, priority=priority, params_checked=True)
+            waiting.append(request)
+            if len(prompts) == index + 1 or self._turns.owner is None:
+                with self._turns.take():
+                    for request in waiting:
+                        call.request_ids.append(request.request_id)
+                        with _naming(f"prompts[{len(call.request_ids) - 1}]" * is_batch):
+                            engine.submit(request)
+                        self._calls[request.request_id] = call
+                    waiting.clear()
+                    if not has_stepped and engine.fills_first_step(engine.num_prompt_tokens - before):
+                        has_stepped = True  # the device computes while the other prompts are added
+                        self._step()
+            interrupts.check()
+
+    def _step(self) -> None:
+        """Run a step; every call gets its finished outputs. The engine may have requests of no call."""
+        for output in self.llm_engine.step():
+            if output.finished and (call := self._calls.pop(output.request_id, None)) is not None:
+                call.outputs.append(output)
 
     def _new_request_id(self) -> str:
         """An unused number; requests that were added directly to the engine may have some."""
-        while self.llm_engine.has_request(str(self._num_requests)):
-            self._num_requests += 1
-        self._num_requests += 1
-        return str(self._num_requests - 1)
+        return next(request_id for request_id in map(str, self._numbers) if not self.llm_engine.has_request(request_id))
+
+
+@dataclass(slots=True)
+class _Call:
+    """The requests of one call of `generate`; outputs are those that have finished."""
+
+    request_ids: list[str] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    num_shown: int = 0
+
+
+class _Turns:
+    """One thread at a time uses the engine; those that add or remove requests come before those that step."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.owner: int | None = None
+        self._num_first = 0  # threads that wait in `take` without ``until``
+
+    @contextlib.contextmanager
+    def take(self, until: Callable[[], bool] = lambda: False, *, is_step: bool = False) -> Iterator[bool]:
+        """Have the turn for the length of the block, or run it with False, without the turn, once ``until`` is true.
+
+        A signal handler that runs during a turn of its thread has it too.
+        """
+        previous, self_id = self.owner, threading.get_ident()
+        if previous != self_id:
+            with self._changed:
+                self._num_first += not is_step
+                try:  # with a timeout: a deferred Ctrl-C notifies no condition
+                    while not (ends := until()) and (self.owner is not None or (is_step and self._num_first)):
+                        self._changed.wait(0.1)
+                    previous, self.owner = None, self.owner if ends else self_id
+                finally:
+                    self._num_first -= not is_step
+        try:
+            yield self.owner == self_id
+        finally:
+            if previous is None and self.owner == self_id:
+                with self._changed:
+                    self.owner = None
+                    self._changed.notify_all()
 
 
 @contextlib.contextmanager

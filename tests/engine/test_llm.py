@@ -287,8 +287,8 @@ def test_outputs_are_not_changed_by_later_steps(kind: RequestOutputKind, is_chan
 def watched(llm: LLM) -> mock.Mock:
     """Records the calls of these two methods of the engine."""
     engine = llm.llm_engine
-    watch = mock.Mock(**{"add_request.side_effect": engine.add_request, "step.side_effect": engine.step})
-    vars(engine).update(add_request=watch.add_request, step=watch.step)
+    watch = mock.Mock(**{"submit.side_effect": engine.submit, "step.side_effect": engine.step})
+    vars(engine).update(submit=watch.submit, step=watch.step)
     return watch
 
 
@@ -306,7 +306,7 @@ def test_a_step_that_is_full_begins_before_the_last_prompts_are_added(use_v2: bo
             results.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
             llm.llm_engine.check_integrity()
         calls = [call[0] for call in watch.mock_calls]
-        begun = calls[: calls.index("step")].count("add_request")
+        begun = calls[: calls.index("step")].count("submit")
         assert begun == (3 if policy == "fcfs" else 7)
         assert calls[:8].count("step") == 1
     assert results[0] == results[1]

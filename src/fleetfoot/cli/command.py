@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -94,7 +95,9 @@ def started_engine(arguments: argparse.Namespace, **defaults: Any) -> Iterator[t
     try:
         yield engine, time.perf_counter() - begin
     finally:
-        engine.shutdown()
+        is_interrupted = sys.exc_info()[0] is KeyboardInterrupt  # an interrupted step is no failure
+        with contextlib.suppress(*([Exception] if is_interrupted else [])):
+            engine.shutdown()
 
 
 def check_output_file(flag: str, file: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,7 +31,7 @@ from fleetfoot.scheduler.config import SchedulerConfig
 from fleetfoot.scheduler.drafting import ConstantDrafts, DraftController
 from fleetfoot.scheduler.scheduler import Scheduler
 from fleetfoot.speculative.controller import AdaptiveDrafts
-from fleetfoot.utils.process import run_all
+from fleetfoot.utils.process import EXIT_GUARD, run_all
 
 if TYPE_CHECKING:
     from fleetfoot.tokenizer.tokenizer import Tokenizer
@@ -63,6 +65,8 @@ class LLMEngine:
         self._aborted: list[RequestOutput] = []  # last outputs of aborted requests, returned by the next step
         self._cause: BaseException | None = None
         self._is_shut_down = False
+        self._pid = os.getpid()
+        EXIT_GUARD.add_engine(self)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
@@ -130,6 +134,7 @@ class LLMEngine:
         if self.has_request(request_id):
             raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
 
+    @EXIT_GUARD
     def process_inputs(
         self,
         request_id: str,
@@ -149,6 +154,7 @@ class LLMEngine:
         process = self.input_processor.process
         return process(request_id, prompt, params, priority=priority, params_checked=params_checked)
 
+    @EXIT_GUARD
     def submit(self, request: EngineRequest) -> None:
         """Second part of `add_request`: queue. Its id must have passed `check_request_id`.
 
@@ -172,7 +178,7 @@ class LLMEngine:
         """End requests; the next `step` returns their outputs. Unknown and finished ids are ignored.
 
         KV of a finished request that is held for another engine, and not being read, is released."""
-        if self._cause is not None:
+        if self._cause is not None or self._is_shut_down:
             return  # the state of a failed engine may be inconsistent
         for request_id in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if (output := self._output_processor.abort(request_id)) is not None:
@@ -206,6 +212,7 @@ class LLMEngine:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
+    @EXIT_GUARD
     def step(self, before_update: Callable[[], object] = no_callback) -> list[RequestOutput]:
         """Run one step.
 
@@ -235,10 +242,11 @@ class LLMEngine:
         scheduling = self.core.scheduler.config
         return num_prompt_tokens >= scheduling.max_num_batched_tokens and not scheduling.priority
 
+    @EXIT_GUARD
     def report_finished(self) -> None:
         """Call when no step may follow soon: retires steps in flight that no request needs, and sends the last finished
         ids to the KV connector."""
-        if self._cause is None:
+        if self._cause is None and not self._is_shut_down:
             with self._failing():
                 self.core.report_finished()
 
@@ -271,10 +279,11 @@ class LLMEngine:
         """Raises RuntimeError if KV blocks, rows or queues are inconsistent."""
         self.core.scheduler.check_integrity()
 
+    @EXIT_GUARD
     def shutdown(self) -> None:
         """Flush pending saves of a KV connector, and release all resources even if that fails. Further calls do
-        nothing."""
-        if self._is_shut_down:
+        nothing, and neither do calls in a forked process."""
+        if self._is_shut_down or self.is_foreign:
             return
         self._is_shut_down = True
         flush = self.core.flush if self._cause is None else no_callback  # a failed engine's state may be inconsistent
@@ -284,23 +293,40 @@ class LLMEngine:
     def _failing(self) -> Iterator[None]:
         """An exception in the block is the cause of the engine's end, and is raised as EngineDeadError.
 
-        So is a KeyboardInterrupt, because an interrupted step leaves inconsistent state, but that is raised as it is.
+        So is a KeyboardInterrupt or SystemExit, because an interrupted step leaves inconsistent state, but that is
+        raised as it is, and in the main thread logged as no error.
         """
         try:
             yield
         except BaseException as error:
             self._cause = self._cause or error
             num_unfinished = self._output_processor.num_unfinished
-            logger.error("the engine has failed with %d unfinished requests: %r", num_unfinished, error)
+            is_interrupt = not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
+            level = logging.INFO if is_interrupt else logging.ERROR
+            logger.log(level, "the engine has failed with %d unfinished requests: %r", num_unfinished, error)
             if isinstance(error, Exception):
                 raise _dead(self._cause) from self._cause
             raise
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process was forked from the engine's."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raises EngineDeadError if `is_foreign`."""
+        if self.is_foreign:
+            raise EngineDeadError(f"process {os.getpid()} was forked from that of the engine, {self._pid}; {_SPAWN}")
+
     def _check_alive(self) -> None:
+        self.check_process()
         if self._cause is not None:
             raise _dead(self._cause) from self._cause
         if self._is_shut_down:
             raise EngineDeadError("the engine was shut down")
+
+
+_SPAWN = "start processes with multiprocessing.get_context('spawn'), and make each engine in the process that uses it"
 
 
 def _dead(cause: BaseException) -> EngineDeadError:
@@ -311,8 +337,11 @@ def _dead(cause: BaseException) -> EngineDeadError:
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
+@EXIT_GUARD
 def build_engine(config: EngineConfig) -> LLMEngine:
     """See `LLMEngine.from_config`."""
+    if EXIT_GUARD.is_forked:
+        raise RuntimeError(f"process {os.getpid()} was forked from one in which an engine had started; {_SPAWN}")
     plan = resolve_plan(config, Machine.detect())
     plan.decision.check()
     for warning in plan.warnings:

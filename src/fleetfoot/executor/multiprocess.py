@@ -8,6 +8,7 @@ cause.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import weakref
 from collections import Counter, defaultdict
@@ -63,7 +64,7 @@ class MultiprocessExecutor:
         self._rendezvous = EngineNodes(plan) if config.nnodes > 1 else RendezvousDir()
         self._processes = WorkerProcesses()
         # for programs that do not call shutdown; at exit another thread may still use the sockets
-        weakref.finalize(self, _abandon, self._processes, self._rendezvous)
+        weakref.finalize(self, _abandon, os.getpid(), self._processes, self._rendezvous)
         self._channel = EngineChannel(self._rendezvous.place, self._num_workers)
         closing = weakref.finalize(self, self._channel.close)
         closing.atexit = False  # type: ignore[misc]  # it is a property
@@ -220,8 +221,10 @@ class _PendingStep:
         return self.output
 
 
-def _abandon(processes: WorkerProcesses, rendezvous: RendezvousDir | EngineNodes) -> None:
-    """Safe in any thread."""
+def _abandon(pid: int, processes: WorkerProcesses, rendezvous: RendezvousDir | EngineNodes) -> None:
+    """Safe in any thread. Does nothing in a process that was forked from the engine's."""
+    if os.getpid() != pid:
+        return
     with contextlib.suppress(Exception):
         processes.kill()
     rendezvous.close("node 0 has ended without a shutdown of the engine")

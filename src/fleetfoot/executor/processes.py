@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,12 +54,14 @@ class WorkerProcesses:
         # the parent, if it lives as long as the thread that starts the processes
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
         log_level = logging.getLogger("fleetfoot").getEffectiveLevel()
-        with self._reader, env.defaults(_variables(plan, size)), _without_main_module():
+        with self._reader, env.defaults(_variables(plan, size)), _without_main_module(), _without_interrupts():
             for rank in range(plan.config.node_rank * size, (plan.config.node_rank + 1) * size):
                 arguments = (plan, rank, addresses[rank], store, self._reader, parent, log_level)
                 name = f"fleetfoot-worker-{rank}"
                 process = self._context.Process(target=run_worker, args=arguments, name=name, daemon=True)
                 process.start()
+                # a fork of this process would end it when it exits
+                multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
                 self._by_rank[rank] = process
 
     @property
@@ -115,6 +118,17 @@ def _without_main_module() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = program
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Spawned processes inherit that Ctrl-C is blocked, and ignore it when Python has started."""
+    resource_tracker.ensure_running()  # its start unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _describe_exit(exit_code: int | None) -> str:

@@ -1,13 +1,17 @@
-"""The process while an engine runs: interrupts, garbage collection, clean-up, progress bars on standard error."""
+"""The process while an engine runs: interrupts, its exit, garbage collection, clean-up, progress bars on stderr."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
+import os
 import signal
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -65,6 +69,66 @@ def deferred_interrupts() -> Iterator[StopSignal]:
             raise KeyboardInterrupt from error
         raise
     stop.check()
+
+
+EXIT_S = 30.0
+"""How long the interpreter's exit waits for a step."""
+
+
+class ExitGuard(ContextDecorator):
+    """Around native code, which must not return to a daemon thread while Python exits: unwinding aborts the process.
+
+    At exit, engines are shut down when threads have left it. A thread that enters then waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self.is_forked = self._was_used = False
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self.is_forked |= self._was_used  # whether an engine had started in a parent
+        self._changed = threading.Condition()  # a parent's thread may hold the old one
+        self._depths: Counter[int] = Counter()  # by thread
+        self._is_exiting = False
+        self.threads: weakref.WeakSet[Any] = weakref.WeakSet()
+        """At exit their ``stop_at_exit`` is called first."""
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add_engine(self, engine: Any) -> None:
+        """Call its ``shutdown`` at exit."""
+        self._was_used = True
+        self._engines.add(engine)
+        atexit.unregister(self._exit)
+        atexit.register(self._exit)  # it runs before the finalizers of what the engine has made
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_exiting or thread in self._depths)
+            self._depths[thread] += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._depths[threading.get_ident()] -= 1
+            self._depths = +self._depths  # without zeros
+            if self._is_exiting:
+                self._changed.notify_all()
+
+    def _exit(self) -> None:
+        for owner in list(self.threads):
+            owner.stop_at_exit()
+        with self._changed:
+            self._is_exiting = True
+            self._depths[threading.get_ident()] += 1
+            self._changed.wait_for(lambda: len(self._depths) == 1, EXIT_S)
+        try:
+            run_all(*(engine.shutdown for engine in list(self._engines)))
+        except Exception as error:  # the program's own exit code counts
+            logger.info("an engine could not shut down cleanly: %r", error)
+
+
+EXIT_GUARD = ExitGuard()
 
 
 @contextmanager

@@ -1,0 +1,161 @@
+"""Every way out of a process with an engine: the end of the program, with threads and requests; forks; Ctrl-C."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.helpers.processes import HANG, running_child
+
+PYTHON = ("env", "OMP_NUM_THREADS=1", sys.executable)
+PROGRAM = """
+import asyncio, gc, os, sys, threading
+from fleetfoot import LLM, AsyncLLM, SamplingParams
+
+SHORT, LONG = (SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 200))
+started, keep = threading.Event(), []
+
+async def stream(llm, params=LONG):
+    async for _ in llm.generate("Once upon", params, "1"):
+        started.set()
+
+async def several(way):
+    llm = AsyncLLM(device="cpu")
+    keep.append(asyncio.create_task(stream(llm)))
+    await asyncio.to_thread(started.wait)
+    if way == "exception":
+        raise ValueError("of the program")
+    if way == "exit":
+        sys.exit(3)
+
+class Bar:
+    def update(self, count):
+        started.set()
+
+    def close(self):
+        pass
+
+def in_daemon(target):
+    threading.Thread(target=target, daemon=True).start()
+    started.wait()
+
+def fork(tensor_parallel_size, call, *, after):
+    pid = os.fork()
+    if not pid:
+        for refused in (call, lambda: LLM(device="cpu")):
+            try:
+                refused()
+            except RuntimeError as error:
+                assert "'spawn'" in str(error)
+                print("refused", flush=True)
+        after()
+        gc.collect()
+        sys.exit(5)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    call()
+"""
+
+
+def run_program(code: str) -> tuple[int, str, str]:
+    """Exit code and output of `PROGRAM` with some code behind it."""
+    with running_child(*PYTHON, "-c", PROGRAM + code) as child:
+        output, errors = child.communicate(timeout=HANG)
+        return child.returncode, output, errors
+
+
+@pytest.mark.parametrize(
+    ("way", "exit_code", "code"),
+    [
+        ("end", 0, "asyncio.run(several('end'))"),
+        ("exception", 1, "asyncio.run(several('exception'))"),
+        ("sys.exit", 3, "asyncio.run(several('exit'))"),
+        ("loop in a daemon thread", 0, "in_daemon(lambda: asyncio.run(stream(AsyncLLM(device='cpu'))))"),
+        (
+            "generate in a daemon thread",
+            0,
+            "llm = LLM(device='cpu')\n"
+            "in_daemon(lambda: llm.generate(['a', 'b'], [LONG, SHORT], use_tqdm=lambda **_: Bar()))",
+        ),
+        ("start in a daemon thread", 0, "in_daemon(lambda: (started.set(), LLM(device='cpu')))"),
+        (
+            "a handler of a signal shuts down",
+            4,
+            "import signal\nllm = LLM(device='cpu')\n"
+            "signal.signal(signal.SIGTERM, lambda *_: (llm.shutdown(), sys.exit(4)))\nstep = llm.llm_engine.core.step\n"
+            "llm.llm_engine.core.step = lambda *rest: (signal.raise_signal(signal.SIGTERM), step(*rest))\n"
+            "llm.generate('a', LONG, use_tqdm=False)",
+        ),
+    ],
+)
+def test_a_program_ends_while_requests_run(way: str, exit_code: int, code: str) -> None:
+    returned, _, errors = run_program(code)
+    assert returned == exit_code, errors
+    assert errors == "" or (way == "exception" and errors.endswith("ValueError: of the program\n")), errors
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "llm = LLM(device='cpu', tensor_parallel_size={size})\n"
+        "call = lambda: llm.generate('Once upon', SHORT, use_tqdm=False)\n",
+        "llm = AsyncLLM(device='cpu', tensor_parallel_size={size})\ncall = lambda: asyncio.run(stream(llm, SHORT))\n",
+    ],
+    ids=["LLM", "AsyncLLM"],
+)
+def test_a_forked_process_refuses_and_leaves_the_engine_alone(engine: str, size: int) -> None:
+    fork = f"call()\nfork({size}, call, after=lambda: llm.shutdown())\nfork({size}, call, after=lambda: None)\n"
+    exit_code, output, errors = run_program(engine.format(size=size) + fork)
+    assert (exit_code, errors) == (0, "")
+    assert output.split() == ["refused", "refused", "5"] * 2
+
+
+INTERRUPTED = """
+import os, signal, sys
+from unittest import mock
+from fleetfoot.__main__ import run
+
+def interrupting(owner, name, number):
+    method, calls = getattr(owner, name), iter(range(1, 999))
+    def called(*arguments, **keywords):
+        result = method(*arguments, **keywords)
+        if next(calls) == number:
+            os.killpg(0, signal.SIGINT)  # as a terminal does
+            signal.raise_signal(signal.SIGINT)
+        return result
+    setattr(owner, name, called)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+place, *sys.argv[1:] = sys.argv[1:]
+if place == "start":
+    from multiprocessing.context import SpawnProcess
+    interrupting(SpawnProcess, "start", 2)
+else:
+    from fleetfoot.scheduler.scheduler import Scheduler
+    interrupting(Scheduler, "schedule", 3)
+sys.exit(run())
+"""
+SMALL = ("--device", "cpu", "--max-num-seqs", "2")
+TWO = (*SMALL, "--tensor-parallel-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("step", ("generate", "--prompt", "Once", *SMALL)),
+        ("step", ("generate", "--prompt", "Once", "--stream", *TWO)),
+        ("start", ("generate", "--prompt", "Once", *TWO)),
+        ("step", ("bench", "latency", "--output-len", "8", *SMALL)),
+        ("step", ("bench", "throughput", "--num-prompts", "4", *TWO)),
+        ("step", ("verify", *SMALL)),
+        ("step", ("chat", "--chat-template", "TEMPLATE", *SMALL)),
+    ],
+    ids=lambda words: " ".join(words[:2]) if isinstance(words, tuple) else words,
+)
+def test_ctrl_c_ends_a_command_silently(place: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("{{ messages[0]['content'] }}")
+    (tmp_path / "input").write_text("Hello\n")
+    command = [str(tmp_path / "template") if word == "TEMPLATE" else word for word in words]
+    child_command = (*PYTHON, "-c", INTERRUPTED, place, *command)
+    with (tmp_path / "input").open() as stdin, running_child(*child_command, stdin=stdin) as child:
+        _, errors = child.communicate(timeout=HANG)  # it ends when workers, which have the same pipes, have ended too
+        assert (child.returncode, errors.strip()) == (130, "")
