@@ -227,7 +227,7 @@ def test_verbose_shows_the_traceback_of_a_wrong_value(run: CommandRunner) -> Non
 def test_exit_codes(
     monkeypatch: pytest.MonkeyPatch, run: CommandRunner, error: BaseException, code: int, message: str
 ) -> None:
-    monkeypatch.setattr(generate, "started_engine", mock.Mock(side_effect=error))
+    monkeypatch.setattr(generate.command, "started_engine", mock.Mock(side_effect=error))
     run("generate", "--prompt", "x", code=code)
     assert run.err.startswith(message)
     assert "Traceback" not in run.err

@@ -46,9 +46,6 @@ def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
 
 
-# --- engine settings --------------------------------------------------------------------------------------------------
-
-
 _VALUES: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}
 """Type of a field -> type and name of the flag's value."""
 
@@ -56,12 +53,8 @@ _VALUES: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X")
 def add_engine_arguments(
     parser: argparse.ArgumentParser, *, leave_out: Collection[str] = (), takes_model: bool = False
 ) -> None:
-    """Add a flag for each field of `EngineConfig`.
-
-    Args:
-        leave_out: fields that do not apply to the command.
-        takes_model: whether the model can also be given as a positional argument.
-    """
+    """Add a flag for each field of `EngineConfig`. ``leave_out``: fields that do not apply to the command;
+    ``takes_model``: whether the model can also be given as a positional argument."""
     group = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):
         if field.name in leave_out:
@@ -140,18 +133,11 @@ def with_settings(arguments: argparse.Namespace, **settings: Any) -> argparse.Na
     return argparse.Namespace(**vars(arguments) | {_ENGINE + name: value for name, value in settings.items()})
 
 
-# --- sampling parameters ----------------------------------------------------------------------------------------------
-
-
 def add_sampling_arguments(
     parser: argparse.ArgumentParser, *, leave_out: Collection[str] = (), **defaults: Any
 ) -> None:
-    """Add a flag for each sampling parameter.
-
-    Args:
-        leave_out: fields that do not apply to the command.
-        defaults: of the command, where they differ from those of `SamplingParams`.
-    """
+    """Add a flag for each sampling parameter. ``leave_out``: fields that do not apply to the command; ``defaults``: of
+    the command, where they differ from those of `SamplingParams`."""
     parser.set_defaults(**{_SAMPLING_DEFAULTS: defaults})
     group = parser.add_argument_group(
         "sampling",
@@ -182,10 +168,8 @@ def sampling_params(
 ) -> SamplingParams:
     """The given flags; then the model's defaults, the command's, and those of `SamplingParams`, in this order.
 
-    Raises ValueError for a value out of range; the message names field and value.
-
-    Args:
-        model_defaults: as returned by `fleetfoot.sampling.defaults.read_sampling_defaults`.
+    Raises ValueError for a value out of range; the message names field and value. ``model_defaults``: as returned by
+    `fleetfoot.sampling.defaults.read_sampling_defaults`.
     """
     defaults = {**getattr(arguments, _SAMPLING_DEFAULTS), **(model_defaults or {})}
     return SamplingParams(**{**defaults, **_given_sampling(arguments)}, output_kind=output_kind)
@@ -288,9 +272,6 @@ _FLAGS = {
 }
 SAMPLING_NAMES = tuple(_FLAGS)
 """For each field of `SamplingParams`, except ``output_kind``, which commands set, and ``extra_args``, for programs."""
-
-
-# --- other flags ------------------------------------------------------------------------------------------------------
 
 _UNITS = {
     "": 2**30, "B": 1,

@@ -13,20 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetfoot._version import __version__
+from fleetfoot.cli import command
 from fleetfoot.cli.arguments import add_engine_arguments, given_settings
 from fleetfoot.cli.bench_load import BenchRequest, Lengths, Samples, Workload, results, run_load
 from fleetfoot.cli.bench_roofline import floor_report, measure_floor
-from fleetfoot.cli.command import (
-    Command,
-    UsageError,
-    add_command,
-    check_output_file,
-    dump_object,
-    read_prompts_file,
-    started_engine,
-    steps_without_drafts,
-    usage_errors,
-)
 from fleetfoot.inputs import PromptType
 from fleetfoot.records.sampling_params import SamplingParams
 from fleetfoot.utils.process import progress_bar
@@ -44,9 +34,6 @@ _WARM_UP, _MEASURED = 1, 2
 
 _INPUT_LEN = Lengths(512, 512)
 """Default of the throughput benchmark."""
-
-
-# --- latency ----------------------------------------------------------------------------------------------------------
 
 
 def _add_latency_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +60,6 @@ def _run_latency(arguments: argparse.Namespace) -> int:
             "results": results(samples, with_loads=True, floor=floor),
         }
     return _print(report, arguments.output)
-
-
-# --- throughput -------------------------------------------------------------------------------------------------------
 
 
 def _add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,18 +111,15 @@ def _dataset(arguments: argparse.Namespace) -> list[PromptType] | None:
     if arguments.prompts_file is None:
         input_len = arguments.input_len or _INPUT_LEN
         if arguments.prefix_len > input_len.low:
-            raise UsageError(f"--prefix-len {arguments.prefix_len} is more than --input-len {input_len}")
+            raise command.UsageError(f"--prefix-len {arguments.prefix_len} is more than --input-len {input_len}")
         return None
     if arguments.input_len is not None or arguments.prefix_len:
-        raise UsageError("--prompts-file brings its own prompts; leave out --input-len and --prefix-len")
-    prompts = read_prompts_file(arguments.prompts_file)
+        raise command.UsageError("--prompts-file brings its own prompts; leave out --input-len and --prefix-len")
+    prompts = command.read_prompts_file(arguments.prompts_file)
     count = arguments.num_prompts or len(prompts)
     if count > len(prompts):
-        raise UsageError(f"--num-prompts is {count}, but {arguments.prompts_file} holds {len(prompts)}")
+        raise command.UsageError(f"--num-prompts is {count}, but {arguments.prompts_file} holds {len(prompts)}")
     return prompts[:count]
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
 
 
 def _add_shared_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,11 +153,11 @@ def _rate(word: str) -> float:
 def _started(arguments: argparse.Namespace) -> AbstractContextManager[tuple[LLMEngine, float]]:
     """The engine. Random tokens with random weights need no tokenizer, only config.json."""
     if arguments.output is not None:
-        check_output_file("--output", arguments.output)  # before the work, not after it
+        command.check_output_file("--output", arguments.output)  # before the work, not after it
     given = given_settings(arguments)
     needs_no_text = getattr(arguments, "prompts_file", None) is None and "tokenizer" not in given
     defaults = {"skip_tokenizer_init": True} if needs_no_text and given.get("load_format") == "dummy" else {}
-    return started_engine(arguments, **defaults)
+    return command.started_engine(arguments, **defaults)
 
 
 def _measure(
@@ -202,16 +183,13 @@ def _check_lengths(requests: Sequence[BenchRequest], engine: LLMEngine) -> None:
     """Refuse requests that the engine would truncate: settings would then be compared on different work."""
     limit = engine.input_processor.max_model_len
     for request in requests:
-        with usage_errors():
+        with command.usage_errors():
             input_len = len(engine.process_inputs("", request.prompt, SamplingParams()).prompt_token_ids)
         if input_len + request.output_len > limit:
-            raise UsageError(
+            raise command.UsageError(
                 f"{input_len} tokens of prompt and {request.output_len} of output are more than the {limit} that a "
                 "request can have (max_model_len); shorten one of them"
             )
-
-
-# --- the result -------------------------------------------------------------------------------------------------------
 
 
 def _report(benchmark: str, engine: LLMEngine, start_s: float) -> dict[str, Any]:
@@ -265,7 +243,7 @@ def _cpu_name() -> str:
 
 
 def _print(report: dict[str, Any], output: str | None) -> int:
-    text = dump_object(report)
+    text = command.dump_object(report)
     if output is None:
         print(text)
     else:
@@ -313,19 +291,17 @@ def _drafts_summary(drafts: dict[str, Any] | None) -> str:
             f"{drafts['mean_acceptance_length']:.2f} tokens a step, {100 * drafts['acceptance_rate']:.0f}% of "
             f"{drafts['num_drafted_tokens']} accepted ({rates}% by place)"
         )
-    return f"\n drafts: {text}{steps_without_drafts(drafts['steps_without'])}"
-
-
-_MODEL = "[MODEL] "
-_LATENCY_HELP = "measure batches of equal requests, one batch after the other"
-_THROUGHPUT_HELP = "measure many requests at once, or as they arrive"
+    return f"\n drafts: {text}{command.steps_without_drafts(drafts['steps_without'])}"
 
 
 def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
     table = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    add_command(table, Command("latency", _LATENCY_HELP, _add_latency_arguments, _run_latency, _EPILOG, _MODEL))
-    throughput = _add_throughput_arguments, _run_throughput, _EPILOG, _MODEL
-    add_command(table, Command("throughput", _THROUGHPUT_HELP, *throughput))
+    text = "measure batches of equal requests, one batch after the other"
+    latency = command.Command("latency", text, _add_latency_arguments, _run_latency, _EPILOG, "[MODEL] ")
+    text = "measure many requests at once, or as they arrive"
+    throughput = command.Command("throughput", text, _add_throughput_arguments, _run_throughput, _EPILOG, "[MODEL] ")
+    command.add_command(table, latency)
+    command.add_command(table, throughput)
 
 
-COMMAND = Command("bench", "measure latency or throughput", _add_benchmarks, epilog=_EPILOG)
+COMMAND = command.Command("bench", "measure latency or throughput", _add_benchmarks, epilog=_EPILOG)

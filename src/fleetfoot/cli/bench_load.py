@@ -33,9 +33,6 @@ _NO_COUNTERS = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 _MS, _US = 1e3, 1e6
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Lengths:
     """A range of lengths in tokens, both ends included."""
@@ -114,9 +111,6 @@ class Workload:
         import numpy as np
 
         return np.random.default_rng([self.seed, *stream])
-
-
-# --- measurements -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +215,9 @@ def _add(engine: LLMEngine, number: int, request: BenchRequest, temperature: flo
         engine.add_request(str(number), request.prompt, params)
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
 def results(samples: Samples, *, with_loads: bool, floor: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Statistics of the samples.
-
-    Args:
-        floor: as returned by `fleetfoot.cli.bench_roofline.floor_report`.
-        with_loads: include the durations of single loads (the batches of a latency benchmark).
-    """
+    """Statistics of the samples. ``floor``: as returned by `fleetfoot.cli.bench_roofline.floor_report`; ``with_loads``:
+    include the durations of single loads (the batches of a latency benchmark)."""
     before, after = samples.before or _NO_COUNTERS, samples.after or _NO_COUNTERS
     duration = sum(samples.load_duration)
     steps, num_steps, num_requests = samples.steps, len(samples.steps), len(samples.work)

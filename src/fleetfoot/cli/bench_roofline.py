@@ -100,9 +100,6 @@ class Roofline:
         return positions * self.costs.kv_bytes / self.bytes_per_s
 
 
-# --- the roofline of what was run -------------------------------------------------------------------------------------
-
-
 def measure_floor(engine: LLMEngine) -> Roofline | None:
     """The roofline of an engine's model on this machine; None if the GPU has no memory left to measure it."""
     import torch
@@ -154,9 +151,6 @@ def batch_floors(floor: Roofline, batch_size: int, input_len: int, output_len: i
         reading = batch_size * floor.decode_attention_s(input_len, output_len) / (output_len - 1)
         content["tpot_ms"] = 1e3 * (floor.linear_s(batch_size, batch_size) + reading)
     return content
-
-
-# --- peak rates of the machine ----------------------------------------------------------------------------------------
 
 
 def measure_peak_rates(device: str, dtype: str) -> tuple[float, float]:

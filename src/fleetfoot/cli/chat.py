@@ -17,14 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fleetfoot.cli.arguments import (
-    SAMPLING_NAMES,
-    add_engine_arguments,
-    add_sampling_arguments,
-    changed_sampling_params,
-    check_sampling_arguments,
-    sampling_params,
-)
+from fleetfoot.cli import arguments as flags
 from fleetfoot.cli.command import Command, UsageError, count, numbers_line, started_engine, usage_errors
 from fleetfoot.inputs import ChatMessage
 from fleetfoot.outputs import CompletionOutput
@@ -61,19 +54,18 @@ everything else goes to standard error."""
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument(
-        "--chat-template", metavar="FILE_OR_NAME", help="a Jinja file, or the name of one of the model's templates"
-    )
-    add_sampling_arguments(parser, leave_out=_NOT_FOR_CHAT, max_tokens=None)
-    add_engine_arguments(parser, leave_out=("skip_tokenizer_init",), takes_model=True)
+    text = "a Jinja file, or the name of one of the model's templates"
+    parser.add_argument("--chat-template", metavar="FILE_OR_NAME", help=text)
+    flags.add_sampling_arguments(parser, leave_out=_NOT_FOR_CHAT, max_tokens=None)
+    flags.add_engine_arguments(parser, leave_out=("skip_tokenizer_init",), takes_model=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     with usage_errors():
-        check_sampling_arguments(arguments)
+        flags.check_sampling_arguments(arguments)
     with started_engine(arguments) as (engine, _):
         with usage_errors():
-            params = sampling_params(arguments, RequestOutputKind.DELTA, engine.input_processor.sampling_defaults)
+            params = flags.sampling_params(arguments, RequestOutputKind.DELTA, engine.input_processor.sampling_defaults)
         assert engine.tokenizer is not None  # chat has no --skip-tokenizer-init
         template = _chat_template(arguments.chat_template, engine.tokenizer, engine.plan.config.model)
         is_interactive = sys.stdin is not None and sys.stdin.isatty()
@@ -250,10 +242,11 @@ class _Chat:
 
     def _set(self, text: str = "") -> None:
         name, value, *_ = *re.split(r"\s+|=", text.strip(), maxsplit=1), ""
-        name, names = name.removeprefix("--").replace("-", "_"), [n for n in SAMPLING_NAMES if n not in _NOT_FOR_CHAT]
+        name = name.removeprefix("--").replace("-", "_")
+        names = [n for n in flags.SAMPLING_NAMES if n not in _NOT_FOR_CHAT]
         try:
             if name:
-                self.params = changed_sampling_params(self.params, name, value.strip(), names)
+                self.params = flags.changed_sampling_params(self.params, name, value.strip(), names)
         except ValueError as error:
             _print_status(f"/set: {error}")
             return
@@ -311,11 +304,8 @@ class _Chat:
         return token_ids
 
     def _reply(self, token_ids: list[int]) -> CompletionOutput:
-        """Stream one reply to standard output; returns it with its whole text.
-
-        Raises:
-            ValueError, TypeError: the engine refuses the request.
-        """
+        """Stream one reply to standard output; returns it with its whole text. Raises ValueError or TypeError if the
+        engine refuses the request."""
         room = self.engine.max_request_len - len(token_ids)
         max_tokens = room if self.params.max_tokens is None else min(room, self.params.max_tokens)
         params = dataclasses.replace(self.params, max_tokens=max_tokens)

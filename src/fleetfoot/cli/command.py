@@ -111,19 +111,10 @@ def check_output_file(flag: str, file: str) -> None:
         raise UsageError(f"{flag} {file}: it cannot be written; permission is denied")
 
 
-# --- prompts ----------------------------------------------------------------------------------------------------------
-
-
 def read_prompts(texts: Sequence[str], file: str | None) -> list[PromptType]:
     """Prompts from flags, then from a file; without either, standard input as one prompt, or `STORY_OPENING` if it is a
-    terminal.
-
-    Args:
-        file: as for `read_prompts_file`.
-
-    Raises:
-        UsageError: the file cannot be read or has no prompts, or there is none on standard input.
-    """
+    terminal. ``file``: as for `read_prompts_file`. Raises UsageError if the file cannot be read or has no prompts, or
+    there is none on standard input."""
     prompts: list[PromptType] = [*texts, *([] if file is None else read_prompts_file(file))]
     if prompts:
         return prompts
@@ -136,14 +127,8 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[PromptType]:
 
 
 def read_prompts_file(file: str) -> list[PromptType]:
-    """One prompt for each line that is not blank.
-
-    Args:
-        file: a prompt on each line, or a JSON object if the name ends in ``.jsonl``; ``-`` is standard input.
-
-    Raises:
-        UsageError: names the file, and the line that is not a prompt.
-    """
+    """One prompt for each line that is not blank. ``file``: a prompt on each line, or a JSON object if the name ends in
+    ``.jsonl``; ``-`` is standard input. Raises UsageError, which names the file and the line that is not a prompt."""
     try:
         content = _read_stdin() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -177,21 +162,14 @@ def _read_stdin() -> str:
         raise UsageError(f"standard input is not {sys.stdin.encoding} text: {error}") from error
 
 
-# --- numbers as text --------------------------------------------------------------------------------------------------
-
-
 def dump_object(value: dict[str, Any]) -> str:
     """Indented ASCII JSON. NaN and infinity raise ValueError."""
     return json.dumps(value, indent=2, allow_nan=False)
 
 
 def numbers_line(metrics: Sequence[RequestMetrics], duration_s: float) -> str:
-    """``TTFT 12.1 ms, TPOT 3.2 ms, 312.5 tokens/s``; means over several requests.
-
-    Args:
-        metrics: of the finished requests.
-        duration_s: from the first request's arrival to the last token.
-    """
+    """``TTFT 12.1 ms, TPOT 3.2 ms, 312.5 tokens/s``; means over several requests. ``metrics``: of the finished
+    requests; ``duration_s``: from the first request's arrival to the last token."""
     ttft = [request.first_token_latency for request in metrics if request.first_token_ts]
     tpot = [request.time_per_output_token for request in metrics if request.num_generation_tokens > 1]
     num_tokens = sum(request.num_generation_tokens for request in metrics)

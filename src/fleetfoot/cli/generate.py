@@ -12,22 +12,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from fleetfoot.cli.arguments import (
-    add_engine_arguments,
-    add_sampling_arguments,
-    check_sampling_arguments,
-    sampling_params,
-)
-from fleetfoot.cli.command import (
-    Command,
-    UsageError,
-    count,
-    drafts_line,
-    numbers_line,
-    read_prompts,
-    started_engine,
-    usage_errors,
-)
+from fleetfoot.cli import arguments as flags
+from fleetfoot.cli import command
 from fleetfoot.config import env
 from fleetfoot.inputs import PromptType
 from fleetfoot.outputs import RequestOutput
@@ -70,20 +56,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stream", action="store_true", help="print text as it is made, one prompt after the other")
     parser.add_argument("--json", action="store_true", help="print one JSON array and nothing else")
-    add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
-    add_engine_arguments(parser, takes_model=True)
+    flags.add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
+    flags.add_engine_arguments(parser, takes_model=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.stream and arguments.json:
-        raise UsageError("--stream and --json do not go together: JSON is one array, printed at the end; leave one out")
+        text = "--stream and --json do not go together: JSON is one array, printed at the end; leave one out"
+        raise command.UsageError(text)
     kind = RequestOutputKind.DELTA if arguments.stream else RequestOutputKind.FINAL_ONLY
-    with usage_errors():
-        check_sampling_arguments(arguments)
-    prompts = read_prompts(arguments.prompt, arguments.prompts_file)
-    with started_engine(arguments) as (engine, start_s):
-        with usage_errors():
-            params = sampling_params(arguments, kind, engine.input_processor.sampling_defaults)
+    with command.usage_errors():
+        flags.check_sampling_arguments(arguments)
+    prompts = command.read_prompts(arguments.prompt, arguments.prompts_file)
+    with command.started_engine(arguments) as (engine, start_s):
+        with command.usage_errors():
+            params = flags.sampling_params(arguments, kind, engine.input_processor.sampling_defaults)
         request_ids = _add_requests(engine, prompts, params)
         has_text = engine.tokenizer is not None and params.detokenize
         printer = TextPrinter(sys.stdout, request_ids, params.n, engine.tokenizer, has_text=has_text)
@@ -107,7 +94,7 @@ def _add_requests(engine: LLMEngine, prompts: list[PromptType], params: Sampling
             engine.add_request(request_id, prompt, params)
         except (ValueError, TypeError) as error:
             where = f"prompt {request_id} of {len(prompts)}: " if len(prompts) > 1 else ""
-            raise UsageError(f"{where}{error}") from error
+            raise command.UsageError(f"{where}{error}") from error
     return request_ids
 
 
@@ -131,10 +118,10 @@ def _summary(engine: LLMEngine, finished: list[RequestOutput], duration_s: float
     prompt_tokens = sum(len(output.prompt_token_ids) for output in finished)
     generated = sum(request.num_generation_tokens for request in metrics)
     has_drafts = engine.plan.config.speculative_config is not None
-    drafts = f" | {drafts_line(engine.stats().drafts)}" if has_drafts else ""
+    drafts = f" | {command.drafts_line(engine.stats().drafts)}" if has_drafts else ""
     return (
-        f"[{count(len(finished), 'prompt')}, {count(prompt_tokens, 'token')} in, {generated} out | "
-        f"{numbers_line(metrics, duration_s)}{drafts} | start {start_s:.2f} s | "
+        f"[{command.count(len(finished), 'prompt')}, {command.count(prompt_tokens, 'token')} in, {generated} out | "
+        f"{command.numbers_line(metrics, duration_s)}{drafts} | start {start_s:.2f} s | "
         f"{engine.plan.device} {engine.plan.dtype}, runner {engine.runner_name}]"
     )
 
@@ -148,9 +135,6 @@ def _report_errors(finished: list[RequestOutput]) -> int:
                 where = f"prompt {number}, output {completion.index + 1}"
                 print(f"fleetfoot generate: error: {where}: {completion.stop_reason}", file=sys.stderr)
     return exit_code
-
-
-# --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def dump_array(values: Sequence[dict[str, Any]]) -> str:
@@ -187,9 +171,6 @@ def request_json(output: RequestOutput) -> dict[str, Any]:
     return content
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
 class TextPrinter:
     """Prints sequences in the order of the requests, whatever the order in which their outputs arrive.
 
@@ -224,11 +205,7 @@ class TextPrinter:
         self._bold = (BOLD, PLAIN) if file.isatty() and not env.no_color() else ("", "")
 
     def add(self, output: RequestOutput) -> None:
-        """Print what can be printed.
-
-        Args:
-            output: a delta, or a request's only output.
-        """
+        """Print what can be printed. ``output``: a delta, or a request's only output."""
         for completion in output.outputs:
             key = (output.request_id, completion.index)
             if key not in self._texts:
@@ -265,4 +242,4 @@ def _heading(request: tuple[int, int], copy: tuple[int, int]) -> str:
     return line if request[0] == copy[0] == 0 else f"\n{line}"
 
 
-COMMAND = Command("generate", "continue prompts", _add_arguments, _run, _EPILOG, "[MODEL] ")
+COMMAND = command.Command("generate", "continue prompts", _add_arguments, _run, _EPILOG, "[MODEL] ")

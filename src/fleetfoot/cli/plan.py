@@ -113,15 +113,9 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> tuple[Machi
     return machine, warnings
 
 
-# --- the report as data -----------------------------------------------------------------------------------------------
-
-
 def make_report(config: EngineConfig, machine: Machine) -> dict[str, Any]:
-    """The report of a plan, also for a kind of model that cannot be loaded.
-
-    Raises:
-        ValueError, TypeError, FileNotFoundError: no plan can be made.
-    """
+    """The report of a plan, also for a kind of model that cannot be loaded. Raises ValueError, TypeError or
+    FileNotFoundError if no plan can be made."""
     from fleetfoot.config.json_fields import ConfigError
     from fleetfoot.config.model import read_config_json
     from fleetfoot.plan.oracle import ModelFeatures, decide
@@ -267,8 +261,6 @@ def _kv_connector(config: KVTransferConfig) -> dict[str, Any]:
         "load_failure_policy": config.kv_load_failure_policy,
     }
 
-
-# --- the report as text -----------------------------------------------------------------------------------------------
 
 _MEMORY_NAMES = {"kv_cache": "KV cache", "communication": "buffers between ranks"}
 """Names of parts of the memory, where they are not those of the report."""

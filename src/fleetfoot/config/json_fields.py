@@ -87,9 +87,6 @@ class Fields:
                 raise self.error(name, because)
 
 
-# --- settings that are JSON objects ---------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:
     """The numbers that a setting can have."""
@@ -170,12 +167,8 @@ class JSONSettings:
 
 
 def check_key(field: str, key: object, known: Collection[str], advice: Mapping[str, str] | None = None) -> None:
-    """Raise TypeError unless ``key`` is one of ``known``.
-
-    Args:
-        field: the setting's name, for messages.
-        advice: unsupported keys, each with what to do instead.
-    """
+    """Raise TypeError unless ``key`` is one of ``known``. ``field``: the setting's name, for messages; ``advice``:
+    unsupported keys, each with what to do instead."""
     if not isinstance(key, str):  # possible in a Python dictionary only
         raise TypeError(f"{field} has the key {key!r}, a {type(key).__name__}; keys must be strings")
     if key not in known:

@@ -137,9 +137,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-# --- generation_config.json -----------------------------------------------------------------------------------------
-
-
 class GenerationOverride:
     """``override_generation_config``: values that replace those of the file; null means the engine's default."""
 
@@ -154,15 +151,9 @@ class GenerationOverride:
 
 
 def generation_file(setting: str, model_folder: Path) -> Path | None:
-    """The file that the setting ``generation_config`` selects; None: no file.
-
-    Args:
-        setting: ``auto``, one of OWN_DEFAULTS, or a folder.
-        model_folder: the checkpoint.
-
-    Raises:
-        ValueError: the setting is a folder without generation_config.json.
-    """
+    """The file that the setting ``generation_config`` selects; None: no file. ``setting``: ``auto``, one of
+    OWN_DEFAULTS, or a folder; ``model_folder``: the checkpoint. Raises ValueError if the setting is a folder without
+    generation_config.json."""
     if setting in OWN_DEFAULTS:
         return None
     path = Path(model_folder if setting == "auto" else setting).expanduser() / "generation_config.json"

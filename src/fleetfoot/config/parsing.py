@@ -144,8 +144,6 @@ def _eos_token_ids(generation: Fields, config: Fields, vocab_size: int) -> tuple
     return tuple(dict.fromkeys(token for token in ids if token < vocab_size))
 
 
-# --- rotary embedding -----------------------------------------------------------------------------------------------
-
 _ROPE_PARAMETERS = {
     "default": (),
     "linear": ("factor",),
@@ -163,10 +161,8 @@ _COMMON_ROPE_PARAMETERS = ("rope_type", "type", "rope_theta", "partial_rotary_fa
 def parse_rope(config: Fields, source: str) -> RopeConfig:
     """Read ``rope_parameters`` (current), or ``rope_theta`` and ``rope_scaling`` (older).
 
-    ``rope_scaling`` takes precedence over ``rope_parameters``, and a theta inside the object over one beside it.
-
-    Raises:
-        ConfigError: an unknown type, a missing or invalid parameter, or a partial rotation.
+    ``rope_scaling`` takes precedence over ``rope_parameters``, and a theta inside the object over one beside it. Raises
+    ConfigError for an unknown type, a missing or invalid parameter, or a partial rotation.
     """
     name = "rope_scaling" if config.mapping("rope_scaling") else "rope_parameters"
     content = config.mapping(name)

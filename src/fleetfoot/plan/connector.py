@@ -6,19 +6,11 @@ from dataclasses import dataclass, replace
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.kv_transfer import KVTransferConfig
+from fleetfoot.kv_transfer.base import registry
 from fleetfoot.kv_transfer.base.connector import KVConnector
-from fleetfoot.kv_transfer.base.registry import (
-    CPU_BYTES,
-    OFFLOADING_CONNECTOR,
-    V2_LAYOUT,
-    ConnectorLayouts,
-    connector_layouts,
-    find_connector,
-    joined,
-    names_connector,
-)
+from fleetfoot.kv_transfer.base.registry import find_connector
 
-_GIB = 1 << 30
+_GIB, _OFFLOADING = 1 << 30, registry.OFFLOADING_CONNECTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +19,7 @@ class ConnectorPlan:
 
     config: KVTransferConfig
     """Its settings: ``kv_transfer_config``, what ``kv_offloading_size`` implies, or both side by side."""
-    layouts: ConnectorLayouts
+    layouts: registry.ConnectorLayouts
     """The KV layouts that it accepts."""
     requested_by: str
     """The setting that requires it."""
@@ -37,7 +29,7 @@ class ConnectorPlan:
     @property
     def refusal(self) -> str | None:
         """A sentence if the connector does not accept Model Runner V2's KV layout."""
-        if V2_LAYOUT in self.layouts.accepted:
+        if registry.V2_LAYOUT in self.layouts.accepted:
             return None
         if self.layouts.remark:
             return f"the KV connector {self.layouts.name} {self.layouts.remark}."
@@ -77,24 +69,24 @@ def resolve_connector(config: EngineConfig) -> ConnectorPlan | None:
         requested_by = f"kv_transfer_config has {transfer.kv_connector} as {transfer.kv_role}"
     if size is not None:
         transfer = _with_offloading(transfer, size)
-    return None if transfer is None else ConnectorPlan(transfer, connector_layouts(transfer), requested_by)
+    return None if transfer is None else ConnectorPlan(transfer, registry.connector_layouts(transfer), requested_by)
 
 
 def _with_offloading(transfer: KVTransferConfig | None, size: float) -> KVTransferConfig:
-    extra = {CPU_BYTES: round(size * _GIB)}
-    offloading = KVTransferConfig(kv_connector=OFFLOADING_CONNECTOR, kv_role="kv_both", kv_connector_extra_config=extra)
+    extra = {registry.CPU_BYTES: round(size * _GIB)}
+    offloading = KVTransferConfig(kv_connector=_OFFLOADING, kv_role="kv_both", kv_connector_extra_config=extra)
     if transfer is None:
         return offloading
-    if transfer.kv_connector == OFFLOADING_CONNECTOR:
+    if transfer.kv_connector == _OFFLOADING:
         if transfer.kv_connector_extra_config:
             raise ValueError(
-                f"kv_offloading_size is {size:g}, and kv_transfer_config has settings for {OFFLOADING_CONNECTOR} too "
+                f"kv_offloading_size is {size:g}, and kv_transfer_config has settings for {_OFFLOADING} too "
                 f"({', '.join(transfer.kv_connector_extra_config)}); give one of them"
             )
         return replace(transfer, kv_connector_extra_config=extra)
-    if names_connector(transfer, OFFLOADING_CONNECTOR):
+    if registry.names_connector(transfer, _OFFLOADING):
         raise ValueError(
-            f"kv_offloading_size is {size:g}, and kv_transfer_config has {OFFLOADING_CONNECTOR} among its connectors: "
+            f"kv_offloading_size is {size:g}, and kv_transfer_config has {_OFFLOADING} among its connectors: "
             "that would be host memory twice; leave kv_offloading_size out, or that connector"
         )
-    return joined(offloading, transfer)
+    return registry.joined(offloading, transfer)

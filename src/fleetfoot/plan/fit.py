@@ -12,19 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from fleetfoot.config.sharding import tensor_parallel_sizes
-from fleetfoot.plan.memory import (
-    CPU_KV_LIMIT,
-    CPU_KV_SHARE,
-    GIB,
-    LEAST_TOKENS,
-    EngineShape,
-    MemoryPlan,
-    footprint,
-    is_kv_given,
-    kv_block_bytes,
-    share_out,
-    state_block_bytes,
-)
+from fleetfoot.plan import memory as parts
 
 LEAST_CONTEXT = 256
 """The smallest max_model_len that is chosen if the settings have none."""
@@ -36,13 +24,11 @@ class MemoryPlanError(ValueError):
     """The model does not fit; the message has the bytes, and settings with which it fits."""
 
 
-def fit_engine(shape: EngineShape, total: int) -> tuple[EngineShape, MemoryPlan]:
+def fit_engine(shape: parts.EngineShape, total: int) -> tuple[parts.EngineShape, parts.MemoryPlan]:
     """The engine's shape with its max_model_len, and its memory plan.
 
-    A ``max_model_len`` in the settings must fit. Without one, it is the model's limit, or the longest that fits.
-
-    Raises:
-        MemoryPlanError: it does not fit.
+    A ``max_model_len`` in the settings must fit. Without one, it is the model's limit, or the longest that fits. Raises
+    MemoryPlanError if it does not fit.
     """
     shape, plan, problem = _try(shape, total)
     if problem:
@@ -51,23 +37,23 @@ def fit_engine(shape: EngineShape, total: int) -> tuple[EngineShape, MemoryPlan]
     return shape, plan
 
 
-def _try(shape: EngineShape, total: int, **settings: Any) -> tuple[EngineShape, MemoryPlan, str]:
+def _try(shape: parts.EngineShape, total: int, **settings: Any) -> tuple[parts.EngineShape, parts.MemoryPlan, str]:
     """Shape, plan, and the reason why they do not fit with these settings changed; empty if they do."""
     shape = replace(shape, config=replace(shape.config, **settings))
     least = min(LEAST_CONTEXT, shape.model.max_position_embeddings)
     shape = replace(shape, max_model_len=shape.config.max_model_len or _longest(shape, total) or least)
-    return shape, *share_out(shape, total)
+    return shape, *parts.share_out(shape, total)
 
 
-def _longest(shape: EngineShape, total: int) -> int | None:
+def _longest(shape: parts.EngineShape, total: int) -> int | None:
     """The longest max_model_len that the KV cache has space for; None: not even the smallest."""
 
     def fits(length: int) -> bool:
-        return not share_out(replace(shape, max_model_len=length), total)[1]
+        return not parts.share_out(replace(shape, max_model_len=length), total)[1]
 
     most, size = shape.model.max_position_embeddings, shape.config.block_size
-    if is_kv_given(shape.config):
-        return min(most, share_out(replace(shape, max_model_len=most), total)[0].num_tokens) or None
+    if parts.is_kv_given(shape.config):
+        return min(most, parts.share_out(replace(shape, max_model_len=most), total)[0].num_tokens) or None
     if fits(most):
         return most
     # lengths in blocks: the first fits, the last does not
@@ -80,10 +66,7 @@ def _longest(shape: EngineShape, total: int) -> int | None:
     return min(low * size, most)
 
 
-# --- suggestions -----------------------------------------------------------------------------------------------------
-
-
-def _remedies(shape: EngineShape, total: int) -> Iterator[str]:
+def _remedies(shape: parts.EngineShape, total: int) -> Iterator[str]:
     """Settings that each make it fit (or, if none does, several together), and the memory with which it fits."""
     changes: list[tuple[str, Iterable[Any]]] = [
         *_other_kv_sizes(shape, total),
@@ -100,7 +83,7 @@ def _remedies(shape: EngineShape, total: int) -> Iterator[str]:
                 found = True
                 yield _setting(name, value)
                 break
-        if found and is_kv_given(shape.config):
+        if found and parts.is_kv_given(shape.config):
             break  # only the size of the KV cache is wrong
     if not found:
         yield from _together(shape, total)
@@ -109,10 +92,10 @@ def _remedies(shape: EngineShape, total: int) -> Iterator[str]:
     if needed is not None:
         is_shared = shape.config.world_size > 1
         memory = f"{'' if shape.device == 'cpu' else 'GPU '}memory{' for each rank' * is_shared}"
-        yield f"{needed / GIB:.2f} GiB of {memory}, or more"
+        yield f"{needed / parts.GIB:.2f} GiB of {memory}, or more"
 
 
-def _together(shape: EngineShape, total: int) -> Iterator[str]:
+def _together(shape: parts.EngineShape, total: int) -> Iterator[str]:
     """Settings with small sizes, added one by one until it fits; nothing if it never does."""
     chosen: dict[str, Any] = {}
     little: list[tuple[str, Sequence[Any]]] = [
@@ -131,7 +114,7 @@ def _together(shape: EngineShape, total: int) -> Iterator[str]:
             return
 
 
-def _tensor_parallel(shape: EngineShape, total: int) -> Iterator[str]:
+def _tensor_parallel(shape: parts.EngineShape, total: int) -> Iterator[str]:
     """The smallest tensor_parallel_size of GPUs of the same size that fits, and the smallest with the model's own
     max_model_len. The ranks of a CPU share its memory."""
     found, whole = False, shape.config.max_model_len or shape.model.max_position_embeddings
@@ -151,22 +134,22 @@ def _setting(name: str, value: Any) -> str:
     return f"{name}={value} (--{name.replace('_', '-')}{'' if value is True else f' {value}'})"
 
 
-def _shorter(shape: EngineShape, total: int) -> list[int]:
+def _shorter(shape: parts.EngineShape, total: int) -> list[int]:
     """The longest max_model_len that fits, if the settings have a longer one."""
     given = shape.config.max_model_len
-    if given is None or is_kv_given(shape.config):
+    if given is None or parts.is_kv_given(shape.config):
         return []
     longest = _longest(shape, total)
     return [] if longest is None or longest >= given else [longest]
 
 
-def _higher_utilizations(shape: EngineShape) -> list[float]:
+def _higher_utilizations(shape: parts.EngineShape) -> list[float]:
     first = int(shape.config.gpu_memory_utilization * 100) + 1
     percents = range(first, int(_MOST_UTILIZATION * 100) + 1) if shape.device == "cuda" else ()
     return [percent / 100 for percent in percents]
 
 
-def _other_kv_sizes(shape: EngineShape, total: int) -> Iterator[tuple[str, Iterable[int]]]:
+def _other_kv_sizes(shape: parts.EngineShape, total: int) -> Iterator[tuple[str, Iterable[int]]]:
     """Other values of the settings that determine the size of the KV cache.
 
     For num_gpu_blocks_override the largest that fits; for kv_cache_memory_bytes the size for the longest request if it
@@ -174,10 +157,10 @@ def _other_kv_sizes(shape: EngineShape, total: int) -> Iterator[tuple[str, Itera
     """
     config, block, kv_bytes = shape.config, _largest_block(shape), shape.config.kv_cache_memory_bytes
     fitting = min(
-        (total - sum(footprint(stage).values())) // (kv_block_bytes(stage) + state_block_bytes(stage))
+        (total - sum(parts.footprint(stage).values())) // (parts.kv_block_bytes(stage) + parts.state_block_bytes(stage))
         for stage in shape.stages()
     )
-    least = -(-LEAST_TOKENS // config.block_size)  # blocks
+    least = -(-parts.LEAST_TOKENS // config.block_size)  # blocks
     if fitting < least:
         return
     if config.num_gpu_blocks_override is not None:
@@ -188,40 +171,40 @@ def _other_kv_sizes(shape: EngineShape, total: int) -> Iterator[tuple[str, Itera
         yield "kv_cache_memory_bytes", [min(blocks, fitting) * block]
 
 
-def _largest_block(shape: EngineShape) -> int:
+def _largest_block(shape: parts.EngineShape) -> int:
     """Bytes of a KV block on the rank with the largest: kv_cache_memory_bytes is per rank."""
-    return max(kv_block_bytes(stage) for stage in shape.stages())
+    return max(parts.kv_block_bytes(stage) for stage in shape.stages())
 
 
 def _halves(value: int, least: int) -> list[int]:
     return [value >> shift for shift in range(1, value.bit_length()) if value >> shift >= least]
 
 
-def _least_tokens(shape: EngineShape, least: int) -> int:
+def _least_tokens(shape: parts.EngineShape, least: int) -> int:
     """The smallest max_num_batched_tokens that the settings allow."""
     config = shape.config
     whole = 0 if config.enable_chunked_prefill else config.max_model_len or shape.model.max_position_embeddings
     return max(least, config.max_decode_tokens, whole)
 
 
-def _needed(shape: EngineShape) -> int | None:
+def _needed(shape: parts.EngineShape) -> int | None:
     """The memory of each rank with which it fits unchanged; None: no memory is enough."""
     config, blocks = shape.config, shape.config.num_gpu_blocks_override
     if blocks is None and config.kv_cache_memory_bytes is not None:
         blocks = config.kv_cache_memory_bytes // _largest_block(shape)
-    if blocks is not None and blocks * config.block_size < LEAST_TOKENS:
+    if blocks is not None and blocks * config.block_size < parts.LEAST_TOKENS:
         return None
-    if blocks is None and shape.device == "cpu" and shape.longest_blocks * _largest_block(shape) > CPU_KV_LIMIT:
+    if blocks is None and shape.device == "cpu" and shape.longest_blocks * _largest_block(shape) > parts.CPU_KV_LIMIT:
         return None
     return max(_needed_by_stage(stage, blocks) for stage in shape.stages())
 
 
-def _needed_by_stage(shape: EngineShape, given_blocks: int | None) -> int:
+def _needed_by_stage(shape: parts.EngineShape, given_blocks: int | None) -> int:
     """``given_blocks``: None: the settings have no size of the KV cache."""
-    blocks, sizes, block = given_blocks or shape.longest_blocks, footprint(shape), kv_block_bytes(shape)
-    needed = sum(sizes.values()) + blocks * (block + state_block_bytes(shape))
+    blocks, sizes, block = given_blocks or shape.longest_blocks, parts.footprint(shape), parts.kv_block_bytes(shape)
+    needed = sum(sizes.values()) + blocks * (block + parts.state_block_bytes(shape))
     if given_blocks is not None:
         return needed
     if shape.device == "cpu":
-        return max(needed, sizes["weights"] + math.ceil(blocks * block / CPU_KV_SHARE))
+        return max(needed, sizes["weights"] + math.ceil(blocks * block / parts.CPU_KV_SHARE))
     return math.ceil(needed / shape.config.gpu_memory_utilization)

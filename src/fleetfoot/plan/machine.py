@@ -35,11 +35,8 @@ class Machine:
         return self.cpu_memory_bytes if device == "cpu" else self.gpu_memory_bytes
 
     def choose_device(self, setting: str) -> str:
-        """``cpu`` or ``cuda``, from the setting ``device``.
-
-        Raises:
-            ValueError: a GPU was asked for and there is none.
-        """
+        """``cpu`` or ``cuda``, from the setting ``device``. Raises ValueError if a GPU was asked for and there is
+        none."""
         if setting == "cuda" and not self.gpu_memory_bytes:
             raise ValueError("device is 'cuda', but torch finds no GPU here; use device='cpu' or 'auto'")
         return ("cuda" if self.gpu_memory_bytes else "cpu") if setting == "auto" else setting

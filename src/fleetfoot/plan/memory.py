@@ -7,7 +7,7 @@ operations reserved 2.6 GiB for its largest steps, and the estimate is 2.9.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -110,9 +110,6 @@ class EngineShape:
         return tuple(replace(self, pipeline_rank=rank) for rank in range(self.config.pipeline_parallel_size))
 
 
-# --- the parts --------------------------------------------------------------------------------------------------------
-
-
 def kv_block_bytes(shape: EngineShape) -> int:
     """Bytes of one KV block over all layers of the rank, a drafter's included."""
     ranks, layers = shape.config.tensor_parallel_size, shape.layers
@@ -188,10 +185,6 @@ def runner_state_bytes(shape: EngineShape) -> int:
     return inputs + rows + staging_bytes(reqs) + reqs * row_size(shape.model.vocab_size) * _INT32
 
 
-def rotary_table_bytes(shape: EngineShape) -> int:
-    return shape.max_positions * shape.model.head_dim * _FLOAT32
-
-
 def sampling_scratch_bytes(shape: EngineShape) -> int:
     """Logits and their copies, and the temporaries of the rows that are processed at once."""
     vocab_size = shape.model.vocab_size
@@ -225,30 +218,23 @@ def communication_bytes(shape: EngineShape) -> int:
     return tensor + pipeline_group_bytes(rank, size, step_bytes, on_gpu=on_gpu)
 
 
-def driver_bytes(shape: EngineShape) -> int:
-    return _DRIVER_BYTES if shape.device == "cuda" else 0
-
-
-_PARTS: dict[str, Callable[[EngineShape], int]] = {
-    "weights": weight_bytes,
-    "graphs": graph_bytes,
-    "activations": activation_bytes,
-    "runner_state": runner_state_bytes,
-    "rotary_table": rotary_table_bytes,
-    "sampling_scratch": sampling_scratch_bytes,
-    "communication": communication_bytes,
-    "driver": driver_bytes,
-}
 _LOADED = ("weights", "rotary_table", "communication", "driver")
 """The parts that are there before the KV cache is allocated."""
 
 
 def footprint(shape: EngineShape) -> dict[str, int]:
     """Bytes of each part on the device, without the KV cache and the state that grows with it."""
-    return {name: num_bytes(shape) for name, num_bytes in _PARTS.items()}
+    return {
+        "weights": weight_bytes(shape),
+        "graphs": graph_bytes(shape),
+        "activations": activation_bytes(shape),
+        "runner_state": runner_state_bytes(shape),
+        "rotary_table": shape.max_positions * shape.model.head_dim * _FLOAT32,
+        "sampling_scratch": sampling_scratch_bytes(shape),
+        "communication": communication_bytes(shape),
+        "driver": _DRIVER_BYTES if shape.device == "cuda" else 0,
+    }
 
-
-# --- sharing out a device ---------------------------------------------------------------------------------------------
 
 GIB = 1 << 30
 CPU_KV_SHARE = 0.4

@@ -47,9 +47,6 @@ _SWITCHES = {
 }
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFeatures:
     """What a checkpoint's ``config.json`` requires of a runner, also of models that cannot be loaded."""
@@ -87,9 +84,6 @@ class ModelFeatures:
 
 def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-# --- what is required, and what is lacking --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +145,6 @@ def unsupported_features(runner: str, required: Mapping[Feature, str]) -> tuple[
     )
 
 
-# --- the decision -----------------------------------------------------------------------------------------------------
-
 DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = tuple(name for name, entry in ARCHITECTURES.items() if entry.default_on_v2)
 """The architectures that Model Runner V2 is the default of."""
 NAMES = {"v1": "Model Runner V1", "v2": "Model Runner V2"}
@@ -197,15 +189,9 @@ class Decision:
 def decide(
     config: EngineConfig, model: ModelFeatures, machine: Machine, environ: Mapping[str, str] | None = None
 ) -> Decision:
-    """Choose the runner, also for models that no runner can load. The order is the module's docstring's.
-
-    Args:
-        environ: environment variables; None: the process's own.
-
-    Raises:
-        ValueError: the environment variable holds neither 0 nor 1, even if a setting overrides it; there is no such
-            device; or settings of the KV connector contradict each other.
-    """
+    """Choose the runner, also for models that no runner can load. The order is the module's docstring's. ``environ``:
+    environment variables; None: the process's own. Raises ValueError if the environment variable holds neither 0 nor 1,
+    even if a setting overrides it; there is no such device; or settings of the KV connector contradict each other."""
     choice, device = _explicit_choice(config, environ), machine.choose_device(config.device)
     connector = resolve_connector(config)
     lacks_triton = device == "cuda" and not machine.has_triton

@@ -115,8 +115,6 @@ class EnginePlan:
         return warnings
 
 
-# --- the KV connector -------------------------------------------------------------------------------------------------
-
 _IRRELEVANT = ("dtype", "bos_token_id", "eos_token_ids", "tie_word_embeddings", "vocab_size")
 """Fields of a model's config that change no KV; the dtype that counts is the engine's own."""
 
@@ -124,10 +122,8 @@ _IRRELEVANT = ("dtype", "bos_token_id", "eos_token_ids", "tie_word_embeddings", 
 def check_connector_settings(plan: EnginePlan) -> None:
     """Let the active connector check its settings, before anything is started.
 
-    A connector that does not exist is reported by `Decision.check`.
-
-    Raises:
-        ValueError, TypeError: the connector refuses its settings, or the class is not a connector.
+    A connector that does not exist is reported by `Decision.check`. Raises ValueError or TypeError if the connector
+    refuses its settings, or the class is not a connector.
     """
     if plan.connector is not None and plan.connector.layouts.exists:
         plan.connector.connector_class.check_settings(_context(plan, fingerprint="", rank=0))
