@@ -95,7 +95,7 @@ SAMPLING: dict[str, tuple[list[str], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", {field.name for field in dataclasses.fields(SamplingParams)} - NOT_FLAGS)
+@pytest.mark.parametrize("name", sorted({field.name for field in dataclasses.fields(SamplingParams)} - NOT_FLAGS))
 def test_every_sampling_parameter_has_a_flag(name: str) -> None:
     words, value = SAMPLING[name]
     params = arguments.sampling_params(parse([arguments.flag_of(name), *words]), DELTA)

@@ -111,11 +111,13 @@ def test_a_captured_full_step_keeps_all_its_activations(monkeypatch: pytest.Monk
 
 
 BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+NORMS = {"qk_norm": True, "dtype": "bfloat16"}
+CHANGES: dict[str, Any] = {"plain": {}, "biases": BIASES, "norms": NORMS, "int8": {"method": Int8()}}
 RANKS = [("cpu", 1, 1), ("cuda", 1, 1), ("cuda", 2, 1), ("cuda", 4, 1), ("cuda", 1, 2), ("cuda", 1, 3), ("cuda", 2, 2)]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("changes", [{}, BIASES, {"qk_norm": True, "dtype": "bfloat16"}, {"method": Int8()}], ids=str)
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize(("device", "tensor_size", "pipeline_size"), RANKS)
 def test_weights_of_a_rank_are_what_it_holds(
     device: str, tensor_size: int, pipeline_size: int, changes: dict[str, Any], tied: bool
