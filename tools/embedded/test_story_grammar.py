@@ -13,17 +13,14 @@ import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stories import check_story, generate_story, tell
+from story_chat import Message, make_chat, render, story_request
+from story_grammar import Chooser, template, write
+from story_plots import GIFT, JOURNEY, LOST, PLOTS
 from tokenizers import Tokenizer
 
-ROOT = Path(__file__).parents[2]
-TOOLS = ROOT / "tools" / "embedded"
-sys.path.insert(0, str(TOOLS))
-
-from stories import check_story, generate_story, tell  # noqa: E402
-from story_chat import Message, make_chat, render, story_request  # noqa: E402
-from story_grammar import Chooser, template, write  # noqa: E402
-from story_plots import GIFT, JOURNEY, LOST, PLOTS  # noqa: E402
-
+TOOLS = Path(__file__).parent
+ROOT = TOOLS.parents[1]
 ASSET_FOLDERS = [
     ROOT / "src" / "fleetfoot" / "assets" / "story-llama",
     *(ROOT / "tests" / "assets" / name for name in ("story-qwen3", "story-mistral", "story-draft")),
