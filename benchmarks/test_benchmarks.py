@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parent
 
 
 def run(name: str, *arguments: str) -> str:
