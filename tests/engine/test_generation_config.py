@@ -34,13 +34,13 @@ def model(text_model: Path, tmp_path: Path) -> Path:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The parameters that reach the engine."""
     params: Seen = []
-    add_request = LLMEngine.add_request
+    process_inputs = LLMEngine.process_inputs
 
-    def spy(self: LLMEngine, request_id: str, prompt: Any, wanted: SamplingParams, **more: Any) -> None:
+    def spy(self: LLMEngine, request_id: str, prompt: Any, wanted: SamplingParams, **more: Any) -> Any:
         params.append(wanted)
-        add_request(self, request_id, prompt, wanted, **more)
+        return process_inputs(self, request_id, prompt, wanted, **more)
 
-    monkeypatch.setattr(LLMEngine, "add_request", spy)
+    monkeypatch.setattr(LLMEngine, "process_inputs", spy)
     return params
 
 
