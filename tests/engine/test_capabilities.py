@@ -337,7 +337,7 @@ def test_what_is_not_declared_is_refused(runner: str, feature: Feature, text_mod
     if feature is Feature.GRAPHS:  # no setting demands them: the plan has none
         assert make_engine(text_model, runner=runner).plan.capture_table.keys == ()
         return
-    assert any(feature in table for table in (SETTINGS, MODELS, REQUESTS, CALLS)), f"nothing here asks for {feature}"
+    assert any(feature in table for table in (SETTINGS, MODELS, REQUESTS, CALLS)), f"nothing here needs {feature}"
     if feature in SETTINGS:
         with pytest.raises(UnsupportedFeatureError) as caught:
             make_engine(text_model, runner=runner, **SETTINGS[feature])

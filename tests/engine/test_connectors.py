@@ -134,7 +134,7 @@ EXPECTED_CALLS = [
     "update_connector_output",
     "build_connector_meta", *WORKER_POINTS,
 ]  # fmt: skip
-"""Of a request whose KV is loaded in an idle step, up to the end of its first step with a forward pass."""
+"""Of a request with KV that is loaded in an idle step, up to the end of its first step with a forward pass."""
 
 
 def test_the_order_of_calls(start: Start, configs: Configs) -> None:
@@ -174,9 +174,9 @@ def test_a_conversation_goes_on_in_another_engine(start: Start, configs: Configs
     """What was generated is saved too, at the latest when its request ends."""
     params = SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)
     one = start(configs["files"])
-    said = run_requests(one, {"r": (PROMPTS["alone"], params)})["r"].outputs[0].token_ids
+    first = run_requests(one, {"r": (PROMPTS["alone"], params)})["r"].outputs[0].token_ids
     close(one)
-    follow_up = [*PROMPTS["alone"], *said, 17, 18]
+    follow_up = [*PROMPTS["alone"], *first, 17, 18]
     plain, other = start(None), start(configs["files"])
     output = run_requests(other, {"r": (follow_up, params)})["r"]
     assert output.num_cached_tokens == 28  # all but the last token of 29 have KV, in seven blocks

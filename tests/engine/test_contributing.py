@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md do what the page says."""
+"""The examples of CONTRIBUTING.md do what the page describes."""
 
 import re
 import sys

@@ -76,7 +76,7 @@ def test_alone_then_batched_with_prefix_hits(case: Case) -> None:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
         assert [output.num_cached_tokens for output in outputs] == [0, 0, 32, 64]  # full blocks of 16
         assert [output.outputs[0].token_ids for output in outputs] == case.expected
-        # the outputs are cached too: whoever goes on from them hits blocks that decodes have filled
+        # the outputs are cached too: a prompt that contains them hits blocks that decodes have filled
         longer = PROMPTS[1] + case.expected[1][:100]
         (output,) = llm.generate({"prompt_token_ids": longer}, PARAMS, use_tqdm=False)
         assert output.num_cached_tokens == 112
@@ -131,7 +131,7 @@ def test_requests_that_join_and_leave(case: Case) -> None:
 
 
 def test_in_bfloat16_every_path_agrees() -> None:
-    """No reference here, whose rounding differs; but a request's tokens may not depend on company, cache or chunks."""
+    """No reference here: its rounding differs. But a request's tokens may not depend on company, cache or chunks."""
     if native_problem():
         pytest.skip("plain torch rounds bfloat16 in ways that depend on the batch")
     texts = ["Once upon a time", "The fox said", "In the wood there lived a badger who had lost a lantern", "She"]

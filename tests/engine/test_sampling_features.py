@@ -1,4 +1,4 @@
-"""Every sampling parameter through the whole engine, on a tiny model whose logits `transformers` confirms."""
+"""Every sampling parameter through the whole engine, on a tiny model with logits that `transformers` confirms."""
 
 import functools
 import itertools

@@ -33,7 +33,7 @@ def make_checkpoint(
 
 
 def make_reference(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A random float32 model of ``transformers`` whose norms and biases are random too."""
+    """A random float32 model of ``transformers``, with random norms and biases too."""
     from transformers import AutoConfig, AutoModelForCausalLM  # four seconds, which processes without it save
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**TINY, **config}))

@@ -125,7 +125,7 @@ def scripted_engine(
 
 
 def make_engine(folder: Path, **keywords: Any) -> LLMEngine:
-    """The real engine on a checkpoint, on a CPU, small unless said otherwise."""
+    """The real engine on a checkpoint, on a CPU, small unless ``keywords`` differ."""
     defaults = {"device": "cpu", "max_num_seqs": 8}
     return LLMEngine.from_config(EngineConfig(model=str(folder), **{**defaults, **keywords}))
 

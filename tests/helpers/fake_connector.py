@@ -1,4 +1,4 @@
-"""KV connectors without KV: scheduler sides that do as scripted, and one whose workers move tokens.
+"""KV connectors without KV: scheduler sides that do as scripted, and one with workers that move tokens.
 
 The latter can load, fail, time out and hold, in any order, on several ranks. What its workers read must be the tokens
 that the scheduler named, at the moment at which they read.

@@ -1,4 +1,4 @@
-"""Batches whose rows have logits processors in all combinations, for tests on a CPU and on a GPU."""
+"""Batches of rows with logits processors in all combinations, for tests on a CPU and on a GPU."""
 
 import random
 from array import array

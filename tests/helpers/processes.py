@@ -69,7 +69,7 @@ class Watched:
 
 @contextmanager
 def running_child(*command: str, stdin: IO[str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, whose output is read; it is killed in the end."""
+    """A process in a group of its own, with its output in pipes; it is killed in the end."""
     with subprocess.Popen(
         command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

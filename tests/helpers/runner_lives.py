@@ -203,7 +203,7 @@ def make_scheduler(num_drafts: int = 0, *, budget: int = 64, controller: Any = N
 
 
 class TakenStep(NamedTuple):
-    """A step whose output the scheduler has processed."""
+    """A step after the scheduler has processed its output."""
 
     scheduled: SchedulerOutput
     output: ModelRunnerOutput

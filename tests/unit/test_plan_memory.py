@@ -285,7 +285,7 @@ def remedies_of(error: MemoryPlanError) -> list[str]:
 
 
 def assert_each_works(error: MemoryPlanError, model: ModelConfig, device: str, total: int, **settings: Any) -> None:
-    """Every line of advice, taken for what it says, makes a plan."""
+    """Every line of advice, taken literally, makes a plan."""
     for line in remedies_of(error):
         enough = re.fullmatch(r"([\d.]+) GiB of (GPU )?memory( for each rank)?, or more", line)
         if enough:

@@ -58,8 +58,8 @@ on one rank if the settings have more. In a 16-bit dtype, a model with the same 
 outputs, and tokens that are not its most probable ones are counted.
 
 In float32 all tokens must be equal. In bfloat16 and float16 outputs may part where the two most probable tokens are
-nearly equal: the gap between their logprobs tells a rounding error from a wrong result. On a CPU whose linear layers
-are the C kernels, all paths have the same bits.
+nearly equal: the gap between their logprobs separates a rounding error from a wrong result. On a CPU with linear
+layers in C, all paths have the same bits.
 
 --json prints one object:
   equal (of the runners); model, device, dtype, runners (as the engines report them), num_prompts, num_requests,

@@ -155,7 +155,7 @@ class EngineConfig:
         "fcfs", "fcfs: first come, first served; priority: lower values first", choices=SchedulingPolicy
     )
     max_logprobs: int = _flag(
-        20, "most logprobs that a request may ask for; -1: no limit", bounds=Bounds("be -1 (no limit), 0 or more", -1)
+        20, "most logprobs of one position; -1: no limit", bounds=Bounds("be -1 (no limit), 0 or more", -1)
     )
 
     block_size: int = _count(16, "tokens in a KV block")

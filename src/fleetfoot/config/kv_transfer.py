@@ -45,7 +45,7 @@ class KVTransferConfig(JSONSettings):
     kv_buffer_size: int | None = field(default=None, metadata=_COUNT)
     """Bytes of the transfer buffer; for the connector."""
     kv_load_failure_policy: str = field(default="recompute", metadata={"choices": KV_LOAD_FAILURE_POLICIES})
-    """What happens to a request whose KV cannot be loaded: ``recompute`` computes its tokens, ``fail`` ends it with an
+    """What happens to a request if its KV cannot be loaded: ``recompute`` computes its tokens, ``fail`` ends it with an
     error."""
     kv_transfer_timeout: float = field(default=DEFAULT_KV_TRANSFER_TIMEOUT, metadata=_SECONDS)
     """Seconds after which an unfinished transfer fails."""

@@ -119,7 +119,7 @@ def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str
 
     Args:
         owner: name of the call, for messages.
-        call: the function, whose parameters are the known keywords.
+        call: the function; its parameters are the known keywords.
         given: the other keywords, with their values.
 
     Raises:

@@ -1,6 +1,6 @@
 """The tensor group and the pipeline group of a worker.
 
-A single worker has groups of size 1, whose operations are identities, so that no caller checks for parallelism. Others
+A single worker has groups of size 1; their operations are identities, so that no caller checks for parallelism. Others
 communicate through torch.distributed: NCCL between GPUs, gloo between CPUs.
 
 The world has ``T * P`` ranks. Pipeline rank p and tensor rank t have rank ``p * T + t``, so that the ranks of a tensor

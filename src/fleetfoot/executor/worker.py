@@ -1,4 +1,4 @@
-"""A worker: one device and one model runner, built as the plan says."""
+"""A worker: one device and one model runner, built from the plan."""
 
 from __future__ import annotations
 

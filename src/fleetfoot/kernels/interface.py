@@ -156,7 +156,7 @@ class Kernels:
     """Fill the buffers of a step from the rows' state; see `fleetfoot.kernels.prepare.reference.prepare_inputs_torch`,
     and the functions beside it for the next ones."""
     prepare_decode: Callable[[StepBuffers, RowTables], None]
-    """The same for a batch whose queries all have the same length."""
+    """The same for a batch with queries of the same length."""
     accept_drafts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RowTables, torch.Tensor], None]
     """``(idx_mapping, sampled, invalid, rows, counts)``: count the tokens that verified drafts yield."""
     post_update: Callable[[torch.Tensor, torch.Tensor, RowTables, torch.Tensor, torch.Tensor, torch.Tensor], None]

@@ -107,11 +107,11 @@ OPERATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 follows, the function is called ``operation_implementation``. `Kernels` documents what an operation does."""
 
 _INSTANTIATED = frozenset({"attention"})
-"""Operations whose implementations are classes: a worker has one instance."""
+"""Operations with classes as implementations: a worker has one instance."""
 
 
 def plan_kernels(facts: DeviceFacts) -> KernelPlan:
-    """The fastest implementation of each operation whose requirements ``facts`` meet."""
+    """For each operation, the fastest implementation with requirements that ``facts`` meet."""
 
     def is_met(name: str) -> bool:
         device, field = _REQUIREMENTS[name]

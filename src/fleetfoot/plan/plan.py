@@ -60,11 +60,11 @@ class EnginePlan:
     drafter_fusion: tuple[LayerFusion, ...] = ()
     """For each decoder layer of the model that drafts."""
     engine_id: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
-    """What other engines know this one by, unless kv_transfer_config names it: the same in all of its processes."""
+    """This engine's id for other engines, unless kv_transfer_config names it: the same in all of its processes."""
 
     @property
     def output_rank(self) -> int:
-        """The rank that reports sampled tokens: the first of the last pipeline stage, whose ranks sample the same."""
+        """The rank that reports sampled tokens: the first of the last pipeline stage; its ranks sample the same."""
         return self.config.world_size - self.config.tensor_parallel_size
 
     @property

@@ -131,7 +131,7 @@ class ModelRunnerOutput:
 
     sampled_token_ids: list[list[int]]
     """The new tokens of each of the first ``num_sampled`` requests: one, or more with accepted drafts; none if the
-    device knew that the request had already reached its length. Empty on ranks that do not sample."""
+    device had already counted the request's last token. Empty on ranks that do not sample."""
     logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
     """Batch index -> an entry for each new token, for requests with logprobs."""
     prompt_logprobs: dict[int, tuple[int, list[RowLogprobs]]] = field(default_factory=dict)

@@ -180,8 +180,8 @@ def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
-def _at_least(sizes: tuple[int, ...], wanted: int) -> int | None:
-    place = bisect_left(sizes, wanted)
+def _at_least(sizes: tuple[int, ...], size: int) -> int | None:
+    place = bisect_left(sizes, size)
     return sizes[place] if place < len(sizes) else None
 
 

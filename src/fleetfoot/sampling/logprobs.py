@@ -92,7 +92,7 @@ def prompt_logprobs(
 
 
 class PromptLogprobs:
-    """The requests with ``prompt_logprobs`` whose prompts are being computed. ``compute_logits``, ``vocab_size``,
+    """The requests with ``prompt_logprobs`` while their prompts are computed. ``compute_logits``, ``vocab_size``,
     ``op``: as for `prompt_logprobs`."""
 
     def __init__(

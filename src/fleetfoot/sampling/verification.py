@@ -2,7 +2,7 @@
 
 The target is sampled with the same random numbers as without drafts, so the output does not depend on them. Each decode
 has ``1 + d`` rows of logits, which come first; every other request that samples has one. Behind an invalid sample (a
-row whose logits are not a distribution) nothing is accepted.
+row of logits that is no distribution) nothing is accepted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Model folders: found by a name, and told apart by their weights. No torch."""
+"""Model folders: found by a name, and distinguished by their weights. No torch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _download(name: str, revision: str | None, patterns: list[str], what: str) -
 
 
 def weights_identity(folder: Path, load_format: str, seed: int) -> str:
-    """What tells one set of weights from another, without reading all of it; copies of a folder have the same.
+    """What distinguishes one set of weights from another, without reading all of it; copies of a folder have the same.
 
     The commit, for a model from the hub. Else of each file its name, size and header, and the middle and the end of
     every tensor, which may miss a few values that were changed in place.

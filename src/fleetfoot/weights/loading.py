@@ -57,7 +57,7 @@ class ModelLoader:
 def reload_weights(model: CausalLM, context: ModelContext, folder: str | Path) -> None:
     """Load all weights again from a checkpoint with the same shapes, while no step runs. Raises WeightError: as
     `ModelLoader.load`; the model keeps its old weights."""
-    elsewhere = set()  # the other tensors of the whole model, whose names a model on the `meta` device has
+    elsewhere = set()  # the other tensors of the whole model, named by a model on the `meta` device
     if not (model.is_first and model.is_last and context.tensor_group.size == 1):
         meta = replace(context, device=torch.device("meta"), max_positions=1, tensor_group=SINGLE_TENSOR_GROUP)
         whole = model_class(model.config.architecture)(model.config, meta)

@@ -58,7 +58,7 @@ def prepare_inputs_torch(step: StepBuffers, rows: RowTables) -> None:
 
 
 def prepare_decode_torch(step: StepBuffers, rows: RowTables) -> None:
-    """`prepare_inputs_torch` for a batch whose queries all have the same length ``T / n``, at most 1 + k.
+    """`prepare_inputs_torch` for a batch with queries of the same length, ``T / n``, at most 1 + k.
 
     Raises:
         ValueError: T is not a multiple of n between n and n * (1 + k).
@@ -89,7 +89,7 @@ def accept_drafts_torch(
     Args:
         idx_mapping: ``[n]``: each request's row; -1: padding, which gets nothing.
         sampled: ``[n, d + 1]`` int64, d <= k: the target's tokens behind each token of the query.
-        invalid: ``[n, d + 1]`` bool, or 0 and 1: tokens of rows whose logits are NaN or infinite.
+        invalid: ``[n, d + 1]`` bool, or 0 and 1: tokens of rows with NaN or infinite logits.
         counts: written, ``[3, n]`` int32: tokens that the request gets, 0 to d + 1 (0 from its limit on); the tokens of
             the query that are rejected; and how many of the d drafts were proposed at all. All 0 for padding.
     """
@@ -113,7 +113,7 @@ def post_update_torch(
     """Advance each request by its query, less the drafts that were rejected. The batch's first m requests sampled.
 
     Args:
-        idx_mapping: ``[n]``: each request's row, no row twice; -1: padding, whose values are not read.
+        idx_mapping: ``[n]``: each request's row, no row twice; -1: padding, its values are not read.
         query_start_loc: ``[n + 1]``
         rows: ``num_computed`` and ``last_sampled`` are updated.
         sampled: ``[m, d + 1]``, int32 or int64, m <= n: new tokens.

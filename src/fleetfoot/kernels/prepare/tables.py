@@ -27,7 +27,7 @@ class RowTables:
     """The state of all rows that steps read and write."""
 
     num_computed: torch.Tensor
-    """``[R]``: tokens whose KV is written."""
+    """``[R]``: tokens with KV in the cache."""
     prefill_lens: torch.Tensor
     """``[R]``: tokens that were known when the request was admitted."""
     limits: torch.Tensor

@@ -3,9 +3,9 @@
 Kept are all tokens below some depth (see `fleetfoot.kernels.sampling.draws_triton`), and the first few of those at that
 depth (the reference `fleetfoot.kernels.sampling.sample` explains which).
 
-Top-k and top-p are the same search: the largest depth whose predecessors weigh less than a target. A token weighs 1 for
-top-k and its probability, as an integer, for top-p. Each takes a few launches. All but the last process a row in tiles,
-so that one row occupies the whole GPU:
+Top-k and top-p are the same search: the largest depth with predecessors that weigh less than a target. A token weighs 1
+for top-k and its probability, as an integer, for top-p. Each takes a few launches. All but the last process a row in
+tiles, so that one row occupies the whole GPU:
 
     weigh     the weight above each of eight bounds, which are octaves
     weigh     the same within the octave that contains the cut; for top-p again within an eighth of it
@@ -206,7 +206,7 @@ def _refined(
     row, sums_ptr, close_ptr, logits_ptr, limit, last, highest, temperature, top_k_ptr, top_p_ptr,
     levels: tl.constexpr, is_mass: tl.constexpr, index_bits: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """The largest key whose predecessors weigh less than the target."""
+    """The largest key with predecessors that weigh less than the target."""
     low, high, base, target = _narrowed(row, sums_ptr, limit, top_k_ptr, top_p_ptr, levels, is_mass)
     num_close = tl.load(sums_ptr + levels * 8).to(tl.int32)
     # Of tokens at the same depth top-k keeps all; top-p continues with their indices.

@@ -1,7 +1,7 @@
 """Sampling one token per row of logits: the argmax, or a draw by Gumbel-max (`fleetfoot.kernels.sampling.gumbel`).
 
 The filters of a draw work in place on scores ``[n, vocab]`` (float32, after temperature, each row's maximum shifted to
-0) and set the tokens that they remove to -inf. Rows are independent, and a row whose parameter is off is not modified.
+0) and set the tokens that they remove to -inf. Rows are independent, and a row is not modified if its parameter is off.
 Among equal scores, min-p and top-k keep all that equal the threshold. top-p keeps as few as its sum needs, the lowest
 ids first. The outcome is a function of the scores and does not depend on the order of a sort.
 """
@@ -190,9 +190,9 @@ def apply_top_k(scores: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> No
 
 
 def apply_top_p(scores: torch.Tensor, top_p: torch.Tensor, *, on_host: bool = False) -> None:
-    """Keep the smallest set of most probable tokens whose probabilities reach ``top_p [n]``; 1 where off.
+    """Keep the smallest set of most probable tokens with probabilities that reach ``top_p [n]``; 1 where off.
 
-    Probabilities are summed as integers (exp(score) in units of 2**-40), whose sums do not depend on the order of
+    Probabilities are summed as integers (exp(score) in units of 2**-40), so the sums do not depend on the order of
     addition: the set is the same alone, in a batch, and on every device that rounds exp alike.
     """
     vocab_size = scores.shape[1]

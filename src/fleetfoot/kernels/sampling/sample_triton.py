@@ -145,7 +145,7 @@ def _draw_kernel(
     if is_random:
         score = tl.div_rn(candidate_value(best) - highest, temperature)
         best = pack_candidates(score, candidate_index(best).to(tl.int32))
-        # The noise has a range of less than 19.46: a tile whose best score is lower cannot contain the maximum.
+        # The noise has a range of less than 19.46: a tile with a lower best score cannot contain the maximum.
         if score > -19.46:
             logits_ptr += request * row_stride
             seed = tl.load(seeds_ptr + row)

@@ -103,7 +103,7 @@ def _collect(
     close_ptr, above_ptr, logits_ptr, depth, limit, highest, temperature, vocab_size,
     groups_pow2: tl.constexpr, group: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Store the tokens whose depth is at most ``limit``, in any order. Returns their number."""
+    """Store the tokens of depths up to ``limit``, in any order. Returns their number."""
     is_above = depth <= limit
     tl.store(above_ptr + tl.cumsum(is_above.to(tl.int32), 0) - 1, tl.arange(0, groups_pow2), mask=is_above)
     num_above = tl.sum(is_above.to(tl.int32), 0)
@@ -186,7 +186,7 @@ def _weight_before(
 def _search(
     target, cut, close_ptr, logits_ptr, num_close, highest, temperature, is_mass: tl.constexpr, size: tl.constexpr
 ):
-    """The largest key below ``cut`` whose predecessors weigh less than ``target`` (float64)."""
+    """The largest key below ``cut`` with predecessors that weigh less than ``target`` (float64)."""
     first, stop = cut * 0, cut
     while stop - first > 1:
         bounds = eighths(first, stop)

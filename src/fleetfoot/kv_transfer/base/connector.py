@@ -3,7 +3,7 @@
 A connector moves KV blocks between this engine and an external store: files, host memory, another engine. The scheduler
 side decides what is moved and puts it into each step's metadata; the worker side moves it. The rules:
 
-- **No step reads KV that has not arrived.** A request whose KV is being loaded waits, with its blocks allocated, until
+- **No step reads KV that has not arrived.** A request waits for its KV, with its blocks allocated, until
   every rank has reported the end of the load. After a failed load the tokens are computed, or the request fails.
 - **KV is final before it leaves.** `WorkerConnector.save_kv` runs after the last writer of the step's KV.
 - **Freed blocks are read before they are overwritten.** Blocks to be saved that their request has freed are in the

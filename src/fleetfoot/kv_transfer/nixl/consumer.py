@@ -240,7 +240,7 @@ class Loads:
             self._jobs.submit(partial(self._run, load))
 
     def decline(self, remote: RemotePrefill) -> None:
-        """Tell the producer's rank of the same number, and every ``num_ranks``-th after it."""
+        """Notify the producer's rank of the same number, and every ``num_ranks``-th after it."""
         addresses = remote.remote_addresses[self._rank :: self._num_ranks]
         self._decline_jobs.submit(partial(side_channel.notify, addresses, Decline(remote.remote_lease)))
 
@@ -326,8 +326,8 @@ class Loads:
         spec, remote = load.spec, load.spec.remote
         address = remote.remote_addresses[self._rank]
         with contextlib.closing(connect(address, side_channel.CONNECT_SECONDS)) as connection:
-            ask = partial(side_channel.call, connection, address, load.should_stop)
-            granted = ask(Acquire(remote.remote_engine_id, self._description, remote.remote_lease), Granted)
+            call = partial(side_channel.call, connection, address, load.should_stop)
+            granted = call(Acquire(remote.remote_engine_id, self._description, remote.remote_lease), Granted)
             load.has_acquired = True
             last = spec.first + len(spec.block_ids) - 1
             if last >= len(granted.block_ids):
@@ -335,7 +335,7 @@ class Loads:
             if not all(0 <= block_id < granted.num_blocks for block_id in granted.block_ids):
                 raise RefusedError(f"block ids beyond the producer's {granted.num_blocks} blocks are held")
             self._read_blocks(granted, load)
-            ask(Finish(), Accepted)
+            call(Finish(), Accepted)
 
     def _read_blocks(self, granted: Granted, load: Load) -> None:
         spec = load.spec

@@ -197,7 +197,7 @@ class Leases:
             self._changed.notify_all()
 
     def get_finished(self) -> list[tuple[Lease, str]]:
-        """The leases that have ended since the last call, with the reason; expires leases whose deadline has passed."""
+        """The leases that have ended since the last call, with the reason; expires leases past their deadlines."""
         with self._changed:
             now = self._clock()
             for lease_id in [lease_id for lease_id, lease in self._live.items() if now >= lease.deadline]:
@@ -236,7 +236,7 @@ class Leases:
         return lease.block_ids
 
     def finish(self, lease_id: str) -> None:
-        """End a lease whose blocks were read; raises LeaseError if they were not held until now."""
+        """End a lease after its blocks were read; raises LeaseError if they were not held until now."""
         with self._changed:
             self._find(lease_id)
             self._end(lease_id, SENT)

@@ -39,7 +39,7 @@ _POLL_BYTES = 8 << 20
 
 
 class TransferError(RuntimeError):
-    """A read has failed: the peer is gone, refuses, or sent invalid data; the message says which."""
+    """A read has failed: the peer is gone, refuses, or sent invalid data; the message names it."""
 
 
 class Transfer(ABC):
@@ -171,7 +171,7 @@ class TcpAgent(TransferAgent):
             self.disconnect(peer)
 
     def reuse(self, peer: str, connection: socket.socket) -> None:
-        """Keep a connection whose reply has been read completely."""
+        """Keep a connection after its reply has been read completely."""
         with self._lock:
             if peer in self._peers:
                 self._idle.setdefault(peer, []).append(connection)

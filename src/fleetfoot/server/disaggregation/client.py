@@ -137,7 +137,7 @@ async def read_message(reader: asyncio.StreamReader, kind: Any) -> Any:
 
 
 def release(transfer: Mapping[str, Any] | None) -> None:
-    """Tell a prefill engine, in a thread, that the KV of these ``kv_transfer_params`` will not be loaded."""
+    """Notify a prefill engine, in a thread, that the KV of these ``kv_transfer_params`` will not be loaded."""
     with contextlib.suppress(ValueError, TypeError):  # of another connector, which does not hold blocks for others
         if transfer is not None and (remote := parse_params(transfer)) is not None:
             message = Decline(remote.remote_lease)
