@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.engine import LLMEngine
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import EngineRequest
@@ -24,6 +25,7 @@ from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 from fleetfoot.utils.process import EXIT_GUARD, EXIT_S, short_collections
 
 if TYPE_CHECKING:
+    from fleetfoot.engine.arg_utils import EngineArgs
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,12 @@ class AsyncLLM:
         self._start(LLMEngine.from_config(config))
 
     @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None, **unknown: Any) -> Self:
+        """An engine with the settings of `EngineArgs`. ``usage_context`` has no effect. Raises as the class."""
+        check_call_keywords("AsyncLLM.from_engine_args", cls.from_engine_args, unknown)
+        return cls(**vars(engine_args))
+
+    @classmethod
     def from_engine(cls, engine: LLMEngine) -> AsyncLLM:
         """Wrap an existing engine, which must not be used directly afterwards."""
         self = cls.__new__(cls)
@@ -98,7 +106,13 @@ class AsyncLLM:
     # --- public methods -----------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: PromptType, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        **unknown: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they are generated; the last one has ``finished`` set.
 
@@ -110,11 +124,13 @@ class AsyncLLM:
             prompt: text, a dictionary, or token ids, as for `fleetfoot.LLM.generate`.
             request_id: unique among unfinished requests.
             priority: lower runs sooner; needs ``scheduling_policy="priority"``.
+            unknown: refused, except neutral values of vLLM's keywords (``lora_request=None``).
 
         Raises:
             ValueError, TypeError: the request is refused.
             EngineDeadError: the engine has failed or was shut down; the first cause is chained.
         """
+        check_call_keywords("AsyncLLM.generate", self.generate, unknown)
         results = _ResultQueue()
         self._submit_request(results, request_id, prompt, sampling_params, priority)
         finished = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
 
+from fleetfoot.utils.vllm_paths import provide_names
+
 
 class TextPrompt(TypedDict):
     """A prompt as text, to be tokenized."""
@@ -26,3 +28,5 @@ PromptType = str | TextPrompt | TokensPrompt | Sequence[int]
 
 ChatMessage = dict[str, Any]
 """``{"role": ..., "content": ...}``, as chat templates expect them."""
+
+provide_names(__name__)

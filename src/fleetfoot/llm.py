@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from fleetfoot.config.engine import EngineConfig
 from fleetfoot.config.vllm_names import check_call_keywords
@@ -21,6 +21,7 @@ from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams,
 from fleetfoot.utils.process import StopSignal, deferred_interrupts, progress_bar, short_collections
 
 if TYPE_CHECKING:
+    from fleetfoot.engine.arg_utils import EngineArgs
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 _DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False, "tools": None}
@@ -51,6 +52,11 @@ class LLM:
         self._numbers = count()
         self._turns = _Turns()
         self._calls: dict[str, _Call] = {}  # request id -> the call that waits for its output
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An engine with the settings of `EngineArgs`. Raises as the class."""
+        return cls(**vars(engine_args))
 
     def generate(
         self,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleetfoot.utils.vllm_paths import provide_names
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -101,3 +103,6 @@ class RequestOutput:
     """Prompt tokens with prefix cache hits."""
     kv_transfer_params: dict[str, Any] | None = None
     """Parameters from the KV connector about the finished request's KV, if any."""
+
+
+provide_names(__name__)

@@ -14,11 +14,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from fleetfoot.config.engine import UNSUPPORTED, EngineConfig, plain_value
-from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS, check_engine_keyword
+from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.vllm_names import ENGINE_KEYWORDS, check_engine_keyword
+from fleetfoot.engine.arg_utils import flag_of, flag_options, help_text, keyword_flags
 from fleetfoot.records.sampling_params import RequestOutputKind, SamplingParams
 
 _RENAMED_FLAGS = {"seed": "--engine-seed"}
@@ -30,24 +30,8 @@ _SAMPLING_DEFAULTS = "sampling_defaults"
 """Name of the command's own sampling defaults in the parsed arguments."""
 
 
-def flag_of(name: str) -> str:
-    """``max_model_len`` -> ``--max-model-len``."""
-    return "--" + name.replace("_", "-")
-
-
-def _help_text(text: str, default: Any) -> str:
-    """Help with the default, if there is one to show. Percent signs are escaped for argparse."""
-    if isinstance(default, bool):
-        default = "on" if default else "off"
-    return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
-
-
 def _given(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
-
-
-_VALUES: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}
-"""Type of a field -> type and name of the flag's value."""
 
 
 def add_engine_arguments(
@@ -59,28 +43,14 @@ def add_engine_arguments(
     for field in dataclasses.fields(EngineConfig):
         if field.name in leave_out:
             continue
-        options: dict[str, Any] = {
-            "dest": _ENGINE + field.name,
-            "default": argparse.SUPPRESS,  # only given flags are passed on; EngineConfig has the defaults
-            "help": _help_text(field.metadata["help"], field.default),
-        }
-        if field.name in UNSUPPORTED:
-            options["help"] = argparse.SUPPRESS
-        value_type = str(field.type).removesuffix(" | None")
-        if "record" in field.metadata:
-            options["metavar"] = "JSON"  # parsed by EngineConfig
-        elif "choices" in field.metadata:
-            options |= {"choices": field.metadata["choices"], "type": partial(plain_value, field.name)}
-        elif value_type == "bool":
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"], options["metavar"] = _VALUES[value_type]
+        # only given flags are passed on; EngineConfig has the defaults
+        options = {"dest": _ENGINE + field.name, "default": argparse.SUPPRESS, **flag_options(field)}
         if takes_model and field.name == "model":
             options["action"] = _ModelAction
             parser.add_argument(nargs="?", **options | {"metavar": "MODEL"})
         group.add_argument(_RENAMED_FLAGS.get(field.name, flag_of(field.name)), **options)
     for name, (neutral, _) in ENGINE_KEYWORDS.items():
-        flags = [flag_of(name), *(f"-{short}" for short, long in ENGINE_FLAGS.items() if long == name)]
+        flags = keyword_flags(name)
         switch: dict[str, Any] = {"nargs": 0} if any(isinstance(value, bool) for value in neutral) else {}
         flags += [flag_of(f"no_{name}")] if switch else []
         if flags[0] not in parser._option_string_actions:  # chat has a --chat-template
@@ -152,7 +122,7 @@ def add_sampling_arguments(
         options: dict[str, Any] = {
             "dest": _SAMPLING + name,
             "default": argparse.SUPPRESS,  # only given flags override the model's own defaults
-            "help": _help_text(flag.help, shown[name]),
+            "help": help_text(flag.help, shown[name]),
         }
         if flag.read is bool:
             options["action"] = argparse.BooleanOptionalAction

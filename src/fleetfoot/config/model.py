@@ -14,8 +14,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 """The fields that are sampling defaults. As in vLLM, ``do_sample`` is not one: it has no effect."""
-OWN_DEFAULTS = ("none", "vllm")
-"""Values of the setting ``generation_config`` for no file; the second is vLLM's name."""
+OWN_DEFAULTS = ("none", "vllm", "fleetfoot")
+"""Values of the setting ``generation_config`` for no file; the others are vLLM's name, and that as ported."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fleetfoot.utils.validation import unknown_keyword
-
-_NO_LORA = "LoRA adapters are not served; merge the adapter into the checkpoint"
-_NO_MULTIMODAL = "models take text alone; leave it out"
+from fleetfoot.utils.vllm_paths import NO_CALLBACK, NO_GRAMMAR, NO_LORA, NO_MULTIMODAL
 
 _CONFIG = "change config.json in a copy of the checkpoint's folder"
 _SWITCH = (False, True)
@@ -32,26 +30,26 @@ _BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
     "leave it out: model is the name": {"served_model_name": ()},
     f"{_CONFIG}; max_model_len has a keyword of its own": {"hf_overrides": ()},
     _CONFIG: {"rope_scaling": (), "rope_theta": (), "hf_config_path": (), "disable_sliding_window": (False,)},
-    _NO_MULTIMODAL: {"limit_mm_per_prompt": (), "mm_processor_kwargs": (), "allowed_local_media_path": ()},
-    _NO_LORA: {"max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_dtype": ("auto",),
+    NO_MULTIMODAL: {"limit_mm_per_prompt": (), "mm_processor_kwargs": (), "allowed_local_media_path": ()},
+    NO_LORA: {"max_loras": (1,), "max_lora_rank": (16,), "max_cpu_loras": (), "lora_dtype": ("auto",),
                "fully_sharded_loras": (False,)},
     "start one engine for each replica; tensor_parallel_size splits a model over GPUs":
         {"data_parallel_size": (1,), "data_parallel_rank": (0,), "data_parallel_backend": ("mp",)},
     "models are dense; leave it out": {"enable_expert_parallel": (False,), "enable_eplb": (False,)},
-    "output is not constrained by grammars; leave it out":
+    NO_GRAMMAR:
         {"guided_decoding_backend": ("auto",), "structured_outputs_config": (), "reasoning_parser": ()},
     "leave it out: async_scheduling hides the host's work behind the device's": {"num_scheduler_steps": (1,)},
     "leave it out; async_scheduling=False runs step by step": {"disable_async_output_proc": (False,)},
     "leave it out: max_num_batched_tokens limits a step":
         {"long_prefill_token_threshold": (0,), "max_num_partial_prefills": (1,), "max_long_partial_prefills": (1,)},
     "leave it out: logprobs are of the model's own logits": {"logprobs_mode": ("raw_logprobs",)},
-    "leave it out: the sampler calls no code of the user's": {"logits_processors": ()},
+    NO_CALLBACK: {"logits_processors": ()},
     "leave it out: models generate text": {"pooler_config": (), "convert": ("auto", "none")},
     "set speculative_config={'model': ..., 'num_speculative_tokens': ...}": {"speculative_model": ()},
     "set speculative_config={'num_speculative_tokens': ..., 'method': ...}": {"num_speculative_tokens": ()},
     "give it to chat(chat_template=...)": {"chat_template": ()},
     "leave it out":
-        {"config_format": ("auto", "hf"), "model_impl": ("auto", "vllm"), "code_revision": (),
+        {"config_format": ("auto", "hf"), "model_impl": ("auto", "vllm", "fleetfoot"), "code_revision": (),
          "disable_custom_all_reduce": (False,), "decode_context_parallel_size": (1,),
          "max_parallel_loading_workers": (), "model_loader_extra_config": (), "safetensors_load_strategy": ("lazy",),
          "ignore_patterns": ("original/**/*",), "use_tqdm_on_load": _SWITCH, "use_v2_block_manager": _SWITCH,
@@ -104,14 +102,20 @@ SPECULATIVE_KEYS = {
 """Keys of vLLM's ``speculative_config``, each with what to do instead."""
 
 CALL_KEYWORDS: dict[str, tuple[Any, str]] = {
-    "lora_request": (None, _NO_LORA),
+    "lora_request": (None, NO_LORA),
     "tokenization_kwargs": (None, "SamplingParams(truncate_prompt_tokens=...) truncates; give token ids for all else"),
-    "mm_processor_kwargs": (None, _NO_MULTIMODAL),
+    "mm_processor_kwargs": (None, NO_MULTIMODAL),
     "chat_template_content_format": ("auto", "leave it out: templates get the content of messages as it is given"),
     "prompt_token_ids": (None, "give {'prompt_token_ids': [...]} as a prompt"),
-    "guided_options_request": (None, "output is not constrained by grammars; leave it out"),
+    "guided_options_request": (None, NO_GRAMMAR),
+    "arrival_time": (None, "leave it out: a request arrives when it is added"),
+    "trace_headers": (None, "leave it out: nothing is traced"),
+    "data_parallel_rank": (None, "leave it out: an engine is one replica"),
+    "stat_loggers": (None, "leave it out: nothing is logged; stats() has the numbers"),
+    "start_engine_loop": (True, "leave it out: the engine runs from the start"),
+    "enable_multiprocessing": (False, "leave it out: distributed_executor_backend sets where workers run"),
 }
-"""Keywords of vLLM's ``LLM.generate`` and ``LLM.chat``: the neutral value, and what to do instead."""
+"""Keywords of the calls of vLLM's ``LLM`` and engines: the neutral value, and what to do instead."""
 
 
 def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str, Any]) -> None:
@@ -127,7 +131,7 @@ def check_call_keywords(owner: str, call: Callable[..., Any], given: Mapping[str
     """
     for name, value in given.items():
         neutral, hint = CALL_KEYWORDS.get(name, (None, None))
-        is_neutral = value is None or (isinstance(value, str) and value == neutral)
+        is_neutral = value is None or (isinstance(value, str | bool) and value == neutral)
         if hint is None or not is_neutral:
             known = [parameter for parameter in inspect.signature(call).parameters if parameter not in CALL_KEYWORDS]
             raise unknown_keyword(owner, name, [word for word in known if word not in ("self", "unknown")], hint)

@@ -1,5 +1,7 @@
 """Groups of ranks and their transports. No torch here: the memory plan uses the buffers' sizes."""
 
+from fleetfoot.utils.vllm_paths import provide_names
+
 MIB = 1 << 20
 _COLLECTIVE_BYTES, _POINT_TO_POINT_BYTES = 752 * MIB, 520 * MIB
 """NCCL's memory for a communicator of collectives, and for one between two ranks, each with its kernels in the driver:
@@ -27,3 +29,6 @@ def pipeline_group_bytes(rank: int, num_ranks: int, step_bytes: int, *, on_gpu: 
     num_buffers = (rank > 0) + (on_gpu or rank < num_ranks - 1)
     num_peers = num_ranks  # neighbours, and the way of the sampled tokens
     return num_buffers * step_bytes + (num_peers * _POINT_TO_POINT_BYTES if on_gpu else 0)
+
+
+provide_names(__name__)

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fleetfoot.config.engine import EngineConfig
+from fleetfoot.config.vllm_names import check_call_keywords
 from fleetfoot.engine.core import EngineCore, no_callback
 from fleetfoot.engine.errors import EngineDeadError
 from fleetfoot.engine.input_processor import COPY_MARK, EngineRequest, InputProcessor
@@ -34,6 +35,7 @@ from fleetfoot.speculative.controller import AdaptiveDrafts
 from fleetfoot.utils.process import EXIT_GUARD, run_all
 
 if TYPE_CHECKING:
+    from fleetfoot.engine.arg_utils import EngineArgs
     from fleetfoot.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,12 @@ class LLMEngine:
         """
         return build_engine(config)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, usage_context: object = None, **unknown: Any) -> LLMEngine:
+        """The same, from `EngineArgs`. ``usage_context`` has no effect."""
+        check_call_keywords("LLMEngine.from_engine_args", cls.from_engine_args, unknown)
+        return build_engine(engine_args.create_engine_config())
+
     @property
     def plan(self) -> EnginePlan:
         """Decisions about this engine: ``plan.use_v2_model_runner``, ``plan.reasons``, ...
@@ -103,17 +111,20 @@ class LLMEngine:
         *,
         priority: int = 0,
         params_checked: bool = False,
+        **unknown: Any,
     ) -> None:
         """Add a request; `step` returns its outputs.
 
         Args:
             priority: lower runs sooner; needs ``scheduling_policy="priority"``.
             params_checked: ``params`` is a result of `InputProcessor.check_params`.
+            unknown: refused, except neutral values of vLLM's keywords (``lora_request=None``).
 
         Raises:
             ValueError, TypeError: the request is refused; the engine is unchanged.
             EngineDeadError: the engine has failed or was shut down.
         """
+        check_call_keywords("LLMEngine.add_request", self.add_request, unknown)
         self._check_alive()
         self.check_request_id(request_id)
         self.submit(self.process_inputs(request_id, prompt, params, priority=priority, params_checked=params_checked))

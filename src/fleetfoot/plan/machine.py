@@ -62,6 +62,31 @@ class Machine:
         return replace(here, gpu_name=properties.name, gpu_memory_bytes=properties.total_memory, has_triton=has_triton)
 
 
+class Platform:
+    """What a script of vLLM's asks of ``current_platform``."""
+
+    @property
+    def device_type(self) -> str:
+        """``cpu`` or ``cuda``: the device of an engine."""
+        return Machine.detect().choose_device("auto")
+
+    def is_cpu(self) -> bool:
+        return self.device_type == "cpu"
+
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    is_cuda_alike = is_cuda
+
+    def is_rocm(self) -> bool:
+        return False
+
+    is_hpu = is_tpu = is_xpu = is_rocm
+
+
+current_platform = Platform()
+
+
 def may_have_gpu() -> bool:
     """False where there is certainly no GPU that torch could use, found without importing torch."""
     return sys.platform != "linux" or any(Path(path).exists() for path in _GPU_DEVICE_FILES)

@@ -1,0 +1,92 @@
+"""`EngineArgs`: settings of an engine that are not checked yet, and flags made of the fields of `EngineConfig`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import Field, fields, make_dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from fleetfoot.config.engine import UNSUPPORTED, EngineConfig, plain_value
+from fleetfoot.config.vllm_names import ENGINE_FLAGS, ENGINE_KEYWORDS
+from fleetfoot.utils.argparse_utils import parse_value
+from fleetfoot.utils.validation import checked_keywords
+
+_VALUES: dict[str, tuple[type, str]] = {"int": (int, "N"), "float": (float, "X"), "str": (str, "NAME")}
+"""Type of a field -> type and name of the flag's value."""
+_Parser = TypeVar("_Parser", bound=argparse._ActionsContainer)
+
+
+def flag_of(name: str) -> str:
+    """``max_model_len`` -> ``--max-model-len``."""
+    return "--" + name.replace("_", "-")
+
+
+def keyword_flags(name: str) -> list[str]:
+    """Flags of a keyword of vLLM's: ``--data-parallel-size``, ``-dp``."""
+    return [flag_of(name), *(f"-{short}" for short, long in ENGINE_FLAGS.items() if long == name)]
+
+
+def help_text(text: str, default: Any) -> str:
+    """Help with the default, if there is one to show. Percent signs are escaped for argparse."""
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    return (text if default is None else f"{text} (default: {default})").replace("%", "%%")
+
+
+def flag_options(field: Field[Any]) -> dict[str, Any]:
+    """Arguments of ``add_argument`` for a field of `EngineConfig`: help and how a value is read."""
+    options: dict[str, Any] = {"help": help_text(field.metadata["help"], field.default)}
+    if field.name in UNSUPPORTED:
+        options["help"] = argparse.SUPPRESS
+    value_type = str(field.type).removesuffix(" | None")
+    if "record" in field.metadata:
+        options["metavar"] = "JSON"  # parsed by EngineConfig
+    elif "choices" in field.metadata:
+        options |= {"choices": field.metadata["choices"], "type": partial(plain_value, field.name)}
+    elif value_type == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["type"], options["metavar"] = _VALUES[value_type]
+    return options
+
+
+_SETTINGS = {field.name: field.default for field in fields(EngineConfig)}
+_DEFAULTS = _SETTINGS | {name: (neutral or (None,))[0] for name, (neutral, _) in ENGINE_KEYWORDS.items()}
+_Fields: Any = make_dataclass("_Fields", [(name, Any, default) for name, default in _DEFAULTS.items()])
+
+
+@checked_keywords
+class EngineArgs(_Fields):
+    """The fields of `EngineConfig`, and vLLM's other keywords, as a dataclass whose fields can be assigned.
+
+    They are checked by what takes them: `create_engine_config`, ``LLM(**vars(engine_args))``, ``from_engine_args``.
+    """
+
+    def create_engine_config(self, usage_context: object = None) -> EngineConfig:
+        """The checked settings. Raises as `EngineConfig.from_keywords`; ``usage_context`` has no effect."""
+        return EngineConfig.from_keywords(self.__dict__, owner=type(self).__name__)
+
+    @staticmethod
+    def add_cli_args(parser: _Parser, async_args_only: bool = False) -> _Parser:
+        """Add a flag for each field to a parser, or to a group of it, and return that."""
+        is_group = isinstance(parser, argparse._ArgumentGroup)
+        group = parser if is_group else parser.add_argument_group("engine")
+        options = {} if async_args_only else {field.name: flag_options(field) for field in fields(EngineConfig)}
+        for name, (neutral, _) in {} if async_args_only else ENGINE_KEYWORDS.items():
+            is_switch = any(isinstance(value, bool) for value in neutral)
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if is_switch else {"type": parse_value}
+            options[name] = {"help": argparse.SUPPRESS, **how}
+        for name, arguments in options.items():
+            group.add_argument(*keyword_flags(name), default=argparse.SUPPRESS, **arguments)
+        parser.set_defaults(**{name: _DEFAULTS[name] for name in options})  # a default of a switch would be in its help
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Of parsed arguments; those that are no fields are ignored."""
+        return cls(**{name: getattr(args, name) for name in _DEFAULTS if hasattr(args, name)})
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The same for `AsyncLLM`."""
