@@ -1,12 +1,15 @@
 """What tests need of Triton: its interpreter, which runs kernels on a CPU, or its compiler.
 
 Importing this module closes two gaps of Triton 3.6's interpreter. With numpy 2.4 it cannot turn a runtime value into a
-bound of ``tl.range``, and it multiplies bfloat16 matrices as if their bits were integers.
+bound of ``tl.range``, and it multiplies bfloat16 matrices as if their bits were integers. Work that has no effect, and
+takes more than half of the time, is left out: each call of a device function patches the language again, overflows are
+computed for assertions that are off, and types are made for tuples.
 """
 
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,13 @@ def _patch_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patched_tensor
     interpreter.InterpreterBuilder.create_dot = patched_dot
+
+    numpy_dtype = cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda type: numpy_dtype(tl.uint64 if type.scalar.is_ptr() else type.scalar)
+    interpreter._patch_lang = cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda scope: None
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    tl.core._type_for_tuple_values = lambda values, fields=None: None
 
 
 if HAS_INTERPRETER:
